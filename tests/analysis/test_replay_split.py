@@ -9,6 +9,7 @@ import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.replay_split import replay_split
+from tieline.run.processes import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def model():
 
 
 def test_a_run_is_at_no_distance_from_itself(model):
-    split = replay_split(Side(model), Side(model), [batch()])
+    split = replay_split(Side(model), Side(model), Ranks.of(None, [batch()]))
     assert (split.live.kl, split.ids.kl, split.both.kl) == (0, 0, 0)
     assert (split.tokens, split.changed) == (22, 0)
 
@@ -25,7 +26,7 @@ def test_a_run_is_at_no_distance_from_itself(model):
 def test_what_routers_alone_do_is_undone_by_replay(model):
     """Only the routers are rounded: A's experts and weights give A's output back."""
     rough = Side(model, "int4_group", "router")
-    split = replay_split(Side(model), rough, [batch(), batch(3, 20)])
+    split = replay_split(Side(model), rough, Ranks.of(None, [batch(), batch(3, 20)]))
     assert split.changed > 0
     assert split.live.kl > split.ids.kl > 10 * abs(split.both.kl)
     assert split.by_both == pytest.approx(1, abs=1e-6)
@@ -38,7 +39,7 @@ def test_what_experts_do_stays(model):
         for name, parameter in other.named_parameters():
             if "experts" in name:
                 parameter.mul_(1.5)
-    split = replay_split(Side(model), Side(other), [batch()])
+    split = replay_split(Side(model), Side(other), Ranks.of(None, [batch()]))
     assert split.both.kl > 0.2 * split.live.kl
 
 

@@ -12,8 +12,11 @@ import torch
 from tests.models.tiny import batch
 from tieline.analysis.swap import Block, BlockSampler, Rows, block_of
 from tieline.models import capture, family_of
-from tieline.models.capture import Batch, LayerObserver, ObserverSettings
+from tieline.models.capture import DEFAULT_EPSILONS, Batch, LayerObserver, ObserverSettings
+from tieline.models.model import Model
 from tieline.models.router_call import Choice, override_choice
+from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.runner import Runner
 from tieline.trace import LayerTrace
 
 HALVINGS = 40
@@ -99,6 +102,9 @@ class Walker:
         return observer.observe(self.block.router, call, output, Batch(one, one, one, None, 1))
 
 
+RECORDED = ObserverSettings(4, DEFAULT_EPSILONS, False, True)
+
+
 def walls(model, most=2):
     """Some walls between the tokens of the model's first layer whose block is a module."""
     walker = _walker(model)
@@ -112,11 +118,16 @@ def watched(model, ids, near=24, random=0):
     with torch.inference_mode(), capture(model) as recorder:
         model(input_ids=batch())
     names = [layer.name for layer in recorder.trace().layers]  # those that run on text
-    sampler = BlockSampler({name: block_of(model, name) for name in names}, near, random, seed=0)
-    with torch.inference_mode(), capture(model, layers=names) as seen, sampler.watching(seen):
-        for rows in ids:
-            model(input_ids=rows)
-    return seen.trace(), sampler
+    return sampled(model, {name: block_of(model, name) for name in names}, ids, near, random)
+
+
+def sampled(model, blocks, ids, near, random, seed=0, layers=None):
+    """Trace of some batches, and the sampler that watched them."""
+    recorder = RouteRecorder(model, RECORDED, layers or list(blocks))
+    sampler = BlockSampler(blocks, recorder, near, random, seed)
+    plan = clean_plan("forward", dict(enumerate(ids)))
+    Runner(Model(model)).run(plan, [recorder, sampler])
+    return recorder.trace(), sampler
 
 
 def _walker(model):

@@ -18,8 +18,9 @@ from tieline.analysis.sources import as_model
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
 from tieline.core.settings import SettingError, takes_settings
-from tieline.models.capture import capture
-from tieline.models.running import forward, only_running
+from tieline.models.model import Model
+from tieline.run.processes import Ranks
+from tieline.run.recorder import recorded_routes
 from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents
@@ -233,7 +234,5 @@ def _run(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:
     for ids in documents:
         inside = int(ids.max()) < size
         require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
-    with only_running(model), capture(model, distances=False, epsilons=()) as recorder:
-        for ids in documents:
-            forward(model, torch.from_numpy(ids.astype(np.int64))[None])
-    return recorder.trace()
+    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in documents]
+    return recorded_routes(Model(model), Ranks.of(None, batches))

@@ -10,7 +10,6 @@ are apart is measured token by token (`token_distances`).
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,26 +27,25 @@ from tieline.analysis.noise_size import Expected, expected_format, read_format, 
 from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
-from tieline.analysis.streamed_diff import side_by_side
-from tieline.analysis.token_distances import (
-    TokenDistances,
-    all_distances,
-    logits_of,
-    with_distances,
-)
+from tieline.analysis.token_distances import DistanceObserver, Rows, logits_of
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
-from tieline.models.capture import capture
-from tieline.models.emulate import FORMATS, Region, emulate
+from tieline.models.emulate import FORMATS, Region
 from tieline.models.loading import LoadedModel, use_experts
-from tieline.models.running import batches, forward, only_running
+from tieline.models.model import Model
+from tieline.models.running import batches
 from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.models.streaming import ModelStream
+from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.observers import Observer
+from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.processes import Ranks
-from tieline.trace.record import RoutingTrace, concatenate, token_sequences
+from tieline.run.recorder import RouteRecorder
+from tieline.run.runner import Runner
+from tieline.trace.record import RoutingTrace, token_sequences
 
 Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
@@ -268,7 +266,7 @@ class NamedSide(NamedTuple):
         options = {"dtype": dtype, "revision": self.revision, **self.load}
         loaded = as_model(self.source, "diff takes a trace, a file of routes, or", **options)
         use_experts(loaded.model, self.experts)
-        return Side(loaded.model, emulated), loaded
+        return Side(loaded.model, emulated, stream=loaded.stream), loaded
 
     def told(self) -> dict[str, object]:
         """The name of the side, for the record."""
@@ -287,61 +285,35 @@ def _two_models(
     replay: bool,
 ) -> RoutingDiff:
     words, origin = as_text(text)
-    ready, cut, streams = [], [], []
+    ready, cut = [], []
     for named in sides:
         side, loaded = named.model()
-        streams.append(loaded.stream)
         most = default_length(loaded.model, length)
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
     same_tokens(cut[0], cut[1])
-    if any(stream is not None for stream in streams):
-        found = _diff_streams(streams, ready, cut[0], run, replay)
-    else:
-        found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
+    if any(side.stream is not None for side in ready):
+        _check_streams(ready, run, replay)
+    found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
     facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
     if run.batch_b is not None:
         facts["sequences per pass"] = f"{run.batch_size} in A, {run.batch_b} in B"
     found = replace(found, provenance=found.provenance | facts)
     if not replay:
         return found
-    share = Ranks.of(run.parallel, list(batches(cut[0], run.batch_size)))
-    return with_split(found, replay_split(ready[0], ready[1], share.batches, share=share))
+    ranks = Ranks.of(run.parallel, list(batches(cut[0], run.batch_size)))
+    return with_split(found, replay_split(ready[0], ready[1], ranks))
 
 
-def _diff_streams(
-    streams: Sequence[ModelStream | None],
-    sides: Sequence["Side"],
-    sequences: Sequence[Int[Tensor, " _"]],
-    run: Running,
-    replay: bool,
-) -> RoutingDiff:
-    """Compare two models that are read layer by layer."""
-    a, b = streams
-    both = a is not None and b is not None
+def _check_streams(sides: Sequence["Side"], run: Running, replay: bool) -> None:
+    """Refuse what needs models in memory, of models that are read layer by layer."""
+    both = all(side.stream is not None for side in sides)
     require_setting(both, "both models are streamed, or none ({stream})")
-    assert a is not None
-    assert b is not None
     plain = all(side.emulated is None for side in sides) and not replay and run.batch_b is None
     require_setting(
         plain,
         "emulated formats, {replay} and {batch_b} need the models in memory: leave out {stream}",
     )
-    started, told = time.perf_counter(), run.progress
-    distances: list[TokenDistances] | None = []
-
-    def take(one: Any, two: Any, ids: Tensor) -> None:
-        nonlocal distances
-        distances = None if distances is None else with_distances(distances, one, two, ids)
-
-    tell = None if told is None else partial(told, "streaming")
-    traces = side_by_side(a, b, list(batches(sequences, run.batch_size)), take, tell)
-    expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
-    ran = time.perf_counter()
-    with one_thread():
-        found = compare(*traces)
-    timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
-    return summed_up(found, logits_of(found, distances), timings, expected)
 
 
 def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
@@ -435,11 +407,36 @@ class Side(NamedTuple):
         emulated: name in `hf.emulate.FORMATS` of a format that is emulated by rounding; the model
             must be in float32 then.
         parts: what is in that format: "all", "router" or "others".
+        stream: reads the weights when they are needed; None if they are in memory.
     """
 
     model: nn.Module
     emulated: str | None = None
     parts: Region = "all"
+    stream: ModelStream | None = None
+
+    @property
+    def opened(self) -> Model:
+        """The model as the runner takes it."""
+        return Model(self.model, stream=self.stream)
+
+    @property
+    def condition(self) -> Condition:
+        """How it runs."""
+        if self.emulated is None:
+            return CLEAN
+        part = "model" if self.parts == "all" else self.parts
+        return Condition(Perturbation("rounding", self.emulated, part))
+
+    def recorder(self, number: int = 0) -> RouteRecorder:
+        """Records the passes of this side, the model of that number in its plan."""
+        name = self.emulated if self.parts == "all" else f"{self.emulated} {self.parts}"
+        facts = {} if self.emulated is None else {"emulated": name}
+        return RouteRecorder(self.model, of=partial(_is_of, number), provenance=facts)
+
+
+def _is_of(number: int, run: Pass) -> bool:
+    return run.model == number
 
 
 def diff_models(
@@ -467,33 +464,69 @@ def diff_models(
     """
     require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
     started, sizes = time.perf_counter(), (batch_size, batch_b or batch_size)
-    share = Ranks.of(parallel, list(batches(sequences, max(sizes))))
-    distances: list[TokenDistances] | None = []
-    parts: tuple[list[RoutingTrace], list[RoutingTrace]] = [], []
-    done = 0
-    for ids in share.batches:
-        (trace_a, logits_a), (trace_b, logits_b) = (
-            run_in_passes(side, ids, size) for side, size in zip((a, b), sizes, strict=True)
-        )
-        parts[0].append(trace_a)
-        parts[1].append(trace_b)
-        if distances is not None:
-            distances = with_distances(distances, logits_a, logits_b, ids)
-        done += ids.numel()
-        if progress is not None:
-            progress("forward", done, share.rank_tokens)
-    share.keep_pace(a.model, b.model)
-    traces = [share.join_trace(concatenate(part, documents="renumber")) for part in parts]
-    distances = all_distances(share, distances)
+    ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
+    plan, split = _side_by_side((a, b), ranks, sizes)
+    recorders, compared = (a.recorder(0), b.recorder(1)), DistanceObserver(split)
+    runner = Runner(a.opened, b.opened, ranks=ranks)
+    runner.run(plan, [*recorders, compared], progress)
+    traces, distances = [recorder.trace() for recorder in recorders], compared.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     reference = None
-    if parallel not in UNROUNDED:
+    if parallel not in UNROUNDED and a.stream is None:
         reference = reference_run((a, b), traces, sequences, expected, batch_size)
     ran = time.perf_counter()
     with one_thread():
         found = compare(*traces, reference=reference)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
     return summed_up(found, logits_of(found, distances), timings, expected)
+
+
+def _side_by_side(
+    sides: tuple[Side, Side], ranks: Ranks, sizes: tuple[int, int]
+) -> tuple[Plan, list[Rows]]:
+    """Passes of two models over the same batches, and those that belong together.
+
+    With other sizes of passes, every batch is cut for each side by itself.
+    """
+    a, b = (side.condition for side in sides)
+    if sizes[0] == sizes[1]:
+        firsts = [Pass(n, a) for n in ranks.numbered]
+        seconds = [Pass(first.batch, b, first, model=1) for first in firsts]
+        phase = Phase("forward", ranks.numbered, (*firsts, *seconds), logits="optional")
+        return Plan((phase,)), []
+    cut: dict[int, Tensor] = {}
+    split: list[Rows] = []
+    for ids in ranks.batches:
+        rows = []
+        for model, (condition, size) in enumerate(zip((a, b), sizes, strict=True)):
+            pieces = dict(enumerate(ids.split(size), len(cut)))
+            cut |= pieces
+            rows.append(tuple(Pass(n, condition, model=model) for n in pieces))
+        split.append((rows[0], rows[1]))
+    passes = tuple(run for rows in split for side in rows for run in side)
+    return Plan((Phase("forward", cut, passes, logits="optional"),)), split
+
+
+def trace_side(
+    side: Side,
+    ranks: Ranks,
+    observers: Sequence[Observer] = (),
+    progress: Progress | None = None,
+) -> RoutingTrace:
+    """Run batches through one model, and return their routing.
+
+    Args:
+        side: the model.
+        ranks: the batches, and how processes share them.
+        observers: what else looks at the passes, with their logits.
+        progress: called with stage, done and total.
+    """
+    recorder = side.recorder()
+    passes = tuple(Pass(n, side.condition) for n in ranks.numbered)
+    logits: Logits = "optional" if observers else "none"
+    plan = Plan((Phase("forward", ranks.numbered, passes, logits=logits),))
+    Runner(side.opened, ranks=ranks).run(plan, [recorder, *observers], progress)
+    return recorder.trace()
 
 
 def trace_model(
@@ -515,42 +548,11 @@ def trace_model(
         progress: called with stage, done and total.
         parallel: how processes share the model, which was loaded so.
     """
-    share, done, parts = Ranks.of(parallel, list(batches(sequences, batch_size))), 0, []
-    for ids in share.batches:
-        parts.append(run_batch(side, ids)[0])
-        done += ids.numel()
-        if progress is not None:
-            progress("forward", done, share.rank_tokens)
-    share.keep_pace(side.model)
-    trace = share.join_trace(concatenate(parts, documents="renumber"))
+    ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
+    trace = trace_side(side, ranks, progress=progress)
     if documents is None:
         return trace
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
-
-
-def run_in_passes(side: Side, ids: Tensor, size: int) -> tuple[RoutingTrace, Any]:
-    """Routing and logits of a batch that is run in passes of so many rows."""
-    traces, logits = zip(*(run_batch(side, part) for part in ids.split(size)), strict=True)
-    if len(traces) == 1:
-        return traces[0], logits[0]
-    whole = None if any(part is None for part in logits) else torch.cat(logits)
-    return concatenate(traces, documents="renumber"), whole
-
-
-def run_batch(side: Side, ids: Tensor) -> tuple[RoutingTrace, Any]:
-    """The routing of one batch, and the logits if there are any."""
-    # entered for the run of this side alone: the emulation rounds whatever runs inside it
-    format_ = (
-        nullcontext() if side.emulated is None else emulate(side.model, side.emulated, side.parts)
-    )
-    with only_running(side.model), format_:
-        with capture(side.model, epsilons=(), distances=False) as seen:
-            logits = getattr(forward(side.model, ids), "logits", None)
-        trace = seen.trace()
-    told = {}
-    if side.emulated is not None:
-        told["emulated"] = side.emulated if side.parts == "all" else f"{side.emulated} {side.parts}"
-    return replace(trace, provenance=trace.provenance | told), logits
 
 
 def read_dtype(words: str) -> tuple[str, str | None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tieline.analysis.comparison import Compared, compare, summed_up
 from tieline.analysis.dequantised import LARGEST_ERROR, can_dequantise, dequantised_model
-from tieline.analysis.diff import NamedSide, Running, Side, reference_run, run_batch
+from tieline.analysis.diff import NamedSide, Running, Side, reference_run, trace_side
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspection import Observation
 from tieline.analysis.noise_size import ROUNDING, Expected, read_format, recorded_format
@@ -41,7 +41,10 @@ from tieline.models.emulate import FORMATS, Region
 from tieline.models.loading import LoadedModel, load_tokenizer
 from tieline.models.running import batches
 from tieline.run.corpus import Text, default_length
-from tieline.trace.record import RoutingTrace, concatenate
+from tieline.run.observers import Observer, Outcome
+from tieline.run.plan import Pass
+from tieline.run.processes import Ranks
+from tieline.trace.record import RoutingTrace
 
 MOST_PREDICTIONS = 1 << 28
 """Log-probabilities that are held per side, 1 GiB; beyond that no KL is measured."""
@@ -209,17 +212,25 @@ def _run_side(side: NamedSide, job: _Job) -> _SideRun:
 
 def _run_model(side: Side, job: _Job) -> _SideRun:
     """Run a model of transformers and keep its log-probabilities, if they are wanted."""
-    traces, rows, done = [], [], 0
-    for ids in batches(job.documents.sequences, job.run.batch_size):
-        trace, logits = run_batch(side, ids)
-        traces.append(trace)
-        if job.predictions and isinstance(logits, Tensor):
-            rows.append(logits.flatten(0, 1).double().log_softmax(1).float().cpu())
-        done += ids.numel()
-        if job.run.progress is not None:
-            job.run.progress("forward", done, job.documents.tokens)
-    trace = job.documents.numbered(concatenate(traces, documents="renumber"))
-    return _SideRun(trace, torch.cat(rows) if rows else None, side)
+    ranks = Ranks.of(None, list(batches(job.documents.sequences, job.run.batch_size)))
+    predictions = _Predictions()
+    observers = [predictions] if job.predictions else []
+    trace = trace_side(side, ranks, observers, job.run.progress)
+    rows = predictions.rows
+    return _SideRun(job.documents.numbered(trace), torch.cat(rows) if rows else None, side)
+
+
+class _Predictions(Observer):
+    """Log-probabilities of all tokens, pass by pass."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Keep the log-probabilities of a pass."""
+        if outcome.logits is not None:
+            rows = outcome.logits.flatten(0, 1).double().log_softmax(1)
+            self.rows.append(rows.float().cpu())
 
 
 def _compared(

@@ -11,12 +11,12 @@ saved trace or summary is measured without a model, so its jumps stay unmeasured
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -26,29 +26,30 @@ from tieline._version import __version__
 from tieline.analysis.calibration import most_first, tokens_needed
 from tieline.analysis.findings import judge, metrics, observe
 from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextSample
-from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
-from tieline.analysis.linear import linear_weights
+from tieline.analysis.jump import JumpSettings, with_losses
+from tieline.analysis.layer_measurer import LayerMeasurer
 from tieline.analysis.own_noise import own_noise
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.analysis.sources import ModelSource, as_model, load, source_kind
-from tieline.analysis.stream_state import RunState
-from tieline.analysis.streamed import StreamedLayers
 from tieline.analysis.swap import BlockSampler, block_of
 from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
-from tieline.core.records import from_plain, to_plain
+from tieline.core.records import to_plain
 from tieline.core.settings import takes_settings
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import RoutingMeasures, measure, measure_summary
-from tieline.models.capture import capture
+from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
-from tieline.models.running import batches, forward, only_running, text_config
-from tieline.models.spread import SHARES_TEXT
-from tieline.models.streaming import ModelStream
+from tieline.models.model import Model
+from tieline.models.running import batches, only_running, text_config
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
+from tieline.run.observers import Observer
 from tieline.run.processes import Ranks
+from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.resume import RunState
+from tieline.run.runner import Runner
 from tieline.trace.record import RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
@@ -58,9 +59,9 @@ Progress = Callable[[str, int, int], None]
 MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept in memory during the measurement."""
 
-NO_JUMPS = "not measured: jumps were not asked for"
 NO_MODEL = "not measured: jumps need the model"
 NO_NOISE = "not measured: the noise of the model was not asked for"
+STREAMED_NOISE = "not measured: weights that are streamed cannot be rounded"
 
 
 @takes_settings(InspectSettings)
@@ -101,104 +102,129 @@ def inspect(
     with clock("tokenise"):
         length = settings.sequence_length or default_length(model)
         tokenised = tokenise(loaded.tokenizer, text, settings.tokens, length)
-    share = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
-    run = _Run(model, names, tokenised, share, tokenised.tokens, batch_size, progress or _silent)
-    plan = _plan(settings.jump_settings, seed, settings.loss_jumps)
-    sampler = run.sampler(plan) if settings.jumps else None
-    facts = _facts(tokenised, origin, batch_size, seed) | share.provenance()
-    rounds = settings.noise and parallel in (None, "data")
-    losses, resume = settings.loss_jumps, settings.resume
-    work = _Work(loaded.stream, plan, measuring, facts, clock, losses, rounds, resume)
-    ways = _streamed if loaded.stream is not None else _in_memory
-    trace, measures, found, noise_found = ways(run, sampler, work)
+    ranks = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
+    facts = _facts(tokenised, origin, batch_size, seed) | ranks.provenance()
+    inspector = _Inspector(
+        Model(*loaded), names, tokenised, ranks, batch_size, facts, clock, progress or _silent
+    )
+    trace, measures, layer_jumps = inspector.measure(settings)
+    model_noise = inspector.noise(settings.noise and parallel in (None, "data"))
     facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
     sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
-    told = _inspection(measures, found, sample, facts, timings, trace, expert_tokens)
-    return replace(told, noise=noise_found)
+    result = _inspection(measures, layer_jumps, sample, facts, timings, trace, expert_tokens)
+    return replace(result, noise=model_noise)
 
 
-def _noise(run: "_Run", work: "_Work") -> NoiseReport:
-    """The noise of the model in memory."""
-    if not work.noise:
-        return NoiseReport((), NO_NOISE)
-    with work.clock("noise"):
-        report = own_noise(run.model, run.names, run.text, run.batch_size)
-        run.progress("noise", 1, 1)
-    return report
+Measured = tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]
+"""The routing of a text, its measures and the jumps of every layer."""
 
 
-class _Found(NamedTuple):
-    """What both ways to run a model give."""
+@dataclass(frozen=True)
+class _Inspector:
+    """A model under inspection, its text, and how it is run.
 
-    trace: RoutingTrace
-    measures: RoutingMeasures
-    jumps: tuple[LayerJumps, ...]
-    noise: NoiseReport
+    Attributes:
+        model: the model, in memory or streamed.
+        names: routers to look at.
+        text: the text in sequences.
+        ranks: its batches, and how processes share them.
+        batch_size: sequences per forward pass.
+        facts: what the bits of the result depend on beside the model.
+        clock: takes the time of each stage.
+        progress: called with stage, done and total.
+    """
 
-
-def _in_memory(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
-    """Run the whole model, then measure."""
-    with work.clock("forward"):
-        trace = run.trace(sampler)
-    trace = replace(trace, provenance={**trace.provenance, **work.facts})
-    weights = run.share.join_layers(linear_weights(run.model, trace))
-    with work.clock("measure"), one_thread():  # many small operations
-        measures = measure(trace, work.settings, weights)
-    with work.clock("jumps"):
-        found = run.jumps(trace, sampler, work.plan, work.losses)
-    noise = _noise(run, work)
-    trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))
-    return _Found(trace, measures, found, noise)
-
-
-def _streamed(run: "_Run", sampler: BlockSampler | None, work: "_Work") -> _Found:
-    """Measure each layer while it is in memory."""
-    assert work.stream is not None
-    require(not work.losses, "what flips do to the loss needs the model in memory: no loss_jumps")
-    model, names = run.model, run.names
-    keep = "inputs" if inputs_fit(model, names[:1], run.tokens) else "scores"
-    ids = list(run.share.batches)
-    with work.clock("forward"), only_running(model), ExitStack() as stack:
-        seen = stack.enter_context(capture(model, keep=keep, layers=names))
-        if sampler is not None:
-            stack.enter_context(sampler.watching(seen))
-        settings, matrices = work.settings or MeasureSettings(), partial(linear_weights, model)
-        state = _state(run, work, keep, jumps=sampler is not None)
-        parts = (settings, matrices, sampler, work.plan, state)
-        layers = StreamedLayers(work.stream, seen, names, *parts)
-        layers.run(ids, partial(run.progress, "streaming"))
-        trace = seen.trace()
-        state.clear()
-    trace = replace(trace, provenance={**trace.provenance, **work.facts})
-    none = LayerJumps("", None, NO_JUMPS)
-    jumps = [layers.jumps.get(one.name, replace(none, name=one.name)) for one in trace.layers]
-    noise = NoiseReport((), "not measured: weights that are streamed cannot be rounded")
-    return _Found(trace, layers.measures(trace), tuple(jumps), noise)
-
-
-def _state(run: "_Run", work: "_Work", keep: str, jumps: bool) -> RunState:
-    """What is kept of the run while it goes on, under all that its numbers depend on."""
-    assert work.stream is not None
-    plans = [to_plain(work.settings or MeasureSettings()), to_plain(work.plan)]
-    groups = {unit: group.count for unit, group in work.stream.groups.items()}
-    versions = [__version__, torch.__version__, transformers.__version__]
-    config = json.loads(work.stream.model.config.to_json_string())
-    settings = [plans, groups, versions, config, keep, jumps, list(run.names)]
-    facts = {"run": work.facts, "settings": settings, "dtype": str(work.stream.model.dtype)}
-    return RunState(facts, work.stream.weights.shards, work.resume)
-
-
-class _Work(NamedTuple):
-    """How a run is measured, and what is recorded of it."""
-
-    stream: ModelStream | None
-    plan: JumpSettings
-    settings: MeasureSettings | None
+    model: Model
+    names: tuple[str, ...]
+    text: TokenisedText
+    ranks: Ranks
+    batch_size: int
     facts: dict[str, object]
     clock: "_Clock"
-    losses: bool
-    noise: bool
-    resume: bool = False
+    progress: Progress
+
+    def measure(self, settings: InspectSettings) -> Measured:
+        """Run the text once, and measure its layers: from disk while their weights are there."""
+        plan = _plan(settings.jump_settings, settings.seed, settings.loss_jumps)
+        measuring = settings.measure_settings or MeasureSettings()
+        streamed, losses = self.model.stream is not None, settings.loss_jumps and settings.jumps
+        require(
+            not (settings.loss_jumps and streamed),
+            "what flips do to the loss needs the model in memory: no loss_jumps",
+        )
+        recorder = RouteRecorder(self.model.module, self._recorded(streamed), self.names)
+        sampler = self._sampler(recorder, plan) if settings.jumps else None
+        measurer = LayerMeasurer(self.model.module, recorder, measuring, sampler, plan)
+        observers = [recorder, measurer] if sampler is None else [recorder, sampler, measurer]
+        with self.clock("forward"):
+            state = self._state([measuring, plan], observers, settings.resume)
+            runner = Runner(self.model, ranks=self.ranks)
+            batches_run = clean_plan("forward", self.ranks.numbered)
+            runner.run(batches_run, observers, self.progress, resume=state)
+            if state is not None:
+                state.clear()
+        trace = recorder.trace()
+        trace = replace(trace, provenance={**trace.provenance, **self.facts})
+        with self.clock("measure"):
+            measures = measurer.measures(trace, self.ranks)
+        with self.clock("jumps"):
+            layer_jumps = measurer.jumps(trace, self.ranks, partial(self.progress, "jumps"))
+            if losses:
+                layer_jumps = self._with_losses(trace, layer_jumps, plan.loss_swaps)
+        layers = tuple(replace(layer, inputs=None) for layer in trace.layers)
+        return replace(trace, layers=layers), measures, layer_jumps
+
+    def _recorded(self, streamed: bool) -> ObserverSettings:
+        """What is recorded; the inputs of one layer at a time are held where weights are read."""
+        held = self.names[:1] if streamed else self.names
+        inputs = inputs_fit(self.model.module, held, self.text.tokens)
+        return ObserverSettings(4, DEFAULT_EPSILONS, inputs, True)
+
+    def _sampler(self, recorder: RouteRecorder, plan: JumpSettings) -> BlockSampler:
+        blocks = {name: block_of(self.model.module, name) for name in self.names}
+        sizes = (plan.near, plan.random, plan.seed, self.ranks.tokens)
+        return BlockSampler(blocks, recorder, *sizes)
+
+    def _state(
+        self, settings: list[Any], observers: Sequence[Observer], resume: bool
+    ) -> RunState | None:
+        """Resume state, keyed by a digest of everything the numbers depend on; None in memory."""
+        stream = self.model.stream
+        if stream is None:
+            return None
+        groups = {unit: group.count for unit, group in stream.groups.items()}
+        versions = [__version__, torch.__version__, transformers.__version__]
+        config = json.loads(stream.model.config.to_json_string())
+        kinds = [type(observer).__name__ for observer in observers]
+        plain = [to_plain(settings), groups, versions, config, kinds, list(self.names)]
+        facts = {"run": self.facts, "settings": plain, "dtype": str(stream.model.dtype)}
+        return RunState(facts, stream.weights.shards, observers, resume)
+
+    def _with_losses(
+        self, trace: RoutingTrace, jumps: tuple[LayerJumps, ...], swaps: int
+    ) -> tuple[LayerJumps, ...]:
+        """The jumps with what they do to the loss."""
+        measured = []
+        with only_running(self.model.module):
+            for layer in jumps:
+                if layer.value is not None:
+                    arguments = (trace, trace.layer(layer.name), layer.value, swaps)
+                    value = with_losses(self.model.module, *arguments, self.batch_size)
+                    layer = replace(layer, value=value)
+                measured.append(layer)
+                self.progress("losses", len(measured), len(jumps))
+        return tuple(measured)
+
+    def noise(self, asked: bool) -> NoiseReport:
+        """The noise of the model in memory."""
+        if self.model.stream is not None:
+            return NoiseReport((), STREAMED_NOISE)
+        if not asked:
+            return NoiseReport((), NO_NOISE)
+        with self.clock("noise"):
+            report = own_noise(self.model.module, self.names, self.text, self.batch_size)
+            self.progress("noise", 1, 1)
+        return report
 
 
 def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:
@@ -258,74 +284,6 @@ def _inspection(
         calibration=most_first(needs),
         trace=trace,
     )
-
-
-class _Run(NamedTuple):
-    """The parts of an inspection that run the model."""
-
-    model: nn.Module
-    names: tuple[str, ...]
-    text: TokenisedText
-    share: Ranks
-    tokens: int
-    batch_size: int
-    progress: Progress
-
-    def sampler(self, plan: JumpSettings) -> BlockSampler:
-        """What looks at the blocks of the routers."""
-        blocks = {name: block_of(self.model, name) for name in self.names}
-        return BlockSampler(blocks, plan.near, plan.random, plan.seed, self.share.tokens)
-
-    def trace(self, sampler: BlockSampler | None) -> RoutingTrace:
-        """The routing of the whole text."""
-        keep = "inputs" if inputs_fit(self.model, self.names, self.tokens) else "scores"
-        with only_running(self.model):
-            with capture(self.model, keep=keep, layers=self.names) as seen:
-                with sampler.watching(seen) if sampler else nullcontext():
-                    for ids in self.share.batches:
-                        forward(self.model, ids)
-                        self.progress("forward", seen.n_tokens, self.share.rank_tokens)
-                part = seen.trace()
-            self.share.keep_pace(self.model)
-        if sampler is not None and self.share.parallel in SHARES_TEXT:
-            sampler.join(self.share.join_rows)
-        return self.share.join_trace(part)
-
-    def jumps(
-        self, trace: RoutingTrace, sampler: BlockSampler | None, plan: JumpSettings, losses: bool
-    ) -> tuple[LayerJumps, ...]:
-        """The jumps of every layer, with losses if asked for."""
-        if sampler is None:
-            return tuple(LayerJumps(layer.name, None, NO_JUMPS) for layer in trace.layers)
-        with only_running(self.model):
-            own = replace(trace, layers=tuple(trace.layer(name) for name in self.names))
-            found = measure_jumps(self.model, own, sampler, plan, self._told("jumps"))
-            found = self._everywhere(found)
-            if not losses:
-                return found
-            done = []
-            for layer, jumps in zip(trace.layers, found, strict=True):
-                done.append(self._with_losses(trace, layer.name, jumps, plan))
-                self.progress("losses", len(done), len(found))
-        return tuple(done)
-
-    def _everywhere(self, own: tuple[LayerJumps, ...]) -> tuple[LayerJumps, ...]:
-        """The jumps of all layers, also of those that other processes hold."""
-        if self.share.parallel != "pp":
-            return own
-        plain = self.share.join_plain([to_plain(jumps) for jumps in own])
-        return tuple(from_plain(LayerJumps, jumps) for jumps in plain)
-
-    def _with_losses(
-        self, trace: RoutingTrace, name: str, jumps: LayerJumps, plan: JumpSettings
-    ) -> LayerJumps:
-        if jumps.value is None:
-            return jumps
-        arguments = (trace, trace.layer(name), jumps.value, plan.loss_swaps, self.batch_size)
-        return replace(jumps, value=with_losses(self.model, *arguments))
-
-    def _told(self, stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: self.progress(stage, done, total)
 
 
 class _Clock:

@@ -10,6 +10,7 @@ At tolerance ε the orders of ties say how many experts the noise can mix (Paper
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,16 +22,23 @@ from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import scored
-from tieline.models.capture import capture
-from tieline.models.emulate import emulate
+from tieline.models.capture import ObserverSettings
 from tieline.models.families import family_of
-from tieline.models.running import batches, forward, only_running, text_config
+from tieline.models.model import Model
+from tieline.models.running import batches, text_config
 from tieline.models.smooth_calibration import NORMAL_MEDIAN
+from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import TokenisedText
+from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.recorder import RouteRecorder
+from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PRECISION = "bf16"
 """The format whose noise is measured."""
+ROUNDED = Condition(Perturbation("rounding", PRECISION, "model"))
+EVERYTHING = ObserverSettings(None, (), True, False)
+"""What is recorded: the scores of all experts, and the inputs of the routers."""
 TOKENS = 2048
 """Most tokens that run twice for it."""
 MOST_BYTES = 1 << 28
@@ -72,11 +80,20 @@ def rounded_runs(
     sequences = _first(text, _affordable(model, names))
     if not sequences:
         return RoundedRuns(None, None, "not measured: no sequence of the text is short enough")
-    with only_running(model):
-        clean = _run(model, names, sequences, batch_size)
-        with emulate(model, PRECISION, "all"):
-            rounded = _run(model, names, sequences, batch_size)
+    numbered = dict(enumerate(batches(sequences, batch_size)))
+    passes = [Pass(n, condition) for condition in (CLEAN, ROUNDED) for n in numbered]
+    recorders = [
+        RouteRecorder(model, EVERYTHING, names, partial(_is_under, condition))
+        for condition in (CLEAN, ROUNDED)
+    ]
+    plan = Plan((Phase("noise", numbered, tuple(passes), logits="none"),))
+    Runner(Model(model)).run(plan, recorders)
+    clean, rounded = (recorder.trace() for recorder in recorders)
     return RoundedRuns(clean, rounded)
+
+
+def _is_under(condition: Condition, run: Pass) -> bool:
+    return run.condition == condition
 
 
 def own_noise(
@@ -136,16 +153,6 @@ def _first(text: TokenisedText, most: int) -> list[Tensor]:
         kept.append(sequence)
         used += len(sequence)
     return kept or [text.sequences[0][:most]]
-
-
-def _run(
-    model: nn.Module, names: Sequence[str], sequences: Sequence[Tensor], batch_size: int
-) -> RoutingTrace:
-    settings = {"keep": "inputs", "ranks": "all", "epsilons": (), "distances": False}
-    with capture(model, layers=names, **settings) as recorder:
-        for ids in batches(sequences, batch_size):
-            forward(model, ids)
-        return recorder.trace()
 
 
 def _layer_noise(clean: LayerTrace, rounded: LayerTrace, documents: Tensor) -> OwnNoise:

@@ -8,29 +8,29 @@ What the first loses to the second is the share of flips, what the second loses 
 combine weights, and the rest is everything else: attention, experts, norms.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import clustered_error, k3
-from tieline.models.capture import capture
-from tieline.models.emulate import emulate
-from tieline.models.replay import replay
-from tieline.models.running import forward, only_running
+from tieline.models.families import find_routers
+from tieline.run.condition import ChoiceMode
+from tieline.run.observers import Observer, Outcome
+from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.processes import Ranks
-from tieline.trace.record import RoutingTrace
+from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 
 ROWS = 128
 """Tokens at a time whose distributions are held in float64."""
 
-Weights = Literal["live", "recorded"]
-WEIGHTS: dict[str, Weights | None] = {"live": None, "ids": "live", "both": "recorded"}
-"""The weights with which routes are replayed, by part of the split."""
+CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}
+"""Whose experts B takes, with which weights, by part of the split."""
 
 
 @dataclass(frozen=True)
@@ -75,72 +75,84 @@ class ReplaySplit:
         return 1 - self.both.kl / self.live.kl if self.live.kl else 0.0
 
 
-def replay_split(
-    a: Any,
-    b: Any,
-    batches: Iterable[Tensor],
-    progress: Callable[[int], None] | None = None,
-    share: Ranks | None = None,
-) -> ReplaySplit:
+def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None) -> ReplaySplit:
     """Measure KL(A ‖ B) live, with A's experts, and with A's experts and weights replayed in B.
 
     Args:
-        a: the run whose routes are replayed, with `model`, `emulated` and `parts`.
+        a: the run whose routes are replayed, with `opened` and `condition` as `diff.Side` has them.
         b: the other run; may be the same model in another format.
-        batches: token ids (rows, length); each row is a document.
-        progress: called with the tokens done after each batch.
-        share: what this process has of all batches; by default it has them all.
+        ranks: the batches, each row a document, and how processes share them.
+        progress: called with stage, done and total.
     """
-    share = share or Ranks(None, ())
-    columns: dict[str, list[Tensor]] = {"live": [], "ids": [], "both": []}
-    documents, first, changed = [], share.documents, 0
-    for ids in batches:
-        trace, logits_a = _recorded(a, ids)
-        for name in columns:
-            logits_b, count = _replayed(b, ids, trace, WEIGHTS[name])
-            changed += count if name == "ids" else 0
-            columns[name].append(_distances(logits_a, logits_b))
-        rows = torch.arange(first, first + len(ids))
-        documents.append(rows[:, None].expand(-1, ids.shape[1] - 1).reshape(-1))
-        first += len(ids)
-        if progress is not None:
-            progress(ids.numel())
-    own = {name: torch.cat(values) for name, values in columns.items()}
-    own |= {"documents": torch.cat(documents), "changed": torch.tensor([changed])}
-    found = share.join_rows(own)
-    groups, changed = found["documents"], int(found["changed"].sum())
-    parts = {name: _part(found[name], groups) for name in columns}
-    return ReplaySplit(**parts, tokens=len(groups), changed=changed)
+    _check_routers(a.model, b.model)
+    passes: list[Pass] = []
+    names: dict[Pass, str] = {}
+    for number in ranks.numbered:
+        first = Pass(number, a.condition)
+        runs = {
+            Pass(number, b.condition.taking(choice), first, model=1): name
+            for name, choice in CHOICES.items()
+        }
+        passes += [first, *runs]
+        names |= runs
+    distances = _SplitDistances(names, ranks.documents)
+    plan = Plan((Phase("replay", ranks.numbered, tuple(passes)),))
+    Runner(a.opened, b.opened, ranks=ranks).run(plan, [distances], progress)
+    return distances.split()
+
+
+def _check_routers(a: nn.Module, b: nn.Module) -> None:
+    """Refuse models whose routers have other names: routes are replayed by name."""
+    others = sorted({*find_routers(a)} ^ {*find_routers(b)})
+    require(
+        not others,
+        f"routes are replayed by the names of routers, and {others[:3]} are in one model only",
+        UnsupportedModelError,
+    )
+
+
+class _SplitDistances(Observer):
+    """KL(A ‖ B) at every token, by the way in which B runs."""
+
+    def __init__(self, names: Mapping[Pass, str], first_document: int) -> None:
+        self._names, self._documents = names, first_document
+        empty = torch.empty(0, dtype=torch.float64)
+        self._columns = {name: [empty] for name in CHOICES}
+        self._rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        self._changed = 0
+        self._joined: dict[str, Tensor] = {}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Compare a pass of B with that of A."""
+        name = self._names.get(run)
+        if name is None or run.reference is None:
+            return
+        assert outcome.logits is not None
+        distances = _distances(outcome.references[run.reference], outcome.logits)
+        self._columns[name].append(distances)
+        if name == "ids":
+            self._changed += sum(outcome.changed.values())
+            rows, length = outcome.ids.shape
+            numbers = torch.arange(self._documents, self._documents + rows)
+            self._rows.append(numbers[:, None].expand(-1, length - 1).reshape(-1))
+            self._documents += rows
+
+    def join(self, ranks: Ranks) -> None:
+        """Gather the distances of all processes."""
+        local = {name: torch.cat(values) for name, values in self._columns.items()}
+        local |= {"documents": torch.cat(self._rows), "changed": torch.tensor([self._changed])}
+        self._joined = ranks.join_rows(local)
+
+    def split(self) -> ReplaySplit:
+        """The means, once all passes have ended."""
+        groups = self._joined["documents"]
+        means = {name: _part(self._joined[name], groups) for name in CHOICES}
+        changed = int(self._joined["changed"].sum())
+        return ReplaySplit(**means, tokens=len(groups), changed=changed)
 
 
 def _part(values: Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]) -> SplitPart:
     return SplitPart(values.mean().item(), clustered_error(values, documents))
-
-
-def _format(side: Any) -> AbstractContextManager[None]:
-    if side.emulated is None:
-        return nullcontext()
-    return emulate(side.model, side.emulated, side.parts)
-
-
-def _recorded(side: Any, ids: Tensor) -> tuple[RoutingTrace, Tensor]:
-    """Routes and logits of a run."""
-    options: dict[str, Any] = {"distances": False, "epsilons": ()}
-    with only_running(side.model), _format(side), capture(side.model, **options) as recorder:
-        logits = forward(side.model, ids).logits
-    return recorder.trace(), logits
-
-
-def _replayed(
-    side: Any, ids: Tensor, trace: RoutingTrace, weights: Weights | None
-) -> tuple[Tensor, int]:
-    """Logits of a run that replays routes, or none, and the choices that replay changed."""
-    with only_running(side.model), _format(side):  # formats first: they try the routers once
-        if weights is None:
-            return forward(side.model, ids).logits, 0
-        with replay(side.model, trace, weights) as replayed:
-            logits = forward(side.model, ids).logits
-    return logits, sum(replayed.changed.values())
 
 
 def _distances(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:

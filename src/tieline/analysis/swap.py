@@ -32,7 +32,7 @@ latter are a random sample of the others.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,11 +43,14 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
-from tieline.models.capture import Recorder
 from tieline.models.families import RouterFamily, family_of
 from tieline.models.router_call import Choice, RouterOutput, override_choice
 from tieline.models.selection import combine_rule, family_scale, renormalises
 from tieline.models.spread import full_tensor, gathered_weights, gathering_unit
+from tieline.run.observers import BlockSite, Observer, Rerun, Site
+from tieline.run.plan import Pass
+from tieline.run.processes import Ranks
+from tieline.run.recorder import RouteRecorder
 from tieline.trace.record import SPAN, LayerTrace, take_tokens, token_hash
 
 PerToken = Float[Tensor, " tokens"]
@@ -336,66 +339,71 @@ def _order(keys: PerToken, lots: PerToken) -> Places:
     return first[keys[first].sort(stable=True).indices]
 
 
-class BlockSampler:
-    """Keeps inputs and outputs of blocks for a sample of the tokens of a capture.
+class BlockSampler(Observer):
+    """Keeps inputs and outputs of blocks for a sample of the tokens of recorded passes.
 
-        sampler = BlockSampler(blocks, near=256, random=256, seed=0)
-        with capture(model) as recorder, sampler.watching(recorder):
-            model(input_ids=ids)
+        recorder = RouteRecorder(model)
+        sampler = BlockSampler(blocks, recorder, near=256, random=256, seed=0)
+        Runner(Model(model)).run(plan, [recorder, sampler])
 
     Batches must not be padded.
     """
 
     def __init__(
-        self, blocks: Mapping[str, Block], near: int, random: int, seed: int, first: int = 0
+        self,
+        blocks: Mapping[str, Block],
+        recorder: RouteRecorder,
+        near: int,
+        random: int,
+        seed: int,
+        first: int = 0,
     ) -> None:
         """Sample `near` + `random` tokens of the blocks of the routers with these names.
 
-        `first` is the place of the first token that is seen, in the whole text.
+        Args:
+            blocks: by name of the router.
+            recorder: records the same passes, and is told of them before this observer.
+            near: how many of the tokens nearest to a tie.
+            random: how many of the others.
+            seed: of the draw.
+            first: place of the first token that is seen, in the whole text.
         """
-        self._blocks, self._first = blocks, first
+        self._blocks, self._recorder, self._first = blocks, recorder, first
+        self.blocks = {name: block.module for name, block in blocks.items()}
         self._near, self._random, self._seed = near, random, seed
         self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
         self._status: dict[str, str] = {}
 
-    @contextmanager
-    def watching(self, recorder: Recorder) -> Iterator[None]:
-        """Watch the calls of the blocks inside this context."""
-        with ExitStack() as stack:
-            for name, block in self._blocks.items():
-                hook = partial(self._seen, name, recorder)
-                handle = block.module.register_forward_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-            yield
+    def watches(self, run: Pass) -> bool:
+        """Whether the recorder records the pass."""
+        return self._recorder.watches(run)
 
-    def _seen(
-        self,
-        name: str,
-        recorder: Recorder,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        output: Any,
-    ) -> None:
+    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
         """Handle the return of a block, whose router has been recorded just before."""
-        layer, call = recorder.under_way.get(name), BlockCall(args, named, output)
+        name, rows = site.name, BlockCall(*call)
+        layer = self._recorder.recorded(run, name)
         if layer is None or not layer.has_gaps:
             return
         gaps = layer.inner_gap
-        if len(gaps) != call.tokens:
+        if len(gaps) != rows.tokens:
             self._status[name] = (
-                f"not answerable: the block {self._blocks[name].name!r} was given {call.tokens} "
+                f"not answerable: the block {self._blocks[name].name!r} was given {rows.tokens} "
                 f"rows for {len(gaps)} tokens; batches must not be padded"
             )
             return
         self._status.setdefault(name, "ok")
-        places = self._first + recorder.offset + torch.arange(len(gaps))
+        places = self._first + self._recorder.offset(run) + torch.arange(len(gaps))
         lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
         near, random = self._pools[name]
-        near.offer(gaps, lots, places, call)
-        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, call)
+        near.offer(gaps, lots, places, rows)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, rows)
 
-    def join(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    def join(self, ranks: Ranks) -> None:
+        """Sample from the tokens of all processes."""
+        if ranks.share_text:
+            self._join_rows(ranks.join_rows)
+
+    def _join_rows(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
         """Sample from the tokens of all processes: `everywhere` returns the rows of all of them."""
         filled = torch.tensor([[pool.filled for pool in both] for both in self._pools.values()])
         ranks = everywhere({"filled": filled[None]})["filled"]

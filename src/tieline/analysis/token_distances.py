@@ -9,6 +9,7 @@ All terms of the sum of k3 are nonnegative, so distances far below the rounding 
 log-probabilities are not lost in it. All in float64.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff_records import LogitsDiff
 from tieline.core.statistics import clustered_error, k3
+from tieline.run.observers import Observer, Outcome
+from tieline.run.plan import Pass
 from tieline.run.processes import Ranks
 
 ROWS = 128
@@ -105,12 +108,55 @@ def with_distances(
     return [*distances, token_distances(a, b, ids)]
 
 
-def all_distances(share: Ranks, local: list[TokenDistances] | None) -> list[TokenDistances] | None:
-    """Gather the distances of all batches from all processes."""
-    if not local:
-        return local
-    columns = TokenDistances(*(torch.cat(column) for column in zip(*local, strict=True)))
-    return [TokenDistances(**share.join_rows(columns._asdict()))]
+Rows = tuple[tuple[Pass, ...], tuple[Pass, ...]]
+"""Passes of A and of B over the same sequences."""
+
+
+class DistanceObserver(Observer):
+    """Compares the predictions of two models, batch by batch.
+
+    A pass with a reference is compared with it. Where A and B run the same sequences in passes of
+    other sizes, `split` lists the passes that belong together, in order.
+
+    Attributes:
+        distances: of all batches; None for models that do not predict the same tokens.
+    """
+
+    def __init__(self, split: Sequence[Rows] = ()) -> None:
+        self.distances: list[TokenDistances] | None = []
+        self._split = {run: rows for rows in split for side in rows for run in side}
+        self._ended: dict[Pass, Outcome] = {}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Compare a pass with its reference, or those that belong together once all have ended."""
+        if run.reference is not None:
+            self._compare(outcome.references.get(run.reference), outcome.logits, outcome.ids)
+        if run not in self._split:
+            return
+        self._ended[run] = outcome
+        sides = self._split[run]
+        if all(other in self._ended for side in sides for other in side):
+            ended = [[self._ended.pop(other) for other in side] for side in sides]
+            logits_a, logits_b = (_joined_logits(side) for side in ended)
+            self._compare(logits_a, logits_b, torch.cat([x.ids for x in ended[0]]))
+
+    def _compare(self, a: Any, b: Any, ids: Tensor) -> None:
+        if self.distances is not None:
+            self.distances = with_distances(self.distances, a, b, ids)
+
+    def join(self, ranks: Ranks) -> None:
+        """Gather the distances of all batches from all processes."""
+        if self.distances:
+            columns = zip(*self.distances, strict=True)
+            joined = TokenDistances(*(torch.cat(column) for column in columns))
+            self.distances = [TokenDistances(**ranks.join_rows(joined._asdict()))]
+
+
+def _joined_logits(outcomes: Sequence[Outcome]) -> Tensor | None:
+    """Logits of passes as those of one batch; None if some have none."""
+    logits = [outcome.logits for outcome in outcomes]
+    known = [values for values in logits if values is not None]
+    return torch.cat(known) if len(known) == len(logits) else None
 
 
 def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:

@@ -25,19 +25,17 @@ from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.capture import EngineCapture, EngineRun, RunOptions, captured, run_engine
 from tieline.engines.process import Progress
 from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
-from tieline.models.capture import capture
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.loading import load_tokenizer
 from tieline.models.model import Model
 from tieline.models.running import batches
 from tieline.run.corpus import Text, as_text, tokenise
-from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.processes import Ranks
-from tieline.run.runner import Runner
+from tieline.run.recorder import recorded_routes
 from tieline.run.settings import CaptureOptions, CaptureSettings
 from tieline.trace.folders import INDEX
 from tieline.trace.readers import import_trace, token_documents
-from tieline.trace.record import RoutingTrace, select_tokens, token_sequences
+from tieline.trace.record import RoutingTrace, token_sequences
 from tieline.trace.store import load_trace
 
 MOST_TEXTS = 512
@@ -165,14 +163,7 @@ class TransformersSource:
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
         """Return the routing of the documents."""
         ranks = Ranks.of(self.parallel, list(batches(documents.sequences, self.batch_size)))
-        passes = tuple(map(Pass, ranks.numbered))
-        plan = Plan((Phase("forward", ranks.numbered, passes, logits="none"),))
-        with capture(self.model.module, epsilons=(), distances=False) as recorder:
-            Runner(self.model, ranks=ranks, memory=self.memory).run(plan, (), progress)
-        trace = recorder.trace()
-        if ranks.passes > len(ranks.batches):  # passes that only kept pace with other processes
-            trace = select_tokens(trace, slice(ranks.rank_tokens))
-        trace = ranks.join_trace(trace)
+        trace = recorded_routes(self.model, ranks, memory=self.memory, on_progress=progress)
         provenance = trace.provenance | ranks.provenance()
         return documents.numbered(replace(trace, provenance=provenance))
 

@@ -58,7 +58,6 @@ from tieline.trace.record import (
     RoutingTrace,
     check_epsilons,
     concatenate,
-    take_tokens,
 )
 
 
@@ -357,10 +356,9 @@ class Sink(Protocol):
 
 
 class OpenPass(NamedTuple):
-    """A forward pass that has begun: its tokens, the place of the first, its layers so far."""
+    """A forward pass that has begun: its tokens, and its layers so far."""
 
     batch: Batch
-    offset: int
     layers: dict[str, LayerTrace]
 
 
@@ -389,44 +387,18 @@ class Recorder:
         self.provenance = provenance
         self._sink = sink
         self._open: dict[int, OpenPass] = {}
-        self._paused = False
         self._layers: tuple[str, ...] | None = None
         self._passes: list[RoutingTrace] = []
         self.n_tokens = 0
 
-    @property
-    def under_way(self) -> Mapping[str, LayerTrace]:
-        """The layers that ran so far in this thread's forward pass, by router name."""
-        here = self._open.get(threading.get_ident())
-        return {} if here is None else here.layers
-
-    @property
-    def offset(self) -> int:
-        """Place in the trace of the first token of this thread's forward pass."""
-        here = self._open.get(threading.get_ident())
-        return self.n_tokens if here is None else here.offset
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing inside the block; passes that are under way go on after it."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         self._open.pop(threading.get_ident(), None)
-        before = self.n_tokens + sum(len(running.batch.tokens) for running in self._open.values())
-        batch = self._counter.read(arguments)
-        self._open[threading.get_ident()] = OpenPass(batch, before, {})
+        self._open[threading.get_ident()] = OpenPass(self._counter.read(arguments), {})
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
         here = self._open.get(threading.get_ident())
-        if self._paused:
-            return
         if here is None:
             raise TielineError(
                 f"layer {observer.name!r} ran outside the forward pass of the captured model, so "
@@ -441,7 +413,7 @@ class Recorder:
         here = self._open.pop(threading.get_ident(), None)
         if here is None or len(here.batch.tokens) == 0:
             return
-        batch, _, records = here
+        batch, records = here
         self._check_layers(tuple(records))
         self.n_tokens += len(batch.tokens)
         layers = tuple(records.values())
@@ -450,32 +422,6 @@ class Recorder:
             return
         for layer in layers:
             self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
-
-    def layer(self, name: str) -> RoutingTrace | None:
-        """Return one layer of the passes that go on side by side; None if it has not run.
-
-        The router inputs are handed over: the passes themselves keep none for this layer.
-        """
-        traces = []
-        for running in self._open.values():
-            if name not in running.layers:
-                return None
-            traces.append(self._trace((running.layers[name],), running.batch))
-            running.layers[name] = replace(running.layers[name], inputs=None)
-        return concatenate(traces) if traces else None
-
-    @property
-    def called(self) -> list[str]:
-        """Layers of the passes that go on side by side, in the order in which they ran."""
-        return list(next(iter(self._open.values())).layers)
-
-    def restore(self, layer: LayerTrace) -> None:
-        """Take a layer that an earlier run recorded, for the passes that are under way."""
-        start = 0
-        for running in self._open.values():
-            stop = start + len(running.batch.tokens)
-            running.layers[layer.name] = take_tokens(layer, slice(start, stop))
-            start = stop
 
     def trace(self) -> RoutingTrace:
         """Return the routing of all tokens so far, in the order of the passes."""

@@ -343,6 +343,7 @@ class LayerReplay:
             )
             self.weights = record.weights
         self.selected = _selected_rows(record, only)
+        self.changed = 0
         if session is not None:
             session.state.replayed.setdefault(name, 0)
             session.state.changed.setdefault(name, 0)
@@ -363,7 +364,7 @@ class LayerReplay:
         recorded_rows = rows.clamp(min=0)
         has = (rows >= 0) & self.selected[recorded_rows]
         differ = has & (live.ids.sort(dim=1).values != self.sets[recorded_rows]).any(dim=1)
-        changed = int(differ.sum())
+        changed = self.changed = int(differ.sum())
         if self.session is not None and not is_recomputing():
             self.session.state.replayed[self.name] += int(has.sum())
             self.session.state.changed[self.name] += changed

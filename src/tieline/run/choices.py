@@ -32,6 +32,7 @@ class RunningPass:
         choices: by router, its weights and experts, where they are needed later.
         routes: by router, the same as a trace, where they are replayed later.
         lost: by router, the routed weight that each token lost against the reference.
+        changed: by router, tokens whose experts a replay changed.
     """
 
     run: Pass
@@ -40,6 +41,7 @@ class RunningPass:
     choices: dict[str, Choice] = field(default_factory=dict)
     routes: dict[str, LayerTrace] = field(default_factory=dict)
     lost: dict[str, Tensor] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
 
 
 ROUTE_SETTINGS = ObserverSettings(4, (), False, False)
@@ -93,13 +95,16 @@ def _route(site: Site, call: Call, output: Any) -> LayerTrace:
 
 
 def replayed_output(
-    reference: RunningPass, weights: str, site: Site, call: Call, output: Any
+    state: RunningPass, reference: RunningPass, weights: str, site: Site, call: Call, output: Any
 ) -> Any:
-    """Return a router's output with the experts of the reference pass."""
+    """Return a router's output with the experts of the reference pass, and count what changed."""
     record = reference.routes.get(site.name)
     if record is None:
         return output
-    return LayerReplay(site.name, site.module, record, weights)(site.module, call, output)
+    layer = LayerReplay(site.name, site.module, record, weights)
+    replayed = layer(site.module, call, output)
+    state.changed[site.name] = layer.changed
+    return replayed
 
 
 def compared_choice(clean: Choice, routed: RouterOutput, forced: bool) -> tuple[Tensor, Choice]:

@@ -35,6 +35,7 @@ from tieline.core.records import canonical
 from tieline.models.emulate import (
     FORMATS,
     OF_ROUTERS,
+    Region,
     format_named,
     modular_routers,
     rounded_products,
@@ -45,7 +46,7 @@ from tieline.models.emulate import (
 from tieline.models.smooth import Smoothing, smoothed_routers
 
 Kind = Literal["rounding", "score noise", "state noise"]
-Part = Literal["router", "model"]
+Part = Literal["router", "model", "others"]
 
 ChoiceMode = Literal["own", "forced", "live", "recorded"]
 """Whose experts a pass takes.
@@ -69,7 +70,8 @@ class Perturbation:
     Attributes:
         kind: rounding or noise, and of what.
         level: name of the format, σ of the logits' noise, or ρ of the states'.
-        part: "router" for the routing path alone, "model" for everything.
+        part: "router" for the routing path alone, "model" for everything, "others" for everything
+            but the routing path.
     """
 
     kind: Kind
@@ -84,6 +86,8 @@ class Perturbation:
             require(0 < size < float("inf"), f"{self.kind} needs a level > 0, got {self.level!r}")
         alone = f"{self.kind} is of the routers alone, got part={self.part!r}"
         require(self.kind != "score noise" or self.part == "router", alone)
+        rounds = self.kind == "rounding" or self.part != "others"
+        require(rounds, f"{self.kind} is of the router or the model, got part={self.part!r}")
 
     @property
     def name(self) -> str:
@@ -94,9 +98,9 @@ class Perturbation:
         return noise if self.kind == "score noise" else f"{self.part} {noise}"
 
     @property
-    def parts(self) -> Literal["router", "all"]:
+    def parts(self) -> Region:
         """The same part by its name in `models.emulate`."""
-        return "router" if self.part == "router" else "all"
+        return "all" if self.part == "model" else self.part
 
     @property
     def at_router(self) -> "Perturbation":
@@ -140,7 +144,7 @@ class Rounded(NamedTuple):
     """What is rounded in the weights: format, part of the model, routers that are spared."""
 
     level: str
-    parts: Literal["router", "all"]
+    parts: Region
     kept: tuple[str, ...]
 
 
@@ -224,7 +228,8 @@ class Condition:
         if self.perturbation.kind == "score noise":
             return [score_noise(model, float(level), generator)]
         if self.perturbation.kind == "state noise":
-            return [state_noise(model, float(level), generator, parts)]
+            noisy_part = "all" if parts == "all" else "router"
+            return [state_noise(model, float(level), generator, noisy_part)]
         products = rounded_products(model, str(level), parts, self.kept)
         if not self.draw:
             return [products]

@@ -67,6 +67,7 @@ class Outcome:
         lost: by router, the share of routed weight that each token lost against the reference
             pass, -1 where its experts are the same.
         choices: by router, weights and experts, where later passes are compared with them.
+        changed: by router, tokens whose experts a replay changed.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -74,6 +75,7 @@ class Outcome:
     references: Mapping[Pass, Tensor] = field(default_factory=dict)
     lost: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    changed: Mapping[str, int] = field(default_factory=dict)
 
 
 class Observer:

@@ -99,6 +99,11 @@ class Ranks:
         return merge_layers(trace) if self.parallel == "pp" else trace
 
     @property
+    def staged(self) -> bool:
+        """Whether each process has some of the layers, as stages of a pipeline do."""
+        return self.parallel == "pp"
+
+    @property
     def share_text(self) -> bool:
         """Whether processes run different batches."""
         return self.parallel in SHARES_TEXT

@@ -125,7 +125,7 @@ class Schedule:
         run, kind = state.run, state.run.condition.choice
         if kind in REPLAYS:
             assert run.reference is not None
-            return partial(replayed_output, self._running[run.reference], kind)
+            return partial(replayed_output, state, self._running[run.reference], kind)
         records, traces = run in self._choices, run in self._routes
         reference = None
         if run.reference is not None and (kind == "forced" or self.phase.compares_routes):
@@ -138,7 +138,7 @@ class Schedule:
         """Show the logits of a pass to the observers, and drop what no pass needs any more."""
         run = state.run
         references = {p: self._logits[p] for p in run.compared_with if p in self._logits}
-        outcome = Outcome(state.ids, logits, references, state.lost, state.choices)
+        outcome = Outcome(state.ids, logits, references, state.lost, state.choices, state.changed)
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:

@@ -103,7 +103,7 @@ def test_the_provenance_tells_model_text_and_settings(result):
 
 def test_progress_is_told_to_the_end(result, told):
     last = {stage: (done, total) for stage, done, total in told}
-    assert last == {"forward": (200, 200), "jumps": (2, 2), "losses": (2, 2), "noise": (1, 1)}
+    assert last == {"forward": (3, 3), "jumps": (2, 2), "losses": (2, 2), "noise": (1, 1)}
     assert [stage for stage, *_ in told] == ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2 + [
         "noise"
     ]

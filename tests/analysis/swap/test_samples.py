@@ -6,10 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.walls import watched
+from tests.analysis.walls import sampled, watched
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.swap import BlockCall, BlockSampler, Rows, _Pool, block_of
-from tieline.models import capture
+from tieline.run.observers import BlockSite, observing, sites_of
+from tieline.run.plan import Pass
+from tieline.run.recorder import RouteRecorder
 
 
 def offered(keys, lots, cuts, size):
@@ -73,10 +75,8 @@ def test_the_random_sample_depends_on_the_seed_and_not_on_the_batches():
     name = "model.layers.0.mlp.gate"
 
     def drawn(seed, rows):
-        sampler = BlockSampler({name: block_of(model, name)}, near=4, random=8, seed=seed)
-        with torch.inference_mode(), capture(model, layers=[name]) as seen, sampler.watching(seen):
-            for part in ids.split(rows):
-                model(input_ids=part)
+        blocks = {name: block_of(model, name)}
+        _, sampler = sampled(model, blocks, ids.split(rows), near=4, random=8, seed=seed)
         return sampler.random(name).tokens.tolist()
 
     assert drawn(0, 4) == drawn(0, 1)
@@ -86,11 +86,14 @@ def test_the_random_sample_depends_on_the_seed_and_not_on_the_batches():
 def test_padding_and_blocks_that_are_not_called_are_told():
     model, name = lively(tiny_model("olmoe")), "model.layers.0.mlp.gate"
     blocks = {name: block_of(model, name), "model.norm": block_of(model, "model.norm")}
-    sampler = BlockSampler(blocks, near=4, random=0, seed=0)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, :3] = 0
-    with torch.inference_mode(), capture(model, layers=[name]) as seen, sampler.watching(seen):
-        model(input_ids=batch(), attention_mask=mask)
+    recorder = RouteRecorder(model, layers=[name])
+    sampler = BlockSampler(blocks, recorder, near=4, random=0, seed=0)
+    run = Pass(0)
+    recorder.on_start(run, batch())
+    with torch.inference_mode(), observing(model, [recorder, sampler], run):
+        model(input_ids=batch())
+        site = sites_of(model)[name]
+        shorter = BlockSite((torch.zeros(2, 9, 32),), {}, torch.zeros(2, 9, 32))
+        sampler.on_block(run, site, shorter, None)
     assert "must not be padded" in sampler.status(name)
-    assert sampler.near(name) is None
     assert "is not called as a module" in sampler.status("model.norm")

@@ -26,18 +26,23 @@ from tieline.core.settings import takes_settings
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SliceOptions, SliceSettings
 from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_router
-from tieline.models.capture import capture
+from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
+from tieline.models.model import Model
 from tieline.models.router_call import read_output
-from tieline.models.running import batches, forward, model_device, only_running
+from tieline.models.running import batches, model_device, only_running
 from tieline.run.corpus import token_texts
+from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 POINTS = 2000
 """Random points of the window at which the router is asked."""
 ROUNDING = 1e-5
 """Gap, relative to the largest score, below which float32 may decide a tie either way."""
+WITH_INPUTS = ObserverSettings(4, (), True, False)
+"""What is recorded of the text."""
 UNITS = 4
 """The same for coarser formats, in units of their precision: states and scores are both rounded."""
 
@@ -146,13 +151,10 @@ def slice_model(
 
 def _routed(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
     """The routing of the text, with the inputs of the routers."""
-    model = subject.model
-    with only_running(model), capture(model, keep="inputs", layers=subject.routers) as recorder:
-        for ids in batches(subject.text.sequences, batch_size):
-            forward(model, ids)
-            if progress is not None:
-                progress("forward", recorder.n_tokens, subject.text.tokens)
-        return recorder.trace()
+    recorder = RouteRecorder(subject.model, WITH_INPUTS, subject.routers)
+    numbered = dict(enumerate(batches(subject.text.sequences, batch_size)))
+    Runner(Model(subject.model)).run(clean_plan("forward", numbered), [recorder], progress)
+    return recorder.trace()
 
 
 def chosen_slice(

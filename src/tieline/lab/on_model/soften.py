@@ -53,19 +53,26 @@ from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
 from tieline.measure.measures import scored
-from tieline.models.capture import capture
+from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
+from tieline.models.model import Model
 from tieline.models.router_call import experts_of, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import plan_layers
 from tieline.run.corpus import token_texts
+from tieline.run.observers import Observer, Outcome
+from tieline.run.plan import Pass
+from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 ORDINARY = 16384
 """Tokens of the forward pass that costs are counted in: what `tieline inspect` runs."""
 FREE = 10.0
 """Such passes that are run unless more are allowed."""
+CLEAN_SETTINGS = ObserverSettings(4, (), False, True)
+"""What is recorded of the clean run."""
 DECIDING = 5
 """Tokens that are named per layer."""
 NOTHING = Estimate(None, None, "not predicted")
@@ -250,13 +257,16 @@ class _Work:
         tokens = sum(map(len, self._sequences))
         near = max(8, round(self._settings.near * tokens))
         blocks = {name: block_of(self._model, name) for name in names}
-        sampler = BlockSampler(blocks, near, 1, self._settings.seed)
-        with only_running(self._model), capture(self._model, layers=names, epsilons=()) as recorder:
-            with sampler.watching(recorder):
-                losses = self._losses()
-            trace = recorder.trace()
+        recorder = RouteRecorder(self._model, CLEAN_SETTINGS, names)
+        sampler = BlockSampler(blocks, recorder, near, 1, self._settings.seed)
+        losses = _SequenceLosses()
+        numbered = dict(enumerate(batches(self._sequences, self._batch_size)))
+        plan = clean_plan("soften", numbered, logits="optional")
+        Runner(Model(self._model)).run(plan, [recorder, sampler, losses])
+        self._step()
         counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
-        return _Sample(trace, self._sequences, losses, counts), sampler
+        summed = torch.cat(losses.sums)
+        return _Sample(recorder.trace(), self._sequences, summed, counts), sampler
 
     def _losses(self) -> Float[Tensor, " sequences"]:
         """Summed loss of every sequence."""
@@ -447,6 +457,18 @@ class _Work:
         return tuple(levels)
 
 
+class _SequenceLosses(Observer):
+    """Summed loss of every sequence."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Sum the losses of a batch, sequence by sequence."""
+        logits = _checked_logits(outcome.logits, outcome.ids)
+        self.sums.append(next_token_losses(logits, outcome.ids).sum(dim=1))
+
+
 class _Forecast(NamedTuple):
     """What is predicted of a softening, by sequence: slope at width 0, change at a width."""
 
@@ -531,7 +553,10 @@ def _probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Te
 
 
 def _logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
-    logits = getattr(output, "logits", None)
+    return _checked_logits(getattr(output, "logits", None), ids)
+
+
+def _checked_logits(logits: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         raise UnsupportedModelError("the model gives no logits for its tokens, so it has no loss")
     return logits

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 from tieline.analysis.sources import ModelSource, save_model
-from tieline.analysis.text import TextLoss, text_loss
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
+from tieline.lab.on_model.text_loss import TextLoss, text_loss
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.loading import LoadedModel, load_dense, probe_output

@@ -1,8 +1,9 @@
-"""An inspection of a streamed model is, number for number, that of the model in memory."""
+"""Inspections, captures and comparisons of streamed models are those of the models in memory."""
 
 import pytest
 
 from tests.models.test_streaming import in_groups, saved
+from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
@@ -14,11 +15,9 @@ from tieline.trace.record import identical
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
+TOKENS = {"text": TEXT, "tokens": 100, "batch_size": 2, "sequence_length": 16}
 SMALL = {
-    "text": TEXT,
-    "tokens": 100,
-    "batch_size": 2,
-    "sequence_length": 16,
+    **TOKENS,
     "noise": False,
     "measure_settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
     "jump_settings": JumpSettings(near=8, random=8),
@@ -65,3 +64,28 @@ def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path
 def test_only_transformers_streams(tmp_path):
     with pytest.raises(ParameterError, match="stream is for transformers"):
         capture_engine(tmp_path, engine="vllm", stream=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    names = ("olmoe", "qwen3_moe")
+    return [saved(root / name, name, vocab_size=512) for name in names]
+
+
+def test_the_result_is_that_of_models_in_memory_and_each_byte_is_read_once(folders):
+    wanted = diff(*folders, dtype_a="fp32", dtype_b="fp32", **TOKENS)
+    loaded = [load_model(folder, dtype="fp32", stream=True) for folder in folders]
+    told = []
+    found = diff(*loaded, progress=lambda *words: told.append(words), **TOKENS)
+    assert found.metrics == wanted.metrics
+    assert found.logits == wanted.logits
+    assert [one.stream.weights.shards.bytes_read for one in loaded] == [
+        one.stream.weights.shards.size for one in loaded
+    ]
+    assert told == sorted(told)
+
+
+def test_what_needs_the_models_in_memory_is_refused(folders):
+    with pytest.raises(ParameterError, match="need the models in memory"):
+        diff(*folders, stream=True, dtype_b="bf16-emulated", **TOKENS)

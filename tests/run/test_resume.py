@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from tests.analysis.test_streamed import SMALL
 from tests.models.test_streaming import FAMILIES, saved
 from tests.models.tiny_whole import WHOLE
-from tieline.analysis import stream_state
+from tests.run.test_recorder import SMALL
 from tieline.analysis.inspect import inspect
 from tieline.core.errors import NoSpaceError
 from tieline.models import stream_resume
 from tieline.models.loading import load_model
+from tieline.run import resume
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -28,7 +28,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_state, "cache_folder", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(resume, "cache_folder", lambda name: tmp_path / "cache" / name)
 
 
 def killed_after(folder, reads):
@@ -84,7 +84,7 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypat
         return save
 
     with monkeypatch.context() as full:
-        for module in (stream_state, stream_resume):
+        for module in (resume, stream_resume):
             full.setattr(module, "save_file", fills(module.save_file))
         with pytest.raises(NoSpaceError, match=r"no space left .* go on with --resume"):
             inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)

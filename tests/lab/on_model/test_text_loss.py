@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tieline.analysis.text import text_loss
 from tieline.core.errors import ParameterError
+from tieline.lab.on_model.text_loss import text_loss
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 
 
