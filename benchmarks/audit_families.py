@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.diff_families import LENGTH, random_model
 from benchmarks.planted import SHOWN
-from tieline.analysis.precision import audit
+from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
 from tieline.report.audit import COLUMNS

@@ -34,8 +34,6 @@ from rich.table import Table
 
 import tieline as tl
 from harness import machine
-from tieline.analysis.perturbations import applied, noise_generator
-from tieline.analysis.precision_runs import model_logits
 from tieline.analysis.smooth_width import NOISE, Calibration, noise_perturbation
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
 from tieline.lab.on_model.frontier_records import LayerLaw
@@ -45,7 +43,9 @@ from tieline.models.loading import LoadedModel, load_model
 from tieline.models.replay import replay
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import smooth_, unsmooth_
+from tieline.run.condition import Condition, applied, noise_generator
 from tieline.run.corpus import default_length, tokenise
+from tieline.run.schedule import model_logits
 
 EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
 SCALES = (2.0, 4.0, 8.0, 16.0, 32.0)
@@ -93,7 +93,7 @@ def measure(
     for number, part in enumerate(ids):
         source = noise_generator(0, 0, number)
         clean, trace = _recorded(model, part)
-        with applied(model, noise, source):
+        with applied(model, Condition(noise), source):
             before["kl"].add(kl_divergence(clean, _logits(model, part)))
             with replay(model, trace, "live"):
                 before["floor"].add(kl_divergence(clean, _logits(model, part)))
@@ -101,7 +101,7 @@ def measure(
             smooth_(smoothed, epsilon=row.widths, gate=row.gate, k_max=_slots(model, row.gate))
             new = _logits(smoothed, part)
             row.moved.add(kl_divergence(clean, new))
-            with applied(smoothed, noise, source):
+            with applied(smoothed, Condition(noise), source):
                 row.left.add(kl_divergence(new, _logits(smoothed, part)))
             unsmooth_(smoothed)
         print(f"{number + 1} of {len(ids)}", flush=True)

@@ -30,9 +30,8 @@ import numpy as np
 import torch
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
+from tieline.analysis.audit import audit
 from tieline.analysis.inspect import inspect
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit
 from tieline.cli.app import memory_size
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
@@ -40,6 +39,7 @@ from tieline.models.loading import load_model, read_shape
 from tieline.models.lockstep import Pass
 from tieline.models.running import forward, only_running
 from tieline.models.shards import open_shards
+from tieline.run.condition import Perturbation
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 

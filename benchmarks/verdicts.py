@@ -28,10 +28,9 @@ from rich.table import Table
 from torch import Tensor
 
 from harness import machine
+from tieline.analysis.audit import HARMLESS, tolerated
 from tieline.analysis.findings import STATES, possible_states
 from tieline.analysis.inspect import inspect
-from tieline.analysis.perturbations import Perturbation, applied, noise_generator
-from tieline.analysis.precision import HARMLESS, tolerated
 from tieline.core.statistics import (
     SequenceSums,
     clustered_share,
@@ -42,6 +41,7 @@ from tieline.measure.flips import logit_view, noise_densities, noise_flips
 from tieline.measure.rounding import precision_flips
 from tieline.models.demo import load_demo_model
 from tieline.models.running import batches, forward, only_running
+from tieline.run.condition import Condition, Perturbation, applied
 from tieline.trace import RoutingTrace
 
 LENGTH, SIZES, TARGET = 512, (512, 2048, 16384), 0.05
@@ -140,7 +140,7 @@ def costs(trace: RoutingTrace) -> dict[str, tuple[Tensor, Tensor]]:
         for ids in batches(sequences, 8):
             clean = forward(model, ids).logits
             for name, (kl, loss) in sums.items():
-                with applied(model, Perturbation("rounding", name), noise_generator(0)):
+                with applied(model, Condition(Perturbation("rounding", name))):
                     other = forward(model, ids).logits
                 kl.add(kl_divergence(clean, other))
                 loss.add(next_token_losses(other, ids) - next_token_losses(clean, ids))

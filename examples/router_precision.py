@@ -9,10 +9,10 @@ formats, then keeps the routers in float32 that do most of the damage.
 
 import argparse
 
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit
+from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
+from tieline.run.condition import Perturbation
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -416,7 +416,7 @@ MUTANTS: list[Mutant] = [
         "audit-4",
         "order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)",
         "order = sorted(damages, key=lambda name: damages[name], reverse=True)",
-        "analysis/precision/test_keep_fp32.py",
+        "analysis/audit/test_keep_fp32.py",
         "routers are kept by damage, whatever they cost",
     ),
     _m(

@@ -26,10 +26,10 @@ from tieline._version import __version__
 from tieline.core.errors import TielineError
 
 if TYPE_CHECKING:
+    from tieline.analysis.audit import audit
     from tieline.analysis.check import check
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
-    from tieline.analysis.precision import audit
     from tieline.analysis.smooth import smooth
     from tieline.analysis.sources import load
     from tieline.core.ranking import gap, stable_topk
@@ -96,7 +96,7 @@ HOMES = {
     "check": "tieline.analysis.check",
     "inspect": "tieline.analysis.inspect",
     "diff": "tieline.analysis.diff",
-    "audit": "tieline.analysis.precision",
+    "audit": "tieline.analysis.audit",
     "reroute": "tieline.lab.on_model.reroute",
     "smooth": "tieline.analysis.smooth",
     "upcycle": "tieline.lab.on_model.upcycle",

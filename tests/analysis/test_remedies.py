@@ -8,18 +8,13 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.perturbations import Perturbation, applied, noise_generator
-from tieline.analysis.precision import audit
-from tieline.analysis.precision_records import PrecisionAudit
-from tieline.analysis.remedies import (
-    chosen_perturbations,
-    rounding_noise,
-    second_run,
-)
+from tieline.analysis.audit import audit
+from tieline.analysis.audit_records import PrecisionAudit
+from tieline.analysis.remedies import chosen_perturbations
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_
-from tieline.models.emulate import modular_routers
-from tieline.models.running import forward, only_running
+from tieline.models.running import forward
+from tieline.run.condition import Perturbation
 
 ROUTER, MODEL = Perturbation("rounding", "int4"), Perturbation("rounding", "int4", "model")
 NOISE = Perturbation("score noise", 0.2)
@@ -113,29 +108,6 @@ def test_others_do_not_move_it_and_name_their_price(result):
 def test_the_table_is_part_of_the_json(result):
     again = PrecisionAudit.from_dict(json.loads(result.to_json()))
     assert again.remedies == result.remedies
-
-
-def test_a_second_run_differs_and_spares_what_is_kept():
-    model, ids = strong(), batch()
-    with only_running(model):
-        with applied(model, ROUTER, noise_generator(0)):
-            first = forward(model, ids).logits
-        with second_run(model, ROUTER, noise_generator(0, 1)):
-            second = forward(model, ids).logits
-        with second_run(model, ROUTER, noise_generator(0, 1), [*modular_routers(model)]):
-            kept = forward(model, ids).logits
-        clean = forward(model, ids).logits
-    assert not torch.equal(first, second)
-    assert torch.equal(kept, clean)
-
-
-@pytest.mark.parametrize(("name", "mantissa"), [("bf16", 8), ("fp16", 11)])
-def test_noise_of_a_rounding_has_the_size_of_its_errors(name, mantissa):
-    """Errors are uniform within a step of 2^(e+1-mantissa) for numbers from 2^e to 2^(e+1)."""
-    x = torch.randn(200_000, generator=torch.Generator().manual_seed(1)).double()
-    steps = 2.0 ** (x.abs().log2().floor() + 1 - mantissa)
-    expected = (steps.square() / 12).mean().sqrt().item()
-    assert rounding_noise(name) == pytest.approx(expected, rel=0.03)
 
 
 def test_the_usual_perturbations_or_those_named():

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
 from tieline.core.errors import ShapeError, TielineError
 from tieline.core.records import to_plain
 from tieline.core.statistics import kl_divergence, next_token_losses
 from tieline.models import find_routers, smooth_
 from tieline.models.emulate import emulate
+from tieline.run.condition import Perturbation
 
 IDS = batch(4, 24)
 COARSE = Perturbation("rounding", "fp8_e5m2")

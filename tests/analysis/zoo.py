@@ -5,10 +5,10 @@ from functools import cache
 import torch
 
 from tests.models.tiny import VOCABULARY, lively, tiny_model
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit
+from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
 from tieline.models.loading import load_model
+from tieline.run.condition import Perturbation
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 

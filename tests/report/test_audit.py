@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.analysis.zoo import small_audit
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.analysis.precision_records import PrecisionJudgement
+from tieline.analysis.audit_records import PrecisionJudgement
 from tieline.report.audit import (
     COLUMNS,
     IGNORE_TITLE,

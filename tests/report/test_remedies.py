@@ -1,6 +1,6 @@
 """The remedies as tables and words: every number beside what was moved and paid."""
 
-from tieline.analysis.precision_records import Remedy, RemedyEffect, RemedyTable
+from tieline.analysis.audit_records import Remedy, RemedyEffect, RemedyTable
 from tieline.core.statistics import Estimate
 from tieline.report.remedies import tables, terminal
 from tieline.report.words.audit import remedy_sentences

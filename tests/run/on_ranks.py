@@ -4,9 +4,9 @@ import json
 
 import torch
 
+from tieline.analysis.audit import audit
 from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
-from tieline.analysis.precision import audit
 from tieline.analysis.smooth import smooth
 from tieline.engines.sources import capture_engine
 

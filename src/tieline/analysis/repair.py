@@ -14,18 +14,14 @@ Standard errors are clustered by sequence; those of factors follow the ratio of 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.perturbations import Perturbation, noise_generator
-from tieline.analysis.precision_runs import FullRuns, clean_logits
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
@@ -37,11 +33,14 @@ from tieline.core.statistics import (
     next_token_losses,
 )
 from tieline.models.emulate import modular_routers
-from tieline.models.router_call import Choice, RouterOutput, override_choice
+from tieline.models.model import Model
 from tieline.models.running import batches, forward, only_running
-from tieline.models.smooth import Smoothing
-from tieline.models.smooth_router import set_widths
+from tieline.models.smooth import Smoothing, recorded_smoothing, with_widths
+from tieline.run.condition import Condition, Perturbation
+from tieline.run.observers import Observer, Outcome
+from tieline.run.plan import Ids, Pass, Phase, Plan
 from tieline.run.processes import Ranks
+from tieline.run.runner import Runner
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),
@@ -199,7 +198,7 @@ class Repair(Result):
 
 @dataclass
 class _Effect:
-    """What is counted of one perturbation of one model."""
+    """What is counted of one perturbation of one form of the model."""
 
     kl: SequenceSums = field(default_factory=SequenceSums)
     floor: SequenceSums = field(default_factory=SequenceSums)
@@ -207,122 +206,106 @@ class _Effect:
     flips: SequenceSums = field(default_factory=SequenceSums)
     loss: SequenceSums = field(default_factory=SequenceSums)
 
+    @property
+    def sums(self) -> list[SequenceSums]:
+        """Everything that is counted."""
+        return [self.kl, self.floor, self.to_original, self.flips, self.loss]
 
-class RepairSide:
-    """The counts of one model."""
 
-    def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
-        self.model, self.routers = model, modular_routers(model)
-        self.effects = {one: _Effect() for one in perturbations}
-        self.experts = {name: SequenceSums() for name in self.routers}
+class ModelForm(NamedTuple):
+    """A form of the model: smoothed as a record says, or another model of the runner."""
 
-    def clean(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, FullRuns]:
-        """Return the logits of the clean run, and the runs that compare with it."""
-        choices: dict[str, Choice] = {}
-        with ExitStack() as stack:
-            for name, router in self.routers.items():
-                stack.enter_context(override_choice(router, partial(kept_choice, choices, name)))
-            logits = clean_logits(forward(self.model, ids), ids)
-        self.count_experts(choices, ids)
-        return logits, FullRuns(self.model, self.routers, ids, choices, logits)
+    smoothing: Smoothing | None = None
+    model: int = 0
 
-    def count_experts(self, choices: Mapping[str, Choice], ids: Int[Tensor, "rows length"]) -> None:
-        """Count the experts that each token used in the clean run of a batch."""
-        for name, choice in choices.items():
-            used = (choice.weights > 0).double().sum(dim=1).view(tuple(ids.shape))
-            self.experts[name].add(used.cpu())
+    def clean(self, batch: int) -> Pass:
+        """The unperturbed pass of a batch, compared with that of the original."""
+        original = Pass(batch)
+        if self.smoothing is None and self.model == 0:
+            return original
+        return Pass(batch, Condition(smoothing=self.smoothing), None, (original,), self.model)
 
-    def perturbed(
-        self,
-        runs: FullRuns,
-        one: Perturbation,
-        source: torch.Generator,
-        ids: Int[Tensor, "rows length"],
-        clean: Float[Tensor, "rows length words"],
-        original: Float[Tensor, "rows length words"],
+    def perturbed(self, condition: Condition, batch: int) -> tuple[Pass, Pass]:
+        """The free and the forced pass of a batch under a perturbation."""
+        here, clean = replace(condition, smoothing=self.smoothing), self.clean(batch)
+        original = () if clean == Pass(batch) else (Pass(batch),)
+        free = Pass(batch, here, clean, original, self.model)
+        return free, Pass(batch, here.taking("forced"), clean, (), self.model)
+
+
+ORIGINAL = ModelForm()
+
+
+class RepairCounts(Observer):
+    """Counts what perturbations do to one form of the model, and its distance from the original."""
+
+    def __init__(
+        self, form: ModelForm, routers: Collection[str], perturbations: Sequence[Perturbation]
     ) -> None:
-        """Count the effects of a perturbation on a batch."""
-        state = source.get_state()
-        self.count(one, *runs.run(one, source, forced=False), ids, clean, original)
-        forced, _ = runs.run(one, source.set_state(state), forced=True)
-        self.count_floor(one, forced, clean)
-
-    def count(
-        self,
-        one: Perturbation,
-        logits: Float[Tensor, "rows length words"],
-        seen: Mapping[str, Tensor],
-        ids: Int[Tensor, "rows length"],
-        clean: Float[Tensor, "rows length words"],
-        original: Float[Tensor, "rows length words"],
-    ) -> None:
-        """Count a perturbed run of a batch: its logits, and what tokens lost in each layer."""
-        effect = self.effects[one]
-        flipped = torch.stack([share >= 0 for share in seen.values()]).any(dim=0)
-        effect.flips.add(flipped.double().view(tuple(ids.shape)))
-        effect.kl.add(kl_divergence(clean, logits))
-        effect.to_original.add(kl_divergence(original, logits))
-        effect.loss.add(next_token_losses(logits, ids) - next_token_losses(clean, ids))
-
-    def count_floor(
-        self,
-        one: Perturbation,
-        logits: Float[Tensor, "rows length words"],
-        clean: Float[Tensor, "rows length words"],
-    ) -> None:
-        """Count a perturbed run of a batch with clean choices."""
-        self.effects[one].floor.add(kl_divergence(clean, logits))
-
-    def counted(self) -> list[SequenceSums]:
-        """Everything that was counted."""
-        effects = [
-            sums
-            for one in self.effects.values()
-            for sums in (one.kl, one.floor, one.to_original, one.flips, one.loss)
-        ]
-        return [*effects, *self.experts.values()]
-
-    def batch(
-        self,
-        ids: Int[Tensor, "rows length"],
-        sources: Sequence[Callable[[], torch.Generator]],
-        original: Tensor | None,
-        ticks: Iterator[None],
-    ) -> Float[Tensor, "rows length words"]:
-        """Run a batch clean and under every perturbation; returns the clean logits."""
-        clean, runs = self.clean(ids)
-        next(ticks)
-        base = clean if original is None else original
-        for one, source in zip(self.effects, sources, strict=True):
-            self.perturbed(runs, one, source(), ids, clean, base)
-            next(ticks)
-        return clean
-
-
-class RepairForm(RepairSide):
-    """The counts of a smoothed form, and its distance from the original."""
-
-    def __init__(self, model: nn.Module, perturbations: Sequence[Perturbation]) -> None:
-        super().__init__(model, perturbations)
+        """Count passes of this form."""
+        self.form = form
+        self._key = Condition(smoothing=form.smoothing).smoothing_key
+        self.effects = {perturbation: _Effect() for perturbation in perturbations}
+        self.experts = {name: SequenceSums() for name in routers}
         self.moved, self.loss, self.change = SequenceSums(), SequenceSums(), SequenceSums()
+        self._losses: dict[Pass, Tensor] = {}
 
-    def counted(self) -> list[SequenceSums]:
-        """Everything that was counted."""
-        return [*super().counted(), self.moved, self.loss, self.change]
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Count a pass of this form."""
+        assert outcome.logits is not None
+        if run == Pass(run.batch):
+            self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
+        if (run.model, run.condition.smoothing_key) != (self.form.model, self._key):
+            return
+        if run.condition.perturbation is None:
+            self._count_clean(run, outcome)
+        elif run.condition.choice == "forced":
+            assert run.reference is not None
+            clean = outcome.references[run.reference]
+            effect = self.effects[run.condition.perturbation]
+            effect.floor.add(kl_divergence(clean, outcome.logits))
+        else:
+            self._count_perturbed(run, outcome)
 
-    def compare(self, original: Tensor, new: Tensor, ids: Int[Tensor, "rows length"]) -> None:
-        """Count what smoothing itself changes on a batch."""
-        self.moved.add(kl_divergence(original, new))
-        self.loss.add(next_token_losses(original, ids))
-        self.change.add(next_token_losses(new, ids) - next_token_losses(original, ids))
+    def _count_clean(self, run: Pass, outcome: Outcome) -> None:
+        """Count experts in use, and what the form itself changes."""
+        assert outcome.logits is not None
+        for name, choice in outcome.choices.items():
+            used = (choice.weights > 0).double().sum(dim=1).view(tuple(outcome.ids.shape))
+            self.experts[name].add(used.cpu())
+        for original in run.others:
+            self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
+            before = self._losses.pop(original)
+            self.moved.add(kl_divergence(outcome.references[original], outcome.logits))
+            self.loss.add(before)
+            self.change.add(self._losses[run] - before)
 
-    def table(
-        self, before: RepairSide, perturbations: Sequence[Perturbation], size: tuple[int, int]
-    ) -> RepairTable:
+    def _count_perturbed(self, run: Pass, outcome: Outcome) -> None:
+        """Count flips, KL and loss of a perturbed pass."""
+        assert run.reference is not None
+        assert run.condition.perturbation is not None
+        assert outcome.logits is not None
+        effect, clean = self.effects[run.condition.perturbation], outcome.references[run.reference]
+        flipped = torch.stack([share >= 0 for share in outcome.lost.values()]).any(dim=0)
+        effect.flips.add(flipped.double().view(tuple(outcome.ids.shape)))
+        effect.kl.add(kl_divergence(clean, outcome.logits))
+        for original in run.others:
+            reference = outcome.references[original]
+            effect.to_original.add(kl_divergence(reference, outcome.logits))
+        losses = next_token_losses(outcome.logits, outcome.ids)
+        effect.loss.add(losses - self._losses[run.reference])
+
+    def join(self, ranks: Ranks) -> None:
+        """Put together what the processes counted."""
+        effects = [sums for effect in self.effects.values() for sums in effect.sums]
+        clean = [self.moved, self.loss, self.change]
+        ranks.join_sums([*effects, *self.experts.values(), *clean])
+
+    def table(self, original: "RepairCounts", size: tuple[int, int]) -> RepairTable:
         """The table of this form, of so many tokens and sequences."""
         return RepairTable(
-            tuple(_row(one, before.effects[one], self.effects[one]) for one in perturbations),
-            _over_layers(before.experts),
+            tuple(_row(p, original.effects[p], self.effects[p]) for p in self.effects),
+            _over_layers(original.experts),
             _over_layers(self.experts),
             {name: sums.mean().value or 0.0 for name, sums in self.experts.items()},
             self.loss.mean(),
@@ -330,6 +313,59 @@ class RepairForm(RepairSide):
             self.moved.mean(),
             *size,
         )
+
+
+def repair_phase(
+    batches: Mapping[int, Ids],
+    forms: Sequence[ModelForm],
+    perturbations: Sequence[Perturbation],
+    seed: int = 0,
+) -> Phase:
+    """Plan the original and its forms, each clean and under every perturbation, free and forced.
+
+    The first form goes side by side with the original, so that rounded weights serve both.
+
+    Args:
+        batches: token ids by number.
+        forms: smoothed forms of the model, or other models.
+        perturbations: what to do to all of them.
+        seed: of all noise.
+    """
+    conditions = [Condition(p, seed=(seed, number)) for number, p in enumerate(perturbations)]
+    passes: list[Pass] = []
+    for group in ((ORIGINAL, *forms[:1]), *((form,) for form in forms[1:])):
+        passes += [form.clean(number) for form in group for number in batches]
+        for condition in conditions:
+            for form in group:
+                for number in batches:
+                    passes += form.perturbed(condition, number)
+    return Phase("repair", batches, tuple(passes), compares_routes=True)
+
+
+def measure_repair(
+    runner: Runner,
+    forms: Sequence[ModelForm],
+    perturbations: Sequence[Perturbation],
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> tuple[RepairTable, ...]:
+    """Measure low precision in a model and in other forms of it, each against itself in float32.
+
+    Args:
+        runner: runs the original, model 0, and other models, on the batches of its ranks.
+        forms: what the original is compared with.
+        perturbations: what to do.
+        seed: seed of all noise.
+        on_progress: called with stage, done and total.
+    """
+    batches = runner.ranks.numbered
+    routers = [tuple(modular_routers(model.module)) for model in runner.models]
+    counts = [RepairCounts(form, routers[form.model], perturbations) for form in (ORIGINAL, *forms)]
+    phase = repair_phase(batches, forms, perturbations, seed)
+    runner.run(Plan((phase,)), counts, on_progress)
+    sizes = torch.tensor([phase.tokens, sum(len(ids) for ids in batches.values())])
+    tokens, sequences = runner.ranks.join_counts({"sizes": sizes})["sizes"].tolist()
+    return tuple(form.table(counts[0], (tokens, sequences)) for form in counts[1:])
 
 
 def repair_table(
@@ -383,41 +419,30 @@ def repair_tables(
 ) -> tuple[RepairTable, ...]:
     """The same for several widths ε by router name, with one run of the original for all of them.
 
-    The smoothed model is left with the last widths. Other arguments as for `repair_table`.
+    Other arguments as for `repair_table`.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
-    parts = list(batches(sequences, batch_size))
-    share = Ranks.of(parallel, parts)
-    before = RepairSide(model, perturbations)
-    after = [RepairForm(smoothed, perturbations) for _ in widths]
-    ticks = _ticks(progress, len(share.batches) * (1 + len(after)) * (1 + len(perturbations)))
-    with only_running(model), only_running(smoothed):
-        for number, ids in enumerate(share.batches, share.number):
-            sources = [partial(noise_generator, seed, n, number) for n in range(len(perturbations))]
-            original = before.batch(ids, sources, None, ticks)
-            for form, width in zip(after, widths, strict=True):
-                set_widths(smoothed, width)
-                new = form.batch(ids, sources, original, ticks)
-                form.compare(original, new, ids)
-    share.join_sums([sums for one in (before, *after) for sums in one.counted()])
-    size = sum(ids.numel() for ids in parts), sum(len(ids) for ids in parts)
-    return tuple(form.table(before, perturbations, size) for form in after)
+    ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
+    forms = [_form_of(smoothed, width) for width in widths]
+    runner = Runner(Model(model), Model(smoothed), ranks=ranks)
+    return measure_repair(runner, forms, perturbations, seed, progress)
 
 
-def kept_choice(choices: dict[str, Choice], name: str, found: RouterOutput) -> Choice:
-    """Record a router's choice without changing it."""
-    choices[name] = Choice(found.weights, found.ids)
-    return choices[name]
+def _form_of(smoothed: nn.Module, widths: Mapping[str, float]) -> ModelForm:
+    """The smoothed model as it is, or the original smoothed alike with other widths."""
+    if not widths:
+        return ModelForm(model=1)
+    return ModelForm(with_widths(recorded_smoothing(smoothed), widths))
 
 
-def _row(one: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
+def _row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
     top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
     nothing = Estimate(None, None, "no KL after")
     factor = clustered_mean(top, bottom) if bool(bottom.sum() > 0) else nothing
     return RepairRow(
-        one.name,
+        perturbation.name,
         before.kl.mean(),
         before.floor.mean(),
         after.kl.mean(),
@@ -434,16 +459,6 @@ def _row(one: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
 def _over_layers(sums: dict[str, SequenceSums]) -> Estimate:
     first, *others = sums.values()
     return first.joined(*others).mean()
-
-
-def _ticks(progress: Progress | None, total: int) -> Iterator[None]:
-    """Report progress, once per item."""
-    for done in range(1, total + 1):
-        if progress is not None:
-            progress("repair", done, total)
-        yield
-    while True:
-        yield
 
 
 RESAMPLES = 1000

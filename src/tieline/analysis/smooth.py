@@ -4,48 +4,44 @@
     repair.metrics["factor@router bf16"]
     repair.smoothed.save_pretrained("smoothed")
 
-A copy is smoothed, with ε chosen on the first tokens of the text, and compared with the original
-on the tokens that follow. Time is measured last, because the emulation of low precision only sees
+ε is chosen on the first tokens of the text; both forms run on the same weights, on the tokens that
+follow. Time is measured last, because the emulation of low precision only sees
 the products of transformers' own experts.
 """
 
 import copy
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import (
     REPAIR_PERTURBATIONS,
     Latency,
+    ModelForm,
     Repair,
     RepairTable,
-    repair_table,
-    repair_tables,
+    measure_repair,
     smoothing_latency,
 )
+from tieline.analysis.smooth_scores import measure_scores
 from tieline.analysis.smooth_width import NOISE, SCALES, Calibration, chosen_scale
-from tieline.analysis.sources import ModelSource, as_model
-from tieline.analysis.streamed_audit import check_room
-from tieline.analysis.streamed_smooth import StreamedRepair
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL
-from tieline.models.loading import LoadedModel, can_use_experts, use_experts
-from tieline.models.running import batches
-from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_
-from tieline.models.smooth_router import GateName, plan_layers
+from tieline.models.loading import can_use_experts, use_experts
+from tieline.models.model import Model, ModelSource
+from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
+from tieline.models.smooth_calibration import Measured
+from tieline.models.smooth_router import GateName
 from tieline.models.spread import check_parallel
-from tieline.models.stream_smoothing import StreamedModel, stream_scores
-from tieline.models.streaming import ModelStream
-from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.models.stream_smoothing import StreamedModel
+from tieline.run.condition import Perturbation
+from tieline.run.corpus import Corpus, Text
 from tieline.run.processes import Ranks
-
-Progress = Callable[[str, int, int], None]
+from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 
 
 def smooth(
@@ -103,46 +99,31 @@ def smooth(
         revision: its branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with it may run.
         stream: whether its weights are read layer by layer, once to choose ε and once to measure
-            what it repairs, instead of loaded; by default where they exceed the free memory. Time
+            what it repairs (and once more for `factor` or `max_moved`), instead of loaded; by
+            default where they exceed the free memory. Time
             is then not measured, and the smoothed model is saved without a copy of the weights.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
-        parallel: how the processes of torchrun share the work: "data" alone (`hf.spread`); all must
-            call, and all get the result.
+        parallel: how the processes of torchrun share the work: "data" alone (`models.spread`); all
+            must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
     _check_parallel(parallel)
     wish = _Wish(epsilon, budget, noise, factor, max_moved)
     wish.check()
-    words, origin = as_text(text)
-    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
-    options |= {"parallel": parallel}
-    loaded = as_model(source, "smooth takes", dtype="fp32", **options)
-    plain, parts = loaded.model, split_text(loaded, words, tokens, calibration)
-    work = _Work(loaded, parts, batch_size, seed, parallel, progress)
-    if loaded.stream is not None:
-        _check_streamed(wish, experts_impl)
-        check_room(loaded.stream, tokens, 2 * (1 + 2 * len(REPAIR_PERTURBATIONS)), memory)
-        return work.streamed(loaded.stream, wish, _Form(gate, a, b, k_max), origin)
-    _check_experts(plain, experts_impl)
-    form = _Form(gate, a, b, k_max)
-    share = Ranks.of(parallel, list(batches(parts.measured, batch_size)))
-    smoothed, known = copy.deepcopy(plain), None
-    if wish.by_law:
-        known = work.calibrate(noise or NOISE)
-    record = work.smooth(smoothed, wish, form, known)
-    table = work.table(smoothed, known)
-    ids = next(batches(work.parts.measured, batch_size))
-    return Repair(
-        model=loaded.name or type(plain).__name__,
-        smoothing=record,
-        repair=table,
-        latency=_latencies(plain, smoothed, ids, rounds, experts_impl),
-        provenance={"text": origin, "seed": seed, "batch_size": batch_size, **share.provenance()},
-        smoothed=smoothed,
-        tokenizer=loaded.tokenizer,
-    )
+    corpus = Corpus(text, tokens, None, batch_size, seed)
+    loading = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    loading |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
+    model = Model.open(source, "smooth takes", dtype="fp32", parallel=parallel, **loading)
+    split = split_text(corpus, model, calibration)
+    if model.stream is not None:
+        _check_streamed(experts_impl)
+    else:
+        _check_experts(model.module, experts_impl)
+    ranks = Ranks.of(parallel, corpus.stacked(split.measured))
+    runner = Runner(model, ranks=ranks, memory=memory)
+    work = _Smooth(runner, corpus, split, _Form(gate, a, b, k_max), progress)
+    return work.repair(wish, rounds, experts_impl)
 
 
 def _check_parallel(parallel: str | None) -> None:
@@ -196,112 +177,107 @@ class _Form(NamedTuple):
     k_max: int | None
 
 
-class _Work(NamedTuple):
-    """A model, its text, and how both are run."""
+class _Smooth(NamedTuple):
+    """A model that is being smoothed, and its text."""
 
-    loaded: LoadedModel
-    parts: "TextSplit"
-    batch_size: int
-    seed: int
-    parallel: str | None
+    runner: Runner
+    corpus: Corpus
+    split: "TextSplit"
+    form: _Form
     progress: Progress | None
 
     @property
-    def _running(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "seed": self.seed, "progress": self.progress}
+    def model(self) -> Model:
+        """The original."""
+        return self.runner.models[0]
 
-    @property
-    def _shared(self) -> dict[str, Any]:
-        """How held-out text is run; the calibration, which is short, is run by every process."""
-        return self._running | {"parallel": self.parallel}
-
-    def streamed(self, stream: ModelStream, wish: _Wish, form: _Form, origin: str) -> Repair:
-        """Smooth a model that is streamed: a pass to choose ε, and one to measure."""
-        model, ids = stream.model, list(batches(self.parts.calibration, self.batch_size))
-        told = partial(self.progress or _silent, "streaming")
-        plans = [plan for plan in plan_layers(model, None)[0] if plan.k < plan.n_experts]
-        needed = wish.epsilon is None
-        found = stream_scores(stream, plans, ids, wish.noise, told) if needed else None
-        widths = {"epsilon": wish.epsilon, "budget": wish.budget, "noise": wish.noise}
-        record = smooth_(model, **widths, measured=found, **form._asdict())
-        unsmooth_(model)  # both forms run on the same weights
-        measured = list(batches(self.parts.measured, self.batch_size))
-        runs = StreamedRepair(stream, record, measured, REPAIR_PERTURBATIONS, self.seed)
-        table = runs.table(told)
+    def repair(self, wish: _Wish, rounds: int, experts_impl: str | None) -> Repair:
+        """Choose ε, measure what the smoothed model repairs, and smooth it."""
+        known = self.calibrate(wish.noise or NOISE) if wish.by_law else None
+        record = self.smoothing(wish, known)
+        table = self.table(record, known)
+        smoothed, latency = self.smoothed(record, rounds, experts_impl)
+        corpus, ranks = self.corpus, self.runner.ranks
+        sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
         return Repair(
-            model=self.loaded.name or type(model).__name__,
-            smoothing=apply_smoothing(model, record),
+            model=self.model.name or type(self.model.module).__name__,
+            smoothing=record,
             repair=table,
-            latency=(),
-            provenance={"text": origin, "seed": self.seed, "batch_size": self.batch_size},
-            smoothed=StreamedModel(stream),
-            tokenizer=self.loaded.tokenizer,
+            latency=latency,
+            provenance={"text": corpus.origin, **sizes, **ranks.provenance()},
+            smoothed=smoothed,
+            tokenizer=self.model.tokenizer,
         )
+
+    def measured(self, noise: str | None) -> Measured:
+        """Scores and noise of the calibration text, which every process runs."""
+        batches = self.corpus.stacked(self.split.calibration)
+        return measure_scores(self.runner, batches, noise, self.progress)
 
     def calibrate(self, noise: str) -> Calibration:
-        """Scores and noise of the calibration text."""
-        tokens = list(batches(self.parts.calibration, self.batch_size))
-        return Calibration(self.loaded.model, tokens, noise, self.progress)
+        """What the calibration text says of the model."""
+        return Calibration.of(self.model.module, self.measured(noise), noise)
 
-    def smooth(
-        self, smoothed: nn.Module, wish: _Wish, form: _Form, known: Calibration | None
-    ) -> Smoothing:
-        """Smooth a copy of the model as the wish says."""
+    def smoothing(self, wish: _Wish, known: Calibration | None) -> Smoothing:
+        """Choose ε as the wish says."""
         if known is not None and wish.by_law:
-            scale = self._scale(smoothed, wish, form, known)
+            scale = self._scale(wish, known)
             chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
             how = f"{chosen} under {known.noise.name}: ε = {scale:.3g} times its noise"
-            return smooth_(smoothed, epsilon=known.by_noise(scale), how=how, **form._asdict())
-        return smooth_(
-            smoothed,
-            epsilon=wish.epsilon,
-            budget=wish.budget,
-            noise=wish.noise,
-            calibration=list(batches(self.parts.calibration, self.batch_size)),
-            progress=self.progress,
-            **form._asdict(),
-        )
+            return self._record(epsilon=known.by_noise(scale), how=how)
+        if wish.epsilon is not None:
+            return self._record(epsilon=wish.epsilon)
+        measured = self.measured(wish.noise)
+        return self._record(budget=wish.budget, noise=wish.noise, measured=measured)
 
-    def _scale(self, smoothed: nn.Module, wish: _Wish, form: _Form, known: Calibration) -> float:
+    def _record(self, **widths: Any) -> Smoothing:
+        """How the model is smoothed with these widths; the model itself is left as it is."""
+        record = smooth_(self.model.module, **widths, **self.form._asdict())
+        unsmooth_(self.model.module)  # all forms run on the same weights
+        return record
+
+    def _scale(self, wish: _Wish, known: Calibration) -> float:
         """The c = ε/σ that the wish asks for, by the calibration text."""
-        smooth_(smoothed, epsilon=known.by_noise(1.0), **form._asdict())
-        tables = repair_tables(
-            self.loaded.model,
-            smoothed,
-            [sequence for sequence in self.parts.calibration if len(sequence) > 1],
-            [known.by_noise(scale) for scale in SCALES],
-            perturbations=[known.noise],
-            **self._running,
-        )
-        unsmooth_(smoothed)
-        found = dict(zip(SCALES, tables, strict=True))
-        return chosen_scale(found, factor=wish.factor, max_moved=wish.max_moved)
+        record = self._record(epsilon=known.by_noise(1.0))
+        sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
+        ranks = Ranks.of(None, self.corpus.stacked(sequences))
+        runner = Runner(self.model, ranks=ranks, memory=self.runner.memory)
+        forms = [ModelForm(with_widths(record, known.by_noise(scale))) for scale in SCALES]
+        tables = measure_repair(runner, forms, [known.noise], self.corpus.seed, self.progress)
+        points = dict(zip(SCALES, tables, strict=True))
+        return chosen_scale(points, factor=wish.factor, max_moved=wish.max_moved)
 
-    def table(self, smoothed: nn.Module, known: Calibration | None) -> RepairTable:
+    def table(self, record: Smoothing, known: Calibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""
-        sequences, precisions = self.parts.measured, _precisions(known)
-        return repair_table(
-            self.loaded.model, smoothed, sequences, perturbations=precisions, **self._shared
-        )
+        forms, seed = [ModelForm(record)], self.corpus.seed
+        (table,) = measure_repair(self.runner, forms, _precisions(known), seed, self.progress)
+        return table
+
+    def smoothed(
+        self, record: Smoothing, rounds: int, experts_impl: str | None
+    ) -> tuple[Any, tuple[Latency, ...]]:
+        """The smoothed model, and its time over that of the original where it is in memory."""
+        module, stream = self.model.module, self.model.stream
+        if stream is not None:
+            apply_smoothing(module, record)
+            return StreamedModel(stream), ()
+        smoothed = copy.deepcopy(module)
+        apply_smoothing(smoothed, record)
+        ids = self.corpus.stacked(self.split.measured)[0]
+        return smoothed, _latencies(module, smoothed, ids, rounds, experts_impl)
 
 
 def _precisions(known: Calibration | None) -> list[Perturbation]:
-    """Those of every table, and the one that is repaired."""
-    named = [] if known is None else [known.noise]
-    return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *named]))
+    """The default perturbations plus the one that is repaired."""
+    repaired = [] if known is None else [known.noise]
+    return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *repaired]))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
-
-
-def _check_streamed(wish: _Wish, experts_impl: str | None) -> None:
-    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
-    asked = {"factor": wish.factor, "max_moved": wish.max_moved, "experts_impl": experts_impl}
-    named = [name for name, value in asked.items() if value is not None]
+def _check_streamed(experts_impl: str | None) -> None:
+    """Refuse a choice of experts to time, which needs the whole model in memory."""
     require(
-        not named,
-        f"{' and '.join(named)} needs the whole model in memory, and its weights are streamed",
+        experts_impl is None,
+        "experts_impl needs the whole model in memory, and its weights are streamed",
     )
 
 
@@ -319,37 +295,28 @@ class TextSplit(NamedTuple):
     measured: list[Tensor]
 
 
-def split_text(loaded: LoadedModel, words: str, tokens: int, calibration: int) -> TextSplit:
+def split_text(corpus: Corpus, model: Model, calibration: int) -> TextSplit:
     """Cut a text into sequences to choose ε on and others to measure on.
 
     Args:
-        loaded: the model with its tokenizer.
-        words: the text.
-        tokens: tokens to measure on.
+        corpus: the text, with the number of tokens to measure on.
+        model: the model that it is for.
         calibration: tokens before those, rounded up to whole sequences.
     """
-    length = min(default_length(loaded.model), calibration, tokens)
-    found = tokenise(loaded.tokenizer, words, calibration + tokens, length)
-    first = -(-calibration // length)
-    require(
-        len(found.sequences) > first,
-        f"the text has {found.tokens} tokens: too few to choose ε on {calibration} of them and to "
-        "measure on others",
-    )
-    measured = [sequence for sequence in found.sequences[first:] if len(sequence) > 1]
-    return TextSplit(list(found.sequences[:first]), measured)
+    first, later = corpus.split(model.tokenizer, model.module, calibration)
+    return TextSplit(first, [sequence for sequence in later if len(sequence) > 1])
 
 
 def _latencies(
     plain: Any, smoothed: Any, ids: Tensor, rounds: int, experts_impl: str | None
 ) -> tuple[Latency, ...]:
     """Time over the original's: with the experts asked for, or as they are and by our kernel."""
-    for one in (plain, smoothed):
-        use_experts(one, experts_impl)
-    found = [smoothing_latency(plain, smoothed, ids, rounds)]
+    for model in (plain, smoothed):
+        use_experts(model, experts_impl)
+    latencies = [smoothing_latency(plain, smoothed, ids, rounds)]
     if experts_impl is None and can_use_experts(smoothed):
         use_experts(smoothed, KERNEL)
         with suppress(UnsupportedModelError):  # experts of a layout that the kernel refuses
-            found.append(smoothing_latency(plain, smoothed, ids, rounds))
-        use_experts(smoothed, found[0].implementation)
-    return tuple(found)
+            latencies.append(smoothing_latency(plain, smoothed, ids, rounds))
+        use_experts(smoothed, latencies[0].implementation)
+    return tuple(latencies)

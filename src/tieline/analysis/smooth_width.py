@@ -15,19 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.perturbations import Perturbation
 from tieline.analysis.repair import RepairTable
+from tieline.analysis.smooth_scores import measure_scores, noise_perturbation
 from tieline.core.errors import ParameterError, require
 from tieline.measure.ramp import flip_reduction
-from tieline.models.smooth_calibration import (
-    Scores,
-    budget_epsilon,
-    collect_scores,
-    measured_noise,
-)
+from tieline.models.model import Model
+from tieline.models.smooth_calibration import Measured, Scores, budget_epsilon
 from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns
+from tieline.run.runner import Runner
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """c = ε/σ that a wish is sought among."""
@@ -37,12 +34,6 @@ NOISE = "router bf16"
 
 Progress = Callable[[str, int, int], None]
 Widths = Mapping[str, float]
-
-
-def noise_perturbation(name: str) -> Perturbation:
-    """The perturbation that "bf16", "model bf16" or "router bf16" names."""
-    *part, level = name.split() or [""]
-    return Perturbation("rounding", level, "router" if part == ["router"] else "model")
 
 
 class Calibration:
@@ -62,11 +53,22 @@ class Calibration:
         noise: str,
         progress: Progress | None = None,
     ) -> None:
+        measured = measure_scores(Runner(Model(model)), batches, noise, progress)
+        self._take(model, measured, noise)
+
+    @classmethod
+    def of(cls, model: nn.Module, measured: Measured, noise: str) -> "Calibration":
+        """What scores and noise that were measured before say of a model."""
+        calibration = cls.__new__(cls)
+        calibration._take(model, measured, noise)
+        return calibration
+
+    def _take(self, model: nn.Module, measured: Measured, noise: str) -> None:
         plans, _ = plan_layers(model, None)
         self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
         self.noise = noise_perturbation(noise)
-        self.clean: dict[str, Scores] = collect_scores(model, self.plans, batches, progress)
-        self.sigmas = measured_noise(model, self.plans, batches, self.clean, noise, progress)
+        self.clean: Mapping[str, Scores] = measured.clean
+        self.sigmas = dict(measured.sigmas)
         positive = any(sigma > 0 for sigma in self.sigmas.values())
         require(positive, f"{noise} does not change the scores of any router: nothing to repair")
 

@@ -75,7 +75,7 @@ def audit(
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(model, text)
     with progress_bars() as progress, joined(parallel, "auditing") as way:
-        from tieline.analysis.precision import audit as run
+        from tieline.analysis.audit import audit as run
         from tieline.analysis.sources import quiet_transformers
 
         quiet_transformers()

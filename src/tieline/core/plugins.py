@@ -108,7 +108,7 @@ INSTRUMENT = Plugin(
             "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"
         ),
         "tieline-audit": ResultFormat(
-            "tieline.analysis.precision_records:PrecisionAudit", "tieline.report.audit"
+            "tieline.analysis.audit_records:PrecisionAudit", "tieline.report.audit"
         ),
         "tieline-smooth": ResultFormat("tieline.analysis.repair:Repair", "tieline.report.smooth"),
         "tieline-merge": ResultFormat("tieline.analysis.merge:Merged", "tieline.report.made"),

@@ -153,14 +153,16 @@ def override_choice(router: nn.Module, rule: Rule) -> Iterator[None]:
 
     def forced(router: nn.Module, call: Call, output: Any) -> Any:
         live = read_output(family, router, call, output)
-        choice = rule(live)
+        choice = rules[0](live)
         resize = getattr(getattr(router, HANDLER, None), "resize", None)
         if resize is not None:  # what counts the columns of a smoothed router
             resize(choice.ids.shape[1])
         return write_output(family, output, live, choice)
 
+    rules = [rule]
     with swapped_class(router, wrapped_class(type(router), family.method, forced)):
         yield
+    rules.clear()  # the class is collected late, and must not keep the tensors of a rule alive
 
 
 def attach(router: nn.Module, family: RouterFamily, handler: Handler) -> None:

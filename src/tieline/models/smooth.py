@@ -25,7 +25,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.models.changes import Restorer, forget_change, record_change, register_restorer
+from tieline.models.changes import (
+    Restorer,
+    changes_of,
+    forget_change,
+    record_change,
+    register_restorer,
+)
 from tieline.models.families import family_of, find_routers
 from tieline.models.router_call import FLAG, attach, detach, experts_of, skip_rule
 from tieline.models.smooth_calibration import (
@@ -189,6 +195,24 @@ def smoothed_routers(model: nn.Module, record: Smoothing, names: Collection[str]
             detach(model.get_submodule(layer.name))
         for module, attribute, value in reversed(changed):
             setattr(module, attribute, value)
+
+
+def recorded_smoothing(model: nn.Module) -> Smoothing:
+    """Return how a model is smoothed; refuses one that is not."""
+    facts = changes_of(getattr(model, "config", None)).get(FEATURE)
+    require(facts is not None, f"{type(model).__name__} is not smoothed")
+    return read_smoothing(facts)
+
+
+def with_widths(record: Smoothing, widths: Mapping[str, float]) -> Smoothing:
+    """Return the record with other widths ε > 0 of routers that it smooths, by name."""
+    layers = [
+        replace(layer, epsilon=widths.get(layer.name, 0.0) or layer.epsilon)
+        if layer.smoothed
+        else layer
+        for layer in record.layers
+    ]
+    return replace(record, layers=tuple(layers))
 
 
 CHANGED = "tieline_changed"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.precision_records import KeepList, PerturbationEffect, PrecisionAudit
+from tieline.analysis.audit_records import KeepList, PerturbationEffect, PrecisionAudit
 from tieline.core.statistics import Estimate
 from tieline.report import remedies
 from tieline.report.charts import (

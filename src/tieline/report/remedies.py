@@ -7,7 +7,7 @@ the KL between two perturbed runs, how far the model itself moved, and the price
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.precision_records import Remedy, RemedyEffect, RemedyTable
+from tieline.analysis.audit_records import Remedy, RemedyEffect, RemedyTable
 from tieline.report.tables import Grid, text_table
 from tieline.report.words.audit import remedies_of, remedy_sentences
 from tieline.report.words.numbers import DASH, significant, with_error

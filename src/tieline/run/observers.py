@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tieline.core.numerics import is_recomputing
 from tieline.models.changes import Call, swapped_class, wrapped_class
-from tieline.models.families import RouterFamily, chosen_routers, family_of
+from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.router_call import Choice
 from tieline.run.plan import Pass
 
@@ -167,12 +167,16 @@ class Watch:
             self.busy = False
 
     def routed(self, site: Site, call: Call, output: Any) -> None:
-        """Show a call of a router."""
+        """Show a call of a router, which observers may call again."""
+        handler: Any = getattr(site.module, HANDLER, None)
+        columns = getattr(handler, "k_max", None)
         # an emulated number format is the model's, not that of the observers' own arithmetic
         exact = self.run.condition.perturbation is not None
         with self.looking(), torch._C.DisableTorchFunction() if exact else nullcontext():
             for observer in self.observers:
                 observer.on_router(self.run, site, call, output)
+        if columns is not None and hasattr(handler, "resize"):
+            handler.resize(columns)  # a smoothed router counts the columns of its last call
 
     @contextmanager
     def blocks(self, sites: Mapping[str, Site]) -> Iterator[None]:
@@ -223,12 +227,17 @@ def watching(
             return output
         if watch.observers:
             watch.routed(site, call, output)
-        return output if rewrite is None else rewrite(site, call, output)
+        for rewritten in rewrites:
+            output = rewritten(site, call, output)
+        return output
 
     if not watch.observers and rewrite is None:
         yield
         return
+    rewrites = [] if rewrite is None else [rewrite]
     with ExitStack() as stack:
+        # classes are collected late, and must not keep the tensors of a pass alive until then
+        stack.callback(rewrites.clear)
         for site in sites.values():
             name = method if method and site.family.method == "__call__" else site.family.method
             cls = wrapped_class(type(site.module), name, partial(after, site))

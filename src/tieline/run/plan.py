@@ -65,6 +65,7 @@ class Phase:
         compares_routes: whether observers are told the routed weight that each token lost against
             the reference (`Outcome.lost`) and the choices of references.
         logits: whether logits are looked at.
+        may_drop: whether perturbations are left out when the time is up in the first batch.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Phase:
     passes: tuple[Pass, ...]
     compares_routes: bool = False
     logits: Logits = "required"
+    may_drop: bool = False
 
     def __post_init__(self) -> None:
         earlier: set[Pass] = set()

@@ -221,16 +221,16 @@ class ByPass(Schedule):
 
     def _out_of_time(self, run: Pass) -> bool:
         """Whether a perturbation begins, not the first one, and the time is up."""
-        if not self._budget.is_limited or not self._begins(run):
+        if not self._budget.is_limited or not self.phase.may_drop or not self._begins(run):
             return False
         later = run.condition.perturbation in self._perturbations()[1:]
         return later and self._budget.elapsed() > self._budget.limit
 
     def _begins(self, run: Pass) -> bool:
-        same = (p for p in self.phase.passes if p.condition.perturbation)
-        return (
-            next(p for p in same if p.condition.perturbation == run.condition.perturbation) == run
-        )
+        """Whether this is the first pass under its perturbation."""
+        perturbation = run.condition.perturbation
+        same = (p for p in self.phase.passes if p.condition.perturbation == perturbation)
+        return next(same) == run
 
     def _drop(self, run: Pass) -> None:
         """Leave out this perturbation and all that follow."""
@@ -372,6 +372,10 @@ class ByUnit(Schedule):
         self.finish(self._running[run], logits)
 
 
+class HiddenStatesError(ParameterError):
+    """The hidden states of a streamed run do not fit beside the weights."""
+
+
 def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None) -> None:
     """Refuse a run whose hidden states do not fit beside the weights, which are there twice.
 
@@ -392,7 +396,7 @@ def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None
         f"the hidden states of {tokens:,} tokens in {passes} passes side by side need "
         f"{states / 1e9:.2f} GB beside {weights / 1e9:.2f} GB of weights, and "
         f"{room / 1e9:.2f} GB are there: take fewer --tokens, or perturbations",
-        ParameterError,
+        HiddenStatesError,
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.precision import audit
+from tieline.analysis.audit import audit
 from tieline.analysis.sources import as_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.demo import load_demo_tokenizer

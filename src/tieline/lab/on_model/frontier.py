@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
 from tieline.analysis.smooth import TextSplit, split_text
 from tieline.analysis.smooth_width import NOISE, SCALES, Calibration
-from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.lab.limits.continuity import least_moved
 from tieline.lab.on_model.frontier_records import Frontier, FrontierPoint, LayerLaw
@@ -34,10 +33,11 @@ from tieline.lab.on_model.layer_law import layer_laws
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import SubjectSettings
 from tieline.models.demo import DEMO
+from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, only_running
 from tieline.models.smooth import smooth_
-from tieline.models.smooth_router import GateName, set_widths, smoothing_of
-from tieline.run.corpus import as_text
+from tieline.models.smooth_router import GateName
+from tieline.run.corpus import Corpus
 
 COMPARED = (2.0, 8.0, 32.0)
 """c = ε/σ beside which an equal number of experts in every layer is measured."""
@@ -76,14 +76,14 @@ def frontier(
     """
     options, settings = options or SubjectSettings(), settings or FrontierSettings()
     require(options.layers is None, "a frontier is of all layers: leave out layers")
-    words, origin = as_text(options.text)
+    corpus = Corpus(options.text, options.tokens, None, options.batch_size, options.seed)
     where = {"device": options.device, "revision": options.revision, "dtype": "fp32"}
-    loaded = as_model(
+    opened = Model.open(
         source, "frontier takes", **where, trust_remote_code=options.trust_remote_code
     )
-    model = loaded.model
-    split = split_text(loaded, words, options.tokens, settings.calibration)
-    ids = list(batches(split.calibration, options.batch_size))
+    model = opened.module
+    split = split_text(corpus, opened, settings.calibration)
+    ids = corpus.stacked(split.calibration)
     known = Calibration(model, ids, settings.noise, progress)
     smoothed = copy.deepcopy(model)
     smooth_(smoothed, epsilon=known.by_noise(1.0), gate=settings.gate)
@@ -94,9 +94,9 @@ def frontier(
         (model, smoothed), known, split.measured, settings, budgets, options, progress
     )
     laws = _laws(model, known, split, options, progress)
-    provenance = {"text": origin, "seed": options.seed, "batch_size": options.batch_size}
+    provenance = {"text": corpus.origin, "seed": options.seed, "batch_size": options.batch_size}
     return replace(
-        points, model=loaded.name or type(model).__name__, layers=laws, provenance=provenance
+        points, model=opened.name or type(model).__name__, layers=laws, provenance=provenance
     )
 
 
@@ -134,7 +134,7 @@ def measure_points(
     """Measure smoothed forms of a model of many widths.
 
     Args:
-        models: the original and a smoothed copy, which has its widths again afterwards.
+        models: the original and a smoothed copy, of which widths alone are replaced.
         known: from the calibration text.
         sequences: held-out token ids.
         settings: gate and widths by noise.
@@ -146,7 +146,6 @@ def measure_points(
     gate, noise = settings.gate, known.noise
     marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales]
     marks += [_Mark("budget", n, known.by_budget(n, gate)) for n in budgets]
-    widths = {plan.name: _width(smoothed, plan.name) for plan in known.plans}
     tables = repair_tables(
         model,
         smoothed,
@@ -157,17 +156,11 @@ def measure_points(
         seed=options.seed,
         progress=progress,
     )
-    set_widths(smoothed, widths)
     points = tuple(
         _point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
     )
     by_flips = tables[0].row(noise.name).by_flips
     return Frontier("", noise.name, gate, by_flips, known.sigmas, points, (), {})
-
-
-def _width(model: nn.Module, name: str) -> float:
-    handler = smoothing_of(model.get_submodule(name))
-    return 0.0 if handler is None else handler.epsilon
 
 
 def _point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoint:

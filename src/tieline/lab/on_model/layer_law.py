@@ -27,7 +27,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.perturbations import noise_generator
 from tieline.analysis.smooth_width import SCALES, Calibration
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.statistics import Estimate, SequenceSums
@@ -40,6 +39,7 @@ from tieline.models.selection import at_least_single, column_weights, select
 from tieline.models.smooth_router import LayerPlan, gate_groups
 from tieline.routing.gates import Groups
 from tieline.routing.projected import projected_columns
+from tieline.run.condition import noise_generator
 
 GROUPS = 16
 """Groups of sequences that are left out in turn."""

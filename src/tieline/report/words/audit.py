@@ -8,7 +8,7 @@ remedy_sentences    what was best under each perturbation, and when each remedy 
 import math
 from collections.abc import Mapping, Sequence
 
-from tieline.analysis.precision_records import (
+from tieline.analysis.audit_records import (
     PerturbationEffect,
     PrecisionAudit,
     Remedy,

@@ -1,11 +1,6 @@
-"""The perturbations of an audit: what is done, how strongly, and the flips that scores predict.
+"""Flips of a router under a perturbation, as its clean scores predict them.
 
-kind           level        router                          model
-rounding       a format     the routers in the format       the whole model in it
-score noise    σ            N(0, σ²) on the logits          -
-state noise    ρ            ρ · rms(x) on router inputs     on what every routed layer hands on
-
-For a router that is perturbed on clean inputs, the clean scores predict the flips:
+For a router that is perturbed on clean inputs:
 
 score noise    the quadrature of Def. 6.2 with σ
 state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean over experts
@@ -20,148 +15,20 @@ share grows with σ, at first as f_gap(0) σ / √π (Def. 6.3), so steps on a l
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.precision_records import SigmaForFlips
-from tieline.core.errors import require
+from tieline.analysis.audit_records import SigmaForFlips
 from tieline.core.numerics import grid_step, one_thread
 from tieline.measure.flips import LogitView, flip_limits, group_flip_probability, logit_view
 from tieline.measure.rounding import product_flips
-from tieline.models.emulate import (
-    FORMATS,
-    OF_ROUTERS,
-    Format,
-    format_named,
-    logits_matrix,
-    rounded_products,
-    rounded_weights,
-    score_noise,
-    state_noise,
-)
+from tieline.models.emulate import Format, format_named, logits_matrix
+from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
-
-Kind = Literal["rounding", "score noise", "state noise"]
-Part = Literal["router", "model"]
-
-SIGMAS = (0.001, 0.01, 0.1)
-RATIOS = (0.001, 0.01)
-
-
-@dataclass(frozen=True)
-class Perturbation:
-    """One thing to do to the model.
-
-    Attributes:
-        kind: rounding or noise, and of what.
-        level: name of the format, σ of the logits' noise, or ρ of the states'.
-        part: "router" for the routing path alone, "model" for everything.
-    """
-
-    kind: Kind
-    level: str | float
-    part: Part = "router"
-
-    def __post_init__(self) -> None:
-        if self.kind == "rounding":
-            format_named(str(self.level))
-        else:
-            size = self.level if isinstance(self.level, float) else -1.0
-            require(0 < size < float("inf"), f"{self.kind} needs a level > 0, got {self.level!r}")
-        alone = f"{self.kind} is of the routers alone, got part={self.part!r}"
-        require(self.kind != "score noise" or self.part == "router", alone)
-
-    @property
-    def name(self) -> str:
-        """Name for tables: "router bf16", "score noise 0.01", "model state noise 0.01"."""
-        if self.kind == "rounding":
-            return f"{self.part} {self.level}"
-        words = f"{self.kind} {self.level:g}"
-        return words if self.kind == "score noise" else f"{self.part} {words}"
-
-    @property
-    def parts(self) -> Literal["router", "all"]:
-        """The same part by its name in `hf.emulate`."""
-        return "router" if self.part == "router" else "all"
-
-    @property
-    def at_router(self) -> "Perturbation":
-        """The same of a router alone: what one layer does by itself on clean inputs."""
-        return Perturbation(self.kind, self.level)
-
-
-def standard_perturbations(
-    formats: Sequence[str] = tuple(FORMATS),
-    sigmas: Sequence[float] = SIGMAS,
-    ratios: Sequence[float] = RATIOS,
-) -> tuple[Perturbation, ...]:
-    """Every format and noise, of the routers first and then of the model."""
-    router = [Perturbation("rounding", name) for name in formats]
-    scores = [Perturbation("score noise", sigma) for sigma in sigmas]
-    states = [Perturbation("state noise", ratio) for ratio in ratios]
-    whole = [name for name in formats if name not in OF_ROUTERS]
-    model = [Perturbation("rounding", name, "model") for name in whole]
-    noisy = [Perturbation("state noise", ratio, "model") for ratio in ratios]
-    return (*router, *scores, *states, *model, *noisy)
-
-
-@contextmanager
-def applied(
-    model: nn.Module,
-    perturbation: Perturbation,
-    generator: torch.Generator,
-    keep: Collection[str] = (),
-) -> Iterator[None]:
-    """A block in which `model`, or a single router, is perturbed.
-
-    Args:
-        model: a model of transformers, or one of its routers for a perturbation of routers.
-        perturbation: what to do.
-        generator: where noise comes from.
-        keep: routers that rounding spares.
-    """
-    changes = changed_weights(model, perturbation, keep)
-    with changes, changed_computation(model, perturbation, generator, keep):
-        yield
-
-
-def changed_weights(
-    model: nn.Module, perturbation: Perturbation, keep: Collection[str] = ()
-) -> AbstractContextManager[None]:
-    """The part of `applied` that changes weights in memory."""
-    if perturbation.kind != "rounding":
-        return nullcontext()
-    return rounded_weights(model, str(perturbation.level), perturbation.parts, keep)
-
-
-def changed_computation(
-    model: nn.Module,
-    perturbation: Perturbation,
-    generator: torch.Generator,
-    keep: Collection[str] = (),
-) -> AbstractContextManager[None]:
-    """The part of `applied` that acts while this thread computes."""
-    level = perturbation.level
-    if perturbation.kind == "rounding":
-        return rounded_products(model, str(level), perturbation.parts, keep)
-    if perturbation.kind == "score noise":
-        return score_noise(model, float(level), generator)
-    return state_noise(model, float(level), generator, perturbation.parts)
-
-
-def noise_generator(seed: int, *places: int) -> torch.Generator:
-    """A source of noise for one place of the audit, the same whenever that place is visited."""
-    mixed = seed
-    for place in places:
-        mixed = (mixed * 1_000_003 + place + 1) % (1 << 62)
-    return torch.Generator().manual_seed(mixed)
-
 
 PerToken = Float[Tensor, " tokens"]
 SCORES_PER_GROUP = {"max": 1, "top2sum": 2}

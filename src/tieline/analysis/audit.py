@@ -3,31 +3,21 @@
     report = audit("org/model")
     report.verdict, report.metrics["kl@router bf16"], report.effect("router bf16").keep
 
-The text is run clean and under every perturbation, batch by batch: each router by itself on clean
-inputs (`LocalRuns`), and the whole model (`FullRuns`), where effects add up over depth. The
+The text is run clean and under every perturbation: each router by itself on clean inputs
+(`LocalEffects`), and the whole model (`FullEffects`), where effects add up over depth. The
 jump-weighted damage of layers on clean inputs adds up, D = Σ_l D_l, so the routers with the most
 damage per byte are kept in float32 until the wanted share of D is gone; the KL of a run that keeps
 them shows whether that holds when errors compound.
 """
 
-import hashlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from tieline.analysis.joined_counts import join_full, join_local
-from tieline.analysis.perturbations import (
-    Perturbation,
-    noise_generator,
-    sigma_for_flips,
-    standard_perturbations,
-)
-from tieline.analysis.precision_records import (
+from tieline.analysis.audit_records import (
     KeepList,
     LayerEffect,
     NeverHit,
@@ -36,31 +26,30 @@ from tieline.analysis.precision_records import (
     PrecisionJudgement,
     RemedyTable,
 )
-from tieline.analysis.precision_runs import (
-    SIGMA_TOKENS,
+from tieline.analysis.full_effects import (
+    Divergences,
     FullEffect,
-    FullRuns,
-    LocalEffect,
-    LocalRuns,
-    clean_logits,
+    FullEffects,
+    audit_phase,
+    compared_phase,
 )
+from tieline.analysis.local_effects import SIGMA_TOKENS, LocalEffect, LocalEffects
+from tieline.analysis.predicted_flips import sigma_for_flips
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
-from tieline.analysis.sources import ModelSource, as_model
-from tieline.analysis.streamed_audit import StreamedAudit, check_room
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.statistics import Estimate, SequenceSums, mean_limits, next_token_losses
-from tieline.models.capture import capture
+from tieline.core.statistics import Estimate, SequenceSums, mean_limits
 from tieline.models.demo import DEMO
 from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.models.ignore_lists import ignore_lists
-from tieline.models.running import batches, forward, only_running
+from tieline.models.model import Model, ModelSource
 from tieline.models.spread import check_rounding
-from tieline.models.streaming import ModelStream
-from tieline.run.corpus import Text, TokenisedText, as_text, default_length, tokenise
+from tieline.run.condition import Condition, Perturbation, standard_perturbations
+from tieline.run.corpus import Corpus, Text, TokenisedText
+from tieline.run.plan import Budget, Plan
 from tieline.run.processes import Ranks
+from tieline.run.runner import Runner
+from tieline.run.schedule import HiddenStatesError, Progress
 from tieline.trace.record import LayerTrace
-
-Progress = Callable[[str, int, int], None]
 
 LEAST_KL = 1e-14
 """Nats below which a KL is the rounding of its own sum."""
@@ -122,12 +111,12 @@ def audit(
         revision: its branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with it may run.
         stream: whether its weights are read layer by layer, each byte once for all perturbations,
-            instead of loaded; by default where they exceed the free memory. Runs that begin after
-            the others, those with kept layers and the remedies, are then left out.
+            instead of loaded; by default where they exceed the free memory. Runs with kept layers
+            read them once more, remedies twice.
         memory: bytes of memory that a streamed model may take, by default what is free.
         keep: whether files that are fetched from the hub for a streamed model stay.
-        parallel: how the processes of torchrun share the work: "data" or "ep" (`hf.spread`); all
-            must call, and all get the result.
+        parallel: how the processes of torchrun share the work: "data" or "ep" (`models.spread`);
+            all must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
     check_rounding(parallel, "an audit")
@@ -135,257 +124,252 @@ def audit(
         parallel is None or budget_minutes is None,
         "budget_minutes goes by the clock of one process: leave it out on several",
     )
-    require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     require(0 < recover <= 1, f"recover is a share of the damage in (0, 1], got {recover}")
     limit = float("inf") if budget_minutes is None else 60 * budget_minutes
     require(limit > 0, f"budget_minutes must be positive, got {budget_minutes}")
+    corpus = Corpus(text, tokens, sequence_length, batch_size, seed)
     names = [format_named(name).name for name in formats or FORMATS]
     chosen = tuple(dict.fromkeys(perturbations or standard_perturbations(names)))
-    repaired = chosen_perturbations(chosen, remedies)
-    words, origin = as_text(text)
-    options = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    options |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
-    loaded = as_model(source, "audit takes", dtype=dtype, parallel=parallel, **options)
-    model, name = loaded.model, loaded.name
-    length = sequence_length or default_length(model)
-    tokenised = tokenise(loaded.tokenizer, words, tokens, length)
-    parts = list(batches(tokenised.sequences, batch_size))
-    share = Ranks.of(parallel, parts)
-    with only_running(model):
-        work = _Work(model, parts, share, chosen, seed, flips, limit, progress or _silent)
-        if loaded.stream is None:
-            work.run()
-        else:
-            _check_streamed(budget_minutes, remedies)
-            work.stream(loaded.stream, memory)
-        effects = work.with_keeps(work.rows(), recover)
-        tried = work.remedies(effects, repaired)
-    facts = {"source": origin, "characters": tokenised.characters, "sha256": _digest(tokenised)}
-    settings = {"batch_size": batch_size, "sequence_length": length, "seed": seed, "flips": flips}
-    named = {"model": name} if name else {}
-    return replace(
-        work.result(effects, {**named, "text": facts, **settings, **share.provenance()}),
-        remedies=tried,
-    )
+    options = AuditOptions(chosen, chosen_perturbations(chosen, remedies), flips, recover, limit)
+    loading = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    loading |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
+    model = Model.open(source, "audit takes", dtype=dtype, parallel=parallel, **loading)
+    text_of_model = corpus.tokenised(model.tokenizer, model.module)
+    ranks = Ranks.of(parallel, corpus.batches(text_of_model))
+    runner = Runner(model, ranks=ranks, memory=memory)
+    return audit_model(runner, corpus, text_of_model, options, progress)
 
 
-def _check_streamed(budget_minutes: float | None, remedies: Sequence[str] | None) -> None:
-    """Refuse what needs the whole model in memory, of a model that is read layer by layer."""
-    require(
-        budget_minutes is None,
-        "a streamed audit has no result before its last layer: leave out budget_minutes",
-    )
-    require(not remedies, "remedies need the whole model in memory, and its weights are streamed")
+@dataclass(frozen=True)
+class AuditOptions:
+    """What an audit runs.
+
+    Attributes:
+        perturbations: what is done to the model.
+        repaired: those of them that remedies are tried on.
+        flips: layer-local flips that Gaussian noise of the scores is drawn for.
+        recover: share of the damage that the routers kept in float32 shall recover.
+        seconds: time after which nothing more is begun.
+    """
+
+    perturbations: tuple[Perturbation, ...]
+    repaired: Sequence[Perturbation] = ()
+    flips: int = 3000
+    recover: float = 0.9
+    seconds: float = float("inf")
 
 
-class _Work:
-    """One audit under way."""
+def audit_model(
+    runner: Runner,
+    corpus: Corpus,
+    text: TokenisedText,
+    options: AuditOptions,
+    progress: Progress | None = None,
+) -> PrecisionAudit:
+    """Audit a model that is open.
+
+    Args:
+        runner: runs the model on the batches of this process.
+        corpus: what is run.
+        text: the same as tokens of the model.
+        options: what is done to the model.
+        progress: called with stage, done and total while the work goes on.
+    """
+    work = _Audit(runner, corpus, text, options, progress)
+    work.run()
+    effects = work.with_keeps(work.rows())
+    tried = work.remedies(effects)
+    return replace(work.result(effects), remedies=tried)
+
+
+class _Audit:
+    """An audit under way."""
 
     def __init__(
         self,
-        model: nn.Module,
-        parts: list[Any],
-        share: Ranks,
-        perturbations: tuple[Perturbation, ...],
-        seed: int,
-        flips: int,
-        limit: float,
-        progress: Progress,
+        runner: Runner,
+        corpus: Corpus,
+        text: TokenisedText,
+        options: AuditOptions,
+        progress: Progress | None,
     ) -> None:
-        self._model, self._routers = model, modular_routers(model)
-        perturbations, self._impossible = _possible(self._routers, perturbations)
-        self._perturbations = list(perturbations)
-        self._all, self._share, self._batches = parts, share, list(share.batches)
-        self._tokens = sum(batch.numel() for batch in parts)
-        calls = len(parts) * len(self._routers)
-        self._local = LocalRuns(
-            model,
-            self._routers,
-            [one.at_router for one in perturbations],
-            seed,
-            SPARE * flips / calls,
-            max(1, self._tokens // SIGMA_TOKENS),
-        )
-        self._full = {one: FullEffect() for one in perturbations}
-        self._loss, self._seed, self._progress = SequenceSums(), seed, progress
-        self._start, self._limit, self._done = time.perf_counter(), limit, 0
+        self._runner, self._corpus, self._text = runner, corpus, text
+        self._options, self._progress = options, progress
+        self._model = runner.models[0].module
+        self._routers = modular_routers(self._model)
+        self._every = corpus.batches(text)
+        self._batches = runner.ranks.numbered
+        possible, self._impossible = _possible(self._routers, options.perturbations)
+        self._conditions = {
+            perturbation: Condition(perturbation, seed=(corpus.seed, number))
+            for number, perturbation in enumerate(possible)
+        }
+        self._local, self._full = self._observers(possible)
+        self._budget = Budget(options.seconds)
         self._left_out: list[str] = []
         self._seconds: dict[str, float] = {}
-        self._streamed = False
 
-    def stream(self, stream: ModelStream, memory: int | None) -> None:
-        """Run all batches, clean and perturbed, in one pass over the weights."""
-        check_room(stream, self._tokens, 1 + 2 * len(self._perturbations), memory)
-        parts = (self._routers, self._batches, self._local, self._full, self._seed)
-        runs = StreamedAudit(stream, *parts)
-        runs.run(partial(self._progress, "streaming"))
-        self._loss, self._streamed = runs.loss, True
-        self._seconds["runs"] = self._elapsed()
+    def _observers(self, perturbations: Sequence[Perturbation]) -> tuple[LocalEffects, FullEffects]:
+        calls = len(self._every) * len(self._routers)
+        tokens = sum(batch.numel() for batch in self._every)
+        local = LocalEffects(
+            self._model,
+            self._routers,
+            [perturbation.at_router for perturbation in perturbations],
+            self._corpus.seed,
+            SPARE * self._options.flips / calls,
+            max(1, tokens // SIGMA_TOKENS),
+        )
+        return local, FullEffects(perturbations)
 
     def run(self) -> None:
         """Run every batch, clean and perturbed, as long as there is time."""
-        slowest = 0.0
-        for number, ids in enumerate(self._batches):
-            began = self._elapsed()
-            if number and began + slowest > FOR_RUNS * self._limit:
-                left = sum(batch.numel() for batch in self._batches[number:])
-                self._left_out.append(f"{left:,} of {self._tokens:,} tokens")
-                self._all = self._batches = self._batches[:number]
-                break
-            self._run_batch(number, ids)
-            slowest = max(slowest, self._elapsed() - began)
-        join_local(self._share, self._local)
-        join_full(self._share, self._full.values())
-        self._share.join_sums([self._loss])
-        self._seconds["runs"] = self._elapsed()
-
-    def _run_batch(self, number: int, ids: Any) -> None:
-        runs = self._clean(number, ids, watched=True)
-        dropped = []
-        for place, one in enumerate(self._perturbations):
-            if number == 0 and place and self._elapsed() > FOR_RUNS * self._limit:
-                dropped = self._perturbations[place:]
-                break
-            runs.add(self._full[one], one, self._source(place, number))
-            self._tell()
-        if dropped:
-            self._left_out.append(f"perturbations {', '.join(one.name for one in dropped)}")
-            self._perturbations = [one for one in self._perturbations if one not in dropped]
-
-    def _clean(self, number: int, ids: Any, watched: bool) -> FullRuns:
-        """The clean run of a batch, which perturbed ones are compared with."""
-        if watched:
-            with self._local.watching(self._share.number + number, *ids.shape):
-                logits = clean_logits(forward(self._model, ids), ids)
-            if ids.shape[1] > 1:
-                self._loss.add(next_token_losses(logits, ids))
-            self._tell()
-        else:
-            logits = clean_logits(forward(self._model, ids), ids)
-        return FullRuns(self._model, self._routers, ids, dict(self._local.clean), logits)
-
-    def _source(self, place: int, number: int) -> torch.Generator:
-        """The noise of a perturbation in one of this process's batches."""
-        return noise_generator(self._seed, place, self._share.number + number)
+        phase = audit_phase("audit", self._batches, list(self._conditions.values()))
+        observers = [self._local, self._full]
+        budget = self._budget.share(FOR_RUNS)
+        ran = self._runner.run(Plan((phase,)), observers, self._progress, budget=budget)
+        if ran.dropped:
+            names = ", ".join(perturbation.name for perturbation in ran.dropped)
+            self._left_out.append(f"perturbations {names}")
+            for perturbation in ran.dropped:
+                del self._conditions[perturbation]
+        if len(ran.batches) < len(self._batches):
+            left = [ids.numel() for n, ids in self._batches.items() if n not in ran.batches]
+            self._left_out.append(f"{sum(left):,} of {phase.tokens:,} tokens")
+            self._batches = {number: self._batches[number] for number in ran.batches}
+            self._every = list(self._batches.values())
+        self._seconds["runs"] = self._budget.elapsed()
 
     def rows(self) -> list[PerturbationEffect]:
         """The rows of what was run."""
         return [
             perturbation_effect(
-                one,
-                {name: self._local.effects[one.at_router, name] for name in self._routers},
-                self._full[one],
+                perturbation,
+                {name: self._local.effects[perturbation.at_router, name] for name in self._routers},
+                self._full.effects[perturbation],
             )
-            for one in self._perturbations
+            for perturbation in self._conditions
         ]
 
-    def with_keeps(
-        self, rows: list[PerturbationEffect], recover: float
-    ) -> tuple[PerturbationEffect, ...]:
+    def with_keeps(self, rows: list[PerturbationEffect]) -> tuple[PerturbationEffect, ...]:
         """Add the layers to keep to the rows of rounded routers, and run those if there is time."""
-        began = self._elapsed()
+        began = self._budget.elapsed()
         lists = {
-            one: self._keep_list(one, row, recover)
-            for one, row in zip(self._perturbations, rows, strict=True)
-            if one.kind == "rounding" and one.part == "router"
+            row.name: self._keep_list(perturbation, row)
+            for perturbation, row in zip(self._conditions, rows, strict=True)
+            if perturbation.kind == "rounding" and perturbation.part == "router"
         }
-        kls = {one: SequenceSums() for one, keep in lists.items() if self._worth_a_run(keep)}
-        left = self._limit - began
-        enough = not kls or self._seconds["runs"] * len(kls) / (2 * len(self._full)) < left
-        if not enough or (kls and self._streamed):
+        kept = {
+            perturbation.name: replace(condition, kept=lists[perturbation.name].layers)
+            for perturbation, condition in self._conditions.items()
+            if perturbation.name in lists and self._worth_a_run(lists[perturbation.name])
+        }
+        left = self._options.seconds - began
+        every = len(self._full.effects)
+        if kept and self._seconds["runs"] * len(kept) / (2 * every) >= left:
             self._left_out.append("runs with the kept layers in float32")
-            kls = {}
-        for number, ids in enumerate(self._batches if kls else []):
-            runs = self._clean(number, ids, watched=False)
-            for one, sums in kls.items():
-                source = self._source(self._perturbations.index(one), number)
-                runs.kept(sums, one, source, lists[one].layers)
-            self._progress("kept layers", number + 1, len(self._batches))
-        self._share.join_sums(list(kls.values()))
-        self._seconds["kept layers"] = self._elapsed() - began
+            kept = {}
+        divergences = self._run_kept(list(kept.values()))
+        self._seconds["kept layers"] = self._budget.elapsed() - began
+        kls = {name: divergences.kl[condition] for name, condition in kept.items()}
         return tuple(
-            replace(row, keep=_with_kl(lists[one], kls.get(one), row)) if one in lists else row
-            for one, row in zip(self._perturbations, rows, strict=True)
+            replace(row, keep=_with_kl(lists[row.name], kls.get(row.name), row))
+            if row.name in lists
+            else row
+            for row in rows
         )
 
-    def remedies(
-        self, effects: Sequence[PerturbationEffect], wanted: Sequence[Perturbation]
-    ) -> RemedyTable | None:
-        """Try remedies on the perturbations wanted, as long as there is time."""
-        began, slowest = self._elapsed(), 0.0
-        places = {one: n for n, one in enumerate(self._perturbations) if one in wanted}
-        if not places or began > self._limit or self._streamed:
-            self._left_out += ["remedies"] if places else []
+    def _run_kept(self, conditions: Sequence[Condition]) -> Divergences:
+        """Measure the KL of runs in which some routers are kept in float32."""
+        divergences = Divergences(conditions)
+        if conditions:
+            phase = compared_phase("kept layers", self._batches, conditions)
+            self._runner.run(Plan((phase,)), [divergences], self._progress)
+        return divergences
+
+    def remedies(self, effects: Sequence[PerturbationEffect]) -> RemedyTable | None:
+        """Try remedies on the perturbations asked for, as long as there is time."""
+        began = self._budget.elapsed()
+        conditions = {p: c for p, c in self._conditions.items() if p in self._options.repaired}
+        if not conditions or began > self._options.seconds:
+            self._left_out += ["remedies"] if conditions else []
             return None
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
-        costs = {one.name: self._all_bytes(one) for one in places if one.kind == "rounding"}
-        first = self._share.number
-        runs = RemedyRuns(self._model, places, keeps, costs, self._all[0], self._seed, first)
-        for number, ids in enumerate(self._batches):
-            start = self._elapsed()
-            if number and start + slowest > self._limit:
-                self._left_out.append(f"remedies for {len(self._batches) - number} batches")
-                break
-            runs.batch(ids)
-            slowest = max(slowest, self._elapsed() - start)
-            self._progress("remedies", number + 1, len(self._batches))
-        self._seconds["remedies"] = self._elapsed() - began
-        runs.join(self._share)
-        return runs.table()
+        costs = {p.name: self._all_bytes(p) for p in conditions if p.kind == "rounding"}
+        runs = RemedyRuns(self._runner, conditions, keeps, costs, self._every[0], self._local.kept)
+        try:
+            ran = runs.run(self._batches, self._budget, self._progress)
+        except HiddenStatesError as problem:
+            self._left_out.append(f"remedies: {problem}")
+            return None
+        if len(ran.batches) < len(self._batches):
+            left = len(self._batches) - len(ran.batches)
+            self._left_out.append(f"remedies for {left} batches")
+        self._seconds["remedies"] = self._budget.elapsed() - began
+        shared = self._runner.ranks.share_text
+        return runs.table(self._every if shared else [self._batches[n] for n in ran.batches])
 
-    def _all_bytes(self, one: Perturbation) -> int:
-        return sum(extra_bytes(router, str(one.level)) for router in self._routers.values())
+    def _all_bytes(self, perturbation: Perturbation) -> int:
+        level = str(perturbation.level)
+        return sum(extra_bytes(router, level) for router in self._routers.values())
 
-    def _keep_list(self, one: Perturbation, row: PerturbationEffect, recover: float) -> KeepList:
+    def _keep_list(self, perturbation: Perturbation, row: PerturbationEffect) -> KeepList:
+        level = str(perturbation.level)
         damages = {layer.name: layer.damage.value or 0.0 for layer in row.layers}
-        costs = {n: extra_bytes(router, str(one.level)) for n, router in self._routers.items()}
-        return keep_list(damages, costs, recover)
+        costs = {name: extra_bytes(router, level) for name, router in self._routers.items()}
+        return keep_list(damages, costs, self._options.recover)
 
     def _worth_a_run(self, keep: KeepList) -> bool:
         return 0 < len(keep.layers) < len(self._routers)
 
-    def result(
-        self, effects: tuple[PerturbationEffect, ...], facts: dict[str, object]
-    ) -> PrecisionAudit:
+    def result(self, effects: tuple[PerturbationEffect, ...]) -> PrecisionAudit:
         """Assemble the result, with the noise of 1 % flips and the experts that were never hit."""
-        began = self._elapsed()
+        began = self._budget.elapsed()
         one_percent = sigma_for_flips(self._local.kept)
-        self._seconds["one percent"] = self._elapsed() - began
-        with capture(self._model) as recorder:
-            known = recorder.provenance
-        tokens = sum(batch.numel() for batch in self._all)
+        self._seconds["one percent"] = self._budget.elapsed() - began
+        sequences = sum(len(batch) for batch in self._every)
         return PrecisionAudit(
-            judgement=judge(effects, sum(len(batch) for batch in self._all)),
+            judgement=judge(effects, sequences),
             effects=effects,
             layers=tuple(self._routers),
-            tokens=tokens,
-            sequences=sum(len(batch) for batch in self._all),
-            loss=self._loss.mean(),
+            tokens=sum(batch.numel() for batch in self._every),
+            sequences=sequences,
+            loss=self._full.loss.mean(),
             one_percent=one_percent,
-            never_hit=self._never_hit(),
+            never_hit=_never_hit(self._local.hits),
             left_out=tuple(self._left_out),
             impossible=self._impossible,
             experts=_experts(self._local.kept),
             ignore=ignore_lists(self._model),
-            provenance={**known, **facts, "tokens": tokens},
-            timings={**self._seconds, "total": self._elapsed()},
+            provenance=self._provenance(),
+            timings={**self._seconds, "total": self._budget.elapsed()},
         )
 
-    def _never_hit(self) -> tuple[NeverHit, ...]:
-        found = []
-        for name, hits in self._local.hits.items():
-            experts = (hits == 0).nonzero().squeeze(1).tolist()
-            if experts:
-                found.append(NeverHit(name, tuple(experts), len(hits)))
-        return tuple(found)
+    def _provenance(self) -> dict[str, object]:
+        """Model, text, settings, processes and versions."""
+        model, corpus, text = self._runner.models[0], self._corpus, self._text
+        source = {"source": corpus.origin, "characters": text.characters, "sha256": text.digest}
+        return {
+            **model.provenance.to_dict(),
+            **({"model": model.name} if model.name else {}),
+            "text": source,
+            "batch_size": corpus.batch_size,
+            "sequence_length": corpus.length(self._model),
+            "seed": corpus.seed,
+            "flips": self._options.flips,
+            **self._runner.ranks.provenance(),
+            "tokens": sum(batch.numel() for batch in self._every),
+        }
 
-    def _tell(self) -> None:
-        self._done += 1
-        total = len(self._batches) * (1 + len(self._perturbations))
-        self._progress("audit", min(self._done, total), total)
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._start
+def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
+    """Experts that no token chose, by layer."""
+    missing = {name: (counts == 0).nonzero().squeeze(1).tolist() for name, counts in hits.items()}
+    return tuple(
+        NeverHit(name, tuple(experts), len(hits[name]))
+        for name, experts in missing.items()
+        if experts
+    )
 
 
 def _experts(kept: Mapping[str, list[LayerTrace]]) -> float | None:
@@ -422,14 +406,6 @@ def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect)
     if kl is None or kl.value is None or not row.kl.value:
         return replace(keep, kl=kl)
     return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
-
-
-def _digest(text: TokenisedText) -> str:
-    return hashlib.sha256("".join(text.pieces).encode(errors="surrogatepass")).hexdigest()
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 def perturbation_effect(

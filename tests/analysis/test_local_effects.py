@@ -5,11 +5,14 @@ import torch
 
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision_runs import LocalRuns, chosen_mask, routed_set
+from tieline.analysis.local_effects import LocalEffects, chosen_mask
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
 from tieline.models.router_call import read_output
+from tieline.run.choices import routed_set
+from tieline.run.condition import Perturbation
+from tieline.run.observers import observing
+from tieline.run.plan import Pass
 
 INT4 = Perturbation("rounding", "int4")
 
@@ -20,6 +23,14 @@ def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
     x = torch.randn(200, 32)
     found = read_output(family_of(router), router, ((x,), {}), router(x))
     assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
+
+
+def watched(model, runs, ids, number=0):
+    """Logits of a clean pass that is looked at."""
+    run = Pass(number)
+    runs.on_start(run, ids)
+    with torch.inference_mode(), observing(model, [runs], run):
+        return model(input_ids=ids).logits
 
 
 def keep_first(seen, states):
@@ -38,9 +49,8 @@ def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
     name = list(routers)[1]
     router, block = routers[name], model.get_submodule(name.rpartition(".")[0])
     handle = block.register_forward_pre_hook(lambda module, args: keep_first(seen, args[0]))
-    runs = LocalRuns(model, routers, [INT4], 0, 1.0, 1)
-    with torch.inference_mode(), runs.watching(0, *ids.shape):
-        clean = model(input_ids=ids).logits
+    runs = LocalEffects(model, routers, [INT4], 0, 1.0, 1)
+    clean = watched(model, runs, ids)
     handle.remove()
     assert torch.equal(clean, model(input_ids=ids).logits)  # looking changes nothing
     states = seen["x"]
@@ -62,9 +72,8 @@ def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
     model, ids = lively(tiny_model("olmoe")), batch(4, 30)
     noise = Perturbation("score noise", 0.02)
     routers = modular_routers(model)
-    runs = LocalRuns(model, routers, [noise], 0, 4000.0, 1)
-    with torch.inference_mode(), runs.watching(0, *ids.shape):
-        model(input_ids=ids)
+    runs = LocalEffects(model, routers, [noise], 0, 4000.0, 1)
+    watched(model, runs, ids)
     for name in routers:
         effect = runs.effects[noise, name]
         assert effect.seen > 3000
@@ -75,9 +84,7 @@ def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
 
 def test_hits_count_the_tokens_of_each_expert():
     model, ids = lively(tiny_model("mixtral")), batch(2, 10)
-    runs = LocalRuns(model, modular_routers(model), [], 0, 1.0, 1)
-    with torch.inference_mode():
-        for number in range(2):
-            with runs.watching(number, *ids.shape):
-                model(input_ids=ids)
+    runs = LocalEffects(model, modular_routers(model), [], 0, 1.0, 1)
+    for number in range(2):
+        watched(model, runs, ids, number)
     assert all(int(hits.sum()) == 2 * 2 * ids.numel() for hits in runs.hits.values())

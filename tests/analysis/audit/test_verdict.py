@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.analysis.zoo import small_audit
-from tieline.analysis.precision import judge, tolerated
+from tieline.analysis.audit import judge, tolerated
 from tieline.core.statistics import Estimate
 
 GROUPS = 8

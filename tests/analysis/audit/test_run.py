@@ -14,11 +14,11 @@ from tests.analysis.zoo import (
     words,
 )
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis import precision as run_module
-from tieline.analysis.perturbations import Perturbation
-from tieline.analysis.precision import audit
+from tieline.analysis.audit import audit
 from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
+from tieline.run import plan as run_module
+from tieline.run.condition import Perturbation
 
 
 def test_every_perturbation_has_a_row_in_order_and_json_of_it():

@@ -1,0 +1,287 @@
+r"""What perturbations do to each router by itself, on the inputs of the clean pass.
+
+While the clean model runs, each router is called again under each perturbation. Tokens whose
+experts change are run through the layer's block once more with their new experts, which gives the
+jump of its output. Gaussian noise of the logits is drawn until there are enough flips to compare
+with their prediction.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.jump import relative_change
+from tieline.analysis.predicted_flips import predicted_flips
+from tieline.analysis.swap import Block, BlockCall, Rows, block_of
+from tieline.core.errors import TielineError
+from tieline.core.numerics import one_thread
+from tieline.core.ranking import group_scores, sets_differ, topk_mask
+from tieline.core.statistics import SequenceSums
+from tieline.models.capture import Batch, Call, LayerObserver, ObserverSettings
+from tieline.models.families import family_of
+from tieline.models.router_call import Choice, RouterOutput, read_output
+from tieline.models.selection import select
+from tieline.run.choices import routed_set
+from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
+from tieline.run.observers import BlockSite, Observer, Rerun, Site
+from tieline.run.plan import Ids, Pass
+from tieline.run.processes import Ranks
+from tieline.trace.record import LayerTrace, take_tokens
+
+RANKS = 16
+"""Ranks beyond k that predictions see."""
+
+MOST_REPEATS = 4000
+"""Draws of noise at most, however rare flips are."""
+
+CHUNK = 1 << 20
+"""Scores that are drawn at once."""
+
+SIGMA_TOKENS = 4096
+"""Tokens whose scores are kept for the noise that flips 1 %."""
+
+
+@dataclass
+class LocalEffect:
+    """What is counted of one perturbation in one layer."""
+
+    flips: SequenceSums = field(default_factory=SequenceSums)
+    low: SequenceSums = field(default_factory=SequenceSums)
+    high: SequenceSums = field(default_factory=SequenceSums)
+    damage: SequenceSums = field(default_factory=SequenceSums)
+    seen: int = 0
+    trials: int = 0
+
+
+class _Change(NamedTuple):
+    """Tokens whose experts change under a perturbation, and the experts they get."""
+
+    tokens: Int[Tensor, " changed"]
+    choice: Choice
+
+
+class _Swap(NamedTuple):
+    """Tokens of a block to run again with other experts, and where their jumps are counted."""
+
+    effect: LocalEffect
+    block: Block
+    tokens: Int[Tensor, " changed"]
+    rows: Rows
+    choice: Choice
+
+
+class _Clean:
+    """The clean pass of one batch under way."""
+
+    def __init__(self, batch: int, shape: tuple[int, int]) -> None:
+        self.batch, self.shape, self.routers = batch, shape, 0
+        self.changes: dict[str, dict[Perturbation, _Change]] = {}
+        self.swaps: list[_Swap] = []
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.shape)
+
+
+class LocalEffects(Observer):
+    """Perturbs every router on its own while the clean model runs.
+
+    Attributes:
+        effects: what was counted, by perturbation and router.
+        hits: tokens of each expert, by router.
+        kept: routing of some of the tokens, by router, batch by batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: dict[str, nn.Module],
+        perturbations: Sequence[Perturbation],
+        seed: int,
+        flips_per_call: float,
+        keep_every: int,
+    ) -> None:
+        """Watch these routers.
+
+        Args:
+            model: the model, in evaluation mode.
+            routers: its routers by name.
+            perturbations: of routers.
+            seed: of the noise.
+            flips_per_call: flips under Gaussian noise that each call of a router shall give.
+            keep_every: of so many tokens the scores of one are kept.
+        """
+        self._perturbations = tuple(dict.fromkeys(perturbations))
+        self._blocks = {name: block_of(model, name) for name in routers}
+        self.blocks = {name: block.module for name, block in self._blocks.items()}
+        settings = ObserverSettings(RANKS, (), False, False)
+        self._layers = {name: _observer(name, r, settings) for name, r in routers.items()}
+        self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
+        self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
+        self.hits: dict[str, Tensor] = {}
+        self.kept: dict[str, list[LayerTrace]] = defaultdict(list)
+        self._passes: dict[Pass, _Clean] = {}
+
+    def watches(self, run: Pass) -> bool:
+        """Whether the pass is clean."""
+        return run.condition == CLEAN
+
+    def on_start(self, run: Pass, ids: Ids) -> None:
+        """Begin a batch."""
+        if self.watches(run):
+            self._passes[run] = _Clean(run.batch, (ids.shape[0], ids.shape[1]))
+
+    def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
+        """Call a router again under every perturbation."""
+        clean, name, router = self._passes[run], site.name, site.module
+        layer = self._layers[name].observe(router, call, output, _batch(clean.tokens))
+        routed = read_output(site.family, router, call, output)
+        chosen = routed_set(routed)
+        clean.routers += 1
+        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
+        self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
+        clean.changes[name] = {}
+        for number, perturbation in enumerate(self._perturbations):
+            generator = noise_generator(self._seed, number, clean.batch, clean.routers)
+            with applied(router, Condition(perturbation), generator):
+                again = router(*call[0], **call[1])
+                other = read_output(site.family, router, call, again)
+            flipped = sets_differ(routed_set(other), chosen)
+            perturbed = perturbation, generator
+            self._count(clean, (layer, router, call), perturbed, routed, flipped)
+            rows = flipped.nonzero().squeeze(1)
+            choice = Choice(other.weights[rows], other.ids[rows])
+            clean.changes[name][perturbation] = _Change(rows, choice)
+
+    def _count(
+        self,
+        clean: _Clean,
+        called: tuple[LayerTrace, nn.Module, Call],
+        perturbed: tuple[Perturbation, torch.Generator],
+        routed: RouterOutput,
+        flipped: Bool[Tensor, " tokens"],
+    ) -> None:
+        """Add the flips of one call, counted and predicted."""
+        (layer, router, call), (perturbation, generator) = called, perturbed
+        effect = self.effects[perturbation, layer.name]
+        states = call[0][0] if call[0] else call[1]["hidden_states"]
+        with one_thread():  # many small operations
+            flat = states.reshape(-1, states.shape[-1])
+            # the experts of a smoothed router change at the ends of its band, not at ties
+            smooth = layer.smoothed
+            chance = None if smooth else predicted_flips(layer, router, flat, perturbation)
+        share, repeats = flipped.double().cpu(), 1
+        if chance is not None:
+            effect.low.add(chance.low.view(clean.shape))
+            effect.high.add(chance.high.view(clean.shape))
+            if perturbation.kind == "score noise":
+                repeats = self._repeats(chance.low.sum().item())
+                rule = partial(chosen_mask, router, call=call)
+                sigma = float(perturbation.level)
+                share = _repeated(rule, routed.logits, sigma, repeats, generator)
+        effect.flips.add(share.view(clean.shape))
+        effect.seen += round(share.sum().item() * repeats)
+        effect.trials += repeats * len(share)
+
+    def _repeats(self, expected: float) -> int:
+        wished = self._flips_per_call / max(expected, 1e-9)
+        return max(1, min(MOST_REPEATS, math.ceil(wished)))
+
+    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+        """After a block returned, take the tokens that would change, to be run again."""
+        clean = self._passes[run]
+        changes = clean.changes.pop(site.name, None)
+        if changes is None:
+            return
+        block, called = self._blocks[site.name], BlockCall(*call)
+        for perturbation, (tokens, choice) in changes.items():
+            effect, rows = self.effects[perturbation, site.name], called.rows(tokens)
+            clean.swaps.append(_Swap(effect, block, tokens, rows, choice))
+        if rerun is not None:
+            _settle(clean, rerun)
+
+    def on_unit_done(self, unit: str, rerun: Rerun) -> None:
+        """Count the jumps of a unit while its weights are there."""
+        for clean in self._passes.values():
+            _settle(clean, rerun)
+
+    def join(self, ranks: Ranks) -> None:
+        """Add up what the processes counted of each router."""
+        if not ranks.share_text:
+            return
+        effects = list(self.effects.values())
+        ranks.join_sums([sums for e in effects for sums in (e.flips, e.low, e.high, e.damage)])
+        counts = {"counts": torch.tensor([[effect.seen, effect.trials] for effect in effects])}
+        counts |= {f"hits.{name}": hits for name, hits in self.hits.items()}
+        joined = ranks.join_counts(counts)
+        for effect, (seen, trials) in zip(effects, joined["counts"].tolist(), strict=True):
+            effect.seen, effect.trials = seen, trials
+        for name, layers in self.kept.items():
+            self.hits[name] = joined[f"hits.{name}"]
+            rows = ranks.join_lists([layer.rows() for layer in layers])
+            self.kept[name] = [replace(layers[0], **row) for row in rows]
+
+
+def _settle(clean: _Clean, rerun: Rerun) -> None:
+    """Run tokens that would change again with their new experts, and count their jumps."""
+    some = [swap for swap in clean.swaps if len(swap.tokens)]
+    outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in some]))
+    for swap in clean.swaps:
+        jumps = torch.zeros(clean.tokens, dtype=torch.float64)
+        if len(swap.tokens):
+            jumps[swap.tokens.cpu()] = relative_change(swap.rows.output, next(outputs))
+        swap.effect.damage.add(jumps.view(clean.shape))
+    clean.swaps = []
+
+
+def chosen_mask(
+    router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
+) -> Bool[Tensor, "tokens experts"]:
+    """Return the experts that the router's family chooses by these logits, lower index first."""
+    family = family_of(router)
+    if family is None:
+        raise TielineError(f"{type(router).__name__} is no router of a known family")
+    selection = select(family, router, logits, call)
+    scores, limit = selection.scores, selection.limit
+    if limit is not None:
+        groups = topk_mask(group_scores(scores, limit.n_groups, limit.score), limit.k_groups)
+        inside = groups.repeat_interleave(scores.shape[-1] // limit.n_groups, dim=-1)
+        scores = scores.masked_fill(~inside, limit.fill)
+    return topk_mask(scores, int(attrgetter(family.k)(router)))
+
+
+def _repeated(
+    rule: Any, logits: Tensor, sigma: float, repeats: int, source: torch.Generator
+) -> Float[Tensor, " tokens"]:
+    """Share of `repeats` draws of noise in which each token's experts change."""
+    tokens, experts = logits.shape
+    clean = rule(logits)
+    flips = torch.zeros(tokens, dtype=torch.float64)
+    at_once = max(1, CHUNK // (tokens * experts))
+    for start in range(0, repeats, at_once):
+        count = min(at_once, repeats - start)
+        noise = torch.randn(count, tokens, experts, generator=source).to(logits)
+        noisy = (logits + sigma * noise).flatten(0, 1)
+        changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
+        flips += changed.sum(dim=0).double().cpu()
+    return flips / repeats
+
+
+def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
+    family = family_of(router)
+    assert family is not None
+    return LayerObserver(name, family, settings)
+
+
+def _batch(tokens: int) -> Batch:
+    """A batch of all tokens in one document, which is all that the audit needs."""
+    places = torch.arange(tokens)
+    return Batch(places, torch.zeros_like(places), places, None, tokens)

@@ -1,0 +1,51 @@
+"""Effects over all layers: nothing moves without flips, and the floor is below the KL with them."""
+
+import pytest
+
+from tests.analysis.zoo import FAMILIES
+from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis.full_effects import Divergences, FullEffects, audit_phase, compared_phase
+from tieline.core.errors import UnsupportedModelError
+from tieline.models.emulate import modular_routers
+from tieline.models.model import Model
+from tieline.models.running import forward, only_running
+from tieline.run.condition import Condition, Perturbation
+from tieline.run.plan import Plan
+from tieline.run.runner import Runner
+from tieline.run.schedule import model_logits
+
+SMALL, LARGE = Perturbation("score noise", 1e-9), Perturbation("score noise", 0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_flips_nothing_moves_and_with_them_the_floor_is_lower(family):
+    model, effects = lively(tiny_model(family)), FullEffects([SMALL, LARGE])
+    conditions = [Condition(SMALL), Condition(LARGE)]
+    phase = audit_phase("test", {0: batch(3, 20)}, conditions)
+    Runner(Model(model)).run(Plan((phase,)), [effects])
+    small, large = effects.effects[SMALL], effects.effects[LARGE]
+    assert small.any_layer.mean().value == small.moved.mean().value == 0
+    assert small.kl.mean().value == pytest.approx(0, abs=1e-9)
+    assert small.loss.mean().value == pytest.approx(0, abs=1e-5)
+    assert large.any_layer.mean().value > 0.2
+    assert 0 < large.moved.mean().value < 1
+    assert large.floor.mean().value < large.kl.mean().value
+    layers = [large.flips[name].mean().value for name in modular_routers(model)]
+    assert max(layers) <= large.any_layer.mean().value <= sum(layers)
+
+
+def test_a_kept_router_is_left_alone_in_a_full_run():
+    model = lively(tiny_model("olmoe"))
+    int4 = Perturbation("rounding", "int4")
+    every, none = Condition(int4, kept=tuple(modular_routers(model))), Condition(int4)
+    counted = Divergences([every, none])
+    phase = compared_phase("test", {0: batch(3, 20)}, [every, none])
+    Runner(Model(model)).run(Plan((phase,)), [counted])
+    assert counted.kl[every].mean().value == 0
+    assert counted.kl[none].mean().value > 0
+
+
+def test_a_model_without_logits_is_refused():
+    model = tiny_model("olmoe").model
+    with only_running(model), pytest.raises(UnsupportedModelError, match="no logits"):
+        model_logits(forward(model, batch()), batch())
