@@ -255,7 +255,7 @@ class NamedSide(NamedTuple):
             return self.source
         return read_routes(self.source, n_experts, k)
 
-    def model(self) -> tuple["Side", LoadedModel]:
+    def opened(self) -> tuple["Side", LoadedModel]:
         """The model, ready to run."""
         dtype, emulated = read_dtype(self.dtype)
         named = isinstance(self.source, str | Path)
@@ -287,7 +287,7 @@ def _two_models(
     words, origin = as_text(text)
     ready, cut = [], []
     for named in sides:
-        side, loaded = named.model()
+        side, loaded = named.opened()
         most = default_length(loaded.model, length)
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
@@ -339,7 +339,7 @@ def _beside(
     """Compare a model, at this place, with a trace: the model runs on the tokens of the trace."""
     trace = sides[1 - place].trace(n_experts, k)
     sequences, documents = token_sequences(trace)
-    side, _ = sides[place].model()
+    side, _ = sides[place].opened()
     own = trace_model(
         side,
         sequences,
@@ -492,8 +492,10 @@ def _side_by_side(
     if sizes[0] == sizes[1]:
         firsts = [Pass(n, a) for n in ranks.numbered]
         seconds = [Pass(first.batch, b, first, model=1) for first in firsts]
-        phase = Phase("forward", ranks.numbered, (*firsts, *seconds), logits="optional")
-        return Plan((phase,)), []
+        passes = (*firsts, *seconds)
+        if ranks.parallel == "fsdp":  # models in turns, as `Ranks.keep_pace` runs them
+            passes = tuple(run for pair in zip(firsts, seconds, strict=True) for run in pair)
+        return Plan((Phase("forward", ranks.numbered, passes, logits="optional"),)), []
     cut: dict[int, Tensor] = {}
     split: list[Rows] = []
     for ids in ranks.batches:

@@ -111,7 +111,7 @@ def diff_engines(
     started = time.perf_counter()
     _check_engines(sides, settings)
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
-    loaded = {x.side: x.model() for x in sides if x.kind == "model"}
+    loaded = {x.side: x.opened() for x in sides if x.kind == "model"}
     job = _job(sides, traces, loaded, text, (tokens, length), run, settings)
     ran = []
     for side in sides:
