@@ -12,7 +12,7 @@ them shows whether that holds when errors compound.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import nn
@@ -36,7 +36,9 @@ from tieline.analysis.full_effects import (
 from tieline.analysis.local_effects import SIGMA_TOKENS, LocalEffect, LocalEffects
 from tieline.analysis.predicted_flips import sigma_for_flips
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
+from tieline.analysis.settings import AuditOptions, AuditSettings
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, mean_limits
 from tieline.models.demo import DEMO
 from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
@@ -44,7 +46,7 @@ from tieline.models.ignore_lists import ignore_lists
 from tieline.models.model import Model, ModelSource
 from tieline.models.spread import check_rounding
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
-from tieline.run.corpus import Corpus, Text, TokenisedText
+from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.plan import Budget, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
@@ -64,85 +66,44 @@ FOR_RUNS = 0.85
 """Part of the time that the main runs may take; the rest is for runs with kept layers."""
 
 
+@takes_settings(AuditSettings)
 def audit(
     source: ModelSource = DEMO,
     *,
-    text: Text = None,
-    tokens: int = 16384,
-    batch_size: int = 8,
-    sequence_length: int | None = None,
-    formats: Sequence[str] | None = None,
-    perturbations: Sequence[Perturbation] | None = None,
-    seed: int = 0,
-    flips: int = 3000,
-    recover: float = 0.9,
-    remedies: Sequence[str] | None = None,
-    budget_minutes: float | None = None,
-    dtype: str = "fp32",
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    stream: bool | None = None,
-    memory: int | None = None,
-    keep: bool = True,
-    parallel: str | None = None,
+    settings: AuditSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[AuditOptions],
 ) -> PrecisionAudit:
     """Measure what low precision and noise do to a model's routing, and what that costs.
 
     The model should run in float32: what its own precision already does is part of the clean run.
+    The KL is heavy-tailed: 16,384 tokens are few enough. Weights that are streamed are read once
+    for all perturbations; runs with kept layers read them once more, remedies twice.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        text: what to run: a str, the Path of a file, or None for the text in the box.
-        tokens: how many tokens of it. The KL is heavy-tailed: 16,384 are few enough.
-        batch_size: sequences per forward pass.
-        sequence_length: tokens per sequence; by default 512, or what the model takes if less.
-        formats: number formats to round to, such as "bf16" or "int4_group"; by default all.
-        perturbations: what to do instead of `standard_perturbations(formats)`.
-        seed: seed of all noise.
-        flips: Gaussian noise of the scores is drawn until it made so many layer-local flips.
-        recover: share of the damage that the list of layers to keep in float32 shall recover.
-        remedies: perturbations that remedies are tried on, by name; ("all",) for all, () for none;
-            by default "router bf16", "model bf16" and "model int8", or all roundings without them.
-        budget_minutes: begin nothing more after so many minutes, and record what was left out.
-        dtype: precision to load a named model in.
-        device: where to load it: "cpu", "cuda", "cuda:1", ... or "auto".
-        revision: its branch, tag or commit on the hub.
-        trust_remote_code: whether code that comes with it may run.
-        stream: whether its weights are read layer by layer, each byte once for all perturbations,
-            instead of loaded; by default where they exceed the free memory. Runs with kept layers
-            read them once more, remedies twice.
-        memory: bytes of memory that a streamed model may take, by default what is free.
-        keep: whether files that are fetched from the hub for a streamed model stay.
-        parallel: how the processes of torchrun share the work: "data" or "ep" (`models.spread`);
-            all must call, and all get the result.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself. `remedies` are names of perturbations, ("all",) for all, () for none. With
+            `parallel` ("data" or "ep"), all processes must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    check_rounding(parallel, "an audit")
-    require(
-        parallel is None or budget_minutes is None,
-        "budget_minutes goes by the clock of one process: leave it out on several",
-    )
-    require(0 < recover <= 1, f"recover is a share of the damage in (0, 1], got {recover}")
-    limit = float("inf") if budget_minutes is None else 60 * budget_minutes
-    require(limit > 0, f"budget_minutes must be positive, got {budget_minutes}")
-    corpus = Corpus(text, tokens, sequence_length, batch_size, seed)
-    names = [format_named(name).name for name in formats or FORMATS]
-    chosen = tuple(dict.fromkeys(perturbations or standard_perturbations(names)))
-    options = AuditOptions(chosen, chosen_perturbations(chosen, remedies), flips, recover, limit)
-    loading = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    loading |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
-    model = Model.open(source, "audit takes", dtype=dtype, parallel=parallel, **loading)
-    text_of_model = corpus.tokenised(model.tokenizer, model.module)
-    ranks = Ranks.of(parallel, corpus.batches(text_of_model))
-    runner = Runner(model, ranks=ranks, memory=memory)
-    return audit_model(runner, corpus, text_of_model, options, progress)
+    settings = AuditSettings.of(settings, options)
+    check_rounding(settings.parallel, "an audit")
+    names = [format_named(name).name for name in settings.formats or FORMATS]
+    chosen = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
+    repaired = chosen_perturbations(chosen, settings.remedies)
+    plan = AuditPlan(chosen, repaired, settings.flips, settings.recover, settings.seconds)
+    corpus = Corpus(**settings.corpus)
+    model = Model.open(source, "audit takes", dtype=settings.dtype, copies=2, **settings.loading)
+    text = corpus.tokenised(model.tokenizer, model.module)
+    ranks = Ranks.of(settings.parallel, corpus.batches(text))
+    runner = Runner(model, ranks=ranks, memory=settings.memory)
+    return audit_model(runner, corpus, text, plan, progress)
 
 
 @dataclass(frozen=True)
-class AuditOptions:
-    """What an audit runs.
+class AuditPlan:
+    """What an audit runs: perturbations, those to repair, and sizes.
 
     Attributes:
         perturbations: what is done to the model.
@@ -163,7 +124,7 @@ def audit_model(
     runner: Runner,
     corpus: Corpus,
     text: TokenisedText,
-    options: AuditOptions,
+    options: AuditPlan,
     progress: Progress | None = None,
 ) -> PrecisionAudit:
     """Audit a model that is open.
@@ -190,7 +151,7 @@ class _Audit:
         runner: Runner,
         corpus: Corpus,
         text: TokenisedText,
-        options: AuditOptions,
+        options: AuditPlan,
         progress: Progress | None,
     ) -> None:
         self._runner, self._corpus, self._text = runner, corpus, text

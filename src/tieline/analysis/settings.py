@@ -7,6 +7,7 @@ its fields, which types the keyword arguments of the function.
 Nothing large is imported here: the command line makes its options from these classes.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -244,6 +245,11 @@ class AuditSettings(ModelSettings, SeedSettings, SequenceSettings):
         help="Precision of the clean run: fp32, bf16, fp16 or auto.",
     )
 
+    @property
+    def seconds(self) -> float:
+        """Time after which nothing more is begun."""
+        return math.inf if self.budget_minutes is None else 60 * self.budget_minutes
+
     def check(self) -> None:
         """Refuse a budget of time on several processes."""
         require_setting(
@@ -314,6 +320,11 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
         help="Experts to measure time with: tieline, grouped_mm, eager, ...; by default those of "
         "the model, and tieline for the smoothed one.",
     )
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The gate and its ramp, as arguments of `smooth_`."""
+        return {"gate": self.gate, "a": self.a, "b": self.b, "k_max": self.k_max}
 
     @property
     def by_law(self) -> bool:

@@ -10,9 +10,8 @@ the products of transformers' own experts.
 """
 
 import copy
-import math
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -25,156 +24,59 @@ from tieline.analysis.repair import (
     measure_repair,
     smoothing_latency,
 )
+from tieline.analysis.settings import SmoothOptions, SmoothSettings
 from tieline.analysis.smooth_scores import measure_scores
 from tieline.analysis.smooth_width import NOISE, SCALES, Calibration, chosen_scale
-from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError
+from tieline.core.settings import require_setting, takes_settings
 from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL
 from tieline.models.loading import can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
 from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
 from tieline.models.smooth_calibration import Measured
-from tieline.models.smooth_router import GateName
 from tieline.models.spread import check_parallel
 from tieline.models.stream_smoothing import StreamedModel
 from tieline.run.condition import Perturbation
-from tieline.run.corpus import Corpus, Text
+from tieline.run.corpus import Corpus
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 
 
+@takes_settings(SmoothSettings)
 def smooth(
     source: ModelSource = DEMO,
     *,
-    budget: float | None = None,
-    noise: str | None = None,
-    epsilon: float | None = None,
-    factor: float | None = None,
-    max_moved: float | None = None,
-    gate: GateName | None = None,
-    a: float = 1.0,
-    b: float = 1.0,
-    k_max: int | None = None,
-    text: Text = None,
-    tokens: int = 16384,
-    calibration: int = 4096,
-    batch_size: int = 8,
-    rounds: int = 12,
-    experts_impl: str | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    stream: bool | None = None,
-    memory: int | None = None,
-    keep: bool = True,
-    parallel: str | None = None,
+    settings: SmoothSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[SmoothOptions],
 ) -> Repair:
     """Make a copy of a model whose routing is continuous at ties, and compare it with the original.
 
+    Weights that are streamed are read once to choose ε and once to measure what it repairs, and
+    once more for `factor` or `max_moved`. Time is then not measured, and the smoothed model is
+    saved without a copy of the weights.
+
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        budget: mean experts per token, above k; by default k + 0.5.
-        noise: make the ramp wide against this precision instead: "bf16", "int8", "router bf16".
-            With `factor` or `max_moved`: the one to repair, by default "router bf16".
-        epsilon: width of the band in units of the scores, for all layers, instead of both.
-        factor: make the part of the KL that flips cause under `noise` this many times lower.
-        max_moved: stay within this KL of the original, nats per token.
-        gate: "projected": tied experts share a seat; "ramp": experts below the threshold are
-            added. By default "projected", but "ramp" where a, b or k_max are given.
-        a: exponent at the lower end of the ramp.
-        b: exponent at its upper end: 1 is straight, 50 the paper's.
-        k_max: slots per token of the ramp; by default k + max(2, k/2).
-        text: what to run: a str, the Path of a file, or None for the text in the box.
-        tokens: tokens to measure on.
-        calibration: tokens before those, to choose ε on.
-        batch_size: sequences per forward pass.
-        rounds: rounds to measure time in.
-        experts_impl: experts to measure time with: "tieline", "grouped_mm", "eager", ...; by
-            default those of the model, and "tieline" for the smoothed one.
-        seed: seed of all noise.
-        device: where to load a named model, in float32.
-        revision: its branch, tag or commit on the hub.
-        trust_remote_code: whether code that comes with it may run.
-        stream: whether its weights are read layer by layer, once to choose ε and once to measure
-            what it repairs (and once more for `factor` or `max_moved`), instead of loaded; by
-            default where they exceed the free memory. Time
-            is then not measured, and the smoothed model is saved without a copy of the weights.
-        memory: bytes of memory that a streamed model may take, by default what is free.
-        keep: whether files that are fetched from the hub for a streamed model stay.
-        parallel: how the processes of torchrun share the work: "data" alone (`models.spread`); all
-            must call, and all get the result.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself. A named model is loaded in float32. With `parallel`, which is "data" alone, all
+            processes must call, and all get the result.
         progress: called with stage, done and total while the work goes on.
     """
-    _check_parallel(parallel)
-    wish = _Wish(epsilon, budget, noise, factor, max_moved)
-    wish.check()
-    corpus = Corpus(text, tokens, None, batch_size, seed)
-    loading = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
-    loading |= {"stream": stream, "memory": memory, "keep": keep, "copies": 2}
-    model = Model.open(source, "smooth takes", dtype="fp32", parallel=parallel, **loading)
-    split = split_text(corpus, model, calibration)
+    settings = SmoothSettings.of(settings, options)
+    check_parallel(settings.parallel)
+    corpus = Corpus(**settings.corpus)
+    model = Model.open(source, "smooth takes", dtype="fp32", copies=2, **settings.loading)
+    split = split_text(corpus, model, settings.calibration)
     if model.stream is not None:
-        _check_streamed(experts_impl)
+        _check_streamed(settings.experts_impl)
     else:
-        _check_experts(model.module, experts_impl)
-    ranks = Ranks.of(parallel, corpus.stacked(split.measured))
-    runner = Runner(model, ranks=ranks, memory=memory)
-    work = _Smooth(runner, corpus, split, _Form(gate, a, b, k_max), progress)
-    return work.repair(wish, rounds, experts_impl)
-
-
-def _check_parallel(parallel: str | None) -> None:
-    """Refuse models in parts: the smoothed one is a copy, saved whole by one process."""
-    check_parallel(parallel)
-    require(
-        parallel in (None, "data"),
-        f"parallel {parallel!r}: smoothing compares a whole model with a whole copy of it, which "
-        "one process saves: take data",
-    )
-
-
-class _Wish(NamedTuple):
-    """How ε is to be chosen."""
-
-    epsilon: float | None
-    budget: float | None
-    noise: str | None
-    factor: float | None
-    max_moved: float | None
-
-    @property
-    def by_law(self) -> bool:
-        """Whether ε follows from what it repairs or moves."""
-        return self.factor is not None or self.max_moved is not None
-
-    def check(self) -> None:
-        """Refuse wishes that contradict each other."""
-        alone = self.epsilon is None or (self.budget is self.noise is None and not self.by_law)
-        require(alone, "epsilon goes with no other choice of ε: leave out budget and noise")
-        given = {"factor": self.factor, "max_moved": self.max_moved, "budget": self.budget}
-        names = [name for name, value in given.items() if value is not None]
-        require(
-            len(names) <= 1 or not self.by_law,
-            f"{' and '.join(names)} each choose ε: give one of them",
-        )
-        width = self.epsilon is None or 0 < self.epsilon < math.inf
-        require(width, f"epsilon is the width of a band: positive and finite, got {self.epsilon}")
-        moved = self.max_moved is None or 0 < self.max_moved < math.inf
-        require(moved, f"max_moved is a KL: positive and finite, got {self.max_moved}")
-        least = self.factor is None or 1 < self.factor < math.inf
-        require(least, f"factor is above 1 and finite, got {self.factor}")
-
-
-class _Form(NamedTuple):
-    """The gate and its ramp."""
-
-    gate: GateName | None
-    a: float
-    b: float
-    k_max: int | None
+        _check_experts(model.module, settings.experts_impl)
+    ranks = Ranks.of(settings.parallel, corpus.stacked(split.measured))
+    runner = Runner(model, ranks=ranks, memory=settings.memory)
+    return _Smooth(runner, corpus, split, settings, progress).repair()
 
 
 class _Smooth(NamedTuple):
@@ -183,7 +85,7 @@ class _Smooth(NamedTuple):
     runner: Runner
     corpus: Corpus
     split: "TextSplit"
-    form: _Form
+    settings: SmoothSettings
     progress: Progress | None
 
     @property
@@ -191,12 +93,13 @@ class _Smooth(NamedTuple):
         """The original."""
         return self.runner.models[0]
 
-    def repair(self, wish: _Wish, rounds: int, experts_impl: str | None) -> Repair:
+    def repair(self) -> Repair:
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
-        known = self.calibrate(wish.noise or NOISE) if wish.by_law else None
-        record = self.smoothing(wish, known)
+        settings = self.settings
+        known = self.calibrate(settings.noise or NOISE) if settings.by_law else None
+        record = self.smoothing(known)
         table = self.table(record, known)
-        smoothed, latency = self.smoothed(record, rounds, experts_impl)
+        smoothed, latency = self.smoothed(record, settings.rounds, settings.experts_impl)
         corpus, ranks = self.corpus, self.runner.ranks
         sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
         return Repair(
@@ -218,10 +121,11 @@ class _Smooth(NamedTuple):
         """What the calibration text says of the model."""
         return Calibration.of(self.model.module, self.measured(noise), noise)
 
-    def smoothing(self, wish: _Wish, known: Calibration | None) -> Smoothing:
-        """Choose ε as the wish says."""
+    def smoothing(self, known: Calibration | None) -> Smoothing:
+        """Choose ε as the settings say."""
+        wish = self.settings
         if known is not None and wish.by_law:
-            scale = self._scale(wish, known)
+            scale = self._scale(known)
             chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
             how = f"{chosen} under {known.noise.name}: ε = {scale:.3g} times its noise"
             return self._record(epsilon=known.by_noise(scale), how=how)
@@ -232,12 +136,13 @@ class _Smooth(NamedTuple):
 
     def _record(self, **widths: Any) -> Smoothing:
         """How the model is smoothed with these widths; the model itself is left as it is."""
-        record = smooth_(self.model.module, **widths, **self.form._asdict())
+        record = smooth_(self.model.module, **widths, **self.settings.form)
         unsmooth_(self.model.module)  # all forms run on the same weights
         return record
 
-    def _scale(self, wish: _Wish, known: Calibration) -> float:
-        """The c = ε/σ that the wish asks for, by the calibration text."""
+    def _scale(self, known: Calibration) -> float:
+        """The c = ε/σ that the settings ask for, by the calibration text."""
+        wish = self.settings
         record = self._record(epsilon=known.by_noise(1.0))
         sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
         ranks = Ranks.of(None, self.corpus.stacked(sequences))
@@ -275,9 +180,9 @@ def _precisions(known: Calibration | None) -> list[Perturbation]:
 
 def _check_streamed(experts_impl: str | None) -> None:
     """Refuse a choice of experts to time, which needs the whole model in memory."""
-    require(
+    require_setting(
         experts_impl is None,
-        "experts_impl needs the whole model in memory, and its weights are streamed",
+        "{experts_impl} needs the whole model in memory, and its weights are streamed",
     )
 
 

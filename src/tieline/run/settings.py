@@ -36,6 +36,12 @@ class TextSettings(Settings):
     tokens: int = setting(16384, check=at_least(1), help="How many tokens of the text.")
     batch_size: int = setting(8, check=at_least(1), help="Sequences per forward pass.")
 
+    @property
+    def corpus(self) -> dict[str, Any]:
+        """Arguments of `Corpus`."""
+        names = ("text", "tokens", "batch_size", "sequence_length", "seed")
+        return {name: getattr(self, name) for name in names if name in self.described()}
+
 
 class SequenceSettings(TextSettings):
     """What is routed, cut into sequences of a chosen length."""
