@@ -32,7 +32,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from tieline.analysis.audit import audit
 from tieline.analysis.inspect import inspect
-from tieline.cli.app import memory_size
+from tieline.core.settings import read_memory
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.loading import load_model, read_shape
@@ -349,7 +349,7 @@ class Timed:
 
 def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of a streamed pass with its head and nothing else, and those of reading in it."""
-    loaded = load_model(folder, dtype="fp32", stream=True, memory=memory_size(options.memory))
+    loaded = load_model(folder, dtype="fp32", stream=True, memory=read_memory(options.memory))
     assert loaded.stream is not None
     rows = options.tokens // options.length
     ids = torch.arange(rows * options.length).view(rows, options.length) % 500
@@ -401,7 +401,7 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
         "batch_size": options.batch_size,
         "dtype": "fp32",
         "stream": True,
-        "memory": memory_size(options.memory),
+        "memory": read_memory(options.memory),
         "progress": lambda stage, done, total: told.append((done, total)),
     }
     with Watched() as seen:

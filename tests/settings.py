@@ -1,15 +1,18 @@
 """The settings classes of all jobs, their functions, and the rules between their fields."""
 
 from tieline.analysis.settings import (
+    AuditSettings,
     CheckSettings,
     ConvertSettings,
     DiffSettings,
     InspectSettings,
     MergeSettings,
+    SmoothSettings,
 )
 from tieline.lab.settings import (
     AttentionSettings,
     DesignSettings,
+    FrontierSettings,
     RatesSettings,
     ReproduceSettings,
     RerouteSettings,
@@ -22,6 +25,9 @@ from tieline.lab.settings import (
 from tieline.run.settings import CaptureSettings
 
 JOBS = {
+    AuditSettings: ("tieline.analysis.audit", "audit"),
+    SmoothSettings: ("tieline.analysis.smooth", "smooth"),
+    FrontierSettings: ("tieline.lab.on_model.frontier", "frontier"),
     CaptureSettings: ("tieline.engines.sources", "capture_engine"),
     CheckSettings: ("tieline.analysis.check", "check"),
     ConvertSettings: ("tieline.analysis.convert", "convert"),
@@ -49,6 +55,37 @@ EXAMPLES = {ConvertSettings: {"to": "npz"}, DesignSettings: {"preset": "olmoe"}}
 OUT = ["-o", "/nowhere/out"]
 
 RULES = [
+    (AuditSettings, {"recover": 0.0}, ["--recover", "0"], "--recover is a share of the damage"),
+    (
+        AuditSettings,
+        {"budget_minutes": 1.0, "parallel": "data"},
+        ["--budget-minutes", "1", "--parallel", "data"],
+        "--budget-minutes goes by the clock of one process",
+    ),
+    (
+        SmoothSettings,
+        {"factor": 8.0, "budget": 2.3},
+        ["--factor", "8", "--budget", "2.3"],
+        "--factor and --budget each choose ε: give one of them",
+    ),
+    (
+        SmoothSettings,
+        {"epsilon": 0.1, "noise": "bf16"},
+        ["--epsilon", "0.1", "--noise", "bf16"],
+        "--epsilon goes with no other choice of ε: leave out --noise",
+    ),
+    (
+        SmoothSettings,
+        {"parallel": "ep"},
+        ["--parallel", "ep"],
+        "--parallel ep: smoothing compares a whole model with a whole copy of it",
+    ),
+    (
+        FrontierSettings,
+        {"gate": "soft"},
+        ["--gate", "soft"],
+        "--gate must be one of projected, ramp, got 'soft'",
+    ),
     (SliceSettings, {"layer": "1-2"}, ["--layer", "1-2"], "--layer takes one layer, got '1-2'"),
     (
         SliceSettings,

@@ -1,28 +1,22 @@
-"""What every command shares: the application, its options, what users type, what errors say.
+"""The application: its commands in groups, how a command ends, and what its errors say.
 
+run                run a command and return its exit code
+guarded            a command whose every end is an exit code and one message
 with_json_target   a bare --json means --json -
-in_options         a message of the library, with the names of the command's options
-layer_choice       "0,2,5-7" or names of routers
-numbers            1,2,4
-memory_size        8G
-share              0.01 or 1%
 
 `tieline.cli.ending` lists the exit codes.
 """
 
 import functools
-import inspect
-import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.models import OptionInfo
 
 from tieline._version import __version__
 from tieline.cli.ending import (
@@ -38,10 +32,9 @@ from tieline.cli.ending import (
     say,
     was_stopped,
 )
-from tieline.cli.options import Debug, option_names, with_settings
+from tieline.cli.options import Debug, add_parameter, option_names, with_settings
 from tieline.cli.ranks import claims_error_report
 from tieline.core.errors import (
-    ParameterError,
     PrecisionWarning,
     StreamingWarning,
     TielineError,
@@ -56,33 +49,10 @@ __all__ = [
     "BAD_INPUT",
     "CONDITION_HELD",
     "OUR_BUG",
-    "Address",
-    "BatchSize",
-    "Debug",
-    "Device",
-    "Executor",
-    "Html",
-    "Jobs",
-    "Json",
-    "Keep",
-    "Memory",
-    "ModelName",
-    "Overwrite",
-    "Resume",
-    "Revision",
-    "Seed",
-    "Stream",
-    "TextFile",
-    "TrustRemoteCode",
     "app",
     "guarded",
-    "in_options",
-    "layer_choice",
-    "memory_size",
-    "numbers",
     "run",
     "say",
-    "share",
     "whole_app",
     "with_json_target",
 ]
@@ -134,83 +104,11 @@ app = typer.Typer(
     help="Measure, explain and remove the routing ties of Mixture-of-Experts models.",
 )
 
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        help="Folder or hub id; by default the model in the box.",
-        metavar="MODEL",
-        show_default=False,
-    ),
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option(help="Text to run, UTF-8, or - for stdin; by default the one in the box."),
-]
-BatchSize = Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow code that comes with MODEL to run.")
-]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE.html|-", help="Write the page with charts; - is stdout."),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace what is there: files unasked, folders of its kind."),
-]
-Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="[FILE.json|-]", help="Write JSON to a file or to stdout."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)]
-Stream = Annotated[
-    bool | None,
-    typer.Option(
-        "--stream/--no-stream",
-        help="Read the weights layer by layer; by default where they exceed the free memory.",
-        show_default=False,
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="8G", help="Memory that a streamed model may take; by default all free."),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on where a killed streamed run with the same options was."),
-]
-Keep = Annotated[
-    bool,
-    typer.Option("--keep/--no-keep", help="Keep files fetched from the hub to be streamed."),
-]
-Executor = Annotated[
-    str, typer.Option("--executor", help="loky (processes here), dask (a cluster) or serial.")
-]
-Address = Annotated[str | None, typer.Option(help="Of the Dask scheduler, tcp://host:8786.")]
-Jobs = Annotated[int, typer.Option(help="Processes at once; -1 for one per core.")]
-
-
 TAKES_MODEL = (
     *("inspect", "diff", "audit", "smooth", "capture", "reroute", "upcycle"),
     *("soften", "slice", "walks", "attention", "frontier"),
 )
 """Commands whose arguments are models and files."""
-
-LIBRARY_NAMES = {
-    "upcycle": {"k": "--topk"},
-    "design": {"k": "--topk", "N": "--n-experts", "width": "--expert-width"},
-    "rates": {"d": "--dim", "radii": "--radius"},
-    "merge": {'documents="renumber"': "--renumber", "allow overwriting": "add --overwrite"},
-}
-"""Arguments of the library whose options have another name, by command."""
-
-MOST_LAYERS = 100_000
-"""Longest range of layers, so that a typing error costs no memory."""
-
-Number = TypeVar("Number", int, float)
-_PLACES = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -259,17 +157,13 @@ def _unwritten(problem: OSError) -> int:
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """Turn every way a command can end into an exit code and one message."""
     run_command = with_settings(command)
-    takes_debug = "debug" in inspect.signature(command).parameters
 
     @functools.wraps(run_command)
     def run(debug: bool = False, **values: Any) -> None:
+        printed = notes(PrecisionWarning, StreamingWarning)
         try:
-            with (
-                handle_interrupts(),
-                closed_pipe_ignored(),
-                notes(PrecisionWarning, StreamingWarning),
-            ):
-                run_command(**values, **({"debug": debug} if takes_debug else {}))
+            with handle_interrupts(), closed_pipe_ignored(), printed:
+                run_command(**values)
         except (typer.Exit, SystemExit):
             raise
         except BaseException as problem:
@@ -281,14 +175,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
                 say(shortened(message) + ("" if debug else hint))
             raise typer.Exit(code) from problem
 
-    if takes_debug:
-        return run
-    signature = inspect.signature(run_command)
-    debug = inspect.Parameter(
-        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug
-    )
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), debug])  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {**run_command.__annotations__, "debug": Debug}
+    add_parameter(run, "debug", False, Debug)
     return run
 
 
@@ -299,7 +186,7 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     if isinstance(problem, SettingError):
         return BAD_INPUT, f"error: {problem.naming(option_names(command))}"
     if isinstance(problem, TielineError):
-        return BAD_INPUT, f"error: {in_options(str(problem), command)}"
+        return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):
         return BAD_INPUT, f"error: no space left on the disk of {_place(problem)}"
     if isinstance(problem, OSError):
@@ -365,106 +252,3 @@ def _looks_like_file(word: str, command: str) -> bool:
     if command in TAKES_MODEL and "/" not in word:  # hub ids are ORGANISATION/NAME
         return True
     return re.search(r"\.[A-Za-z][A-Za-z0-9]{0,4}$", word) is not None
-
-
-def in_options(message: str, command: Callable[..., None]) -> str:
-    """The message of an error with the options of a command for the arguments of the library.
-
-    Names with an underscore are replaced everywhere, other words only where a value, a comparison
-    or a rule follows ("noise must be ..."), because they are English words too.
-    """
-    names = _options(command) | LIBRARY_NAMES.get(command.__name__, {})
-    for name, option in sorted(names.items(), key=lambda pair: -len(pair[0])):
-        if not name.isidentifier():
-            message = message.replace(name, option)
-            continue
-        word = rf"(?<![\w./'\"-]){name}(?![\w.'\"-])"
-        message = re.sub(rf"{word}\s?=(?!=)\s?", f"{option} ", message)
-        message = re.sub(rf"{word}(?= (?:[<>]=?|must|and \w+ must) )", option, message)
-        message = re.sub(rf"^{word}(?= )", option, message)
-        if "_" in name:
-            message = re.sub(word, option, message)
-    return message
-
-
-def _options(command: Callable[..., None]) -> dict[str, str]:
-    """The options of a command by the names of their parameters."""
-    found: dict[str, str] = {}
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        for info in getattr(hint, "__metadata__", ()):
-            if isinstance(info, OptionInfo):
-                words = (
-                    info.default,
-                    *(info.param_decls or ()),
-                )  # Typer keeps the first as default
-                own = [word for word in words if isinstance(word, str) and word.startswith("-")]
-                found[name] = max(own, key=len, default=f"--{name.replace('_', '-')}")
-    return found
-
-
-def layer_choice(words: str | None) -> list[str | int] | None:
-    """Places and names of layers from "0,2,5-7" or "model.layers.3.mlp.gate"; None for all."""
-    if words is None:
-        return None
-    chosen: list[str | int] = []
-    for part in (part.strip() for part in words.split(",")):
-        require(bool(part), f"--layers: a layer is missing between the commas of {words!r}")
-        chosen += _places(part)
-    return chosen
-
-
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def memory_size(text: str | None) -> int | None:
-    """Bytes in words such as 8G, 800M or 8.5GB; None for None."""
-    if text is None:
-        return None
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE
-    )
-    require(match is not None, f"--memory is a size such as 8G or 800M, got {text!r}")
-    assert match is not None
-    found = int(float(match[1]) * _SIZES[match[2].upper()])
-    require(found > 0, f"--memory must be positive, got {text!r}")
-    return found
-
-
-def numbers(
-    option: str, words: str | None, kind: Callable[[float], Number]
-) -> tuple[Number, ...] | None:
-    """Finite numbers from "1,2,4"; None for no words."""
-    if words is None:
-        return None
-    try:
-        values = [float(part) for part in words.split(",")]
-    except ValueError as problem:
-        raise ParameterError(f"{option} takes numbers such as 1,2,4, got {words!r}") from problem
-    require(all(map(math.isfinite, values)), f"{option} takes finite numbers, got {words!r}")
-    found = tuple(kind(value) for value in values)
-    require(list(found) == values, f"{option} takes whole numbers, got {words!r}")
-    return found
-
-
-def share(option: str, words: str | None) -> float | None:
-    """A share between 0 and 1 from "0.01" or "1%"; None for no words."""
-    if words is None:
-        return None
-    try:
-        number = float(words.removesuffix("%")) / (100 if words.endswith("%") else 1)
-    except ValueError:
-        raise ParameterError(f"{option}: write a share such as 0.01 or 1%, got {words!r}") from None
-    require(0 <= number <= 1, f"{option}: a share lies between 0 and 1, got {words!r}")
-    return number
-
-
-def _places(part: str) -> list[str | int]:
-    match = _PLACES.fullmatch(part)
-    if match is None:
-        return [part]
-    first, last = int(match[1]), int(match[2] or match[1])
-    require(
-        first <= last < MOST_LAYERS,
-        f"--layers: a range goes from a lower layer to a higher one, got {part!r}",
-    )
-    return list(range(first, last + 1))

@@ -24,6 +24,7 @@ __all__ = [
     "Json",
     "ModelName",
     "Overwrite",
+    "add_parameter",
     "option_names",
     "with_settings",
 ]
@@ -144,9 +145,23 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
             typed[name] = hints[name](**values)
         command(**typed)
 
-    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    _set_parameters(run, parameters)
     return run
+
+
+def add_parameter(
+    command: Callable[..., None], name: str, default: object, annotation: object
+) -> None:
+    """Add a parameter to the end of a command's signature, in place."""
+    only = inspect.Parameter.KEYWORD_ONLY
+    added = inspect.Parameter(name, only, default=default, annotation=annotation)
+    _set_parameters(command, [*inspect.signature(command).parameters.values(), added])
+
+
+def _set_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
+    """Give a command the signature and annotations that Typer makes options from."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def option_names(command: Callable[..., None]) -> dict[str, str]:

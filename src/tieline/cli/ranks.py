@@ -15,20 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Annotated
-
-import typer
 
 from tieline.core.errors import TielineError, require
-
-Parallel = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel",
-        metavar="data|tp|ep|pp|fsdp",
-        help="Under torchrun: how processes share the work; by default the text (data).",
-    ),
-]
 
 GRACE = 2.0
 """Seconds for the process that reports an error: torchrun ends all when one has ended."""

@@ -7,7 +7,7 @@ imported here: the command line makes its options from these classes.
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from tieline.core.settings import (
     above,
@@ -33,6 +33,8 @@ __all__ = [
     "AttentionSettings",
     "DesignOptions",
     "DesignSettings",
+    "FrontierOptions",
+    "FrontierSettings",
     "JobSettings",
     "RatesSettings",
     "ReproduceOptions",
@@ -345,6 +347,47 @@ class WalksSettings(SubjectSettings):
 
 class WalksOptions(SubjectOptions, total=False):
     """Keyword arguments of `walks`."""
+
+
+class FrontierSettings(HubSettings, SeedSettings, TextSettings):
+    """Options of `frontier` and `tieline frontier`."""
+
+    noise: str = setting(
+        "router bf16", help="The precision to repair: bf16, int8, 'router bf16', ...."
+    )
+    gate: str | None = setting(
+        None,
+        check=one_of("projected", "ramp"),
+        help="projected (the default): tied experts share a seat; ramp: experts are added.",
+    )
+    calibration: int = setting(
+        4096, check=at_least(64), help="Tokens before those, to learn the noise on."
+    )
+    scales: Sequence[float] | None = setting(
+        None, option=None, help="Widths over the size of the noise; `SCALES` by default."
+    )
+    tokens: int = setting(16384, check=at_least(64), help="Tokens to measure on.")
+
+    @property
+    def gate_name(self) -> Literal["projected", "ramp"]:
+        """The gate of the smoothed forms."""
+        return "ramp" if self.gate == "ramp" else "projected"
+
+
+class FrontierOptions(TypedDict, total=False):
+    """Keyword arguments of `frontier`."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    seed: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
+    noise: str
+    gate: str | None
+    calibration: int
+    scales: Sequence[float] | None
 
 
 class AttentionSettings(HubSettings, TextSettings):

@@ -17,84 +17,66 @@ to be repaired: at the optimum D_l/S_l is equal in all layers, which for straigh
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple, Unpack
 
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
 from tieline.analysis.smooth import TextSplit, split_text
-from tieline.analysis.smooth_width import NOISE, SCALES, Calibration
-from tieline.core.errors import UnsupportedModelError, require
+from tieline.analysis.smooth_width import SCALES, Calibration
+from tieline.core.errors import UnsupportedModelError
+from tieline.core.settings import takes_settings
 from tieline.lab.limits.continuity import least_moved
 from tieline.lab.on_model.frontier_records import Frontier, FrontierPoint, LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.settings import SubjectSettings
+from tieline.lab.settings import FrontierOptions, FrontierSettings
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, only_running
 from tieline.models.smooth import smooth_
-from tieline.models.smooth_router import GateName
 from tieline.run.corpus import Corpus
 
 COMPARED = (2.0, 8.0, 32.0)
 """c = ε/σ beside which an equal number of experts in every layer is measured."""
 
 
-@dataclass(frozen=True)
-class FrontierSettings:
-    """What a frontier is measured of.
-
-    Attributes:
-        noise: the precision to repair: "bf16", "int8", "router bf16", ...
-        gate: of the smoothed forms: "projected" or "ramp".
-        calibration: tokens before the measured ones, to learn the noise on.
-        scales: c of the widths by noise.
-    """
-
-    noise: str = NOISE
-    gate: GateName = "projected"
-    calibration: int = 4096
-    scales: tuple[float, ...] = SCALES
-
-
+@takes_settings(FrontierSettings)
 def frontier(
     source: ModelSource = DEMO,
-    options: SubjectSettings | None = None,
+    *,
     settings: FrontierSettings | None = None,
     progress: Progress | None = None,
+    **options: Unpack[FrontierOptions],
 ) -> Frontier:
     """Measure smoothed forms of a model of many widths, and hold the law against its layers.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        options: how it is loaded, in float32, and what it is run on; all layers are smoothed.
-        settings: noise, gate and widths.
+        settings: the options; keyword arguments change single ones. A named model is loaded in
+            float32, and all its layers are smoothed.
         progress: called with stage, done and total.
     """
-    options, settings = options or SubjectSettings(), settings or FrontierSettings()
-    require(options.layers is None, "a frontier is of all layers: leave out layers")
-    corpus = Corpus(options.text, options.tokens, None, options.batch_size, options.seed)
-    where = {"device": options.device, "revision": options.revision, "dtype": "fp32"}
-    opened = Model.open(
-        source, "frontier takes", **where, trust_remote_code=options.trust_remote_code
-    )
+    settings = FrontierSettings.of(settings, options)
+    corpus = Corpus(**settings.corpus)
+    names = ("device", "revision", "trust_remote_code")
+    loading = {name: getattr(settings, name) for name in names}
+    opened = Model.open(source, "frontier takes", dtype="fp32", **loading)
     model = opened.module
     split = split_text(corpus, opened, settings.calibration)
     ids = corpus.stacked(split.calibration)
     known = Calibration(model, ids, settings.noise, progress)
     smoothed = copy.deepcopy(model)
-    smooth_(smoothed, epsilon=known.by_noise(1.0), gate=settings.gate)
-    widths = [known.experts(known.by_noise(scale), settings.gate) for scale in COMPARED]
+    gate = settings.gate_name
+    smooth_(smoothed, epsilon=known.by_noise(1.0), gate=gate)
+    widths = [known.experts(known.by_noise(scale), gate) for scale in COMPARED]
     least = max(plan.k for plan in known.plans) + 0.01
     budgets = [count for count in widths if count > least]
-    points = measure_points(
-        (model, smoothed), known, split.measured, settings, budgets, options, progress
-    )
-    laws = _laws(model, known, split, options, progress)
-    provenance = {"text": corpus.origin, "seed": options.seed, "batch_size": options.batch_size}
+    points = measure_points((model, smoothed), known, split.measured, settings, budgets, progress)
+    laws = _laws(model, known, split, settings, progress)
+    provenance = {"text": corpus.origin, "seed": settings.seed, "batch_size": settings.batch_size}
     return replace(
         points, model=opened.name or type(model).__name__, layers=laws, provenance=provenance
     )
@@ -104,13 +86,13 @@ def _laws(
     model: nn.Module,
     known: Calibration,
     split: TextSplit,
-    options: SubjectSettings,
+    settings: FrontierSettings,
     progress: Progress | None,
 ) -> tuple[LayerLaw, ...]:
     """The law in every layer; none where a layer cannot be run by itself."""
-    runs = [list(batches(sequences, options.batch_size)) for sequences in split]
+    runs = [list(batches(sequences, settings.batch_size)) for sequences in split]
     with only_running(model), suppress(UnsupportedModelError):
-        return layer_laws(model, known, *runs, seed=options.seed, progress=progress)
+        return layer_laws(model, known, *runs, seed=settings.seed, progress=progress)
     return ()
 
 
@@ -128,7 +110,6 @@ def measure_points(
     sequences: Sequence[Int[Tensor, " _"]],
     settings: FrontierSettings,
     budgets: Sequence[float] = (),
-    options: SubjectSettings | None = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """Measure smoothed forms of a model of many widths.
@@ -137,14 +118,13 @@ def measure_points(
         models: the original and a smoothed copy, of which widths alone are replaced.
         known: from the calibration text.
         sequences: held-out token ids.
-        settings: gate and widths by noise.
+        settings: gate, widths by noise, batch size and seed.
         budgets: mean experts per token of the widths by budget.
-        options: batch size and seed.
         progress: called with stage, done and total.
     """
-    (model, smoothed), options = models, options or SubjectSettings()
-    gate, noise = settings.gate, known.noise
-    marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales]
+    model, smoothed = models
+    gate, noise = settings.gate_name, known.noise
+    marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales or SCALES]
     marks += [_Mark("budget", n, known.by_budget(n, gate)) for n in budgets]
     tables = repair_tables(
         model,
@@ -152,8 +132,8 @@ def measure_points(
         sequences,
         [mark.widths for mark in marks],
         perturbations=list(dict.fromkeys([*REPAIR_PERTURBATIONS, noise])),
-        batch_size=options.batch_size,
-        seed=options.seed,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
         progress=progress,
     )
     points = tuple(
