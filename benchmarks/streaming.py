@@ -349,7 +349,7 @@ class Timed:
 
 def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of a streamed pass with its head and nothing else, and those of reading in it."""
-    loaded = load_model(folder, dtype="fp32", stream=True, memory=read_memory(options.memory))
+    loaded = load_model(folder, dtype="fp32", stream=True, memory=options.memory)
     assert loaded.stream is not None
     rows = options.tokens // options.length
     ids = torch.arange(rows * options.length).view(rows, options.length) % 500
@@ -401,7 +401,7 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
         "batch_size": options.batch_size,
         "dtype": "fp32",
         "stream": True,
-        "memory": read_memory(options.memory),
+        "memory": options.memory,
         "progress": lambda stage, done, total: told.append((done, total)),
     }
     with Watched() as seen:
@@ -446,7 +446,7 @@ def main() -> None:
         running.add_argument("--tokens", type=int, default=4096)
         running.add_argument("--length", type=int, default=512)
         running.add_argument("--batch-size", type=int, default=8)
-        running.add_argument("--memory")
+        running.add_argument("--memory", type=read_memory)
         if command == "inspect":
             running.add_argument("--no-jumps", action="store_true")
     options = parser.parse_args()

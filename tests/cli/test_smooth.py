@@ -59,7 +59,7 @@ def test_the_width_follows_from_what_may_be_moved(tieline):
     ("words", "message"),
     [
         (["--budget", 17], "between k and --k-max"),
-        (["--gate", "laplace"], "'projected' or 'ramp', got 'laplace'"),
+        (["--gate", "laplace"], "--gate must be one of projected, ramp, got 'laplace'"),
         (["--gate", "projected", "-b", 50], "belong to the ramp"),
         (["--epsilon", -1], "positive and finite, got -1"),
         (["--epsilon", 0], "positive and finite, got 0"),

@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
-from tieline.core.errors import ParameterError
+from tieline.core.errors import ParameterError, TraceError
 
 __all__ = [
     "Setting",
     "SettingError",
     "Settings",
+    "TraceSettingError",
     "above",
     "at_least",
     "one_of",
@@ -74,6 +75,10 @@ class SettingError(ParameterError):
 
     def __reduce__(self) -> Any:
         return _rebuilt, (type(self), self.template, self.values)
+
+
+class TraceSettingError(SettingError, TraceError):
+    """A setting that a file of routes or a folder of a trace needs is missing or wrong."""
 
 
 def _rebuilt(kind: type[SettingError], template: str, values: dict[str, object]) -> SettingError:

@@ -25,6 +25,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.settings import require_setting
 from tieline.models.changes import (
     Restorer,
     changes_of,
@@ -483,10 +484,14 @@ def _chosen(
     """ε of every router, from the calibration tokens."""
     budget, noise = target
     for plan in plans if budget is not None else ():
-        require(
+        require_setting(
             plan.k < (budget or 0) < slots[plan.name],
-            f"the budget is a mean number of experts between k and k_max, got {budget:g} for "
-            f"k={plan.k}, k_max={slots[plan.name]} in layer {plan.name!r}",
+            "{budget} is a mean number of experts between k and {k_max}, got {mean} for k={k}, "
+            "{slots} slots in layer {layer}",
+            mean=f"{budget:g}",
+            k=plan.k,
+            slots=slots[plan.name],
+            layer=repr(plan.name),
         )
     if isinstance(noise, float | int):
         require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")

@@ -24,6 +24,7 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical, parse_json
+from tieline.core.settings import TraceSettingError
 
 INDEX = "tieline.json"
 SUFFIX = ".safetensors"
@@ -65,7 +66,10 @@ def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
     target = Path(os.path.abspath(directory))
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return target
-    require(overwrite, f"{target} exists: choose another place or allow overwriting", TraceError)
+    if not overwrite:
+        raise TraceSettingError(
+            "{target} exists: choose another place or add {overwrite}", target=target
+        )
     if not (target.is_dir() and not target.is_symlink() and _is_ours(target, kind)):
         raise TraceError(f"{target} exists and is no {kind} folder: it is left alone")
     return target

@@ -44,6 +44,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.settings import TraceSettingError
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
 
@@ -480,12 +481,11 @@ def concatenate(
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
     pieces = _renumbered(traces) if documents == "renumber" else list(traces)
     keys = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in TOKEN_KEYS}
-    require(
-        documents == "renumber" or len(pieces) == 1 or not _repeats(keys),
-        "a token (document, position) occurs twice: the traces overlap, or number their documents "
-        'alike and need documents="renumber"',
-        TraceError,
-    )
+    if documents != "renumber" and len(pieces) > 1 and _repeats(keys):
+        raise TraceSettingError(
+            "a token (document, position) occurs twice: the traces overlap, or number their "
+            "documents alike and need {renumber}"
+        )
     first = pieces[0]
     for piece in pieces[1:]:
         _require_same("number of layers", len(first.layers), len(piece.layers))

@@ -25,8 +25,8 @@ def test_widths_from_little_to_much_are_shown_and_written(tieline, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gate", "laplace"], "'projected' or 'ramp', got 'laplace'"),
-        (["--noise", "bf17"], "unknown format"),
+        (["--gate", "laplace"], "--gate must be one of projected, ramp, got 'laplace'"),
+        (["--noise", "bf17"], "unknown precision"),
         (["--tokens", 10**7, "--calibration", 10**7], "too few"),
     ],
 )

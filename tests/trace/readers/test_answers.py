@@ -109,7 +109,7 @@ def test_sglang_needs_a_shape_or_counts(tmp_path, box):
     answer[box] = answer.pop("meta_info")
     path = written(tmp_path, answer)
     assert recognise(path) == "sglang"
-    with pytest.raises(TraceError, match="42 ids without a shape, of 7 rows: pass the number"):
+    with pytest.raises(TraceError, match="42 ids without a shape, of 7 rows: give layers, k"):
         import_trace(path)
     for options in ({"k": 2}, {"k": 2, "layers": 3}):
         trace = import_trace(path, **options)

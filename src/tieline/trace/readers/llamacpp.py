@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.settings import TraceSettingError
 from tieline.trace.folders import parsing
 from tieline.trace.readers.containers import MOST_BYTES
 from tieline.trace.readers.routes import Request, Routes, assemble
@@ -31,8 +32,8 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
     """Read a moe_trace.csv; k experts were chosen per token."""
     file = Path(path)
     if k is None:
-        raise TraceError(
-            f"{file}: a moe-trace does not say how many experts a token has: pass k (--k)"
+        raise TraceSettingError(
+            "{file}: a moe-trace does not say how many experts a token has: give {k}", file=file
         )
     batches = list(_batches(file, k))
     layers = sorted({layer for batch in batches for layer in batch})

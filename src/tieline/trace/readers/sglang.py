@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.settings import TraceSettingError
 from tieline.trace.readers.completions import field
 from tieline.trace.readers.containers import NPY_MAGIC, array_in, decoded, npy_array, raw_array
 from tieline.trace.readers.routes import Request, Routes, assemble
@@ -128,9 +129,12 @@ def _shaped(
         layers = len(ids) // (rows * k)
     if layers is None or k is None:
         row_count = f", of {rows} rows" if rows else ""
-        raise TraceError(
-            f"{where}: {len(ids)} ids without a shape{row_count}: pass the number of layers and k "
-            "(--layers, --k); SGLang counts all layers of the model, dense ones too"
+        raise TraceSettingError(
+            "{where}: {ids} without a shape{rows}: give {layers}, {k}; SGLang counts all layers of "
+            "the model, dense ones too",
+            where=where,
+            ids=f"{len(ids)} ids",
+            rows=row_count,
         )
     require(
         layers > 0 and k > 0 and len(ids) % (layers * k) == 0,
