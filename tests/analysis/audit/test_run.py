@@ -182,7 +182,7 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
         ({"batch_size": 0}, "batch_size"),
         ({"recover": 0.0}, "recover"),
         ({"budget_minutes": -1.0}, "budget_minutes"),
-        ({"tokens": 0}, "at least one token"),
+        ({"tokens": 0}, "tokens must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_run(options, message):

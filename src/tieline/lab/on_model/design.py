@@ -17,7 +17,7 @@ from tieline.models.capture import capture
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
 from tieline.models.loading import read_shape
-from tieline.models.running import batches, forward, only_running
+from tieline.models.running import batches, forward, only_running, text_config
 from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -105,21 +105,16 @@ def measure_design(
     cut = tokenise(loaded.tokenizer, content, tokens, default_length(model))
     require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
     names = tuple(find_routers(model))
+    size = 4 * len(names) * cut.tokens * getattr(text_config(model), "hidden_size", 0)
+    require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
     with only_running(model), capture(model, keep="inputs", epsilons=()) as recorder:
         for ids in batches(cut.sequences, batch_size):
             forward(model, ids)
-            size = 4 * len(names) * cut.tokens * _width(recorder.under_way)
-            require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
             if progress is not None:
                 progress("forward", recorder.n_tokens, cut.tokens)
         trace = recorder.trace()
     weights = linear_weights(model, trace)
     return tuple(_measured(model, trace, layer, weights, seed) for layer in trace.layers)
-
-
-def _width(layers: Any) -> int:
-    inputs = [layer.inputs for layer in layers.values() if layer.inputs is not None]
-    return inputs[0].shape[1] if inputs else 0
 
 
 def _measured(
