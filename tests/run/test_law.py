@@ -11,9 +11,13 @@ import torch
 from tests.lab.training.parallel.ranks import Ranks as Processes
 from tests.models.test_streaming import in_groups, saved, some_batches
 from tests.run.on_ranks import audited, repaired
+from tests.run.test_recorder import SMALL, TOKENS
 from tieline.analysis.audit import audit
+from tieline.analysis.diff import diff
+from tieline.analysis.inspect import inspect
 from tieline.analysis.smooth import smooth
 from tieline.core.records import to_plain
+from tieline.engines.sources import capture_engine
 from tieline.models.loading import load_model, use_experts
 from tieline.models.running import forward, only_running
 from tieline.run import schedule
@@ -64,9 +68,29 @@ def without_clocks(plain):
     return plain
 
 
-ANALYSES = {"audit": (audit, AUDIT), "smooth": (smooth, SMOOTH)}
-QUICK = {"audit": ("gpt_oss", "deepseek_v3"), "smooth": ("deepseek_v3",)}
+def compared(folder, **options):
+    """The comparison of a model with a second copy of itself."""
+    return diff(folder, folder, **options)
+
+
+ANALYSES = {
+    "audit": (audit, AUDIT),
+    "smooth": (smooth, SMOOTH),
+    "inspect": (inspect, SMALL | {"dtype": "fp32"}),
+    "diff": (compared, TOKENS | {"dtype_a": "fp32", "dtype_b": "fp32"}),
+    "capture": (capture_engine, {"text": TEXT, "tokens": 100, "sequence_length": 16}),
+}
+QUICK = {
+    "audit": ("gpt_oss", "deepseek_v3"),
+    "smooth": ("deepseek_v3",),
+    "inspect": ("gpt_oss",),
+    "diff": ("deepseek_v3",),
+    "capture": ("jetmoe",),
+}
 FAMILIES = {
+    "inspect": ("olmoe", "qwen3_next", "mixtral", "granitemoe", "llama4", "zaya"),
+    "diff": ("olmoe", "qwen3_next", "jetmoe", "mixtral", "granitemoe", "llama4", "zaya"),
+    "capture": ("olmoe", "qwen3_next", "mixtral", "granitemoe", "llama4", "zaya"),
     "audit": ("olmoe", "qwen3_next", "jetmoe", "mixtral", "granitemoe", "llama4", "zaya"),
     "smooth": ("olmoe", "gpt_oss", "qwen3_next", "jetmoe", "mixtral"),
 }

@@ -217,10 +217,10 @@ class _Inspector:
 
     def noise(self, asked: bool) -> NoiseReport:
         """The noise of the model in memory."""
-        if self.model.stream is not None:
-            return NoiseReport((), STREAMED_NOISE)
         if not asked:
             return NoiseReport((), NO_NOISE)
+        if self.model.stream is not None:
+            return NoiseReport((), STREAMED_NOISE)
         with self.clock("noise"):
             report = own_noise(self.model.module, self.names, self.text, self.batch_size)
             self.progress("noise", 1, 1)
