@@ -21,7 +21,7 @@ def convert(
     json_to: Json = None,
 ) -> None:
     """Read routes of any producer and write them in the form of another."""
-    outputs = Outputs(json=json_to, kept=output, overwrite=settings.overwrite)
+    outputs = Outputs(json=json_to, extended=output, overwrite=settings.overwrite)
     outputs.check(source, settings.tokens)
     with progress_bars(first="reading the routes"):
         from tieline.analysis.convert import convert as run

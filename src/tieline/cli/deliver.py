@@ -39,8 +39,8 @@ class Outputs:
         json: file of the JSON, or "-" for stdout.
         figure: file of the main figure: .pdf, .png or .svg.
         trace: folder for the routing itself.
-        made: folder for the model that the command makes.
-        kept: file or folder that the command adds results to itself.
+        model: folder for the model that the command makes.
+        extended: file or folder that the command itself writes or adds results to.
         overwrite: whether files are replaced without asking, and folders of the same kind at all.
         page_package: package that draws the page.
     """
@@ -49,8 +49,8 @@ class Outputs:
     json: str | None = None
     figure: Path | None = None
     trace: Path | None = None
-    made: Path | None = None
-    kept: Path | None = None
+    model: Path | None = None
+    extended: Path | None = None
     overwrite: bool = False
     page_package: str = "plotly"
 
@@ -69,14 +69,15 @@ class Outputs:
     @property
     def written(self) -> list[Path]:
         """Every file and folder that is written."""
-        return self.files + [path for path in (self.trace, self.made) if path is not None]
+        return self.files + [path for path in (self.trace, self.model) if path is not None]
 
     @property
-    def _places(self) -> list[Path]:
-        return self.written + ([] if self.kept is None else [self.kept])
+    def _targets(self) -> list[Path]:
+        """Everything that deliver or the command itself writes."""
+        return self.written + ([] if self.extended is None else [self.extended])
 
     def check(self, *inputs: object) -> None:
-        """Refuse places that cannot be written to, are named twice or are inputs, before any work.
+        """Refuse targets that cannot be written to, are named twice or are inputs, before any work.
 
         Asks before a file is replaced, if there is somebody to ask.
 
@@ -93,14 +94,15 @@ class Outputs:
         for path, package in ((self.html, self.page_package), (self.figure, "matplotlib")):
             if path is not None and find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs {package}", name=package)
-        given = [Path(one) for one in inputs if isinstance(one, str | Path) and Path(one).exists()]
-        for output in self._places:
-            for source in given:
+        names = [Path(name) for name in inputs if isinstance(name, str | Path)]
+        sources = [path for path in names if path.exists()]
+        for output in self._targets:
+            for source in sources:
                 _check_apart(output, source)
         if self.trace is not None:
             _check_trace(self.trace, self.overwrite)
-        if self.made is not None:
-            _check_model(self.made, self.overwrite)
+        if self.model is not None:
+            _check_model(self.model, self.overwrite)
         if not self.overwrite:
             _ask([path for path in self.files if path.is_file()])
 
@@ -108,10 +110,10 @@ class Outputs:
         to_stdout = [self.json == "-", self.html == STDOUT]
         require(sum(to_stdout) < 2, "--json - and --html -: only one of them can go to stdout")
         require(not any(to_stdout) or sys.stdout is not None, "stdout is closed")
-        for folder in (self.trace, self.made):
+        for folder in (self.trace, self.model):
             require(folder != STDOUT, "a folder cannot go to stdout: name it")
-        places = [os.path.realpath(path) for path in self._places]
-        require(len(set(places)) == len(places), f"one file for two outputs: {places}")
+        paths = [os.path.realpath(path) for path in self._targets]
+        require(len(set(paths)) == len(paths), f"one file for two outputs: {paths}")
 
 
 def _check_apart(output: Path, source: Path) -> None:
@@ -119,8 +121,8 @@ def _check_apart(output: Path, source: Path) -> None:
     clash = same_place(output, source)
     require(not clash, f"{output} is the input {source}: an output never replaces an input")
     inside = source.is_dir() and same_place(source, output)
-    part = inside and output.is_file() and output.suffix not in PICTURES
-    require(not part, f"{output} is a part of the input {source}: an output never replaces one")
+    replaces = inside and output.is_file() and output.suffix not in PICTURES
+    require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
 
 
 def _check_trace(folder: Path, overwrite: bool) -> None:
@@ -132,8 +134,8 @@ def _check_trace(folder: Path, overwrite: bool) -> None:
 
 
 def _check_model(folder: Path, overwrite: bool) -> None:
-    known = _is_new(folder, overwrite) or (folder / "config.json").is_file()
-    require(known, f"{folder} holds something else than a model: it is not replaced")
+    allowed = _is_new(folder, overwrite) or (folder / "config.json").is_file()
+    require(allowed, f"{folder} holds something else than a model: it is not replaced")
 
 
 def _is_new(folder: Path, overwrite: bool) -> bool:
@@ -150,8 +152,8 @@ def _ask(existing: list[Path]) -> None:
     if not existing or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return
     names = " and ".join(map(str, existing))
-    kept = f"{names} stays as it is: choose another name, or add --overwrite"
-    require(typer.confirm(f"{names} exists. Replace it?", err=True), kept)
+    refusal = f"{names} stays as it is: choose another name, or add --overwrite"
+    require(typer.confirm(f"{names} exists. Replace it?", err=True), refusal)
 
 
 def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
@@ -167,14 +169,14 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
     from tieline import report
 
     with progress_bars(first="report"):
-        made = _made(result, outputs)
+        contents = _contents(result, outputs)
         _save_folders(result, outputs)
-        for path, data in made.items():
+        for path, data in contents.items():
             if path != STDOUT:
                 write_whole(path, data)
     with closed_pipe_ignored():
         if outputs.to_stdout:
-            _to_stdout(made[STDOUT])
+            _to_stdout(contents[STDOUT])
         else:
             console = Console(highlight=False, soft_wrap=False)
             console.print(report.terminal(result, console.width))
@@ -184,7 +186,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         say(hint)
 
 
-def _made(result: Result, outputs: Outputs) -> dict[Path, bytes]:
+def _contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     """The contents of every file."""
     from tieline import report
     from tieline.report.drawing import drawn_bytes
@@ -215,5 +217,5 @@ def _save_folders(result: Any, outputs: Outputs) -> None:
         from tieline.trace.store import save_trace
 
         save_trace(result.trace, outputs.trace, overwrite=outputs.overwrite)
-    if outputs.made is not None:
-        result.save(outputs.made)
+    if outputs.model is not None:
+        result.save(outputs.model)

@@ -25,7 +25,7 @@ def merge(
     json_to: Json = None,
 ) -> None:
     """Merge the pieces of a run exactly: traces token by token, summaries by counts."""
-    outputs = Outputs(json=json_to, kept=out, overwrite=settings.overwrite)
+    outputs = Outputs(json=json_to, extended=out, overwrite=settings.overwrite)
     outputs.check(*folders)
     check_folder(out)
     with progress_bars(first="reading the folders"):

@@ -26,7 +26,7 @@ def smooth(
     overwrite: Overwrite = False,
 ) -> None:
     """Make routing continuous at ties instead of top-k, and measure what that repairs and costs."""
-    outputs = Outputs(html, json_to, made=out, overwrite=overwrite)
+    outputs = Outputs(html, json_to, model=out, overwrite=overwrite)
     outputs.check(model, settings.text)
     with progress_bars() as progress, joined(settings.parallel, "smoothing") as parallel:
         from tieline.analysis.smooth import smooth as run

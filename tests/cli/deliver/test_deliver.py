@@ -111,13 +111,13 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
         (Outputs(json=str(tmp_path / "no" / "a.json")), "there is no folder"),
         (Outputs(figure=tmp_path / "a.gif"), "a figure is"),
         (Outputs(trace=tmp_path / "full"), "not empty: choose another folder or add --overwrite"),
-        (Outputs(made=tmp_path / "full"), "not empty: choose another folder or add --overwrite"),
-        (Outputs(made=tmp_path / "full", overwrite=True), "something else than a model"),
-        (Outputs(made=tmp_path / "full" / "x" / "m"), "is not a folder"),
+        (Outputs(model=tmp_path / "full"), "not empty: choose another folder or add --overwrite"),
+        (Outputs(model=tmp_path / "full", overwrite=True), "something else than a model"),
+        (Outputs(model=tmp_path / "full" / "x" / "m"), "is not a folder"),
         (Outputs(page, trace=page), "one file for two outputs"),
-        (Outputs(page, kept=tmp_path / "no" / ".." / "a.html"), "one file for two outputs"),
+        (Outputs(page, extended=tmp_path / "no" / ".." / "a.html"), "one file for two outputs"),
         (Outputs(Path("-"), "-"), "only one of them can go to stdout"),
-        (Outputs(made=Path("-")), "a folder cannot go to stdout"),
+        (Outputs(model=Path("-")), "a folder cannot go to stdout"),
     ):
         with pytest.raises(ParameterError, match=words):
             chosen.check()
@@ -146,13 +146,13 @@ def test_an_output_is_never_an_input(tmp_path):
     text = tmp_path / "text.txt"
     text.touch()
     for chosen in (
-        Outputs(made=model, overwrite=True),
-        Outputs(made=link, overwrite=True),
-        Outputs(made=tmp_path, overwrite=True),
+        Outputs(model=model, overwrite=True),
+        Outputs(model=link, overwrite=True),
+        Outputs(model=tmp_path, overwrite=True),
         Outputs(trace=model, overwrite=True),
         Outputs(json=str(model / "config.json"), overwrite=True),
         Outputs(json=str(text)),
-        Outputs(kept=text),
+        Outputs(extended=text),
     ):
         with pytest.raises(ParameterError, match="an output never replaces"):
             chosen.check(str(model), None, text)

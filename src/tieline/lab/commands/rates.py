@@ -32,7 +32,7 @@ def rates(
     """
     results, package = settings.results, "matplotlib"
     outputs = Outputs(
-        html, json_to, figure, kept=results, overwrite=overwrite, page_package=package
+        html, json_to, figure, extended=results, overwrite=overwrite, page_package=package
     )
     outputs.check()
     with progress_bars(first="loading the libraries"):

@@ -35,7 +35,7 @@ def reproduce(
     Results are stored as they come, so a stopped run continues where it was. They are valid as long
     as the code does not change.
     """
-    outputs = Outputs(html, json_to, kept=settings.results, overwrite=overwrite)
+    outputs = Outputs(html, json_to, extended=settings.results, overwrite=overwrite)
     outputs.check()
     names = claims or ["all"]
     with progress_bars(first="loading the claims"):

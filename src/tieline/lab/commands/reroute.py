@@ -25,7 +25,7 @@ def reroute(
     overwrite: Overwrite = False,
 ) -> None:
     """Give a model another router, fitted to its own choices, and measure what is kept."""
-    outputs = Outputs(html, json_to, made=out, overwrite=overwrite, page_package="matplotlib")
+    outputs = Outputs(html, json_to, model=out, overwrite=overwrite, page_package="matplotlib")
     outputs.check(model, settings.text, settings.fit)
     with progress_bars() as progress:
         from tieline.analysis.sources import quiet_transformers

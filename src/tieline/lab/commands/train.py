@@ -41,7 +41,7 @@ def train(
     Started by torchrun, the processes train one model together: experts are spread over them, all
     other parameters are sharded.
     """
-    outputs = Outputs(html, json_to, kept=out, overwrite=overwrite, page_package="matplotlib")
+    outputs = Outputs(html, json_to, extended=out, overwrite=overwrite, page_package="matplotlib")
     outputs.check()
     if list_recipes:
         from tieline.lab.training.recipes import recipe_list

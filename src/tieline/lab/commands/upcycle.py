@@ -23,7 +23,7 @@ def upcycle(
     json_to: Json = None,
 ) -> None:
     """Copy a dense model's feed-forward networks into experts; the function stays, to rounding."""
-    outputs = Outputs(json=json_to, made=out, overwrite=overwrite)
+    outputs = Outputs(json=json_to, model=out, overwrite=overwrite)
     outputs.check(model, settings.text)
     with progress_bars() as progress:
         from tieline.analysis.sources import quiet_transformers
