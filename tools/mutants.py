@@ -442,8 +442,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "audit-12",
-        "trace = replace(trace, layers=tuple(replace(layer, inputs=None) for layer in trace.layers))",
-        "trace = replace(trace, layers=tuple(replace(layer) for layer in trace.layers))",
+        "layers = tuple(replace(layer, inputs=None) for layer in trace.layers)",
+        "layers = tuple(replace(layer) for layer in trace.layers)",
         "analysis/inspect/test_inspect.py",
         "the router inputs stay in the trace of an inspection",
     ),
