@@ -186,3 +186,9 @@ def test_a_streamed_smoothing_is_saved_as_the_one_in_memory(tmp_path):
         smooth(folder, stream=stream, **SMOOTH).save(tmp_path / str(stream))
     assert torch.equal(logits(tmp_path / "False"), logits(tmp_path / "True"))
     assert not torch.equal(logits(folder), logits(tmp_path / "True"))
+
+
+def test_the_model_in_the_box_can_be_streamed():
+    options = {"tokens": 256, "batch_size": 1, "sequence_length": 128, "formats": ["bf16"]}
+    options |= {"flips": 10, "remedies": ()}
+    assert numbers(audit("demo", **options)) == numbers(audit("demo", stream=True, **options))

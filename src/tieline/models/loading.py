@@ -89,7 +89,7 @@ def load_model(
         memory: bytes that a streamed model may take, by default what is free.
         keep: whether files that are fetched for a streamed model stay.
         copies: how often a streamed layer is in memory: twice where its weights are also rounded.
-        parallel: how the processes of torchrun share it, a name in `hf.spread.PARALLEL`; None for
+        parallel: how the processes of torchrun share it, a name in `models.spread.PARALLEL`; None for
             a whole model in this process.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
@@ -97,10 +97,10 @@ def load_model(
     check_parallel(parallel)
     require(not (stream and parallel), "a streamed model runs in one process, not on several")
     stream = False if parallel else stream  # several processes have room for the parts
-    if name is None or is_demo(name):
-        require(not stream, "the model in the box is small: it is not streamed")
+    name = DEMO if name is None else name
+    if is_demo(name) and not stream:
         return _demo(dtype, where, parallel)
-    source = _source(name)
+    source = DEMO_FOLDER if is_demo(name) else _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"local_files_only": True} if isinstance(source, Path) else {"revision": revision}
     with _explained(name, "configuration"):
