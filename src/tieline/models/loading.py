@@ -89,8 +89,8 @@ def load_model(
         memory: bytes that a streamed model may take, by default what is free.
         keep: whether files that are fetched for a streamed model stay.
         copies: how often a streamed layer is in memory: twice where its weights are also rounded.
-        parallel: how the processes of torchrun share it, a name in `models.spread.PARALLEL`; None for
-            a whole model in this process.
+        parallel: how the processes of torchrun share it, a name in `models.spread.PARALLEL`; None
+            for a whole model in this process.
     """
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
     where = _device(device)
