@@ -122,20 +122,22 @@ def sigma_for_flips(
     """σ at which `share` of tokens flip, in each layer and in the mean over layers.
 
     Args:
-        layers: routing of the same tokens by layer, in parts.
+        layers: routing of the same tokens by layer, in pieces.
         share: the share.
     """
-    views = {name: [(part, logit_view(part)) for part in parts] for name, parts in layers.items()}
+    views = {
+        name: [(piece, logit_view(piece)) for piece in pieces] for name, pieces in layers.items()
+    }
     with one_thread():
         alone = {
-            name: solve_increasing(lambda s, p=parts: _rate(p, s), share)
-            for name, parts in views.items()
+            name: solve_increasing(lambda s, p=pieces: _rate(p, s), share)
+            for name, pieces in views.items()
         }
-        known = [sigma for sigma in alone.values() if sigma is not None]
-        start = sum(known) / len(known) if known else 0.01
+        sigmas = [sigma for sigma in alone.values() if sigma is not None]
+        start = sum(sigmas) / len(sigmas) if sigmas else 0.01
 
         def mean(sigma: float) -> float:
-            return sum(_rate(parts, sigma) for parts in views.values()) / len(views)
+            return sum(_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
         return SigmaForFlips(share, solve_increasing(mean, share, start), alone)
 
@@ -159,8 +161,8 @@ def solve_increasing(
             return None
     middle = high
     for step in range(STEPS):
-        place = 0.5 if step % 3 == 2 or low[1] <= 0 else _on_line(low[1], high[1], target)
-        x = low[0] * (high[0] / low[0]) ** place
+        share_of_way = 0.5 if step % 3 == 2 or low[1] <= 0 else _on_line(low[1], high[1], target)
+        x = low[0] * (high[0] / low[0]) ** share_of_way
         middle = (x, rate(x))
         low, high = (middle, high) if middle[1] < target else (low, middle)
         if abs(middle[1] / target - 1) < CLOSE or high[0] / low[0] < 1 + CLOSE:
@@ -175,10 +177,10 @@ def _on_line(low: float, high: float, target: float) -> float:
     return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
 
 
-def _rate(parts: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
+def _rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
     """Predicted share of tokens that flip; its upper limit where it is an interval."""
     flips = tokens = 0.0
-    for layer, view in parts:
+    for layer, view in pieces:
         high = chance_by_noise(layer, view, sigma * torch.ones_like(view.scores)).high
         flips, tokens = flips + high.sum().item(), tokens + len(high)
     return flips / tokens

@@ -98,8 +98,8 @@ class Block:
         family = family_of(self.router)
         counted = family is not None and family.counts_columns
 
-        def rule(found: RouterOutput) -> Choice:
-            return fitted(choice, found.ids.shape[1]) if counted else choice
+        def rule(routed: RouterOutput) -> Choice:
+            return fitted(choice, routed.ids.shape[1]) if counted else choice
 
         @contextmanager
         def scope() -> Iterator[None]:
@@ -139,9 +139,9 @@ class Rows:
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments to call the block with."""
         shaped = {k: v[None] if self.batched else v for k, v in self.inputs.items()} | self.others
-        places = sorted(key for key in shaped if isinstance(key, int))
+        positions = sorted(key for key in shaped if isinstance(key, int))
         named = {key: value for key, value in shaped.items() if isinstance(key, str)}
-        return tuple(shaped[place] for place in places), named
+        return tuple(shaped[position] for position in positions), named
 
 
 @dataclass(frozen=True)
@@ -306,24 +306,24 @@ class _Pool:
         self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
         self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
 
-    def parts(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Everything that is kept, a row per token."""
         assert self._rows is not None
-        inputs = {f"input.{place}": value for place, value in enumerate(self._rows.inputs.values())}
+        inputs = {f"input.{index}": value for index, value in enumerate(self._rows.inputs.values())}
         kept = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
         return kept | inputs | {"output": self._rows.output}
 
-    def join(self, found: Mapping[str, Tensor]) -> None:
-        """Keep the best of what several pools have, given by `parts` in the order of tokens."""
+    def join(self, pooled: Mapping[str, Tensor]) -> None:
+        """Keep the best of what several pools have, given by `tensors` in the order of tokens."""
         assert self._rows is not None
-        best = _order(found["keys"], found["lots"])[: self._size]
-        self._keys, self._lots = found["keys"][best], found["lots"][best]
-        self.tokens, old = found["tokens"][best], self._rows
+        best = _order(pooled["keys"], pooled["lots"])[: self._size]
+        self._keys, self._lots = pooled["keys"][best], pooled["lots"][best]
+        self.tokens, old = pooled["tokens"][best], self._rows
         inputs = {
-            key: found[f"input.{place}"][best].to(value.device)
-            for place, (key, value) in enumerate(old.inputs.items())
+            key: pooled[f"input.{index}"][best].to(value.device)
+            for index, (key, value) in enumerate(old.inputs.items())
         }
-        self._rows = Rows(inputs, old.others, found["output"][best].to(old.output), old.batched)
+        self._rows = Rows(inputs, old.others, pooled["output"][best].to(old.output), old.batched)
 
     def without(self, tokens: Places, most: int) -> BlockSample | None:
         """Return the first `most` kept tokens that are not among `tokens`."""
@@ -392,11 +392,11 @@ class BlockSampler(Observer):
             )
             return
         self._status.setdefault(name, "ok")
-        places = self._first + self._recorder.offset(run) + torch.arange(len(gaps))
-        lots = torch.as_tensor(token_hash(torch.full_like(places, self._seed), places) / SPAN)
+        tokens = self._first + self._recorder.offset(run) + torch.arange(len(gaps))
+        lots = torch.as_tensor(token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN)
         near, random = self._pools[name]
-        near.offer(gaps, lots, places, rows)
-        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, places, rows)
+        near.offer(gaps, lots, tokens, rows)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, tokens, rows)
 
     def join(self, ranks: Ranks) -> None:
         """Sample from the tokens of all processes."""
@@ -413,7 +413,7 @@ class BlockSampler(Observer):
             TielineError,
         )
         for pool in (pool for both in self._pools.values() for pool in both if pool.filled):
-            pool.join(everywhere(pool.parts()))
+            pool.join(everywhere(pool.tensors()))
 
     def block(self, name: str) -> Block:
         """The block of this router."""

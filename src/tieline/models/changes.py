@@ -219,13 +219,13 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
         source: folder or hub id.
         options: of `AutoConfig.from_pretrained`, such as `revision`.
     """
-    found, _ = PreTrainedConfig.get_config_dict(source, **options)
-    check_sizes(found)
-    key = next((key for key in (KEY, OLD_KEY) if key in found), None)
+    fields, _ = PreTrainedConfig.get_config_dict(source, **options)
+    check_sizes(fields)
+    key = next((key for key in (KEY, OLD_KEY) if key in fields), None)
     if key is None:
         config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
     else:
-        config, rest = _inner_config(found[key], key)
+        config, rest = _inner_config(fields[key], key)
         changes = {"smooth": rest} if key == OLD_KEY else _table(rest.get("changes"))
         variant = OLD_VARIANT if key == OLD_KEY else VARIANT
     return Checkpoint(config, _checked(_take_old_changes(config) | changes), variant)
@@ -247,11 +247,11 @@ def _inner_config(stored: Any, key: str) -> tuple[Any, Facts]:
 
 def _take_old_changes(config: Any) -> Facts:
     """Remove the changes that older checkpoints hold in the place of a quantisation."""
-    place = getattr(config, OLD_PLACE, None)
-    if not isinstance(place, dict) or KEY not in place:
+    stored = getattr(config, OLD_PLACE, None)
+    if not isinstance(stored, dict) or KEY not in stored:
         return {}
     delattr(config, OLD_PLACE)
-    return _table(place[KEY])
+    return _table(stored[KEY])
 
 
 def _table(value: Any) -> Facts:
@@ -308,10 +308,10 @@ def load_pretrained(
 def _named_class(config: Any) -> type[PreTrainedModel]:
     """The class of transformers that the configuration names, which is text from a file."""
     names = getattr(config, "architectures", None) or []
-    found = getattr(transformers, str(names[0]), None) if names else None
-    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+    architecture = getattr(transformers, str(names[0]), None) if names else None
+    if not isinstance(architecture, type) or not issubclass(architecture, PreTrainedModel):
         raise UnsupportedModelError(f"the checkpoint names no model of transformers: {names}")
-    return found
+    return architecture
 
 
 def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
@@ -339,8 +339,8 @@ def _read(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrained
     lacks = f"it lacks {_counted(missing, 'tensor')}, which would be random numbers"
     require(not missing, refusal + lacks, UnsupportedModelError)
     shapes = [
-        f"{name!r} has the shape {tuple(found)} instead of {tuple(wanted)}"
-        for name, found, wanted in sorted(report["mismatched_keys"])
+        f"{name!r} has the shape {tuple(shape)} instead of {tuple(expected)}"
+        for name, shape, expected in sorted(report["mismatched_keys"])
     ]
     wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more(len(shapes))}"
     hint = "; parts of the experts may be missing" if "experts" in wrong else ""

@@ -40,14 +40,14 @@ GROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 def free_memory() -> int:
     """Bytes that can be allocated here; a very large number where nothing tells."""
-    found = []
+    limits = []
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) << 10)
+            limits.append(int(line.split()[1]) << 10)
     limit, used = _lines(GROUP_LIMIT), _lines(GROUP_USED)
     if limit and used and limit[0].isdigit():
-        found.append(int(limit[0]) - int(used[0]))
-    return min(found, default=1 << 62)
+        limits.append(int(limit[0]) - int(used[0]))
+    return min(limits, default=1 << 62)
 
 
 def _lines(path: Path) -> list[str]:
@@ -148,10 +148,10 @@ def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool 
     )
     client, headers = huggingface_hub.HfApi(endpoint=_place()["endpoint"]), {}
     for file in shard_names(folder):
-        found = client.parse_safetensors_file_metadata(name, file, revision=revision)
+        metadata = client.parse_safetensors_file_metadata(name, file, revision=revision)
         facts = {
             key: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
-            for key, t in found.tensors.items()
+            for key, t in metadata.tensors.items()
         }
         headers[file] = parse_header(file, facts, 0)  # places are known once the file is here
 

@@ -67,15 +67,17 @@ def frontier(
     model = opened.module
     split = split_text(corpus, opened, settings.calibration)
     ids = corpus.stacked(split.calibration)
-    known = Calibration(model, ids, settings.noise, progress)
+    calibration = Calibration(model, ids, settings.noise, progress)
     smoothed = copy.deepcopy(model)
     gate = settings.gate_name
-    smooth_(smoothed, epsilon=known.by_noise(1.0), gate=gate)
-    widths = [known.experts(known.by_noise(scale), gate) for scale in COMPARED]
-    least = max(plan.k for plan in known.plans) + 0.01
+    smooth_(smoothed, epsilon=calibration.by_noise(1.0), gate=gate)
+    widths = [calibration.experts(calibration.by_noise(scale), gate) for scale in COMPARED]
+    least = max(plan.k for plan in calibration.plans) + 0.01
     budgets = [count for count in widths if count > least]
-    points = measure_points((model, smoothed), known, split.measured, settings, budgets, progress)
-    laws = _laws(model, known, split, settings, progress)
+    points = measure_points(
+        (model, smoothed), calibration, split.measured, settings, budgets, progress
+    )
+    laws = _laws(model, calibration, split, settings, progress)
     provenance = {"text": corpus.origin, "seed": settings.seed, "batch_size": settings.batch_size}
     return replace(
         points, model=opened.name or type(model).__name__, layers=laws, provenance=provenance
@@ -84,7 +86,7 @@ def frontier(
 
 def _laws(
     model: nn.Module,
-    known: Calibration,
+    calibration: Calibration,
     split: TextSplit,
     settings: FrontierSettings,
     progress: Progress | None,
@@ -92,7 +94,7 @@ def _laws(
     """The law in every layer; none where a layer cannot be run by itself."""
     runs = [list(batches(sequences, settings.batch_size)) for sequences in split]
     with only_running(model), suppress(UnsupportedModelError):
-        return layer_laws(model, known, *runs, seed=settings.seed, progress=progress)
+        return layer_laws(model, calibration, *runs, seed=settings.seed, progress=progress)
     return ()
 
 
@@ -106,7 +108,7 @@ class _Mark(NamedTuple):
 
 def measure_points(
     models: tuple[nn.Module, nn.Module],
-    known: Calibration,
+    calibration: Calibration,
     sequences: Sequence[Int[Tensor, " _"]],
     settings: FrontierSettings,
     budgets: Sequence[float] = (),
@@ -116,16 +118,16 @@ def measure_points(
 
     Args:
         models: the original and a smoothed copy, of which widths alone are replaced.
-        known: from the calibration text.
+        calibration: from the calibration text.
         sequences: held-out token ids.
         settings: gate, widths by noise, batch size and seed.
         budgets: mean experts per token of the widths by budget.
         progress: called with stage, done and total.
     """
     model, smoothed = models
-    gate, noise = settings.gate_name, known.noise
-    marks = [_Mark("noise", c, known.by_noise(c)) for c in settings.scales or SCALES]
-    marks += [_Mark("budget", n, known.by_budget(n, gate)) for n in budgets]
+    gate, noise = settings.gate_name, calibration.noise
+    marks = [_Mark("noise", c, calibration.by_noise(c)) for c in settings.scales or SCALES]
+    marks += [_Mark("budget", n, calibration.by_budget(n, gate)) for n in budgets]
     tables = repair_tables(
         model,
         smoothed,
@@ -140,7 +142,7 @@ def measure_points(
         _point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
     )
     by_flips = tables[0].row(noise.name).by_flips
-    return Frontier("", noise.name, gate, by_flips, known.sigmas, points, (), {})
+    return Frontier("", noise.name, gate, by_flips, calibration.sigmas, points, (), {})
 
 
 def _point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoint:

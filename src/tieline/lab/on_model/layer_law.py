@@ -98,22 +98,22 @@ class _Seen(NamedTuple):
 
 def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Seen]:
     """Run a batch and return the calls of its layers."""
-    seen: list[_Seen] = []
+    calls: list[_Seen] = []
     state: dict[str, Any] = {}
 
     def routed(
         plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
     ) -> None:
-        found = read_output(plan.family, router, (args, named), output)
-        chosen = select(plan.family, router, found.logits, (args, named))
+        routed = read_output(plan.family, router, (args, named), output)
+        chosen = select(plan.family, router, routed.logits, (args, named))
         scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
-        state[plan.name] = found.logits.clone(), scores.clone(), groups
+        state[plan.name] = routed.logits.clone(), scores.clone(), groups
 
     def blocked(
         plan: LayerPlan, block: Block, module: nn.Module, args: Any, named: Any, output: Any
     ) -> None:
         call = BlockCall(args, named, output)
-        seen.append(_Seen(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name]))
+        calls.append(_Seen(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name]))
 
     with ExitStack() as stack:
         for plan in plans:
@@ -125,7 +125,7 @@ def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Se
                 handle = module.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         forward(model, ids)
-    return seen
+    return calls
 
 
 class _Tie(NamedTuple):
@@ -142,23 +142,25 @@ class _Tie(NamedTuple):
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 
-def _tie(seen: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
+def _tie(calls: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
     """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
-    gaps = torch.cat([one.gaps for one in seen])
+    gaps = torch.cat([call.gaps for call in calls])
     width = gaps.quantile(NEAR).item()
-    lines = torch.cat([_weighted_jumps(one, width) for one in seen]).mean(dim=0)
-    size = torch.cat([one.rows.output.double().square().sum(dim=1) for one in seen]).mean().item()
+    lines = torch.cat([_weighted_jumps(call, width) for call in calls]).mean(dim=0)
+    size = (
+        torch.cat([call.rows.output.double().square().sum(dim=1) for call in calls]).mean().item()
+    )
     weighted, rise = lines.clamp_min(0.0)[0].item(), lines[1].item()
     density = (gap_density(gaps).value or 0.0) / 2
     slope = rise / weighted if weighted > 0 else 0.0
     return _Tie(density, weighted / size / max(density, 1e-30), sigma, slope), width
 
 
-def _weighted_jumps(one: _Seen, width: float) -> Float[Tensor, "tokens 2"]:
+def _weighted_jumps(call: _Seen, width: float) -> Float[Tensor, "tokens 2"]:
     """For each token two numbers whose means are f J² at the tie and its slope with the gap."""
-    gaps = one.gaps
+    gaps = call.gaps
     near = (gaps < width).nonzero().squeeze(1)
-    weighted = line_weights(gaps[near], width) * _jump_squares(one, near).unsqueeze(1)
+    weighted = line_weights(gaps[near], width) * _jump_squares(call, near).unsqueeze(1)
     return torch.zeros(len(gaps), 2, dtype=torch.float64).index_copy(0, near, weighted)
 
 
@@ -172,16 +174,16 @@ def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
     return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
 
 
-def _jump_squares(one: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
+def _jump_squares(call: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
     """‖y_swapped - y‖² of some tokens, weights those of the scores as they are."""
-    some = one.take(tokens)
-    k, plan = one.plan.k, one.plan
+    some = call.take(tokens)
+    k, plan = call.plan.k, call.plan
     ranked = projected_columns(
-        some.scores.double(), k + 1, epsilon=one.hard_width, groups=one.groups
+        some.scores.double(), k + 1, epsilon=call.hard_width, groups=call.groups
     ).ids[:, : k + 1]
     sides = []
     for left_out in (k, k - 1):
-        ids = ranked[:, [place for place in range(k + 1) if place != left_out]]
+        ids = ranked[:, [rank for rank in range(k + 1) if rank != left_out]]
         share = torch.ones_like(ids, dtype=torch.float64)
         weights = column_weights(plan.family, plan.router, some.logits, ids, share)
         sides.append(some.block.run(some.rows, Choice(weights, ids)).double())
@@ -207,7 +209,7 @@ class _Sums:
 
 def layer_laws(
     model: nn.Module,
-    known: Calibration,
+    widths: Calibration,
     calibration: Sequence[Ids],
     batches: Sequence[Ids],
     *,
@@ -220,7 +222,7 @@ def layer_laws(
 
     Args:
         model: the original, in evaluation mode and float32.
-        known: its scores and noise.
+        widths: its scores and noise.
         calibration: tokens that f and J are taken from.
         batches: other tokens, to measure on.
         scales: c = ε/σ.
@@ -228,25 +230,25 @@ def layer_laws(
         seed: seed of the noise.
         progress: called with stage, done and total.
     """
-    plans = [plan for plan in known.plans if known.sigmas[plan.name] > 0]
+    plans = [plan for plan in widths.plans if widths.sigmas[plan.name] > 0]
     first = [_watched(model, plans, ids) for ids in calibration]
     ties, sums = {}, {}
-    for place, plan in enumerate(plans):
-        tie, width = _tie([calls[place] for calls in first], known.sigmas[plan.name])
+    for index, plan in enumerate(plans):
+        tie, width = _tie([calls[index] for calls in first], widths.sigmas[plan.name])
         ties[plan.name], sums[plan.name] = tie, _Sums(width)
     del first
     for number, ids in enumerate(batches):
-        for place, one in enumerate(_watched(model, plans, ids)):
-            name, shape = one.plan.name, tuple(ids.shape)
-            source = noise_generator(seed, number, place)
-            _count(one, sums[name], ties[name].sigma, (scales, draws), source, shape)
+        for index, call in enumerate(_watched(model, plans, ids)):
+            name, shape = call.plan.name, tuple(ids.shape)
+            source = noise_generator(seed, number, index)
+            _count(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
         if progress is not None:
             progress("law", number + 1, len(batches))
     return tuple(_law(name, ties[name], sums[name], scales) for name in ties)
 
 
 def _count(
-    one: _Seen,
+    call: _Seen,
     sums: _Sums,
     sigma: float,
     how: tuple[Sequence[float], int],
@@ -255,19 +257,19 @@ def _count(
 ) -> None:
     """Add the tokens of a batch; those that no noise brings into a band count as zero."""
     scales, draws = how
-    gaps = one.gaps
+    gaps = call.gaps
     near = (gaps < (max(scales) + REACH) * sigma).nonzero().squeeze(1)
-    some = one.take(near)
-    hard = some.output(one.hard_width)
+    some = call.take(near)
+    hard = some.output(call.hard_width)
     size = (*some.scores.shape, draws)
     noises = torch.randn(size, generator=source, dtype=torch.float64) * sigma / math.sqrt(2)
 
     def add(kept: SequenceSums, squares: Squares) -> None:
         kept.add(torch.zeros_like(gaps).index_copy(0, near, squares).view(shape))
 
-    sums.size.add(one.rows.output.double().square().sum(dim=1).view(shape))
-    sums.jumps.add(_weighted_jumps(one, sums.width)[:, 0].view(shape))
-    add(sums.hard, _change(some, one.hard_width, hard, noises))
+    sums.size.add(call.rows.output.double().square().sum(dim=1).view(shape))
+    sums.jumps.add(_weighted_jumps(call, sums.width)[:, 0].view(shape))
+    add(sums.hard, _change(some, call.hard_width, hard, noises))
     for scale in scales:
         smooth = some.output(scale * sigma)
         add(sums.moved[scale], (smooth - hard).square().sum(dim=1))
@@ -275,12 +277,12 @@ def _count(
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
-def _change(one: _Seen, width: float, clean: Tensor, noises: Tensor) -> Squares:
+def _change(call: _Seen, width: float, clean: Tensor, noises: Tensor) -> Squares:
     """Mean over draws of ‖y(c + n) - y(c)‖²."""
-    found = [
-        (one.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
+    changes = [
+        (call.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
     ]
-    return torch.stack(found).mean(dim=0)
+    return torch.stack(changes).mean(dim=0)
 
 
 def _law(name: str, tie: _Tie, sums: _Sums, scales: Sequence[float]) -> LayerLaw:
@@ -315,17 +317,17 @@ def _above_frontier(sums: _Sums, scale: float, sigma: float) -> Estimate:
     flip.
     """
     columns = (sums.moved[scale], sums.left[scale], sums.jumps)
-    kept = torch.stack([torch.cat(one.sums) for one in columns])
-    whole = _over_least(kept.sum(dim=1), sigma)
+    kept = torch.stack([torch.cat(sums.sums) for sums in columns])
+    ratio = _over_least(kept.sum(dim=1), sigma)
     groups = torch.arange(kept.shape[1]) % min(GROUPS, kept.shape[1])
     count = int(groups.max()) + 1
-    if whole is None or count < 2:
-        return Estimate(whole, None, "ok" if whole is not None else "not answerable: no flips seen")
-    parts = [_over_least(kept[:, groups != group].sum(dim=1), sigma) for group in range(count)]
-    known = torch.tensor([part for part in parts if part is not None], dtype=torch.float64)
-    if len(known) < count:  # without some sequences nothing is left: too few to tell an error
-        return Estimate(whole, None)
-    return Estimate(whole, ((count - 1) * known.var(correction=0)).sqrt().item())
+    if ratio is None or count < 2:
+        return Estimate(ratio, None, "ok" if ratio is not None else "not answerable: no flips seen")
+    left_out = [_over_least(kept[:, groups != group].sum(dim=1), sigma) for group in range(count)]
+    ratios = torch.tensor([value for value in left_out if value is not None], dtype=torch.float64)
+    if len(ratios) < count:  # without some sequences nothing is left: too few to tell an error
+        return Estimate(ratio, None)
+    return Estimate(ratio, ((count - 1) * ratios.var(correction=0)).sqrt().item())
 
 
 def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:

@@ -108,9 +108,9 @@ def shape(answer: ShapeAnswer) -> str:
     return NO_SCORES
 
 
-def pattern(found: Pattern) -> str:
+def pattern(shape: Pattern) -> str:
     """Write what a pattern is and where to look."""
-    return PATTERNS[found.kind](found)
+    return PATTERNS[shape.kind](shape)
 
 
 def token_shift(shift: int, against_ids: bool) -> str:
@@ -132,77 +132,77 @@ def renumbering(layers: int, total: int, first: str, moves: tuple[tuple[int, int
     )
 
 
-def _times(found: Pattern) -> str:
+def _times(shape: Pattern) -> str:
     """Ratio of standard deviations behind a difference of log variances."""
-    return f"{math.exp(abs(found.effect) / 2):.2g}"
+    return f"{math.exp(abs(shape.effect) / 2):.2g}"
 
 
-def _lag(found: Pattern) -> str:
-    if found.layer is None:
-        return f"lag of tokens: {token_shift(int(found.effect), against_ids=True)}"
-    where = "before" if (found.number or 0) > 0 else "after"
+def _lag(shape: Pattern) -> str:
+    if shape.layer is None:
+        return f"lag of tokens: {token_shift(int(shape.effect), against_ids=True)}"
+    where = "before" if (shape.number or 0) > 0 else "after"
     return (
-        f"lag of tokens: {100 * found.effect:.0f} % of {found.flips:,} flips in layer "
-        f"{found.layer!r} have in B the experts that A gave to the token {where} it"
+        f"lag of tokens: {100 * shape.effect:.0f} % of {shape.flips:,} flips in layer "
+        f"{shape.layer!r} have in B the experts that A gave to the token {where} it"
     )
 
 
-def _permutation(found: Pattern) -> str:
-    moved = int(found.effect)
-    return f"permutation: {renumbering(moved, found.number or 0, found.layer or '', found.moves)}"
+def _permutation(shape: Pattern) -> str:
+    moved = int(shape.effect)
+    return f"permutation: {renumbering(moved, shape.number or 0, shape.layer or '', shape.moves)}"
 
 
-def _expert(found: Pattern) -> str:
+def _expert(shape: Pattern) -> str:
     return (
-        f"one expert: tokens that chose expert {found.number} of layer {found.layer!r} have "
-        f"{_times(found)} times the noise of others in the next layer: compare the weights of that "
+        f"one expert: tokens that chose expert {shape.number} of layer {shape.layer!r} have "
+        f"{_times(shape)} times the noise of others in the next layer: compare the weights of that "
         "expert (swapped, stale, or quantised otherwise)"
     )
 
 
-def _row(found: Pattern) -> str:
+def _row(shape: Pattern) -> str:
     return (
-        f"one expert: the scores of expert {found.number} in layer {found.layer!r} differ "
-        f"{_times(found)} times as much as those of others: compare its row of the router"
+        f"one expert: the scores of expert {shape.number} in layer {shape.layer!r} differ "
+        f"{_times(shape)} times as much as those of others: compare its row of the router"
     )
 
 
-def _offset(found: Pattern) -> str:
-    bias = " that are the recorded selection bias" if found.detail == "bias" else ""
+def _offset(shape: Pattern) -> str:
+    bias = " that are the recorded selection bias" if shape.detail == "bias" else ""
     return (
-        f"offsets of experts: {100 * found.effect:.0f} % of the noise in layer {found.layer!r} is "
+        f"offsets of experts: {100 * shape.effect:.0f} % of the noise in layer {shape.layer!r} is "
         f"one number per expert{bias}: look for a selection bias that was dropped or added"
     )
 
 
-def _positions(found: Pattern) -> str:
-    grows = found.effect > 0
+def _positions(shape: Pattern) -> str:
+    grows = shape.effect > 0
     return (
-        f"positions: the noise of layer {found.layer!r} {'grows' if grows else 'falls'} "
-        f"{_times(found)}-fold along positions: look at "
+        f"positions: the noise of layer {shape.layer!r} {'grows' if grows else 'falls'} "
+        f"{_times(shape)}-fold along positions: look at "
         f"{'rotary tables and caches' if grows else 'attention masks'}"
     )
 
 
-def _document(found: Pattern) -> str:
+def _document(shape: Pattern) -> str:
     return (
-        f"one document: document {found.number} has {_times(found)} times the noise of others in "
-        f"layer {found.layer!r}: compare its tokens, positions and cache"
+        f"one document: document {shape.number} has {_times(shape)} times the noise of others in "
+        f"layer {shape.layer!r}: compare its tokens, positions and cache"
     )
 
 
-def _layer(found: Pattern) -> str:
-    others = "the layers beside it" if found.detail == "beside" else "the layer before"
+def _layer(shape: Pattern) -> str:
+    others = "the layers beside it" if shape.detail == "beside" else "the layer before"
     return (
-        f"one layer: the scores of layer {found.layer!r} differ {found.effect:.2g} times as much "
+        f"one layer: the scores of layer {shape.layer!r} differ {shape.effect:.2g} times as much "
         f"as those of {others}: compare its weights and the precision of its router"
     )
 
 
-def _weights(found: Pattern) -> str:
+def _weights(shape: Pattern) -> str:
     return (
-        f"weights: {found.number} tensors of {found.detail} are not those of the original, "
-        f"{found.layer!r} first (relative error {found.effect:.2g}): exchanged, stale or of "
+        f"weights: {shape.number} tensors of {shape.detail} are not those of the original, "
+        f"{shape.layer!r} first (relative error {shape.effect:.2g}): exchanged, stale or of "
         "another checkpoint"
     )
 

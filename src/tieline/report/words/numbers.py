@@ -59,8 +59,8 @@ def percent(
         return f"< {limit:.6f}".rstrip("0") + " %"
     if trim:
         return f"{value:.0f} %" if value >= 10**digits - 0.5 else f"{value:.{digits}g} %"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{places}f} %"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f} %"
 
 
 def with_interval(share: "Share") -> str:
@@ -78,8 +78,8 @@ def significant(number: float | None, digits: int = 3) -> str:
     if number == 0:
         return "0"
     if 1e-3 <= abs(number) < 10**6:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
-        return f"{number:,.{places}f}"
+        decimals = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+        return f"{number:,.{decimals}f}"
     return short_exponent(f"{number:.{digits - 1}e}")
 
 
@@ -87,8 +87,8 @@ def decimal(number: float, digits: int = 2) -> str:
     """Return a number with that many significant digits and without an exponent."""
     if number == 0:
         return "0"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
-    return f"{number:.{min(places, 12)}f}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+    return f"{number:.{min(decimals, 12)}f}"
 
 
 def short_exponent(text: str) -> str:
