@@ -48,7 +48,14 @@ RIDDLES = {"found", "told", "one", "known", "ways", "words", "said"} | {
 
 MANY_PARAMETERS = 10
 
-MAY_RUN: dict[str, str] = {}
+MAY_RUN = {
+    "analysis/remedies.py:_timed": "times remedies",
+    "analysis/remedies.py:_in_turns": "times remedies",
+    "analysis/repair.py:smoothing_latency": "times a smoothed model",
+    "models/loading.py:probe_output": "runs one token to see what a loaded model returns",
+    "models/running.py:forward": "the one way to call a model, which the runner calls",
+    "models/smooth.py:undo": "undoes a change; `model` is a function there",
+}
 """Functions outside run/ and lab/ that may call a model, as "file:function", with the reason."""
 
 COMMANDS = {
@@ -161,7 +168,7 @@ def many_parameters(trees: dict[Path, ast.Module], constructors: bool) -> list[s
         (path, node.lineno, node.name): parameters(node, fields)
         for path, tree in trees.items()
         for node in functions(tree)
-        if (node.name in {"__init__", "moe"}) == constructors
+        if (node.name in {"__init__", "moe", "baseline"}) == constructors
     }
     return [
         f"{path}:{line} {name}: {count}"

@@ -142,9 +142,9 @@ ROOMS = (
 
 def __getattr__(name: str) -> Any:
     if name in HOMES:
-        found = getattr(import_module(HOMES[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(import_module(HOMES[name]), name)
+        globals()[name] = value
+        return value
     if name in ROOMS:
         return import_module(f"tieline.{name}")
     raise AttributeError(f"module 'tieline' has no attribute {name!r}")

@@ -68,19 +68,19 @@ def chosen_perturbations(
         run: all of the audit.
         names: which; ("all",) for all, () for none, None for the usual ones or else all roundings.
     """
-    known = {one.name: one for one in run}
+    by_name = {perturbation.name: perturbation for perturbation in run}
     if names is None:
-        usual = [known[name] for name in USUAL if name in known]
-        return usual or [one for one in run if one.kind == "rounding"]
+        usual = [by_name[name] for name in USUAL if name in by_name]
+        return usual or [perturbation for perturbation in run if perturbation.kind == "rounding"]
     if tuple(names) == ("all",):
         return list(run)
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in by_name]
     require(
         not unknown,
         f"remedies are tried on perturbations of the audit: {', '.join(unknown)} is none of "
-        f"{', '.join(known)}, all, none",
+        f"{', '.join(by_name)}, all, none",
     )
-    return [known[name] for name in names]
+    return [by_name[name] for name in names]
 
 
 class SmoothedForm(NamedTuple):
@@ -100,16 +100,16 @@ def smoothed_forms(runner: Runner, calibration: Ids) -> list[SmoothedForm]:
         calibration: tokens that the noise σ and the number of experts are taken from.
     """
     model = runner.models[0].module
-    known = Calibration.of(model, measure_scores(runner, [calibration], NOISE), NOISE)
+    noise_scores = Calibration.of(model, measure_scores(runner, [calibration], NOISE), NOISE)
     forms = []
     for scale in SCALES:
-        widths = known.by_noise(scale)
-        experts = known.experts(widths, "projected")
+        widths = noise_scores.by_noise(scale)
+        experts = noise_scores.experts(widths, "projected")
         record = smoothing_record(model, widths, "projected")
         forms.append(SmoothedForm(f"smoothed, ε = {scale:g} σ", "projected", experts, record))
-    budget, slots = forms[1].experts, min(plan.n_experts for plan in known.plans)
-    if budget > max(plan.k for plan in known.plans):
-        record = smoothing_record(model, known.by_budget(budget, "ramp"), "ramp", slots)
+    budget, slots = forms[1].experts, min(plan.n_experts for plan in noise_scores.plans)
+    if budget > max(plan.k for plan in noise_scores.plans):
+        record = smoothing_record(model, noise_scores.by_budget(budget, "ramp"), "ramp", slots)
         forms.append(SmoothedForm("paper 1's ramp", "ramp", budget, record))
     return forms
 

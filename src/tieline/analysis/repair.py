@@ -191,9 +191,9 @@ class Repair(Result):
         named = {"experts": table.experts_after, "moved": table.moved, "loss": table.loss_change}
         for row in table.rows:
             named |= {f"factor@{row.name}": row.factor, f"kl@{row.name}": row.after}
-        found = {name: one.value for name, one in named.items()}
-        found |= {f"time@{one.implementation}": one.ratio for one in self.latency}
-        return {name: value for name, value in found.items() if value is not None}
+        metrics = {name: estimate.value for name, estimate in named.items()}
+        metrics |= {f"time@{timed.implementation}": timed.ratio for timed in self.latency}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 @dataclass
@@ -484,10 +484,10 @@ def smoothing_latency(
     times = torch.zeros(2, warmup + rounds, dtype=torch.float64)
     with only_running(model), only_running(smoothed):
         for turn in range(warmup + rounds):
-            for place in (0, 1) if turn % 2 else (1, 0):
+            for side in (0, 1) if turn % 2 else (1, 0):
                 start = time.process_time()
-                forward((model, smoothed)[place], ids)
-                times[place, turn] = time.process_time() - start
+                forward((model, smoothed)[side], ids)
+                times[side, turn] = time.process_time() - start
     ratio, low, high = _ratio(times[:, warmup:])
     names = _implementation(model), _implementation(smoothed)
     return Latency(ratio, low, high, rounds, ids.numel(), *names)

@@ -96,9 +96,9 @@ class _Smooth(NamedTuple):
     def repair(self) -> Repair:
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
         settings = self.settings
-        known = self.calibrate(settings.noise or NOISE) if settings.by_law else None
-        record = self.smoothing(known)
-        table = self.table(record, known)
+        calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
+        record = self.smoothing(calibration)
+        table = self.table(record, calibration)
         smoothed, latency = self.smoothed(record, settings.rounds, settings.experts_impl)
         corpus, ranks = self.corpus, self.runner.ranks
         sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
@@ -121,14 +121,14 @@ class _Smooth(NamedTuple):
         """What the calibration text says of the model."""
         return Calibration.of(self.model.module, self.measured(noise), noise)
 
-    def smoothing(self, known: Calibration | None) -> Smoothing:
+    def smoothing(self, calibration: Calibration | None) -> Smoothing:
         """Choose ε as the settings say."""
         wish = self.settings
-        if known is not None and wish.by_law:
-            scale = self._scale(known)
+        if calibration is not None and wish.by_law:
+            scale = self._scale(calibration)
             chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
-            how = f"{chosen} under {known.noise.name}: ε = {scale:.3g} times its noise"
-            return self._record(epsilon=known.by_noise(scale), how=how)
+            how = f"{chosen} under {calibration.noise.name}: ε = {scale:.3g} times its noise"
+            return self._record(epsilon=calibration.by_noise(scale), how=how)
         if wish.epsilon is not None:
             return self._record(epsilon=wish.epsilon)
         measured = self.measured(wish.noise)
@@ -140,22 +140,22 @@ class _Smooth(NamedTuple):
         unsmooth_(self.model.module)  # all forms run on the same weights
         return record
 
-    def _scale(self, known: Calibration) -> float:
+    def _scale(self, calibration: Calibration) -> float:
         """The c = ε/σ that the settings ask for, by the calibration text."""
         wish = self.settings
-        record = self._record(epsilon=known.by_noise(1.0))
+        record = self._record(epsilon=calibration.by_noise(1.0))
         sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
         ranks = Ranks.of(None, self.corpus.stacked(sequences))
         runner = Runner(self.model, ranks=ranks, memory=self.runner.memory)
-        forms = [ModelForm(with_widths(record, known.by_noise(scale))) for scale in SCALES]
-        tables = measure_repair(runner, forms, [known.noise], self.corpus.seed, self.progress)
+        forms = [ModelForm(with_widths(record, calibration.by_noise(scale))) for scale in SCALES]
+        tables = measure_repair(runner, forms, [calibration.noise], self.corpus.seed, self.progress)
         points = dict(zip(SCALES, tables, strict=True))
         return chosen_scale(points, factor=wish.factor, max_moved=wish.max_moved)
 
-    def table(self, record: Smoothing, known: Calibration | None) -> RepairTable:
+    def table(self, record: Smoothing, calibration: Calibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""
         forms, seed = [ModelForm(record)], self.corpus.seed
-        (table,) = measure_repair(self.runner, forms, _precisions(known), seed, self.progress)
+        (table,) = measure_repair(self.runner, forms, _precisions(calibration), seed, self.progress)
         return table
 
     def smoothed(
@@ -172,9 +172,9 @@ class _Smooth(NamedTuple):
         return smoothed, _latencies(module, smoothed, ids, rounds, experts_impl)
 
 
-def _precisions(known: Calibration | None) -> list[Perturbation]:
+def _precisions(calibration: Calibration | None) -> list[Perturbation]:
     """The default perturbations plus the one that is repaired."""
-    repaired = [] if known is None else [known.noise]
+    repaired = [] if calibration is None else [calibration.noise]
     return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *repaired]))
 
 

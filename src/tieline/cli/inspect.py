@@ -40,7 +40,7 @@ _CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*"
 
 
 @dataclass(frozen=True)
-class Condition:
+class MetricCondition:
     """A metric compared with a number; `text` is how the user wrote it."""
 
     text: str
@@ -95,7 +95,10 @@ def inspect(
 
 
 def _inspected(
-    source: str, settings: InspectSettings, conditions: list[Condition], save_trace: Path | None
+    source: str,
+    settings: InspectSettings,
+    conditions: list[MetricCondition],
+    save_trace: Path | None,
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
     with progress_bars() as progress, joined(settings.parallel, "inspecting") as parallel:
@@ -145,7 +148,7 @@ def _model_of(saved: Any) -> str:
     return shlex.quote(model) if isinstance(model, str) else "MODEL"
 
 
-def _judge(fulfilled: list[tuple[Condition, float]]) -> None:
+def _judge(fulfilled: list[tuple[MetricCondition, float]]) -> None:
     """Exit with 1 if a condition is fulfilled."""
     from tieline.report.words.numbers import significant
 
@@ -155,7 +158,7 @@ def _judge(fulfilled: list[tuple[Condition, float]]) -> None:
         raise typer.Exit(CONDITION_HELD)
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str) -> MetricCondition:
     """Read a condition such as `flip@bf16 > 0.02`."""
     match = _CONDITION.fullmatch(text)
     require(
@@ -165,10 +168,10 @@ def parse_condition(text: str) -> Condition:
     )
     assert match is not None
     metric, comparison, number, sign = match.groups()
-    return Condition(text.strip(), metric, comparison, float(number) / (100 if sign else 1))
+    return MetricCondition(text.strip(), metric, comparison, float(number) / (100 if sign else 1))
 
 
-def check_names(conditions: Collection[Condition], metrics: Collection[str]) -> None:
+def check_names(conditions: Collection[MetricCondition], metrics: Collection[str]) -> None:
     """Refuse conditions on metrics that are not among the known ones, listing these."""
     for condition in conditions:
         require(
@@ -179,8 +182,8 @@ def check_names(conditions: Collection[Condition], metrics: Collection[str]) -> 
 
 
 def held(
-    conditions: Collection[Condition], metrics: Mapping[str, float]
-) -> list[tuple[Condition, float]]:
+    conditions: Collection[MetricCondition], metrics: Mapping[str, float]
+) -> list[tuple[MetricCondition, float]]:
     """The conditions that are true of these metrics, each with the metric's value."""
     check_names(conditions, metrics)
     values = [(condition, metrics[condition.metric]) for condition in conditions]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import typer
 from typer.models import OptionInfo
 
-from tieline.core.settings import Setting, Settings
+from tieline.core.settings import SettingField, Settings
 
 __all__ = [
     "Debug",
@@ -60,7 +60,7 @@ class _Option(NamedTuple):
     """A field of a settings class as an option of a command."""
 
     name: str
-    described: Setting
+    described: SettingField
     default: Any
     hint: Any
 

@@ -21,13 +21,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, TypedDict, TypeVar, Unpack, dataclass_transform, get_type_hints
 
 from tieline.core.errors import ParameterError, TraceError
 
 __all__ = [
-    "Setting",
     "SettingError",
+    "SettingField",
     "Settings",
     "TraceSettingError",
     "above",
@@ -100,7 +100,7 @@ def require_setting(condition: bool, template: str, **values: object) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingField:
     """What a field of a settings class has besides name, type and default.
 
     Attributes:
@@ -147,6 +147,14 @@ def _quoted(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.80}"
 
 
+class OptionForm(TypedDict, total=False):
+    """How the command line shows a field: `option`, `metavar`, `show_default` of `SettingField`."""
+
+    option: str | None
+    metavar: str | None
+    show_default: bool
+
+
 def setting(
     default: Any = MISSING,
     *,
@@ -154,7 +162,7 @@ def setting(
     check: Callable[[Any], str] | None = None,
     read: Callable[[str], Any] | None = None,
     kind: Any = None,
-    **form: Any,
+    **form: Unpack[OptionForm],
 ) -> Any:
     """Declare a field of a settings class.
 
@@ -164,9 +172,9 @@ def setting(
         check: returns the rule that a value other than None breaks, or "".
         read: turns text into the value.
         kind: type on the command line.
-        form: `option`, `metavar` and `show_default` of `Setting`.
+        form: how the command line shows it.
     """
-    described = Setting(help, check, read, kind, **form)
+    described = SettingField(help, check, read, kind, **form)
     return dataclasses.field(default=default, metadata={"setting": described})
 
 
@@ -201,7 +209,7 @@ class Settings:
         return type(settings)(**{**vars(settings), **values})
 
     @classmethod
-    def described(cls) -> dict[str, Setting]:
+    def described(cls) -> dict[str, SettingField]:
         """Return what was declared of each field, by name."""
         return {field.name: field.metadata["setting"] for field in _fields(cls)}
 

@@ -25,7 +25,7 @@ class _GivenUp(BaseException):
     """Ends the thread of a pass that nobody waits for any more."""
 
 
-class Pass(threading.Thread):
+class ParkedPass(threading.Thread):
     """One function on its way.
 
     Attributes:
@@ -95,10 +95,10 @@ class Pass(threading.Thread):
             self.join()
 
 
-def current_pass() -> Pass | None:
+def current_pass() -> ParkedPass | None:
     """Return the pass whose thread this is; None outside of all."""
     thread = threading.current_thread()
-    return thread if isinstance(thread, Pass) else None
+    return thread if isinstance(thread, ParkedPass) else None
 
 
 class Lockstep:
@@ -119,7 +119,7 @@ class Lockstep:
                 same one share it.
         """
         pairs = zip(jobs, scopes or [None] * len(jobs), strict=True)
-        self.passes = [Pass(job, scope, number) for number, (job, scope) in enumerate(pairs)]
+        self.passes = [ParkedPass(job, scope, number) for number, (job, scope) in enumerate(pairs)]
         self._settings = [setting or nullcontext for setting in settings or [None] * len(jobs)]
 
     def go_all(self, place: Hashable | None = None) -> None:
@@ -133,7 +133,7 @@ class Lockstep:
                 for parked in group:
                     parked.go()
 
-    def setting(self, waiting: Pass) -> Scope:
+    def setting(self, waiting: ParkedPass) -> Scope:
         """What is made ready before a pass goes on."""
         return self._settings[waiting.number]
 
