@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tieline.analysis.check import check
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
+    from tieline.analysis.monitor import RoutingMonitor
+    from tieline.analysis.monitor_trainer import monitor_trainer
+    from tieline.analysis.recompute import recompute_check
     from tieline.analysis.smooth import smooth
     from tieline.analysis.sources import load
     from tieline.core.ranking import gap, stable_topk
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from tieline.lab.on_model.upcycle import upcycle
     from tieline.models.capture import capture
     from tieline.models.families import RouterFamily, register_family
+    from tieline.models.model import Model
     from tieline.models.replay import replay
     from tieline.routing import (
         CosineRouter,
@@ -56,18 +60,22 @@ if TYPE_CHECKING:
         collect_routing,
         moe,
     )
+    from tieline.run.corpus import Corpus
 
 __all__ = [
+    "Corpus",
     "CosineRouter",
     "Experts",
     "Groups",
     "Hard",
     "LinearRouter",
     "MoE",
+    "Model",
     "ProjectedTopK",
     "QuadraticRouter",
     "ReLUGate",
     "RouterFamily",
+    "RoutingMonitor",
     "Sigmoid",
     "SmoothTopK",
     "Softmax",
@@ -84,6 +92,8 @@ __all__ = [
     "inspect",
     "load",
     "moe",
+    "monitor_trainer",
+    "recompute_check",
     "register_family",
     "replay",
     "reroute",
@@ -93,6 +103,11 @@ __all__ = [
 ]
 
 HOMES = {
+    "Corpus": "tieline.run.corpus",
+    "Model": "tieline.models.model",
+    "RoutingMonitor": "tieline.analysis.monitor",
+    "monitor_trainer": "tieline.analysis.monitor_trainer",
+    "recompute_check": "tieline.analysis.recompute",
     "check": "tieline.analysis.check",
     "inspect": "tieline.analysis.inspect",
     "diff": "tieline.analysis.diff",

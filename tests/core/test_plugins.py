@@ -17,11 +17,11 @@ from tieline.core.plugins import Plugin
 PLUGIN = Plugin(commands={"Mine": {"greet": "mine_greet"}}, restorers={"mine": "mine_restorer"})
 """
 GREET = """
-from tieline.cli.app import Debug, app, guarded
+from tieline.cli.app import app, guarded
 
 @app.command()
 @guarded
-def greet(debug: Debug = False) -> None:
+def greet() -> None:
     \"\"\"Say hello.\"\"\"
     print("hello")
 """

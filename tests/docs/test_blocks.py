@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tieline.models import families
+
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^```", re.S | re.M)
 
@@ -27,6 +29,7 @@ def blocks():
 def test_a_block_runs_alone(code, mark, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))  # a block may add one
     if mark == "torchrun":
         program = tmp_path / "program.py"
         program.write_text(code)

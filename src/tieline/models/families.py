@@ -7,7 +7,7 @@ record and never compares the name of a family.
 
 A router that is not part of transformers is one more record. For a module
 
-    class Gate(nn.Module):                      # logits W x + b of 8 experts, 2 chosen
+    class MyGate(nn.Module):                     # logits W x + b of 8 experts, 2 chosen
         def forward(self, x):
             scores = self.proj(x)               # (tokens, experts)
             weights, ids = scores.sigmoid().topk(self.n_active)
@@ -18,7 +18,7 @@ it says the class, the rule, and where the scores and the choice are:
     tieline.register_family(
         tieline.RouterFamily(
             "mine",
-            ("Gate",),
+            ("MyGate",),
             combine="sigmoid",                  # weight of a chosen expert: sigmoid(z_i) ...
             renormalise="never",                # ... not divided by their sum
             k="n_active",                       # attributes of the module

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.models.changes import Call
-from tieline.models.lockstep import Lockstep, Scope
-from tieline.models.lockstep import Pass as Thread
+from tieline.models.lockstep import Lockstep, ParkedPass, Scope
 from tieline.models.model import Model
 from tieline.models.running import forward, text_config
 from tieline.models.stream_loading import free_memory, resident_memory
@@ -259,7 +258,7 @@ class ByUnit(Schedule):
         super().__init__(models, phase, observers)
         self._streams = [model.stream for model in models if model.stream is not None]
         self._memory, self._resume = memory, resume
-        self._threads: dict[Pass, Thread] = {}
+        self._threads: dict[Pass, ParkedPass] = {}
         self._roundings = [StreamRounding(stream) for stream in self._streams]
         self._scopes: dict[tuple[int, Rounded], Scope] = {}
         self._left: list[str] = []

@@ -73,7 +73,7 @@ def test_layers_are_selected_by_place_or_name():
 
 
 def test_tokens_that_come_twice_are_refused_or_renumbered():
-    with pytest.raises(TraceError, match='documents="renumber"'):
+    with pytest.raises(TraceError, match="need renumber"):
         concatenate([TRACE, TRACE])
     both = concatenate([TRACE, TRACE], documents="renumber")
     low, high = int(TRACE.documents.min()), int(TRACE.documents.max())
