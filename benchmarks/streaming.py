@@ -36,7 +36,7 @@ from tieline.core.settings import read_memory
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.loading import load_model, read_shape
-from tieline.models.lockstep import Pass
+from tieline.models.lockstep import ParkedPass
 from tieline.models.running import forward, only_running
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
@@ -331,20 +331,20 @@ class Timed:
     """Seconds that forward passes take inside the block, without reading."""
 
     def __enter__(self) -> "Timed":
-        self.seconds, self._plain = 0.0, Pass.go
+        self.seconds, self._plain = 0.0, ParkedPass.go
 
-        def go(one: Pass) -> Any:
+        def go(one: ParkedPass) -> Any:
             began = time.perf_counter()
             try:
                 return self._plain(one)
             finally:
                 self.seconds += time.perf_counter() - began
 
-        Pass.go = go  # type: ignore[method-assign]
+        ParkedPass.go = go  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *problem: object) -> None:
-        Pass.go = self._plain
+        ParkedPass.go = self._plain
 
 
 def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tieline.analysis.inspect import linear_weights
+from tieline.analysis.linear import linear_weights
 from tieline.lab.report.slices import slice_figure, slice_page
 from tieline.lab.tropical import centring_of_layer, crossings, slice_layer, token_pairs
 from tieline.models.capture import capture
