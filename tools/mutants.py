@@ -548,6 +548,115 @@ MUTANTS: list[Mutant] = [
         "cli/app/test_input.py",
         "--json - gets a second dash",
     ),
+    # ------------------------------------------------------------------ run
+    _m(
+        "run-1",
+        "return noise_generator(*self.seed, batch, *([self.draw] if self.draw else []))",
+        "return noise_generator(*self.seed, batch)",
+        "run/test_condition.py analysis/test_remedies.py",
+        "a second run draws other noise than the first",
+    ),
+    _m(
+        "run-2",
+        "late = [other for other in run.compared_with if other not in earlier]",
+        "late = []",
+        "run/test_runner.py",
+        "a reference comes before the passes that need it",
+    ),
+    _m(
+        "run-3",
+        "window = {*numbers[start : start + size]}",
+        "window = {*numbers[start : start + size + 1]}",
+        "run/test_runner.py run/test_law.py",
+        "each batch is run in one window",
+    ),
+    _m(
+        "run-4",
+        "lost = torch.where(flipped, share, -1.0).cpu()",
+        "lost = torch.where(flipped, share, 0.0).cpu()",
+        "run/test_choices.py analysis/test_full_effects.py",
+        "a token that keeps its experts lost nothing, which is not a flip",
+    ),
+    _m(
+        "run-5",
+        "torch.where(flipped[:, None], kept.ids, choice.ids),",
+        "choice.ids,",
+        "run/test_choices.py analysis/test_full_effects.py",
+        "a forced pass takes the experts of its reference",
+    ),
+    _m(
+        "run-6",
+        "return dict(enumerate(self.batches, self.number))",
+        "return dict(enumerate(self.batches))",
+        "run/test_processes.py run/test_law.py",
+        "batches keep their numbers among those of all processes",
+    ),
+    # ------------------------------------------------------------------ analysis on the runner
+    _m(
+        "analysis-effects-1",
+        "self.moved.add(moved.mean(dim=0).view(shape))",
+        "self.moved.add(moved.amax(dim=0).view(shape))",
+        "analysis/test_full_effects.py analysis/audit",
+        "weight that moved is the mean over layers",
+    ),
+    _m(
+        "analysis-effects-2",
+        'for chosen in (condition, condition.taking("forced"))',
+        "for chosen in (condition, condition)",
+        "analysis/test_full_effects.py analysis/audit run/test_law.py",
+        "the floor is measured with the clean choice",
+    ),
+    _m(
+        "analysis-effects-3",
+        "reference = outcome.references[run.reference]\n            self.kl[run.condition].add(kl_divergence(reference, outcome.logits))",
+        "reference = outcome.references[run.reference]\n            self.kl[run.condition].add(kl_divergence(outcome.logits, reference))",
+        "analysis/audit analysis/test_full_effects.py run/test_runner.py",
+        "the KL is that of the clean predictions to the perturbed ones",
+    ),
+    # ------------------------------------------------------------------ words
+    _m(
+        "report-words-1",
+        "limit = (LEAST_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least",
+        "limit = (LEAST_PERCENT if trim else LEAST_IN_SENTENCES) if least is None else least",
+        "report/words/test_numbers.py",
+        "sentences state a coarser least percentage than tables",
+    ),
+    _m(
+        "report-words-2",
+        'return f"{math.ceil(number / scale - 1e-9) * scale:,}"',
+        'return f"{math.floor(number / scale - 1e-9) * scale:,}"',
+        "report/words/test_numbers.py report/words/test___init__.py report/test_inspection.py",
+        "tokens that are needed are rounded upwards",
+    ),
+    _m(
+        "report-words-3",
+        'return named if more <= 0 else f"{named} and {more} more"',
+        "return named",
+        "report/words/test_numbers.py",
+        "entries that are not named are counted",
+    ),
+    # ------------------------------------------------------------------ settings and plug-ins
+    _m(
+        "cli-settings-1",
+        "return not typed if self.switches_off else self.described.value(self.name, typed)",
+        "return self.described.value(self.name, typed)",
+        "cli/test_options.py cli/test_capture.py cli/inspect/test_inspect.py",
+        "--no-jumps switches jumps off",
+    ),
+    _m(
+        "cli-settings-2",
+        'return "" if value >= least else f"must be at least {least}"',
+        'return "" if value > least else f"must be at least {least}"',
+        "core/test_settings.py cli/test_options.py",
+        "the least value is allowed",
+    ),
+    _m(
+        "cli-plugins-1",
+        'loaded = {"tieline": INSTRUMENT}',
+        "loaded = {}",
+        "core/test_plugins.py",
+        "the instrument is the first plug-in",
+    ),
 ]
 
 
