@@ -1,16 +1,25 @@
 """Effects over all layers: nothing moves without flips, and the floor is below the KL with them."""
 
 import pytest
+import torch
 
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.full_effects import Divergences, FullEffects, audit_phase, compared_phase
+from tieline.analysis.full_effects import (
+    Divergences,
+    FullEffect,
+    FullEffects,
+    audit_phase,
+    compared_phase,
+)
 from tieline.core.errors import UnsupportedModelError
+from tieline.core.statistics import kl_divergence
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.models.running import forward, only_running
 from tieline.run.condition import Condition, Perturbation
-from tieline.run.plan import Plan
+from tieline.run.observers import Outcome
+from tieline.run.plan import Pass, Plan
 from tieline.run.runner import Runner
 from tieline.run.schedule import model_logits
 
@@ -49,3 +58,23 @@ def test_a_model_without_logits_is_refused():
     model = tiny_model("olmoe").model
     with only_running(model), pytest.raises(UnsupportedModelError, match="no logits"):
         model_logits(forward(model, batch()), batch())
+
+
+def test_moved_weight_is_the_mean_over_layers_and_a_flip_counts_in_any():
+    logits = torch.randn(1, 2, 5)
+    lost = {"a": torch.tensor([0.5, -1.0]), "b": torch.tensor([-1.0, -1.0])}
+    effect = FullEffect()
+    effect.add(Outcome(torch.zeros(1, 2, dtype=torch.long), logits, lost=lost), logits)
+    assert effect.moved.mean().value == 0.125
+    assert effect.any_layer.mean().value == effect.flips["a"].mean().value == 0.5
+    assert effect.flips["b"].mean().value == 0
+
+
+def test_divergences_are_those_of_the_reference_to_the_perturbed_run():
+    condition = Condition(LARGE)
+    clean, noisy = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
+    counted, run = Divergences([condition]), Pass(0, condition, Pass(0))
+    counted.on_pass_done(run, Outcome(torch.zeros(1, 3, dtype=torch.long), noisy, {Pass(0): clean}))
+    expected = kl_divergence(clean, noisy).mean().item()
+    assert counted.kl[condition].mean().value == pytest.approx(expected)
+    assert expected != pytest.approx(kl_divergence(noisy, clean).mean().item(), rel=1e-3)

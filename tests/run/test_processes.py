@@ -37,6 +37,7 @@ def test_shares_are_all_batches_in_order(as_rank, count):
         share = Ranks.of("data", parts)
         assert (share.number, share.documents, share.tokens) == (len(seen), documents, tokens)
         assert len(share.batches) <= share.passes
+        assert all(int(batch[0, 0]) == number for number, batch in share.numbered.items())
         seen += [int(batch[0, 0]) for batch in share.batches]
         documents += sum(len(batch) for batch in share.batches)
         tokens += share.rank_tokens
