@@ -404,8 +404,8 @@ class Side(NamedTuple):
 
     Attributes:
         model: a Mixture-of-Experts model of transformers.
-        emulated: name in `hf.emulate.FORMATS` of a format that is emulated by rounding; the model
-            must be in float32 then.
+        emulated: name in `models.emulate.FORMATS` of a format that is emulated by rounding; the
+            model must be in float32 then.
         parts: what is in that format: "all", "router" or "others".
         stream: reads the weights when they are needed; None if they are in memory.
     """

@@ -3,11 +3,11 @@
     stream = ModelStream(model, weights)
     stream.run([lambda: forward(model, first), lambda: forward(model, second)])
 
-Each batch is the model's own forward in lockstep with the others (`hf.lockstep`). Where a pass
-enters a unit (`hf.stream_weights`) it parks; when all are there, the unit's weights are read, all
-go through, the weights are dropped, and whatever needs them runs before that. So each byte is read
-once, whatever the number of batches, and masks, rotary tables, dense first layers and hybrids stay
-the model's business.
+Each batch is the model's own forward in lockstep with the others (`models.lockstep`). Where a pass
+enters a unit (`models.stream_weights`) it parks; when all are there, the unit's weights are read,
+all go through, the weights are dropped, and whatever needs them runs before that. So each byte is
+read once, whatever the number of batches, and masks, rotary tables, dense first layers and hybrids
+stay the model's business.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
 r"""What a soft choice would do to the loss of a model: measured, and predicted from its ties.
 
-The hard choice of a layer is replaced by its soft form of width ε (`hf.soft_choice`; where k = 1 a
+The hard choice of a layer is replaced by its soft form of width ε (`soft_choice`; where k = 1 a
 temperature τ) and the loss is measured on a sample of sequences. To first order in the width only
 tokens at a wall matter. There two experts share a seat: the second has the share a(g/ε) at gap g,
 and the output of the layer is y + a Δ, Δ the jump. With ℓ(a) the change of the loss that this
