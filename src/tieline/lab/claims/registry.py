@@ -67,21 +67,29 @@ def claim(
 ) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
     """Register the decorated function as the test of a claim; fields as in `Claim`.
 
-    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given. One function may
-    test several claims, each with the arguments `given`; the lowest of them is registered first.
+    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given. A condition, or the
+    reason why the claim is undecided or cannot be tested, is that of the expected verdict. One
+    function may test several claims, each with the arguments `given`; the lowest of them is
+    registered first.
     """
     paper = int(id[1 : id.index("-")])
     numbered = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
     if not number and numbered is not None and numbered[1] in NUMBERED:
         number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
+    reasons = {
+        Verdict.UNTESTABLE: untestable,
+        Verdict.UNDECIDED: undecided,
+        Verdict.CONDITION: condition,
+    }
+    expected = next((verdict for verdict, reason in reasons.items() if reason), expected)
 
     def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
         module = _FILES.setdefault(id, test.__module__)
         require(module == test.__module__, f"two claims are called {id!r}")
         texts = (id, paper, number, title, statement, setting, tested, overturned_by)
-        reasons, times = (untestable, undecided), (seconds, full_seconds)
+        exceptions, times = (condition, untestable, undecided), (seconds, full_seconds)
         bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*texts, expected, condition, *reasons, bound, *times, together)
+        CLAIMS[id] = Claim(*texts, expected, *exceptions, bound, *times, together)
         return test
 
     return add

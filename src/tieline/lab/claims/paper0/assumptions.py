@@ -7,7 +7,7 @@ import torch
 
 from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.problems import pupil
 from tieline.lab.claims.registry import claim
@@ -32,7 +32,6 @@ def turned(angle: float, offset: float = 0.0) -> TwoCells:
     overturned_by="a family that gives every expert its own range of functions",
     tested="η(γ) at the teacher's own experts; and with the wrong expert free to take the right "
     "one's parameters, which every family shared by the experts allows.",
-    expected=Verdict.CONDITION,
     condition="experts are confined to neighbourhoods; if they share one family the supremum is "
     "the mass of the cell",
 )
@@ -114,7 +113,6 @@ def velocities(run: ClaimRun) -> Evidence:
     overturned_by="a bounded Hessian of L_τ at the teacher as τ falls",
     tested="Derivatives of two affine experts under a Gaussian by quadrature, off the teacher's "
     "wall and at the teacher, τ over two decades.",
-    expected=Verdict.CONDITION,
     condition="the student's wall is not the teacher's: there the Hessian grows like "
     "E[d·[μ] | S = 0]/2 · p_S(0)/τ",
     seconds=1,
@@ -172,7 +170,6 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     overturned_by="a neutral motion with negative second variation at every wall",
     tested="Ψ_0 over all walls through the origin by quadrature: α_fr, and the curvature along the "
     "motion (turn and shift) whose first variation vanishes; then the same at critical walls.",
-    expected=Verdict.CONDITION,
     condition="the wall is a critical one of Ψ_0; at others the motion of zero first variation may "
     "well have positive second variation",
     seconds=0.7,

@@ -140,7 +140,6 @@ def _both_models(both: SymmetryBreaking) -> FigureData:
     tested="The closed form against samples of the definition, entry by entry, sign and tanh; and "
     "the linearisation of (6.2) with the response put in, by differences: one that is dominated, "
     "and one with a jump in the slab 0 < ||t| - 1| < |s|, differentiable at s = 0 for every t.",
-    expected=Verdict.CONDITION,
     condition="|ψ(s, t)| <= |s| G(t) with E[G(v·X)‖X‖³] finite, so that limit and expectation may "
     "be exchanged",
 )
@@ -309,7 +308,6 @@ def update(run: ClaimRun) -> Evidence:
     overturned_by="a proof for d·Σv < 0, where vᵀMv is negative",
     tested="Drawn teachers in three dimensions: signs, overlaps, and the growth of the iterated "
     "update.",
-    expected=Verdict.CONDITION,
     condition="d·Σv > 0, which is no loss of generality only in words (eq. 6.7), and the reduced "
     "model, not the true descent (eq. 6.3)",
 )

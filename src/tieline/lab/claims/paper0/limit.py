@@ -16,7 +16,7 @@ from tieline.lab.claims.checks import (
     sampled,
     within,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import density, drawn_router, mixture, pair_mass
 from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import top_gap
@@ -82,7 +82,6 @@ def softmax_tail(run: ClaimRun) -> Evidence:
     overturned_by="a class of routers for which twins cannot occur; then it holds as it stands",
     tested="The fit of (C, α) on normal scores, on S = x|x| (α = ½), and on a router with two "
     "experts alike, whose margin is 0 with positive probability.",
-    expected=Verdict.CONDITION,
     condition="no two experts score alike on a set of positive mass; (C, α) is fitted from margins",
 )
 def tail(run: ClaimRun) -> Evidence:
@@ -116,7 +115,6 @@ def tail(run: ClaimRun) -> Evidence:
     overturned_by="a rate that is lost without the bound, for affine experts under a Gaussian",
     tested="Largest output of tanh and of affine experts as the sample grows; and whether the "
     "linear rate survives without the bound, by quadrature for affine experts.",
-    expected=Verdict.CONDITION,
     condition="the experts' range is bounded; for Gaussian inputs finite moments are enough",
 )
 def bounded(run: ClaimRun) -> Evidence:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
+from tieline.lab.claims.claim import Check, ClaimRun, Evidence
 from tieline.lab.claims.directions import (
     GATE_SECONDS,
     IMAGE_GROUP,
@@ -62,7 +62,6 @@ def small_scale(measured: str, *recipes: str) -> str:
     tested="Direction, in full mode: `demo-small-smooth50` and `-smoe`, six paired seeds, test "
     "split and the split attacked by AAA for 2.5 % of words. The differences that the text states, "
     "from the table; their size in its own standard errors over three seeds.",
-    expected=Verdict.UNDECIDED,
     undecided=small_scale(
         "smooth50 changes the test perplexity by +0.39 % (95 % interval −7.5 to +8.3) after "
         "512,000 tokens and by +0.41 % (−2.8 to +3.6) after 1.54 M, three paired seeds, far from "
@@ -101,7 +100,6 @@ def table_one(run: ClaimRun) -> Evidence:
     overturned_by="runs at the paper's size",
     tested="Averages and gains recomputed from the printed rows; the spread of the tasks beside "
     "them.",
-    expected=Verdict.UNTESTABLE,
     untestable="needs accelerators, BERT-large and GLUE: `tieline train "
     "glue-paper-cola-smooth50-k2`, `tieline train glue-paper-cola-smoe-k2`, `tieline train "
     "glue-paper-cola-remoe-k2`, likewise mrpc and rte, and k4, five seeds each; MNLI and QNLI have "
@@ -146,7 +144,6 @@ def table_two(run: ClaimRun) -> Evidence:
     "`-soft` and `-expert-choice`, 80 steps from random weights, the average over four left-out "
     "domains, four paired seeds. Averages recomputed from the printed rows: SmoothGMoE's is "
     "67.452, printed as 67.4, and the gain over GMoE 0.61.",
-    expected=Verdict.UNDECIDED,
     undecided="not at this scale. Measured: PACS at 32×32, 1,000 steps from random weights, three "
     "paired seeds: smooth 30.24 % on average, 0.82 points above cosine (95 % interval −0.90 to "
     "+2.53), 0.18 above soft (−5.89 to +6.25), 0.42 above expert choice (−2.96 to +3.80) "
@@ -192,7 +189,6 @@ def table_three(run: ClaimRun) -> Evidence:
     tested="Direction, in full mode: `demo-small-annealed` scored with hard top-2 against "
     "`-smoe`, and `-smooth50` against it, six paired seeds. Order of the printed rows; the number "
     "of the text against the table, which has 34.62.",
-    expected=Verdict.UNDECIDED,
     undecided=small_scale(
         "scored with hard top-2, annealed changes the test perplexity by +0.65 % (95 % interval "
         "−7.2 to +8.5) against smoe and smooth50 by +0.39 % (−7.5 to +8.3), 512,000 tokens, three "
@@ -233,7 +229,6 @@ def table_four(run: ClaimRun) -> Evidence:
     setting="arithmetic of the printed table",
     overturned_by="runs at the paper's size",
     tested="Averages recomputed from the printed rows, and on how many benchmarks each wins.",
-    expected=Verdict.UNTESTABLE,
     untestable="needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline "
     "upcycle BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth "
     "MIXTURE --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe",
@@ -257,7 +252,6 @@ def table_five(run: ClaimRun) -> Evidence:
     overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-smooth50` against `-smoe`, bytes, six paired "
     "seeds. The relative gain from the table, which prints no deviation.",
-    expected=Verdict.UNDECIDED,
     undecided=small_scale(
         "0.7 M parameters after 4.1 M bytes, six paired seeds (enwik8-extended): perplexity of the "
         "test split lower by 1.07 % with smooth50 (0.22 to 1.92 %), three of the seeds added after "
@@ -286,7 +280,6 @@ def table_six(run: ClaimRun) -> Evidence:
     tested="Direction, in full mode: `demo-small-smooth50` with k* = 2.5 against top-2 and top-3, "
     "six paired seeds. Order of the printed rows, and the gain over top-5 in the table's own "
     "standard errors.",
-    expected=Verdict.UNDECIDED,
     undecided=small_scale(
         "with k = 2, top3 changes the test perplexity by −6.02 % (95 % interval −19.6 to +7.6) and "
         "smooth50 by +0.39 % (−7.5 to +8.3) against top-2, 512,000 tokens; the whole further "

@@ -76,7 +76,6 @@ def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
     overturned_by="one of the two definitions in place of both",
     tested="Both definitions by enumeration on a lattice full of ties, k = 1 included; the order "
     "of the library against them.",
-    expected=Verdict.CONDITION,
     condition="the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of "
     "order 1 as well, by Def. A.5 it is not",
 )
@@ -291,7 +290,6 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: C
     overturned_by="the words 'at least one inequality' in the lemma",
     tested="All choices of experts above a tie in a drawn router, by sampling directions; and a "
     "flat with no inequality at all, as for E = n + 1.",
-    expected=Verdict.CONDITION,
     condition="there is at least one inequality; without any the density is 1",
 )
 def one_polyhedron(run: ClaimRun) -> Evidence:

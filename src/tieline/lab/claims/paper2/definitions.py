@@ -333,7 +333,6 @@ def strong(run: ClaimRun) -> Evidence:
     setting="the definition as written, first derivatives at any distinct parameters, d = 2",
     overturned_by="generic parameters, and experts without degree, among the hypotheses",
     tested="Rank at generic atoms, and at two atoms with a = 0, whose experts are two constants.",
-    expected=Verdict.CONDITION,
     condition="φ of no degree (tanh, GELU) and generic parameters: Euler's equation H = a·∂_a H + "
     "b ∂_b H makes ReLU and uᵖ dependent, and two experts with a = 0 are multiples of one function",
 )
@@ -366,7 +365,6 @@ def weak(run: ClaimRun) -> Evidence:
     tested="Three pairs of different measures with one function: all rows v(β) moved by one vector "
     "(tanh); one expert as two of strength 1 ± s with the same row (ReLU, u²). The directions that "
     "a tanh mixture does not see, against those of a common shift.",
-    expected=Verdict.CONDITION,
     condition="the last router row is fixed as the last bias is, fewer than 2k* atoms, and experts "
     "such as tanh that are independent over functions of z (proof in docs/estimation.md)",
 )

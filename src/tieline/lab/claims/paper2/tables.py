@@ -1,7 +1,7 @@
 """Tables 2 to 5: what can be checked of the experiments without accelerators."""
 
 from tieline.lab.claims.checks import at_least, corrected, near, none_of
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict
+from tieline.lab.claims.claim import ClaimRun, Evidence
 from tieline.lab.claims.directions import GATE_SECONDS, TEXT_GROUP, TEXT_PAIRS, lower_perplexity
 from tieline.lab.claims.paper1.tables import DECIDED_BY, DIRECTION, mean_checks
 from tieline.lab.claims.registry import claim
@@ -40,7 +40,6 @@ SMALL_DOMAINS = (
     overturned_by=DECIDED_BY,
     tested="Direction, in full mode: `demo-small-perturbed` against `-cosine`, bytes, 24 paired "
     "seeds. Order of the printed numbers, and how large the gains are.",
-    expected=Verdict.UNDECIDED,
     undecided=LANGUAGE,
     full_seconds=8 * GATE_SECONDS,
     together=TEXT_GROUP,
@@ -72,7 +71,6 @@ def table_two(run: ClaimRun) -> Evidence:
     setting="arithmetic of the printed table",
     overturned_by="runs at the paper's size",
     tested="Averages recomputed from the printed rows.",
-    expected=Verdict.UNTESTABLE,
     untestable=DOMAINS + SMALL_DOMAINS,
 )
 def table_three(run: ClaimRun) -> Evidence:
@@ -97,7 +95,6 @@ def table_three(run: ClaimRun) -> Evidence:
     overturned_by="runs at the paper's size",
     tested="Averages of the domains against Table 3; in how many domains the perturbed router is "
     "at least as good as the plain one.",
-    expected=Verdict.UNTESTABLE,
     untestable=DOMAINS + SMALL_DOMAINS,
 )
 def table_four(run: ClaimRun) -> Evidence:
@@ -128,7 +125,6 @@ def table_four(run: ClaimRun) -> Evidence:
     setting="arithmetic of the printed table",
     overturned_by="runs at the paper's size",
     tested="Averages of the rows against Table 3.",
-    expected=Verdict.UNTESTABLE,
     untestable="needs accelerators and DomainNet, which has no loader here; the same model on "
     "PACS: `tieline train pacs-paper-perturbed-sketch` (docs/vision.md)",
 )

@@ -116,7 +116,6 @@ def vanilla_exact(run: ClaimRun) -> Evidence:
     tested="All rows v(β) moved by one vector, tanh experts: distance and L_2. Beside it one "
     "expert as two of strength 1 ± s (ReLU, u²), and splits of a tanh expert in drawn directions "
     "with the quotient loss.",
-    expected=Verdict.CONDITION,
     condition="the last router row is fixed as the last bias is, k < 2k*, and experts that cannot "
     "be split: tanh and GELU, not ReLU and uᵖ",
     seconds=2,
@@ -164,7 +163,6 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     overturned_by="a vanishing ratio with the last row fixed",
     tested="All rows v(β) moved by one vector: distance and L_3; the quotient loss over the "
     "flattest directions of the information matrix (tanh).",
-    expected=Verdict.CONDITION,
     condition="rows up to a common shift of v = β/(‖β‖ + τ1)",
     seconds=2,
 )
@@ -308,7 +306,6 @@ def cosine_exact(run: ClaimRun) -> Evidence:
     overturned_by="a quotient slope outside -1/2 ± 0.14",
     tested="Slopes of L2, raw and up to a common shift of the router rows, k = k* + 1, tanh "
     "experts, n from 1e6 to 1e12.",
-    expected=Verdict.CONDITION,
     condition="up to a common shift of the router rows, which softmax does not see",
     seconds=3,
     together="p2-perturbed-over",
@@ -329,7 +326,6 @@ def perturbed_over_rate(run: ClaimRun) -> Evidence:
     setting="exact (k = k*), perturbed cosine, L_3 raw and up to the shift; tanh and ReLU",
     overturned_by="a quotient slope outside -1/2 ± 0.14",
     tested="Slopes of L3, raw and up to a common shift of the router rows, tanh and ReLU experts.",
-    expected=Verdict.CONDITION,
     condition="up to a common shift of the router rows, which softmax does not see",
     seconds=1,
 )
@@ -460,7 +456,6 @@ NOT_STATED = (
     overturned_by=STATED_START,
     tested="Raw slopes of both routers from two start radii on a small design with tanh experts; "
     "quotient slopes beside them.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=5,
     given={"expert": "tanh", "extra": 1, "paper": (-0.05, -0.47)},
@@ -474,7 +469,6 @@ NOT_STATED = (
     overturned_by=STATED_START,
     tested="Raw slopes of both routers from two start radii on a small design with ReLU experts; "
     "quotient slopes beside them.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=2,
     given={"expert": "relu", "extra": 0, "paper": (-0.11, -0.50)},
@@ -505,7 +499,6 @@ def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float
     overturned_by=STATED_START,
     tested="Raw slopes from two start radii, against the truth for the linear router and the "
     "population minimiser for the other; slopes of ‖f - f_Ḡ‖.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=4,
     given={"gates": ("linear", "perturbed"), "expert": "polynomial", "paper": (-0.13, -0.47)},
@@ -519,7 +512,6 @@ def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float
     overturned_by=STATED_START,
     tested="Raw slopes from two start radii against the population minimiser of each router; "
     "slopes of ‖f - f_Ḡ‖.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=7,
     given={"gates": ("cosine", "perturbed"), "expert": "relu", "paper": (-0.10, -0.45)},

@@ -8,7 +8,7 @@ import torch
 
 from tieline.core.ranking import ranked_scores
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict
+from tieline.lab.claims.claim import ClaimRun, Evidence
 from tieline.lab.claims.problems import bisect, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
@@ -52,7 +52,6 @@ def bend(points: np.ndarray, margins: np.ndarray, net: tuple, softmax: bool) -> 
     overturned_by="constant gates in (2), or pieces in place of affine regions",
     tested="Second differences of a top-2 layer inside every piece (coalition × activation "
     "pattern), with softmax and with constant gates; two neurons that add up to a line.",
-    expected=Verdict.CONDITION,
     condition="k = 1 or constant gates, and output weights that do not cancel",
 )
 def linear_regions(run: ClaimRun) -> Evidence:
@@ -144,7 +143,6 @@ def two_layers(first: tuple, second: tuple) -> int:
     overturned_by="a network with 49, or the words 'at most'",
     tested="Exact counts of drawn two-layer networks; the largest number that the ranks of the "
     "first layer's activation patterns allow.",
-    expected=Verdict.CONDITION,
     condition="49 as an upper bound: at most 40 can be reached",
     seconds=1,
 )

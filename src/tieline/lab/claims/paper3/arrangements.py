@@ -8,7 +8,7 @@ from scipy.spatial import ConvexHull
 
 from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import (
@@ -63,7 +63,6 @@ def position_failures(V: np.ndarray, c: np.ndarray) -> int:
     overturned_by="biases with a density among the hypotheses",
     tested="Ranks of all subsets of drawn neurons, with drawn and with zero biases; the same for "
     "the walls z_i = z_j of a router.",
-    expected=Verdict.CONDITION,
     condition="biases drawn from a density as well: with the usual zero biases all hyperplanes "
     "meet in one point",
 )
@@ -298,7 +297,6 @@ def top_one_bound(run: ClaimRun) -> Evidence:
     overturned_by="a limit of the share at 1 for drawn layers",
     tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 "
     "... 64, and for lines that cross inside their own expert's cell.",
-    expected=Verdict.CONDITION,
     condition="the hyperplanes of each expert cross inside its own cell",
     seconds=2,
 )

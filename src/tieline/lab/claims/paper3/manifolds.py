@@ -96,7 +96,6 @@ def transversality(run: ClaimRun) -> Evidence:
     overturned_by="a manifold inside a flat of its own dimension among the hypotheses",
     tested="Activation patterns on a circle cut by H lines near its centre; segments and planes "
     "cut by drawn hyperplanes.",
-    expected=Verdict.CONDITION,
     condition="the manifold lies in a flat of dimension d_eff; a circle meets 2H regions",
 )
 def effective_dense(run: ClaimRun) -> Evidence:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from tieline.lab.claims.checks import at_least, corrected, near, none_of, qualified, within
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import drawn, numpy_router
 from tieline.lab.claims.registry import claim
 from tieline.lab.tropical import cells, count_cells, expected_cells, symmetric_polynomial, zaslavsky
@@ -21,7 +21,6 @@ from tieline.lab.tropical.affine import chosen
     overturned_by="the words 'at most N', or rank [W 1] = N among the hypotheses",
     tested="Cells of drawn routers with N - 1 >= d and with d >= N - 1; power distances against "
     "scores.",
-    expected=Verdict.CONDITION,
     condition="rank [W 1] = N; in fewer dimensions a drawn router leaves experts without a cell",
 )
 def top_one(run: ClaimRun) -> Evidence:
@@ -94,7 +93,6 @@ def order_k(run: ClaimRun) -> Evidence:
     overturned_by="rank [W 1] = N among the hypotheses",
     tested="Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over "
     "drawn routers against the closed form.",
-    expected=Verdict.CONDITION,
     condition="rank [W 1] = N, generic for d >= N - 1",
     seconds=2,
 )
@@ -158,7 +156,6 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
     overturned_by="'may be non-convex' in place of 'is', or rank [W 1] = N",
     tested="Pairs of inputs in an expert's support with their midpoint outside, for each expert of "
     "a router in R^{N-1}; the scores x, -x, -10 on a line, whose first support is a half-line.",
-    expected=Verdict.CONDITION,
     condition="rank [W 1] = N",
 )
 def supports(run: ClaimRun) -> Evidence:

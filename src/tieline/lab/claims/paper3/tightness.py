@@ -109,7 +109,6 @@ def tight_order(_run: ClaimRun) -> Evidence:
     setting="the row 'Exact capacity (tight bound)', N = 16, k = 4, H = 5, d = 5",
     overturned_by="the words 'upper bound'",
     tested="The formulas against sums written out; the bounds against B*.",
-    expected=Verdict.CONDITION,
     condition="read as upper bounds: for top-k they are not reached",
 )
 def table(_run: ClaimRun) -> Evidence:
@@ -145,7 +144,6 @@ def table(_run: ClaimRun) -> Evidence:
     overturned_by="the words 'at most'",
     tested="The arithmetic; exact counts of the dense layer and of top-4 (the whole example in "
     "full mode, experts of width 2 in fast mode); B* and the expectation.",
-    expected=Verdict.CONDITION,
     condition="as upper bounds",
     seconds=6,
 )
@@ -196,7 +194,6 @@ def equal_compute(run: ClaimRun) -> Evidence:
     overturned_by="d_in >= N - 1, or 2k - 1 <= d_in, among the hypotheses",
     tested="The construction W x = 1_S where rank W = N; weights on the moment curve; drawn "
     "routers with 8 experts, k = 4, on the plane, where Radon's theorem forbids it.",
-    expected=Verdict.CONDITION,
     condition="rank [W 1] = N, or k or N - k at most (d+1)/2; impossible for k >= ⌊(d+3)/2⌋ and "
     "N - k >= d + 2",
     seconds=1,

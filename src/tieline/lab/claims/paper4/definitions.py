@@ -251,7 +251,6 @@ def check(run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = 
     overturned_by="the index j of the cell on the right",
     tested="A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with "
     "the index of the cell.",
-    expected=Verdict.CONDITION,
     condition="the second index is that of the cell, A_i - Ā_j",
 )
 def third(run: ClaimRun) -> Evidence:
@@ -418,7 +417,6 @@ CONDITION = (
     setting="the definition as written: any distinct parameters; the paper's examples, d = 2",
     overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
-    expected=Verdict.CONDITION,
     condition=CONDITION,
     given={"gate": "partial"},
 )
@@ -431,7 +429,6 @@ CONDITION = (
     overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
     "experts.",
-    expected=Verdict.CONDITION,
     condition=CONDITION,
     given={"gate": "quadratic"},
 )
@@ -467,7 +464,6 @@ ONE_MEASURE = (
     overturned_by="two measures of one function under the condition; or the condition in the "
     "statement",
     tested="The same without b.",
-    expected=Verdict.CONDITION,
     condition=ONE_MEASURE,
     given={"gate": "partial", "loss": "L4"},
 )
@@ -483,7 +479,6 @@ ONE_MEASURE = (
     "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
     "these, the terms of two measures of three tanh experts are linearly independent: 64 drawn "
     "pairs.",
-    expected=Verdict.CONDITION,
     condition=ONE_MEASURE,
     given={"gate": "quadratic", "loss": "L1"},
 )

@@ -166,7 +166,6 @@ def polynomial(run: ClaimRun) -> Evidence:
     setting="dense, partial score, loss L_5, at N = N*; tanh, bounded parameters",
     overturned_by="a vanishing ratio with symmetric A",
     tested="The same without b.",
-    expected=Verdict.CONDITION,
     condition="A symmetric",
     seconds=1,
     given={"gate": "partial", "loss": "L5"},
@@ -181,7 +180,6 @@ def polynomial(run: ClaimRun) -> Evidence:
     overturned_by="a vanishing ratio with symmetric A",
     tested="Antisymmetric parts of A: distance and L_3; symmetric A over the flattest directions "
     "of the information matrix (tanh, two experts), near the truth.",
-    expected=Verdict.CONDITION,
     condition="A symmetric",
     seconds=1,
     given={"gate": "quadratic", "loss": "L3"},
@@ -206,7 +204,6 @@ def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
     overturned_by="a vanishing ratio for tanh with symmetric A",
     tested="An expert under a zero row as two of strengths 1 ± s: distance and L_4, for u², linear "
     "and two-layer GELU experts; splits of a tanh expert in drawn directions with A symmetric.",
-    expected=Verdict.CONDITION,
     condition="A symmetric, and experts that cannot be split, such as tanh without an outer scale; "
     "the paper's own examples can",
 )
@@ -306,7 +303,6 @@ CAN_VANISH = (
     overturned_by="experts among the hypotheses that can vanish or be split",
     tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
     "best function with two experts e^{ηx}, which can neither be split nor vanish.",
-    expected=Verdict.CONDITION,
     condition=CAN_VANISH,
     seconds=1.5,
     given={"gate": "partial"},
@@ -321,7 +317,6 @@ CAN_VANISH = (
     overturned_by="experts among the hypotheses that can vanish or be split",
     tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
     "best function with two experts e^{ηx}, which can neither be split nor vanish.",
-    expected=Verdict.CONDITION,
     condition=CAN_VANISH,
     seconds=5,
     given={"gate": "quadratic"},
@@ -466,7 +461,6 @@ FEW_DECIDE = (
     "vanish",
     tested="Slopes of L4, raw and up to the antisymmetric part of A, with one expert too many, "
     "tanh experts, partially quadratic score, n from 1e6 to 1e12.",
-    expected=Verdict.UNDECIDED,
     undecided=FEW_DECIDE.format(slopes="-.52 [-.58, -.43], -.40 [-.48, -.34], -.43 [-.49, -.37]"),
     together="p4-sparse-partial",
     given={"gate": "partial"},
@@ -480,7 +474,6 @@ FEW_DECIDE = (
     overturned_by="slopes of three seeds on one side of a limit",
     tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
     "experts, full quadratic score, n from 1e6 to 1e10.",
-    expected=Verdict.UNDECIDED,
     undecided=FEW_DECIDE.format(slopes="-.26 [-.33, -.20], -.59 [-.71, -.29], -.33 [-.41, -.23]")
     + ". That the bound behind it fails is `p4-thm1`",
     together="p4-sparse-full",
@@ -589,7 +582,6 @@ NOT_STATED = (
     overturned_by=STATED_START,
     tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
     "population minimiser; slopes of ‖f - f_Ḡ‖.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=5,
     given={"expert": "linear", "paper": (-0.07, -0.46)},
@@ -603,7 +595,6 @@ NOT_STATED = (
     overturned_by=STATED_START,
     tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
     "population minimiser; slopes of ‖f - f_Ḡ‖.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=3,
     given={"expert": "relu", "paper": (-0.24, -0.51)},
@@ -639,7 +630,6 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     overturned_by=STATED_START,
     tested="Raw slopes from two start radii on a small design whose last expert has no gate, "
     "N = N*; slopes of ‖f - f*‖.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=2,
     given={"sparse": True, "paper": (-0.54, -0.07), "judged": "function"},
@@ -651,7 +641,6 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     setting="sigmoid data, dense, N = N*; raw losses from two start radii",
     overturned_by=STATED_START,
     tested="Raw slopes from two start radii on a small design with N = N*; quotient slopes.",
-    expected=Verdict.UNDECIDED,
     undecided=NOT_STATED,
     seconds=2,
     given={"sparse": False, "paper": (-0.53, -0.44), "judged": "quotient"},
