@@ -260,12 +260,11 @@ def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) ->
         along: name of the direction.
         apart: what is held fixed.
     """
+    checks = [
+        at_least(f"ratio along {along}", gap / loss, FLOOR),
+        *qualified(at_least(f"least ratio, {apart}", least, FLOOR)),
+        *corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
+    ]
     return Evidence(
-        [
-            at_least(f"ratio along {along}", gap / loss, FLOOR),
-            *qualified(at_least(f"least ratio, {apart}", least, FLOOR)),
-            *corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
-        ],
-        paper="c > 0",
-        measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it",
+        checks, paper="c > 0", measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it"
     )

@@ -63,9 +63,8 @@ def gradient(run: ClaimRun) -> Evidence:
     inner = (target - h) * p * (1 - p) * (first - second)
     formula = -4 / tau * (inner[:, None] * x).mean(dim=0)
     difference = (auto - formula).abs().max().item()
-    return Evidence(
-        [at_most("largest difference", difference, 1e-12)], paper="equal", measured=difference
-    )
+    checks = [at_most("largest difference", difference, 1e-12)]
+    return Evidence(checks, paper="equal", measured=difference)
 
 
 @claim(
@@ -259,18 +258,17 @@ def generality(run: ClaimRun) -> Evidence:
     product = (new_d @ SIGMA @ new_v).item()
     reduced = operator(V, d, SIGMA)
     true = coupled_modes(V, d, 1.0, SIGMA)
+    checks = [
+        at_least("d·Σv after the relabelling that keeps the teacher", product, 0),
+        *corrected(
+            near("targets of the relabelled teacher", kept, 0, 1e-12),
+            at_least("targets when v alone is flipped", (before - flipped).abs().max().item(), 0.1),
+            at_most("vᵀMv of the reduced model", reduced.rayleigh, -0.1),
+            at_least("growth of the true model all the same", true.rates[0].item(), 0.1),
+        ),
+    ]
     return Evidence(
-        [
-            at_least("d·Σv after the relabelling that keeps the teacher", product, 0),
-            *corrected(
-                near("targets of the relabelled teacher", kept, 0, 1e-12),
-                at_least(
-                    "targets when v alone is flipped", (before - flipped).abs().max().item(), 0.1
-                ),
-                at_most("vᵀMv of the reduced model", reduced.rayleigh, -0.1),
-                at_least("growth of the true model all the same", true.rates[0].item(), 0.1),
-            ),
-        ],
+        checks,
         paper="d·Σv > 0",
         corrected="swapping sides also flips d",
         measured=f"{product:.6f}; vᵀMv = {reduced.rayleigh:.4f}; true growth {true.rates[0]:.4f}",
@@ -294,9 +292,8 @@ def update(run: ClaimRun) -> Evidence:
         u = alignment_step(u, spectrum.matrix, push)
     closed = spectrum.eigenvectors @ ((1 + push * spectrum.eigenvalues) ** 50 * components)
     distance = ((u - closed).norm() / closed.norm()).item()
-    return Evidence(
-        [at_most("relative distance", distance, 1e-12)], paper="equal", measured=distance
-    )
+    checks = [at_most("relative distance", distance, 1e-12)]
+    return Evidence(checks, paper="equal", measured=distance)
 
 
 @claim(

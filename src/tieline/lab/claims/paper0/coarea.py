@@ -215,20 +215,19 @@ def margin(run: ClaimRun) -> Evidence:
     masses = boundary_mass_pair(scores, torch.tensor(widths, dtype=torch.float64))
     excess = (masses.value - 4 * masses.stderr - constant * torch.tensor(widths)).max().item()
     ratio = (masses.value / (constant * torch.tensor(widths))).tolist()
+    checks = [
+        at_most("largest excess over C_margin δ", excess, 0),
+        *corrected(at_least("tightness at δ = 0.003", ratio[1], 0.9)),
+    ]
+    figure = chart(
+        "δ",
+        "P(Δ_min ≤ δ) / δ",
+        line("C_margin", widths, [constant] * 5, dashed=True),
+        dots("counted", widths, [r * constant for r in ratio]),
+        log="x",
+    )
     return Evidence(
-        [
-            at_most("largest excess over C_margin δ", excess, 0),
-            *corrected(at_least("tightness at δ = 0.003", ratio[1], 0.9)),
-        ],
-        paper=constant,
-        measured=masses.value[0].item() / widths[0],
-        figure=chart(
-            "δ",
-            "P(Δ_min ≤ δ) / δ",
-            line("C_margin", widths, [constant] * 5, dashed=True),
-            dots("counted", widths, [r * constant for r in ratio]),
-            log="x",
-        ),
+        checks, paper=constant, measured=masses.value[0].item() / widths[0], figure=figure
     )
 
 
@@ -308,23 +307,22 @@ def scaling(run: ClaimRun) -> Evidence:
     bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]
     excess = max(float(m) - b for m, b in zip(mass, bound, strict=True))
     power = exponent(taus[1:], [float(m) for m in mass[1:]])
-    return Evidence(
-        [
-            at_most("largest excess over the bound", excess, 0),
-            near("exponent of BM in τ", power, 1, 0.08),
-        ],
-        paper=bound[-1] / taus[-1],
-        measured=float(mass[-1]) / taus[-1],
-        figure=chart(
-            "τ",
-            "BM(τ; ε) / τ",
-            line(
-                "sum over pairs",
-                taus,
-                [b / t for b, t in zip(bound, taus, strict=True)],
-                dashed=True,
-            ),
-            dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
-            log="x",
+    checks = [
+        at_most("largest excess over the bound", excess, 0),
+        near("exponent of BM in τ", power, 1, 0.08),
+    ]
+    figure = chart(
+        "τ",
+        "BM(τ; ε) / τ",
+        line(
+            "sum over pairs",
+            taus,
+            [b / t for b, t in zip(bound, taus, strict=True)],
+            dashed=True,
         ),
+        dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
+        log="x",
+    )
+    return Evidence(
+        checks, paper=bound[-1] / taus[-1], measured=float(mass[-1]) / taus[-1], figure=figure
     )

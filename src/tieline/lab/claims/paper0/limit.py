@@ -126,14 +126,13 @@ def bounded(run: ClaimRun) -> Evidence:
     hard = gaussian_risk(student, teacher).item()
     taus = [0.01, 0.003, 0.001, 0.0003]
     gaps = [gaussian_risk(student, teacher, tau=tau).item() - hard for tau in taus]
+    checks = [
+        at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
+        *qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
+        *corrected(near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)),
+    ]
     return Evidence(
-        [
-            at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
-            *qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
-            *corrected(
-                near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)
-            ),
-        ],
+        checks,
         paper="an assumption",
         corrected="moments are enough here",
         measured=f"grows by {many / few:.2f}; rate stays {exponent(taus, gaps):.3f}",
@@ -292,19 +291,17 @@ def gamma_limit(run: ClaimRun) -> Evidence:
     taus = [0.1, 0.03, 0.01, 0.003]
     done = gamma_convergence(teacher, wall_grid(run.size(60, 360), (-0.1, 0.0)), taus)
     power = exponent(taus[1:], list(done.uniform_gaps[1:]))
+    checks = [
+        near("exponent of sup |Ψ_τ - Ψ_0|, unit normals", power, 1, 0.1),
+        at_most("|inf Ψ_τ - inf Ψ_0| at τ = 0.01", abs(done.infima[-2] - done.infima[-1]), 0.05),
+        at_most("distance of the minimisers at τ = 0.003", done.distances[-1], 0.1),
+        *corrected(at_most("spread of inf L_τ over τ, free scale", spread, 1e-6)),
+    ]
+    figure = chart("τ", "sup |Ψ_τ - Ψ_0|", dots("unit normals", taus, done.uniform_gaps), log="xy")
     return Evidence(
-        [
-            near("exponent of sup |Ψ_τ - Ψ_0|, unit normals", power, 1, 0.1),
-            at_most(
-                "|inf Ψ_τ - inf Ψ_0| at τ = 0.01", abs(done.infima[-2] - done.infima[-1]), 0.05
-            ),
-            at_most("distance of the minimisers at τ = 0.003", done.distances[-1], 0.1),
-            *corrected(at_most("spread of inf L_τ over τ, free scale", spread, 1e-6)),
-        ],
+        checks,
         paper="inf L_τ → inf L_0",
         corrected="with a free scale L_τ(φ) = L_1(φ/τ): inf L_τ does not depend on τ at all",
         measured=f"free scale: inf constant to {spread:.1e}; unit normals: gap ~ τ^{power:.2f}",
-        figure=chart(
-            "τ", "sup |Ψ_τ - Ψ_0|", dots("unit normals", taus, done.uniform_gaps), log="xy"
-        ),
+        figure=figure,
     )

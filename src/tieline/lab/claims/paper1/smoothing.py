@@ -47,27 +47,26 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     edge = smoothstep(
         torch.tensor([-1e-12, 1e-12, 1 - 1e-12, 1 + 1e-12], dtype=torch.float64), A, B
     )
+    checks = [
+        at_least("h at u = 0", log_form.item(), -1e300),
+        *qualified(
+            near(
+                "s(0.05)",
+                smoothstep(torch.tensor(0.05, dtype=torch.float64), A, B).item(),
+                0.3938714383,
+                1e-9,
+            ),
+            at_least("smallest step of s", s.diff().min().item(), 0),
+            at_most("jump of s at both ends", (edge[1] - edge[0] + edge[3] - edge[2]).item(), 1e-9),
+        ),
+        *corrected(
+            near("10 % of the ramp", ramp[0], 0.0275, 5e-5),
+            near("90 % of the ramp", ramp[1], 0.0883, 5e-5),
+            near("e^h in log form has no gradient at 0", slope.isnan().item(), 1, 0),
+        ),
+    ]
     return Evidence(
-        [
-            at_least("h at u = 0", log_form.item(), -1e300),
-            *qualified(
-                near(
-                    "s(0.05)",
-                    smoothstep(torch.tensor(0.05, dtype=torch.float64), A, B).item(),
-                    0.3938714383,
-                    1e-9,
-                ),
-                at_least("smallest step of s", s.diff().min().item(), 0),
-                at_most(
-                    "jump of s at both ends", (edge[1] - edge[0] + edge[3] - edge[2]).item(), 1e-9
-                ),
-            ),
-            *corrected(
-                near("10 % of the ramp", ramp[0], 0.0275, 5e-5),
-                near("90 % of the ramp", ramp[1], 0.0883, 5e-5),
-                near("e^h in log form has no gradient at 0", slope.isnan().item(), 1, 0),
-            ),
-        ],
+        checks,
         paper="h continuous",
         corrected="s = e^h continuous; compute s",
         measured=f"ramp on [{ramp[0]:.4f}, {ramp[1]:.4f}]",

@@ -385,21 +385,20 @@ def band_orders(run: ClaimRun) -> Evidence:
         {epsilon: _band_indicators(run, epsilon, n) for epsilon in (0.025, 0.05)}
     )
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
-    return Evidence(
-        [
+    checks = [
+        within("U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS),
+        *corrected(
             within(
-                "U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS
-            ),
-            *corrected(
-                within(
-                    "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
-                    value,
-                    error,
-                    stated.value,
-                    bias=BIAS,
-                )
-            ),
-        ],
+                "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
+                value,
+                error,
+                stated.value,
+                bias=BIAS,
+            )
+        ),
+    ]
+    return Evidence(
+        checks,
         paper=stated.paper,
         corrected=stated.value,
         measured=value,
@@ -431,13 +430,12 @@ def fibre_orders(run: ClaimRun) -> Evidence:
     slices = extrapolated(
         {epsilon: _fibre_indicators(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
     )
+    checks = [
+        within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
+        *qualified(within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)),
+    ]
     return Evidence(
-        [
-            within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
-            *qualified(
-                within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)
-            ),
-        ],
+        checks,
         paper=stated,
         corrected="without α for the definition as written",
         measured=f"{flats[0]:.3f} as written, {slices[0]:.3f} by fibres",

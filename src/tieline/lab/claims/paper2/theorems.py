@@ -275,18 +275,16 @@ def cosine_exact(run: ClaimRun) -> Evidence:
     radii = (0.003, 0.02, 0.1)
     study = small_study(run, family("cosine"), radii=radii)
     raw = [study.rate("raw", r).slope for r in radii]
+    checks = [
+        slow("experts, k = k*", study),
+        *corrected(
+            *(parametric(f"quotient slope, start radius {r}", study, "quotient", r) for r in radii),
+            at_least("raw slope rises with the radius", raw[2] - raw[0], 0.1),
+        ),
+        *at_the_limit(run, EXACT, family("cosine"), study),
+    ]
     return Evidence(
-        [
-            slow("experts, k = k*", study),
-            *corrected(
-                *(
-                    parametric(f"quotient slope, start radius {r}", study, "quotient", r)
-                    for r in radii
-                ),
-                at_least("raw slope rises with the radius", raw[2] - raw[0], 0.1),
-            ),
-            *at_the_limit(run, EXACT, family("cosine"), study),
-        ],
+        checks,
         paper="slower than any power",
         corrected=-0.5,
         measured="; ".join(f"r = {r}: {slopes_text(study, r)}" for r in radii),

@@ -73,14 +73,13 @@ def transversality(run: ClaimRun) -> Evidence:
     )
     touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
     side = curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
+    checks = [
+        at_least("smallest sine at a crossing", sine, 1e-9),
+        none_of("pairs of planes that meet on the curve", both),
+        *corrected(none_of("points of the curve beyond a touching plane", int((side > 0).sum()))),
+    ]
     return Evidence(
-        [
-            at_least("smallest sine at a crossing", sine, 1e-9),
-            none_of("pairs of planes that meet on the curve", both),
-            *corrected(
-                none_of("points of the curve beyond a touching plane", int((side > 0).sum()))
-            ),
-        ],
+        checks,
         paper="with probability one",
         corrected="of drawn weights; trained ones may touch",
         measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in crossings)} crossings",

@@ -211,22 +211,18 @@ def reachability(run: ClaimRun) -> Evidence:
     most = max(
         int(count_cells(*numpy_router(run, 20 + s, 8, 2), 4)) for s in range(run.size(200, 4_000))
     )
-    return Evidence(
-        [
-            at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
-            *qualified(
-                near("coalitions reached by construction, N = d = 6", reached, 20, 0),
-                near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0),
-            ),
-            *corrected(
-                near("70 cells cannot be had", float(attainability(8, 4, 2) == "by none"), 1, 0),
-                at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8),
-            ),
-        ],
-        paper=70,
-        corrected="fewer than 70",
-        measured=most,
-    )
+    checks = [
+        at_least("most cells of 8 experts, k = 4, on the plane", most, 70),
+        *qualified(
+            near("coalitions reached by construction, N = d = 6", reached, 20, 0),
+            near("cells on the moment curve, N = 9, k = 2, d = 3", moment, 36, 0),
+        ),
+        *corrected(
+            near("70 cells cannot be had", float(attainability(8, 4, 2) == "by none"), 1, 0),
+            at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8),
+        ),
+    ]
+    return Evidence(checks, paper=70, corrected="fewer than 70", measured=most)
 
 
 def law(n: int, k: int, m: int, d_eff: int) -> float:

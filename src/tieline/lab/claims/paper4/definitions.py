@@ -57,9 +57,8 @@ def attention(run: ClaimRun) -> Evidence:
             mixture = attention_as_moe(x, HeadWeights(w_q, w_k, w_v), row=i, kind=kind)
             worst.append(float((mixture.output - rows["own"][i]).abs().max()))
             worst.append(float((mixture(other.flatten()) - rows["other"][i]).abs().max()))
-    return Evidence(
-        [at_most("largest difference", max(worst), 1e-12)], paper=0, measured=max(worst)
-    )
+    checks = [at_most("largest difference", max(worst), 1e-12)]
+    return Evidence(checks, paper=0, measured=max(worst))
 
 
 @claim(
@@ -85,9 +84,8 @@ def model(run: ClaimRun) -> Evidence:
             a, b = params.experts[:, :-1], params.experts[:, -1]
             f = (layer(router(x)) * torch.relu(x @ a.T + b)).sum(dim=1)
             worst.append(float((f - family.regression(params, x)).abs().max()))
-    return Evidence(
-        [at_most("largest difference", max(worst), 1e-12)], paper=0, measured=max(worst)
-    )
+    checks = [at_most("largest difference", max(worst), 1e-12)]
+    return Evidence(checks, paper=0, measured=max(worst))
 
 
 def core_router(params: MoEParameters, kind) -> QuadraticRouter:
@@ -264,19 +262,15 @@ def third(run: ClaimRun) -> Evidence:
     )
     weak = (ROOT + 0.3 + 0.8 + ROOT) + (0.1 + 0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.1 + 0.2
     value = voronoi_loss(fit, truth, "L3", 4).value
-    return Evidence(
-        [
-            near("printed loss of a renumbered truth", printed, 0, 1e-12),
-            *qualified(
-                near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12),
-                near("hand arithmetic by cells", value, weak, 1e-12),
-            ),
-            *corrected(at_least("printed sum", printed, 0.1)),
-        ],
-        paper=printed,
-        corrected=0,
-        measured=value,
-    )
+    checks = [
+        near("printed loss of a renumbered truth", printed, 0, 1e-12),
+        *qualified(
+            near("the same by cells", voronoi_loss(other, truth, "L3", 4).value, 0, 1e-12),
+            near("hand arithmetic by cells", value, weak, 1e-12),
+        ),
+        *corrected(at_least("printed sum", printed, 0.1)),
+    ]
+    return Evidence(checks, paper=printed, corrected=0, measured=value)
 
 
 @claim(
