@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from importlib import import_module
+from inspect import cleandoc
 from typing import Any
 
 from tieline.core.errors import ParameterError, require
@@ -47,52 +48,79 @@ NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex"
 """Titles of the numbered statements of a paper, by their names in ids."""
 
 
+TEXTS = {
+    "Setting": "setting",
+    "Tested": "tested",
+    "Overturned by": "overturned_by",
+    "Condition": "condition",
+    "Undecided": "undecided",
+    "Untestable": "untestable",
+}
+"""Fields of a claim that its test's docstring gives, by the words that begin them."""
+
+EXCEPTIONS = {
+    "untestable": Verdict.UNTESTABLE,
+    "undecided": Verdict.UNDECIDED,
+    "condition": Verdict.CONDITION,
+}
+"""Expected verdicts of claims that have these fields."""
+
+
 def claim(
     id: str,  # noqa: A002 - the field's name in the record
     title: str,
     *,
-    statement: str,
-    setting: str,
-    overturned_by: str,
-    tested: str,
     number: str = "",
     expected: Verdict = Verdict.HOLDS,
-    condition: str = "",
-    untestable: str = "",
-    undecided: str = "",
     seconds: Real = 0.2,
     full_seconds: Real | None = None,
     together: str = "",
     given: Mapping[str, Any] | None = None,
+    **texts: str,
 ) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
     """Register the decorated function as the test of a claim; fields as in `Claim`.
 
-    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given. A condition, or the
-    reason why the claim is undecided or cannot be tested, is that of the expected verdict. One
-    function may test several claims, each with the arguments `given`; the lowest of them is
-    registered first.
+    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given, and the texts from
+    the function's docstring (`docstring_texts`) unless they are. A condition, or the reason why the
+    claim is undecided or cannot be tested, is that of the expected verdict. One function may test
+    several claims, each with the arguments `given`; the lowest of them is registered first.
     """
-    paper = int(id[1 : id.index("-")])
     numbered = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
     if not number and numbered is not None and numbered[1] in NUMBERED:
         number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
-    reasons = {
-        Verdict.UNTESTABLE: untestable,
-        Verdict.UNDECIDED: undecided,
-        Verdict.CONDITION: condition,
-    }
-    expected = next((verdict for verdict, reason in reasons.items() if reason), expected)
 
     def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
         module = _FILES.setdefault(id, test.__module__)
         require(module == test.__module__, f"two claims are called {id!r}")
-        texts = (id, paper, number, title, statement, setting, tested, overturned_by)
-        exceptions, times = (condition, untestable, undecided), (seconds, full_seconds)
-        bound = update_wrapper(partial(test, **given), test) if given else test
-        CLAIMS[id] = Claim(*texts, expected, *exceptions, bound, *times, together)
+        fields: dict[str, Any] = docstring_texts(test.__doc__ or "") | texts
+        CLAIMS[id] = Claim(
+            id=id,
+            paper=int(id[1 : id.index("-")]),
+            number=number,
+            title=title,
+            expected=next((EXCEPTIONS[name] for name in EXCEPTIONS if name in fields), expected),
+            test=update_wrapper(partial(test, **given), test) if given else test,
+            seconds=seconds,
+            full_seconds=full_seconds,
+            together=together,
+            **fields,
+        )
         return test
 
     return add
+
+
+def docstring_texts(docstring: str) -> dict[str, str]:
+    """Return the texts of a claim by field: the statement, then those that `TEXTS` begin.
+
+    Each begins a line; its further lines are indented.
+    """
+    pieces = re.split(rf"^({'|'.join(TEXTS)}): ", cleandoc(docstring), flags=re.MULTILINE)
+    names = ["statement", *(TEXTS[words] for words in pieces[1::2])]
+    return {
+        name: re.sub(r"[ \n]+", " ", text).strip(" \n")
+        for name, text in zip(names, pieces[::2], strict=True)
+    }
 
 
 def all_claims() -> dict[str, Claim]:

@@ -4,7 +4,7 @@ import pytest
 
 from tieline.core.errors import TielineError
 from tieline.lab.claims.claim import Verdict
-from tieline.lab.claims.registry import PAPERS, all_claims, claim, select
+from tieline.lab.claims.registry import PAPERS, all_claims, claim, docstring_texts, select
 
 STATEMENTS = {
     0: "sec2-gauge def3.1 rem3.2 rem3.3 asm3.4 eq3.8 prop3.5 lem3.6 eq3.9 prop3.7 ex3.8 lem4.1 "
@@ -70,3 +70,18 @@ def test_two_claims_of_one_name_are_refused():
         claim("p0-lem6.2", "x", statement="x", setting="x", overturned_by="x", tested="x")(
             lambda run: None
         )
+
+
+def test_texts_of_a_docstring_are_joined_by_field():
+    docstring = """The statement, over
+    two lines.
+
+    Setting: two experts
+    Overturned by: a count: one
+        that differs
+    """
+    assert docstring_texts(docstring) == {
+        "statement": "The statement, over two lines.",
+        "setting": "two experts",
+        "overturned_by": "a count: one that differs",
+    }

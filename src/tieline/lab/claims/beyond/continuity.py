@@ -49,19 +49,15 @@ def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
     return ramps
 
 
-@claim(
-    "p5-law",
-    "moved times sensitivity",
-    number="law",
-    statement="D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace "
-    "ramp attains it and a straight ramp has 4/3 of it.",
-    setting="two experts, a score density that is flat over the ramp, noise small against it",
-    overturned_by="a ramp below the bound",
-    tested="Products of random ramps, monotone and not; of the Laplace ramp; of straight ramps.",
-    seconds=1,
-)
+@claim("p5-law", "moved times sensitivity", number="law", seconds=1)
 def law(run: ClaimRun) -> Evidence:
-    """The least product of many ramps, and those of two special ones."""
+    """D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace ramp
+    attains it and a straight ramp has 4/3 of it.
+
+    Setting: two experts, a score density that is flat over the ramp, noise small against it
+    Tested: Products of random ramps, monotone and not; of the Laplace ramp; of straight ramps.
+    Overturned by: a ramp below the bound
+    """
     products = [ramp_cost(*ramp).product for ramp in random_ramps(run, run.size(300, 3000))]
     straight = ramp_cost(torch.tensor([-0.7, 0.7]).double(), torch.tensor([0.0, 1.0]).double())
     laplace = ramp_cost(*laplace_ramp())
@@ -76,20 +72,16 @@ def law(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p5-frontier",
-    "the frontier at finite noise",
-    number="frontier",
-    statement="To make flips R times cheaper a gate must move the model by at least π/32·R times "
-    "their cost for large R, and by the Fourier frontier for every R.",
-    setting="two experts, a flat density, normal noise of any size",
-    overturned_by="a ramp below the frontier",
-    tested="Random ramps under normal noise of several sizes against the frontier; the frontier "
-    "against π/32·R; the least of moved plus remaining.",
-    seconds=6,
-)
+@claim("p5-frontier", "the frontier at finite noise", number="frontier", seconds=6)
 def frontier(run: ClaimRun) -> Evidence:
-    """Distance of ramps to the frontier, and its limit."""
+    """To make flips R times cheaper a gate must move the model by at least π/32·R times their cost
+    for large R, and by the Fourier frontier for every R.
+
+    Setting: two experts, a flat density, normal noise of any size
+    Tested: Random ramps under normal noise of several sizes against the frontier; the frontier
+        against π/32·R; the least of moved plus remaining.
+    Overturned by: a ramp below the frontier
+    """
     hard = hard_sensitivity(1.0, 1.0, 1.0)
     excess = []
     for number, ramp in enumerate(random_ramps(run, run.size(40, 400))):
@@ -121,20 +113,16 @@ def frontier(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p5-gates",
-    "two gates and the bound",
-    number="gates",
-    statement="Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper "
-    "1's ramp; that has 16/3 of the bound for b = 1 and more for b = 50.",
-    setting="orthogonal experts of equal size, k = 1, a flat density",
-    overturned_by="a product outside the stated share of the bound",
-    tested="D and S of layers with orthogonal experts by sampling scores near a tie, against the "
-    "integrals; paper 1's ramp by quadrature.",
-    seconds=2,
-)
+@claim("p5-gates", "two gates and the bound", number="gates", seconds=2)
 def gates(run: ClaimRun) -> Evidence:
-    """D and S of gates with two competitors, sampled and integrated."""
+    """Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper 1's ramp;
+    that has 16/3 of the bound for b = 1 and more for b = 50.
+
+    Setting: orthogonal experts of equal size, k = 1, a flat density
+    Tested: D and S of layers with orthogonal experts by sampling scores near a tie, against the
+        integrals; paper 1's ramp by quadrature.
+    Overturned by: a product outside the stated share of the bound
+    """
     epsilon, sigma = 0.4, 0.01
     sampled = {
         name: _sampled_cost(run, gate, sigma) for name, gate in _competing_gates(epsilon).items()
@@ -178,19 +166,16 @@ def _sampled_cost(
     return square[0].mean().item(), square[1].mean().item()
 
 
-@claim(
-    "p5-lipschitz",
-    "continuity at ties of every order",
-    number="Lipschitz",
-    statement="Projected top-k is Lipschitz with constant 1/ε in ℓ2 at ties of every order, and "
-    "no bound on the experts of a token below the number of tied ones is continuous.",
-    setting="16 experts, k = 2, ties of order 1 to 7",
-    overturned_by="a slope above 1/ε",
-    tested="Steps of the shares along random lines through ties of order 1 to 7 of 16 experts; "
-    "the jump of paper 1's ramp with k_max below the number of tied experts.",
-)
+@claim("p5-lipschitz", "continuity at ties of every order", number="Lipschitz")
 def lipschitz(run: ClaimRun) -> Evidence:
-    """Largest slopes through ties, with and without a bound on the experts."""
+    """Projected top-k is Lipschitz with constant 1/ε in ℓ2 at ties of every order, and no bound on
+    the experts of a token below the number of tied ones is continuous.
+
+    Setting: 16 experts, k = 2, ties of order 1 to 7
+    Tested: Steps of the shares along random lines through ties of order 1 to 7 of 16 experts; the
+        jump of paper 1's ramp with k_max below the number of tied experts.
+    Overturned by: a slope above 1/ε
+    """
     epsilon, steepest, jump = 0.3, 0.0, 0.0
     step = 1e-6
     for order in range(1, 8):
@@ -243,22 +228,21 @@ def predicted_over_measured(law: LayerLaw, point: LawPoint) -> tuple[float, floa
 
 
 @claim(
-    "p5-layers",
-    "moved and sensitivity of a trained layer, predicted",
-    number="layers",
-    statement="D and S of projected top-k in a layer of a trained model follow from density, jump "
-    "and noise at ties of other text, within 25 % where at most a tenth of the tokens is inside "
-    "the band, and D is 1 to 2 times the frontier at its S.",
-    setting="the demo model, k = 2 of 16, nothing renormalised, noise of the choice alone; a tenth "
-    "of the tokens inside the band at most",
-    overturned_by="a mean prediction (in full, any) more than 25 % off, or D outside 1 to 2 "
-    "frontiers",
-    tested="The four layers of the demo model, each by itself, at ε = 4 and 8 times the noise of "
-    "bf16 routers; every third sequence predicts, the others are measured. Fast: mean over layers.",
-    seconds=4,
+    "p5-layers", "moved and sensitivity of a trained layer, predicted", number="layers", seconds=4
 )
 def layers(run: ClaimRun) -> Evidence:
-    """D and S of real layers beside their predictions, and D beside the frontier."""
+    """D and S of projected top-k in a layer of a trained model follow from density, jump and noise
+    at ties of other text, within 25 % where at most a tenth of the tokens is inside the band, and D
+    is 1 to 2 times the frontier at its S.
+
+    Setting: the demo model, k = 2 of 16, nothing renormalised, noise of the choice alone; a tenth
+        of the tokens inside the band at most
+    Tested: The four layers of the demo model, each by itself, at ε = 4 and 8 times the noise of
+        bf16 routers; every third sequence predicts, the others are measured. Fast: mean over
+        layers.
+    Overturned by: a mean prediction (in full, any) more than 25 % off, or D outside 1 to 2
+        frontiers
+    """
     laws = measured_laws(run)
     rows = [(law, point) for law in laws for point in law.points if point.inside <= INSIDE]
     ratios = [predicted_over_measured(*row) for row in rows]

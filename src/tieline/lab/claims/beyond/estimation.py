@@ -44,20 +44,17 @@ def doubled(model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0) 
     return MoEParameters(router, bias, truth.experts[order])
 
 
-@claim(
-    "p5-doubling",
-    "all atoms of a softmax mixture can be doubled",
-    number="doubling",
-    statement="f of G and of Q·G, Q = Σ q_j e^{u_j·z}, are the same for every softmax router that "
-    "is linear in some z(x) and every expert; with tanh experts no other measure with "
-    "nonnegative masses has the same function. So ‖f - f*‖ >= c L_2 needs k < 2k*.",
-    setting="softmax routers linear in z(x), any number of atoms; perturbed cosine and tanh here",
-    overturned_by="a vanishing ratio at k = 2k* - 1 with the rows centred",
-    tested="Perturbed cosine, three tanh experts: all atoms doubled (k = 2k*), all but one "
-    "(k = 2k* - 1): distance and quotient L_2.",
-)
+@claim("p5-doubling", "all atoms of a softmax mixture can be doubled", number="doubling")
 def doubling(run: ClaimRun) -> Evidence:
-    """Distance over loss when all atoms are doubled, and when all but one are."""
+    """f of G and of Q·G, Q = Σ q_j e^{u_j·z}, are the same for every softmax router that is linear
+    in some z(x) and every expert; with tanh experts no other measure with nonnegative masses has
+    the same function. So ‖f - f*‖ >= c L_2 needs k < 2k*.
+
+    Setting: softmax routers linear in z(x), any number of atoms; perturbed cosine and tanh here
+    Tested: Perturbed cosine, three tanh experts: all atoms doubled (k = 2k*), all but one (k = 2k*
+        - 1): distance and quotient L_2.
+    Overturned by: a vanishing ratio at k = 2k* - 1 with the rows centred
+    """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth, x = drawn(run, model, stream=3, router=0.2), inputs(run, 2000, 2)
     all_doubled = doubled(model, truth, torch.tensor([0.1, -0.05]).double())
@@ -98,22 +95,19 @@ def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
     return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
 
 
-@claim(
-    "p5-reflection",
-    "sigmoid gates can be reflected",
-    number="reflection",
-    statement="For odd experts (tanh, linear, odd powers, two-layer) σ(s)h = σ(t)h + σ(-t)h + "
-    "σ(-s)(-h) for every t: with N >= N* + 2 the best measures of paper 4's Thm 3 and Cor. 1 "
-    "include ones without any gate of the truth, on every parameter set. With N = N* + 1 and gates "
-    "of |c| <= C the reflection is σ(-C) sup|h| away: the constant of Thm 3 is at most that small.",
-    setting="sigmoid gates, odd experts, N > N*, dense or sparse; on every parameter set that "
-    "holds the reflected atoms",
-    overturned_by="experts of one sign, or a parameter set without negatives",
-    tested="Full quadratic scores, two tanh experts in the plane: largest |f - f*|, L_3 to the "
-    "truth, distance of gates and of experts; with one spare expert the distance at C = 5 to 30.",
-)
+@claim("p5-reflection", "sigmoid gates can be reflected", number="reflection")
 def reflection(run: ClaimRun) -> Evidence:
-    """Exact reflections with two spare experts, near ones with one."""
+    """For odd experts (tanh, linear, odd powers, two-layer) σ(s)h = σ(t)h + σ(-t)h + σ(-s)(-h) for
+    every t: with N >= N* + 2 the best measures of paper 4's Thm 3 and Cor. 1 include ones without
+    any gate of the truth, on every parameter set. With N = N* + 1 and gates of |c| <= C the
+    reflection is σ(-C) sup|h| away: the constant of Thm 3 is at most that small.
+
+    Setting: sigmoid gates, odd experts, N > N*, dense or sparse; on every parameter set that holds
+        the reflected atoms
+    Tested: Full quadratic scores, two tanh experts in the plane: largest |f - f*|, L_3 to the
+        truth, distance of gates and of experts; with one spare expert the distance at C = 5 to 30.
+    Overturned by: experts of one sign, or a parameter set without negatives
+    """
     model = MoEModel("quadratic", "sigmoid", "tanh", 2, 2)
     truth, x = drawn(run, model), inputs(run, 2000, 2)
     exact = reflected(truth, run.normal(7, stream=31))
@@ -175,21 +169,18 @@ SPECIAL = 1 - 1 / math.sqrt(3)
 """σ(c*) below which two gates have contact of order 4, and above which of order 5."""
 
 
-@claim(
-    "p5-contact",
-    "how nearly two gates make a constant one",
-    number="contact",
-    statement="Two gates b = ±ε, A = O(ε²) of half the mass p each differ from a constant gate by "
-    "pq(q-p)(6pq-1)/6 (εt)⁴ to leading order, which vanishes at σ(c*) = 2p = 1 - 1/√3; above that "
-    "mass two gates of unequal masses differ by O(ε⁵). So ‖f - f*‖ >= c L of paper 4's Thm 1 needs "
-    "‖Δb‖⁴ in place of ‖Δb‖² below it and ‖Δb‖⁵ above.",
-    setting="sigmoid gates with full score, sparse, two atoms in a cell, any expert",
-    overturned_by="a split of two atoms with contact beyond the stated order",
-    tested="Exponents of the largest difference in ε at σ(c*) = 0.3, 1 - 1/√3 and 0.6; the leading "
-    "coefficient against its formula; roots of the fourth term over the masses.",
-)
+@claim("p5-contact", "how nearly two gates make a constant one", number="contact")
 def contact(_run: ClaimRun) -> Evidence:
-    """Orders of contact on both sides of the special mass."""
+    """Two gates b = ±ε, A = O(ε²) of half the mass p each differ from a constant gate by
+    pq(q-p)(6pq-1)/6 (εt)⁴ to leading order, which vanishes at σ(c*) = 2p = 1 - 1/√3; above that
+    mass two gates of unequal masses differ by O(ε⁵). So ‖f - f*‖ >= c L of paper 4's Thm 1 needs
+    ‖Δb‖⁴ in place of ‖Δb‖² below it and ‖Δb‖⁵ above.
+
+    Setting: sigmoid gates with full score, sparse, two atoms in a cell, any expert
+    Tested: Exponents of the largest difference in ε at σ(c*) = 0.3, 1 - 1/√3 and 0.6; the leading
+        coefficient against its formula; roots of the fourth term over the masses.
+    Overturned by: a split of two atoms with contact beyond the stated order
+    """
     sizes = [0.4, 0.2, 0.1]
     remainders = {}
     for name, total in (("below", 0.3), ("special", SPECIAL), ("above", 0.6)):
@@ -302,23 +293,19 @@ def least_ratios(total: float, radius: float, shares: np.ndarray) -> dict[int, f
     return {power: min(by_split) for power, by_split in ratios.items()}
 
 
-@claim(
-    "p5-corrected-bound",
-    "paper 4's Thm 1, corrected",
-    number="corrected bound",
-    statement="With N = N* + 1, full score, a tanh expert without gate of mass σ(c*) < 1 - 1/√3 "
-    "and A symmetric, ‖f - f*‖ >= c L with ‖Δb‖⁴ in place of ‖Δb‖² in L_1; from 1 - 1/√3 on that "
-    "fails as well.",
-    setting="sigmoid gates with full score, sparse, one expert too many, tanh; masses bounded away "
-    "from 0; one input here, any number in the proof",
-    overturned_by="a pair of atoms along which the ratio falls with the radius",
-    tested="Least ‖f - f*‖ / L over pairs of atoms, by search at radii .4, .2, .1: exponent of the "
-    "least ratio in the radius for ‖Δb‖⁴ and ‖Δb‖² at σ(c*) = .3; the fourth-order term over all "
-    "masses by its polynomial, and at .6 its root.",
-    seconds=2,
-)
+@claim("p5-corrected-bound", "paper 4's Thm 1, corrected", number="corrected bound", seconds=2)
 def corrected_bound(run: ClaimRun) -> Evidence:
-    """Least ratios at falling radii, and the sign of the fourth-order term."""
+    """With N = N* + 1, full score, a tanh expert without gate of mass σ(c*) < 1 - 1/√3 and A
+    symmetric, ‖f - f*‖ >= c L with ‖Δb‖⁴ in place of ‖Δb‖² in L_1; from 1 - 1/√3 on that fails as
+    well.
+
+    Setting: sigmoid gates with full score, sparse, one expert too many, tanh; masses bounded away
+        from 0; one input here, any number in the proof
+    Tested: Least ‖f - f*‖ / L over pairs of atoms, by search at radii .4, .2, .1: exponent of the
+        least ratio in the radius for ‖Δb‖⁴ and ‖Δb‖² at σ(c*) = .3; the fourth-order term over all
+        masses by its polynomial, and at .6 its root.
+    Overturned by: a pair of atoms along which the ratio falls with the radius
+    """
     radii, shares = [0.4, 0.2, 0.1], np.linspace(0.1, 0.48, run.size(3, 24))
     least_by_radius = [least_ratios(0.3, radius, shares) for radius in radii]
     least_by_power = {power: [least[power] for least in least_by_radius] for power in (4, 2)}

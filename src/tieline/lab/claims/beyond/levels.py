@@ -60,22 +60,18 @@ MANY, HUGE = [2**p for p in (10, 12, 14, 16, 18)], [2**p for p in (24, 26, 28, 3
 """Numbers of experts at which the bounds are compared, and those that show their order."""
 
 
-@claim(
-    "p5-levels",
-    "the combinatorial gain ends at k = (d+1)/2",
-    number="levels",
-    statement="For k > (d+1)/2 the cells of every top-k router are O(N^⌊(d+1)/2⌋), a vanishing "
-    "share of C(N, k), so that Thm 4.19 of paper 3 fails for each such k and not only for k > d + "
-    "1; for k <= (d+1)/2 routers on the moment curve have all C(N, k) cells. Pieces are at most "
-    "cells times Φ(kH, d), which is sharper than B*.",
-    setting="affine routers, every position; N grows with d and k fixed",
-    overturned_by="a router with more cells than the bound",
-    tested="The bound with its constants: exponent in N for d = 1 ... 5 and k = ⌊(d+1)/2⌋ + 1; "
-    "exact counts of drawn routers, d = 1, 2, 3, all k, and of moment curves against it.",
-    seconds=1,
-)
+@claim("p5-levels", "the combinatorial gain ends at k = (d+1)/2", number="levels", seconds=1)
 def levels(run: ClaimRun) -> Evidence:
-    """Exponents of the bound, and exact counts under it."""
+    """For k > (d+1)/2 the cells of every top-k router are O(N^⌊(d+1)/2⌋), a vanishing share of C(N,
+    k), so that Thm 4.19 of paper 3 fails for each such k and not only for k > d + 1; for k <=
+    (d+1)/2 routers on the moment curve have all C(N, k) cells. Pieces are at most cells times Φ(kH,
+    d), which is sharper than B*.
+
+    Setting: affine routers, every position; N grows with d and k fixed
+    Tested: The bound with its constants: exponent in N for d = 1 ... 5 and k = ⌊(d+1)/2⌋ + 1; exact
+        counts of drawn routers, d = 1, 2, 3, all k, and of moment curves against it.
+    Overturned by: a router with more cells than the bound
+    """
     powers = {}
     for dim in range(1, 6):
         k = (dim + 1) // 2 + 1

@@ -42,21 +42,18 @@ def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, floa
     return (radii.max() / radii.min() - 1).item(), differ.double().mean().item()
 
 
-@claim(
-    "p5-sphere",
-    "a linear router is a cosine router about another centre",
-    number="sphere",
-    statement="For E <= D + 1 rows in general position there is c with equal ‖w_e - c‖, and the "
-    "cosine router of the rows w_e - c ranks the experts of every token as the linear one, "
-    "whatever the token's norm. For more experts there is none in general.",
-    setting="softmax scores, where a vector may be subtracted from all rows; rows in general "
-    "position",
-    overturned_by="a token whose experts are ranked in another order",
-    tested="Ranks of all experts for drawn tokens of norms over two decades, E = 2 ... D + 1 rows; "
-    "and with twice as many experts as dimensions.",
-)
+@claim("p5-sphere", "a linear router is a cosine router about another centre", number="sphere")
 def sphere(run: ClaimRun) -> Evidence:
-    """Ranks by both routers."""
+    """For E <= D + 1 rows in general position there is c with equal ‖w_e - c‖, and the cosine
+    router of the rows w_e - c ranks the experts of every token as the linear one, whatever the
+    token's norm. For more experts there is none in general.
+
+    Setting: softmax scores, where a vector may be subtracted from all rows; rows in general
+        position
+    Tested: Ranks of all experts for drawn tokens of norms over two decades, E = 2 ... D + 1 rows;
+        and with twice as many experts as dimensions.
+    Overturned by: a token whose experts are ranked in another order
+    """
     tokens = run.size(500, 5000)
     results = [other_ranks(run, n, tokens) for n in range(2, DIM + 2)]
     beyond = other_ranks(run, 2 * DIM, tokens)[1]
@@ -92,19 +89,16 @@ def steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
     return max(ratio.max().item() for ratio in ratios)
 
 
-@claim(
-    "p5-zero",
-    "the perturbed cosine is Lipschitz, at the zero vector too",
-    number="zero",
-    statement="The score of the perturbed cosine router has the Lipschitz constant ‖w‖/((‖w‖ + τ1) "
-    "τ2 t), attained at the zero vector, where it is 0. The plain cosine jumps there by 2/t "
-    "between opposite tokens, however small.",
-    setting="the scores alone, without projection; every pair of tokens",
-    overturned_by="a pair of tokens above the bound",
-    tested="Pairs of tokens of sizes 1e-9 to 10, and the rows themselves against zero.",
-)
+@claim("p5-zero", "the perturbed cosine is Lipschitz, at the zero vector too", number="zero")
 def zero(run: ClaimRun) -> Evidence:
-    """Changes of the scores over their bound, near zero and far from it."""
+    """The score of the perturbed cosine router has the Lipschitz constant ‖w‖/((‖w‖ + τ1) τ2 t),
+    attained at the zero vector, where it is 0. The plain cosine jumps there by 2/t between opposite
+    tokens, however small.
+
+    Setting: the scores alone, without projection; every pair of tokens
+    Tested: Pairs of tokens of sizes 1e-9 to 10, and the rows themselves against zero.
+    Overturned by: a pair of tokens above the bound
+    """
     router, plain = cosine_router(run, TAU), cosine_router(run, (0.0, 0.0))
     sizes = [10.0**p for p in range(-9, 2)]
     ratios = [steepness(run, router, size) for size in sizes]
@@ -186,22 +180,18 @@ def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float,
     return total, linear
 
 
-@claim(
-    "p5-soft-slope",
-    "the slope of softness with layers above",
-    number="slope",
-    statement="For any loss L of a layer's output the soft choice of width ε changes the loss by "
-    "ε f_gap(0) E[∫ L(y + a(u)Δ) - L(y) du | gap = 0] + o(ε), a the share of the second expert; a "
-    "gradient and one more value per token give it exactly for L of degree three.",
-    setting="one wall, a density and experts that are continuous beside it, L smooth; layers above "
-    "that choose themselves add their own walls",
-    overturned_by="a loss of degree three whose slope differs",
-    tested="Two experts on the line, softmax and projection, a cubic L and two layers with a "
-    "logistic loss; slopes by quadrature at two widths.",
-    seconds=0.2,
-)
+@claim("p5-soft-slope", "the slope of softness with layers above", number="slope", seconds=0.2)
 def soft_slope(run: ClaimRun) -> Evidence:
-    """Slopes by quadrature and from the wall."""
+    """For any loss L of a layer's output the soft choice of width ε changes the loss by ε f_gap(0)
+    E[∫ L(y + a(u)Δ) - L(y) du | gap = 0] + o(ε), a the share of the second expert; a gradient and
+    one more value per token give it exactly for L of degree three.
+
+    Setting: one wall, a density and experts that are continuous beside it, L smooth; layers above
+        that choose themselves add their own walls
+    Tested: Two experts on the line, softmax and projection, a cubic L and two layers with a
+        logistic loss; slopes by quadrature at two widths.
+    Overturned by: a loss of degree three whose slope differs
+    """
     errors, without = {}, []
     for form in SHARES:
         for name, loss in LOSSES.items():

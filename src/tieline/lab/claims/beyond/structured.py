@@ -40,22 +40,22 @@ def moved(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
     "p5-structured",
     "exit of a cell under structured perturbations",
     number="structured",
-    statement="Let x move by m t + Σ^½ B_t, Σ of any rank. The wall of experts i, j is met by t "
-    "with the inverse Gaussian law of gap z_i - z_j, drift (w_i - w_j)·m and deviation s_ij = "
-    "√((w_i - w_j)ᵀΣ(w_i - w_j)); the exit time lies between the likeliest wall and their sum; and "
-    "min (z_i - z_j)/s_ij is the exact length, in the metric of Σ, of the smallest step that "
-    "changes the set.",
-    setting="affine routers, top k, any drift and any covariance; the trained model in the box, "
-    "its first router, with m and Σ of fp8",
-    overturned_by="a path law outside the bounds, or a shorter step that changes the set",
-    tested="The model in the box, m and Σ of the perturbations that its router inputs have in "
-    "fp8: simulated paths of its tokens against the bounds and, for two experts, the law; steps "
-    "of the stated length in the stated direction, and shorter ones in drawn directions.",
     seconds=3,
     together="trained-states",
 )
 def structured_exit(run: ClaimRun) -> Evidence:
-    """Bounds, law and worst step with the mean and covariance of real perturbations."""
+    """Let x move by m t + Σ^½ B_t, Σ of any rank. The wall of experts i, j is met by t with the
+    inverse Gaussian law of gap z_i - z_j, drift (w_i - w_j)·m and deviation s_ij = √((w_i -
+    w_j)ᵀΣ(w_i - w_j)); the exit time lies between the likeliest wall and their sum; and min (z_i -
+    z_j)/s_ij is the exact length, in the metric of Σ, of the smallest step that changes the set.
+
+    Setting: affine routers, top k, any drift and any covariance; the trained model in the box, its
+        first router, with m and Σ of fp8
+    Tested: The model in the box, m and Σ of the perturbations that its router inputs have in fp8:
+        simulated paths of its tokens against the bounds and, for two experts, the law; steps of the
+        stated length in the stated direction, and shorter ones in drawn directions.
+    Overturned by: a path law outside the bounds, or a shorter step that changes the set
+    """
     states, steps = moved(run)[0]
     law = perturbation_law(steps)
     scores = states.scores()
@@ -140,20 +140,21 @@ def _worst_step_checks(run: ClaimRun, states: RouterStates, law: PerturbationLaw
     "p5-real-noise",
     "flips of real perturbations follow their covariance",
     number="real noise",
-    statement="Flips of a trained router under the perturbations of low precision are those of "
-    "N(m, Σ), m and Σ measured on other tokens; isotropic noise of the same power flips the first "
-    "router too rarely.",
-    setting="the trained model in the box, the whole of it in fp8 (e4m3), perturbations of each "
-    "router's input; tokens of the law and of the test apart",
-    overturned_by="a router whose flips differ from those of N(m, Σ) by more than a tenth and four "
-    "standard errors",
-    tested="The model in the box in fp8, router by router: m and Σ from every other token, share "
-    "of flips of the tokens between them, measured and drawn; isotropic noise of the same power.",
     seconds=2,
     together="trained-states",
 )
 def real_noise(run: ClaimRun) -> Evidence:
-    """Measured flips against those of a normal law and of an isotropic one."""
+    """Flips of a trained router under the perturbations of low precision are those of N(m, Σ), m
+    and Σ measured on other tokens; isotropic noise of the same power flips the first router too
+    rarely.
+
+    Setting: the trained model in the box, the whole of it in fp8 (e4m3), perturbations of each
+        router's input; tokens of the law and of the test apart
+    Tested: The model in the box in fp8, router by router: m and Σ from every other token, share of
+        flips of the tokens between them, measured and drawn; isotropic noise of the same power.
+    Overturned by: a router whose flips differ from those of N(m, Σ) by more than a tenth and four
+        standard errors
+    """
     rows = [_flip_shares(run, states, steps) for states, steps in moved(run)]
     checks = [
         within(

@@ -23,20 +23,18 @@ def turned(angle: float, offset: float = 0.0) -> TwoCells:
     return two_cells(normal=normal, offset=offset, slopes=[[0.0, 0.0], [0.0, 0.0]])
 
 
-@claim(
-    "p0-asm5.11",
-    "specialisation gap",
-    statement="Whatever its parameters, a wrong expert is within √γ of the right one on mass η "
-    "of a cell at most.",
-    setting="an assumption on all student parameters; bounded experts of one family",
-    overturned_by="a family that gives every expert its own range of functions",
-    tested="η(γ) at the teacher's own experts; and with the wrong expert free to take the right "
-    "one's parameters, which every family shared by the experts allows.",
-    condition="experts are confined to neighbourhoods; if they share one family the supremum is "
-    "the mass of the cell",
-)
+@claim("p0-asm5.11", "specialisation gap")
 def gap(run: ClaimRun) -> Evidence:
-    """η(γ) at given experts and at the worst ones."""
+    """Whatever its parameters, a wrong expert is within √γ of the right one on mass η of a cell at
+    most.
+
+    Setting: an assumption on all student parameters; bounded experts of one family
+    Tested: η(γ) at the teacher's own experts; and with the wrong expert free to take the right
+        one's parameters, which every family shared by the experts allows.
+    Overturned by: a family that gives every expert its own range of functions
+    Condition: experts are confined to neighbourhoods; if they share one family the supremum is the
+        mass of the cell
+    """
     teacher = pupil(run, run.size(50_000, 500_000), 0.0)
     gammas = [1e-4, 1e-3, 1e-2, 1e-1]
     specialised = specialisation_gap(teacher.sample, teacher.labels, gammas)
@@ -61,18 +59,16 @@ def gap(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-asm5.12",
-    "velocities that a router can realise",
-    statement="A linear router moves its wall by a finite-dimensional space of normal velocities, "
-    "the affine functions of the input on it, and by no others.",
-    setting="an assumption with the linear router as its example, D = 4",
-    overturned_by="a realised velocity that is not affine on the wall",
-    tested="Rank of the velocities over points of a wall in D = 4, and what is left of a quadratic "
-    "one.",
-)
+@claim("p0-asm5.12", "velocities that a router can realise")
 def velocities(run: ClaimRun) -> Evidence:
-    """Rank of the space of velocities on the wall."""
+    """A linear router moves its wall by a finite-dimensional space of normal velocities, the affine
+    functions of the input on it, and by no others.
+
+    Setting: an assumption with the linear router as its example, D = 4
+    Tested: Rank of the velocities over points of a wall in D = 4, and what is left of a quadratic
+        one.
+    Overturned by: a realised velocity that is not affine on the wall
+    """
     width, n = 4, run.size(500, 5_000)
     normal, offset = run.normal(width, stream=1), 0.4
     x = run.normal(n, width, stream=2)
@@ -105,20 +101,17 @@ def velocities(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-asm5.13",
-    "gradient and Hessian transfer",
-    statement="∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.",
-    setting="an assumption near critical points; two affine experts under a Gaussian",
-    overturned_by="a bounded Hessian of L_τ at the teacher as τ falls",
-    tested="Derivatives of two affine experts under a Gaussian by quadrature, off the teacher's "
-    "wall and at the teacher, τ over two decades.",
-    condition="the student's wall is not the teacher's: there the Hessian grows like "
-    "E[d·[μ] | S = 0]/2 · p_S(0)/τ",
-    seconds=1,
-)
+@claim("p0-asm5.13", "gradient and Hessian transfer", seconds=1)
 def transfer(run: ClaimRun) -> Evidence:
-    """Distance of the Hessians off the wall; their growth on it."""
+    """∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.
+
+    Setting: an assumption near critical points; two affine experts under a Gaussian
+    Tested: Derivatives of two affine experts under a Gaussian by quadrature, off the teacher's wall
+        and at the teacher, τ over two decades.
+    Overturned by: a bounded Hessian of L_τ at the teacher as τ falls
+    Condition: the student's wall is not the teacher's: there the Hessian grows like E[d·[μ] | S =
+        0]/2 · p_S(0)/τ
+    """
     student, teacher = crossing_pair()
     taus = [0.1, 0.03, 0.01, 0.003]
     off = derivative_transfer(student, teacher, taus)
@@ -161,21 +154,18 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     return (high - 2 * middle + low) / step**2
 
 
-@claim(
-    "p0-asm5.14",
-    "geometry of the profiled hard problem",
-    statement="For every wall the experts have one minimiser with curvature at least α_fr; at "
-    "every wall but the teacher's some motion has zero first and negative second variation.",
-    setting="an assumption on every wall that is not the teacher's; all walls through the origin",
-    overturned_by="a neutral motion with negative second variation at every wall",
-    tested="Ψ_0 over all walls through the origin by quadrature: α_fr, and the curvature along the "
-    "motion (turn and shift) whose first variation vanishes; then the same at critical walls.",
-    condition="the wall is a critical one of Ψ_0; at others the motion of zero first variation may "
-    "well have positive second variation",
-    seconds=0.7,
-)
+@claim("p0-asm5.14", "geometry of the profiled hard problem", seconds=0.7)
 def profiled(run: ClaimRun) -> Evidence:
-    """Curvature along the neutral motion, and the negative one at the critical wall."""
+    """For every wall the experts have one minimiser with curvature at least α_fr; at every wall but
+    the teacher's some motion has zero first and negative second variation.
+
+    Setting: an assumption on every wall that is not the teacher's; all walls through the origin
+    Tested: Ψ_0 over all walls through the origin by quadrature: α_fr, and the curvature along the
+        motion (turn and shift) whose first variation vanishes; then the same at critical walls.
+    Overturned by: a neutral motion with negative second variation at every wall
+    Condition: the wall is a critical one of Ψ_0; at others the motion of zero first variation may
+        well have positive second variation
+    """
     teacher = two_cells(normal=[1.0, 0.0], slopes=[[1.0, 0.5], [-0.7, 0.4]], intercepts=[0.2, 0.1])
     angles = [math.pi * (i + 0.5) / run.size(18, 90) for i in range(run.size(18, 90))]
     values = [_variation(teacher, angle) for angle in angles]
@@ -236,17 +226,15 @@ def _nearby_maximum(teacher: TwoCells, angle: float) -> float:
     return float(maximum.x)
 
 
-@claim(
-    "p0-lem5.15",
-    "negative curvature persists",
-    statement="λ_min(H) <= λ_min(H_0) + ‖H - H_0‖; with λ_min(H_0) <= -λ and a change of λ/2 at "
-    "most, λ_min(H) <= -λ/2.",
-    setting="symmetric matrices, any size; 6 × 6 drawn and the extreme case",
-    overturned_by="one eigenvalue above the bound",
-    tested="Drawn symmetric matrices, and the extreme case H = H_0 + η vvᵀ with v the eigenvector.",
-)
+@claim("p0-lem5.15", "negative curvature persists")
 def curvature(run: ClaimRun) -> Evidence:
-    """Violations, and equality in the extreme case."""
+    """λ_min(H) <= λ_min(H_0) + ‖H - H_0‖; with λ_min(H_0) <= -λ and a change of λ/2 at most,
+    λ_min(H) <= -λ/2.
+
+    Setting: symmetric matrices, any size; 6 × 6 drawn and the extreme case
+    Tested: Drawn symmetric matrices, and the extreme case H = H_0 + η vvᵀ with v the eigenvector.
+    Overturned by: one eigenvalue above the bound
+    """
     violations = 0
     for i in range(run.size(100, 2_000)):
         a, b = run.normal(6, 6, stream=2 * i), 0.3 * run.normal(6, 6, stream=2 * i + 1)

@@ -39,17 +39,14 @@ def draws(run: ClaimRun, n: int) -> Tensor:
     return run.normal(n, 2, stream=1) @ torch.linalg.cholesky(SIGMA).T
 
 
-@claim(
-    "p0-eq6.2",
-    "gradient of the risk in the router",
-    number="eq. 6.1, 6.2",
-    statement="∇_u L = -(4/τ) E[(Y - h) p_1 p_2 (f_1 - f_2) X].",
-    setting="every parameter; one drawn sample",
-    overturned_by="a difference beyond rounding",
-    tested="Automatic differentiation of the sampled risk against the formula on the same sample.",
-)
+@claim("p0-eq6.2", "gradient of the risk in the router", number="eq. 6.1, 6.2")
 def gradient(run: ClaimRun) -> Evidence:
-    """Largest difference of the two gradients."""
+    """∇_u L = -(4/τ) E[(Y - h) p_1 p_2 (f_1 - f_2) X].
+
+    Setting: every parameter; one drawn sample
+    Tested: Automatic differentiation of the sampled risk against the formula on the same sample.
+    Overturned by: a difference beyond rounding
+    """
     x = draws(run, run.size(20_000, 200_000))
     tau, u = 0.7, torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
     target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
@@ -67,22 +64,18 @@ def gradient(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="equal", measured=difference)
 
 
-@claim(
-    "p0-eq6.3",
-    "response model, an assumption",
-    statement="Assumed, as a reduced model and not as a theorem: near u = 0 the product of "
-    "residual and contrast is odd in u·x to first order, so that the update of the router is "
-    "linear in u, without a drift.",
-    setting="an assumption that the paper calls a reduced model, not a theorem; tested on the "
-    "two-expert model of the same section",
-    overturned_by="a two-expert model whose gradient at u = 0 has no drift at a nonzero contrast",
-    tested="Whether the two-expert model of the same section meets it: the gradient at u = 0 with "
-    "a small contrast δ of the experts, by sampling; the true descent beside the reduced one.",
-    expected=Verdict.FAILS,
-    seconds=2,
-)
+@claim("p0-eq6.3", "response model, an assumption", expected=Verdict.FAILS, seconds=2)
 def response(run: ClaimRun) -> Evidence:
-    """The drift at u = 0, which the response model rules out."""
+    """Assumed, as a reduced model and not as a theorem: near u = 0 the product of residual and
+    contrast is odd in u·x to first order, so that the update of the router is linear in u, without
+    a drift.
+
+    Setting: an assumption that the paper calls a reduced model, not a theorem; tested on the
+        two-expert model of the same section
+    Tested: Whether the two-expert model of the same section meets it: the gradient at u = 0 with a
+        small contrast δ of the experts, by sampling; the true descent beside the reduced one.
+    Overturned by: a two-expert model whose gradient at u = 0 has no drift at a nonzero contrast
+    """
     x, tau = draws(run, run.size(400_000, 4_000_000)), 0.5
     contrast = 0.1 * D
     target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
@@ -128,22 +121,19 @@ def _both_models(both: SymmetryBreaking) -> FigureData:
     return chart("step", "‖u‖", *curves, log="y")
 
 
-@claim(
-    "p0-eq6.4",
-    "the operator M",
-    number="eq. 6.4, 6.5",
-    statement="Under the response model, ψ(·, t) odd and differentiable at 0 for each t, the "
-    "linear update has the symmetric matrix M = E[g(v·X)(d·X) XXᵀ].",
-    setting="the response model with the regularity that is printed: odd and differentiable at 0",
-    overturned_by="a domination of ψ among the hypotheses; then it holds as it stands",
-    tested="The closed form against samples of the definition, entry by entry, sign and tanh; and "
-    "the linearisation of (6.2) with the response put in, by differences: one that is dominated, "
-    "and one with a jump in the slab 0 < ||t| - 1| < |s|, differentiable at s = 0 for every t.",
-    condition="|ψ(s, t)| <= |s| G(t) with E[G(v·X)‖X‖³] finite, so that limit and expectation may "
-    "be exchanged",
-)
+@claim("p0-eq6.4", "the operator M", number="eq. 6.4, 6.5")
 def linearisation(run: ClaimRun) -> Evidence:
-    """M by closed form and by sampling; derivative of the gradient in u."""
+    """Under the response model, ψ(·, t) odd and differentiable at 0 for each t, the linear update
+    has the symmetric matrix M = E[g(v·X)(d·X) XXᵀ].
+
+    Setting: the response model with the regularity that is printed: odd and differentiable at 0
+    Tested: The closed form against samples of the definition, entry by entry, sign and tanh; and
+        the linearisation of (6.2) with the response put in, by differences: one that is dominated,
+        and one with a jump in the slab 0 < ||t| - 1| < |s|, differentiable at s = 0 for every t.
+    Overturned by: a domination of ψ among the hypotheses; then it holds as it stands
+    Condition: |ψ(s, t)| <= |s| G(t) with E[G(v·X)‖X‖³] finite, so that limit and expectation may be
+        exchanged
+    """
     x = draws(run, run.size(400_000, 4_000_000))
     checks = []
     for g in (Response("sign"), Response("tanh", 2.0)):
@@ -186,17 +176,15 @@ def _response_gradient(x: Tensor, u: Tensor, tau: float, g: Response, *, jump: b
     return -4 / tau * ((p * (1 - p) * product)[:, None] * x).mean(dim=0)
 
 
-@claim(
-    "p0-lem6.1",
-    "Gaussian moment along the separator",
-    statement="vᵀMv = κ_g (d·Σv) √(vᵀΣv) with κ_g = E[g(G)G³]/s³ > 0.",
-    setting="Gaussian inputs, g odd with g(z)z >= 0; sign and tanh in R⁵, an equality",
-    overturned_by="a moment outside four standard errors",
-    tested="Samples of E[g(v·X)(d·X)(v·X)²] for sign and tanh in five dimensions, and the "
-    "quadratic form of the closed M.",
-)
+@claim("p0-lem6.1", "Gaussian moment along the separator")
 def moment(run: ClaimRun) -> Evidence:
-    """Rayleigh quotient three ways."""
+    """vᵀMv = κ_g (d·Σv) √(vᵀΣv) with κ_g = E[g(G)G³]/s³ > 0.
+
+    Setting: Gaussian inputs, g odd with g(z)z >= 0; sign and tanh in R⁵, an equality
+    Tested: Samples of E[g(v·X)(d·X)(v·X)²] for sign and tanh in five dimensions, and the quadratic
+        form of the closed M.
+    Overturned by: a moment outside four standard errors
+    """
     factor = run.normal(5, 5, stream=1)
     sigma = factor @ factor.T / 5 + 0.3 * torch.eye(5, dtype=torch.float64)
     v, d = run.normal(5, stream=2), run.normal(5, stream=3)
@@ -216,16 +204,14 @@ def moment(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=checks[0].reference, measured=checks[0].measured)
 
 
-@claim(
-    "p0-lem6.2",
-    "sign response",
-    statement="κ_sign = 2√(2/π), whatever the scale.",
-    setting="the sign response at every scale, an equality",
-    overturned_by="a ninth digit that differs",
-    tested="Quadrature of E|G|³/s³ at three scales to nine digits.",
-)
+@claim("p0-lem6.2", "sign response")
 def sign_response(run: ClaimRun) -> Evidence:
-    """κ of the sign."""
+    """κ_sign = 2√(2/π), whatever the scale.
+
+    Setting: the sign response at every scale, an equality
+    Tested: Quadrature of E|G|³/s³ at three scales to nine digits.
+    Overturned by: a ninth digit that differs
+    """
     stated = 2 * math.sqrt(2 / math.pi)
     values = [response_constant(Response("sign"), s) for s in (0.1, 1.0, 7.0)]
     checks = [
@@ -234,20 +220,16 @@ def sign_response(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=stated, measured=values[1])
 
 
-@claim(
-    "p0-eq6.7",
-    "without loss of generality d·Σv > 0",
-    statement="Replacing v by -v and swapping the sides leaves the teacher as it is, so d·Σv may "
-    "be taken positive.",
-    setting="every teacher; one with d·Σv < 0",
-    overturned_by="a relabelling that keeps the targets and changes the sign of d·Σv",
-    tested="The relabelled teacher must give the same targets: then d changes sign with v, and "
-    "d·Σv and M stay. A teacher with d·Σv < 0 in both models.",
-    expected=Verdict.FAILS,
-    seconds=2,
-)
+@claim("p0-eq6.7", "without loss of generality d·Σv > 0", expected=Verdict.FAILS, seconds=2)
 def generality(run: ClaimRun) -> Evidence:
-    """Sign of d·Σv before and after the relabelling."""
+    """Replacing v by -v and swapping the sides leaves the teacher as it is, so d·Σv may be taken
+    positive.
+
+    Setting: every teacher; one with d·Σv < 0
+    Tested: The relabelled teacher must give the same targets: then d changes sign with v, and d·Σv
+        and M stay. A teacher with d·Σv < 0 in both models.
+    Overturned by: a relabelling that keeps the targets and changes the sign of d·Σv
+    """
     d = -D
     x = draws(run, run.size(2_000, 20_000))
     new_v, new_d = relabelled(V, d)
@@ -275,16 +257,14 @@ def generality(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq6.6",
-    "reduced update",
-    statement="u_{t+1} = (I + (η/τ) M) u_t to first order.",
-    setting="the reduced update itself, an identity of matrices",
-    overturned_by="a difference beyond rounding",
-    tested="Fifty steps of the update against its spectral form.",
-)
+@claim("p0-eq6.6", "reduced update")
 def update(run: ClaimRun) -> Evidence:
-    """Distance of the iterated update from its closed form."""
+    """u_{t+1} = (I + (η/τ) M) u_t to first order.
+
+    Setting: the reduced update itself, an identity of matrices
+    Tested: Fifty steps of the update against its spectral form.
+    Overturned by: a difference beyond rounding
+    """
     spectrum = operator(V, D, SIGMA)
     u, push = torch.tensor([0.3, -0.7], dtype=torch.float64), 0.05
     components = spectrum.eigenvectors.T @ u
@@ -296,20 +276,18 @@ def update(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="equal", measured=distance)
 
 
-@claim(
-    "p0-prop6.3",
-    "instability of the symmetric router",
-    statement="If d·Σv ≠ 0, M has a positive eigenvalue whose eigenvector is not orthogonal to v, "
-    "and the reduced update grows along it by 1 + ηλ/τ a step, more for smaller τ.",
-    setting="d·Σv ≠ 0 as printed, both signs; the reduced model",
-    overturned_by="a proof for d·Σv < 0, where vᵀMv is negative",
-    tested="Drawn teachers in three dimensions: signs, overlaps, and the growth of the iterated "
-    "update.",
-    condition="d·Σv > 0, which is no loss of generality only in words (eq. 6.7), and the reduced "
-    "model, not the true descent (eq. 6.3)",
-)
+@claim("p0-prop6.3", "instability of the symmetric router")
 def instability(run: ClaimRun) -> Evidence:
-    """Teachers with positive and negative product."""
+    """If d·Σv ≠ 0, M has a positive eigenvalue whose eigenvector is not orthogonal to v, and the
+    reduced update grows along it by 1 + ηλ/τ a step, more for smaller τ.
+
+    Setting: d·Σv ≠ 0 as printed, both signs; the reduced model
+    Tested: Drawn teachers in three dimensions: signs, overlaps, and the growth of the iterated
+        update.
+    Overturned by: a proof for d·Σv < 0, where vᵀMv is negative
+    Condition: d·Σv > 0, which is no loss of generality only in words (eq. 6.7), and the reduced
+        model, not the true descent (eq. 6.3)
+    """
     stable, unstable, worst, least = 0, 0, math.inf, math.inf
     for i in range(run.size(100, 1_000)):
         v, d = run.normal(3, stream=2 * i), run.normal(3, stream=2 * i + 1)
@@ -348,17 +326,14 @@ def instability(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq6.8",
-    "spectral form and alignment",
-    number="eq. 6.8, 6.9",
-    statement="Components grow like (1 + ηλ_i/τ)^t; u/‖u‖ tends to the leading eigenvector.",
-    setting="the reduced update with a simple leading eigenvalue",
-    overturned_by="a ratio of components other than ρ^t",
-    tested="The iterated update: ratio of components after t steps against ρ^t, and the angle.",
-)
+@claim("p0-eq6.8", "spectral form and alignment", number="eq. 6.8, 6.9")
 def alignment(run: ClaimRun) -> Evidence:
-    """Ratio of the components after twenty steps."""
+    """Components grow like (1 + ηλ_i/τ)^t; u/‖u‖ tends to the leading eigenvector.
+
+    Setting: the reduced update with a simple leading eigenvalue
+    Tested: The iterated update: ratio of components after t steps against ρ^t, and the angle.
+    Overturned by: a ratio of components other than ρ^t
+    """
     spectrum = operator(V, D, SIGMA)
     rate = alignment_rate(spectrum.eigenvalues, 0.1, 0.5)
     u = torch.tensor([0.1, -0.9], dtype=torch.float64)
@@ -380,18 +355,15 @@ def alignment(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq6.10",
-    "rate of alignment and its saturation",
-    number="eq. 6.10, 6.11",
-    statement="ρ(τ) = (1 + ηλ_2/τ)/(1 + ηλ_1/τ) = 1 - (η/τ)(λ_1 - λ_2) + O((η/τ)²), "
-    "t_align ≍ τ/(η(λ_1 - λ_2)); for τ → 0 it saturates at λ_2/λ_1.",
-    setting="two eigenvalues, an expansion in η/τ and a limit for τ → 0",
-    overturned_by="an error of the expansion of another order than 2",
-    tested="The expansion's order, the time to shrink the ratio by e, and the limit.",
-)
+@claim("p0-eq6.10", "rate of alignment and its saturation", number="eq. 6.10, 6.11")
 def rate(run: ClaimRun) -> Evidence:
-    """Order of the expansion, time scale, and limit."""
+    """ρ(τ) = (1 + ηλ_2/τ)/(1 + ηλ_1/τ) = 1 - (η/τ)(λ_1 - λ_2) + O((η/τ)²), t_align ≍ τ/(η(λ_1 -
+    λ_2)); for τ → 0 it saturates at λ_2/λ_1.
+
+    Setting: two eigenvalues, an expansion in η/τ and a limit for τ → 0
+    Tested: The expansion's order, the time to shrink the ratio by e, and the limit.
+    Overturned by: an error of the expansion of another order than 2
+    """
     values = operator(V, D, SIGMA).eigenvalues
     pushes = [0.004, 0.002, 0.001]
     rates = [alignment_rate(values, push, 1.0) for push in pushes]

@@ -19,21 +19,19 @@ KAPPA = math.log(9.0)
 """κ_ε for ε = 0.1."""
 
 
-@claim(
-    "p0-asm3.4",
-    "regular interfaces, and how to see that they are not",
-    statement="Near every wall the gradient of the score difference is bounded below; mass near "
-    "zero together with tiny gradients shows that it is not.",
-    setting="an assumption, not a theorem: what decides it is measured, on a router that meets it "
-    "and on a smooth one that does not",
-    overturned_by="a proof that smooth routers cannot have a vanishing gradient on a wall",
-    tested="A curved regular wall and S = x³: P(|S| <= w)/w as w falls, and the smallest gradient "
-    "among the inputs with |S| <= w.",
-    condition="the gradient does not vanish on the wall; the diagnosis is its smallest value among "
-    "near-ties, and the growth of P(|S| <= w)/w",
-)
+@claim("p0-asm3.4", "regular interfaces, and how to see that they are not")
 def regular(run: ClaimRun) -> Evidence:
-    """Exponent of the mass in the width, and gradients near the wall."""
+    """Near every wall the gradient of the score difference is bounded below; mass near zero
+    together with tiny gradients shows that it is not.
+
+    Setting: an assumption, not a theorem: what decides it is measured, on a router that meets it
+        and on a smooth one that does not
+    Tested: A curved regular wall and S = x³: P(|S| <= w)/w as w falls, and the smallest gradient
+        among the inputs with |S| <= w.
+    Overturned by: a proof that smooth routers cannot have a vanishing gradient on a wall
+    Condition: the gradient does not vanish on the wall; the diagnosis is its smallest value among
+        near-ties, and the growth of P(|S| <= w)/w
+    """
     router, n = GraphRouter(), run.size(200_000, 2_000_000)
     x = run.normal(n, 3, stream=1)
     gap, steep = router(x), router.gradient(x).norm(dim=1)
@@ -66,18 +64,16 @@ def regular(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq3.8",
-    "level-set profile",
-    statement="F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at "
-    "0, and is the density of S there.",
-    setting="under Assumption 3.4: a sphere and a curved wall under a Gaussian",
-    overturned_by="a level-set integral that is not the density of S",
-    tested="A sphere under a Gaussian (F is a χ² density), and a curved wall: quadrature of F over "
-    "t against P(|S| <= w).",
-)
+@claim("p0-eq3.8", "level-set profile")
 def profile(run: ClaimRun) -> Evidence:
-    """F by surface integrals against densities."""
+    """F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at 0, and is
+    the density of S there.
+
+    Setting: under Assumption 3.4: a sphere and a curved wall under a Gaussian
+    Tested: A sphere under a Gaussian (F is a χ² density), and a curved wall: quadrature of F over t
+        against P(|S| <= w).
+    Overturned by: a level-set integral that is not the density of S
+    """
     radius = 1.3
     area = 4 * math.pi * radius**2 * math.exp(-(radius**2) / 2) / (2 * math.pi) ** 1.5
     sphere = area / (2 * radius)
@@ -102,18 +98,15 @@ def profile(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
 
 
-@claim(
-    "p0-prop3.5",
-    "coarea expansion for two experts",
-    statement="BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.",
-    setting="two experts, under Assumption 3.4, a curved wall; an equality to first order",
-    overturned_by="a constant that the surface integral does not give, or a remainder of order τ",
-    tested="A curved wall: C_ε from points sampled on the surface, BM from counts of the softmax, "
-    "both against quadrature; the error falls like τ³.",
-    seconds=0.5,
-)
+@claim("p0-prop3.5", "coarea expansion for two experts", seconds=0.5)
 def expansion(run: ClaimRun) -> Evidence:
-    """C_ε by sampling the surface, and the order of the remainder."""
+    """BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.
+
+    Setting: two experts, under Assumption 3.4, a curved wall; an equality to first order
+    Tested: A curved wall: C_ε from points sampled on the surface, BM from counts of the softmax,
+        both against quadrature; the error falls like τ³.
+    Overturned by: a constant that the surface integral does not give, or a remainder of order τ
+    """
     router = GraphRouter()
     y = run.normal(run.size(100_000, 1_000_000), 2, stream=1)
     surface = mean_estimate(router.on_surface(y, 0.0)).times(2 * KAPPA)
@@ -140,16 +133,14 @@ def expansion(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
 
 
-@claim(
-    "p0-lem3.6",
-    "tube formula of one wall",
-    statement="P(|S| <= w) = 2w F(0) + o(w) for any regular wall.",
-    setting="one pair under Assumption 3.4, a curved wall; an equality to first order",
-    overturned_by="a remainder that is not o(w)",
-    tested="Quadrature on a curved wall: the remainder over w³ tends to F''(0)/3.",
-)
+@claim("p0-lem3.6", "tube formula of one wall")
 def tube(run: ClaimRun) -> Evidence:
-    """The remainder of the first order, to its own constant."""
+    """P(|S| <= w) = 2w F(0) + o(w) for any regular wall.
+
+    Setting: one pair under Assumption 3.4, a curved wall; an equality to first order
+    Tested: Quadrature on a curved wall: the remainder over w³ tends to F''(0)/3.
+    Overturned by: a remainder that is not o(w)
+    """
     router, h = GraphRouter(), 0.02
     zero = router.profile(0.0)
     bend = (router.profile(h) - 2 * zero + router.profile(-h)) / h**2
@@ -167,16 +158,14 @@ def tube(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq3.9",
-    "union bound for many experts",
-    statement="BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.",
-    setting="any number of experts, an upper bound; affine routers under a Gaussian, E = 4 and 12",
-    overturned_by="a mass above the sum of the pairs' constants by more than o(τ)",
-    tested="Affine routers of 4 and 12 experts under a Gaussian: counts against the exact sum.",
-)
+@claim("p0-eq3.9", "union bound for many experts")
 def union(run: ClaimRun) -> Evidence:
-    """Counted mass over the bound."""
+    """BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.
+
+    Setting: any number of experts, an upper bound; affine routers under a Gaussian, E = 4 and 12
+    Tested: Affine routers of 4 and 12 experts under a Gaussian: counts against the exact sum.
+    Overturned by: a mass above the sum of the pairs' constants by more than o(τ)
+    """
     checks, ratios = [], []
     for experts in (4, 12):
         weight, bias = drawn_router(run, experts, 5)
@@ -193,17 +182,15 @@ def union(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="at most 1", measured=f"{min(ratios):.3f} to {max(ratios):.3f}")
 
 
-@claim(
-    "p0-prop3.7",
-    "linear margin tail",
-    statement="P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of "
-    "twice the largest F near zero.",
-    setting="under Assumption 3.4, an upper bound with some constant; 8 experts, δ up to 0.1",
-    overturned_by="a mass above C_margin δ with C_margin as in the proof",
-    tested="An affine router of 8 experts: C_margin in closed form, counts over two decades.",
-)
+@claim("p0-prop3.7", "linear margin tail")
 def margin(run: ClaimRun) -> Evidence:
-    """Largest ratio of the counted mass to the bound."""
+    """P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of twice the
+    largest F near zero.
+
+    Setting: under Assumption 3.4, an upper bound with some constant; 8 experts, δ up to 0.1
+    Tested: An affine router of 8 experts: C_margin in closed form, counts over two decades.
+    Overturned by: a mass above C_margin δ with C_margin as in the proof
+    """
     weight, bias = drawn_router(run, 8, 5)
     scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
     widths = [0.001, 0.003, 0.01, 0.03, 0.1]
@@ -231,19 +218,16 @@ def margin(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-ex3.8",
-    "linear router under a Gaussian",
-    number="Example 3.8",
-    statement="P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface "
-    "integral of p/‖v‖ is φ(b/σ)/σ.",
-    setting="the example's own setting: a linear router, N(0, Σ) with a drawn Σ in R⁴",
-    overturned_by="a count outside four standard errors of (3.11)",
-    tested="Counts in four dimensions with a drawn covariance, the surface integral over the "
-    "hyperplane by quadrature, and the next term of the expansion.",
-)
+@claim("p0-ex3.8", "linear router under a Gaussian", number="Example 3.8")
 def linear(run: ClaimRun) -> Evidence:
-    """Exact mass, first order and next order, and the hyperplane's integral."""
+    """P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface integral of
+    p/‖v‖ is φ(b/σ)/σ.
+
+    Setting: the example's own setting: a linear router, N(0, Σ) with a drawn Σ in R⁴
+    Tested: Counts in four dimensions with a drawn covariance, the surface integral over the
+        hyperplane by quadrature, and the next term of the expansion.
+    Overturned by: a count outside four standard errors of (3.11)
+    """
     factor = run.normal(4, 4, stream=1)
     covariance = factor @ factor.T + 0.5 * torch.eye(4, dtype=torch.float64)
     normal, offset, radius = run.normal(4, stream=2), 0.7, 0.2
@@ -290,16 +274,14 @@ def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
     return along / scale, target
 
 
-@claim(
-    "p0-lem5.7",
-    "linear scaling of the ambiguity mass",
-    statement="BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.",
-    setting="a fixed router under Assumption 3.4, an upper bound for small τ; 6 experts",
-    overturned_by="a mass above the pairs' slabs, or an exponent other than 1",
-    tested="An affine router of 6 experts: counts against the sum over pairs, τ over two decades.",
-)
+@claim("p0-lem5.7", "linear scaling of the ambiguity mass")
 def scaling(run: ClaimRun) -> Evidence:
-    """Counted ambiguity over τ against its bound."""
+    """BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.
+
+    Setting: a fixed router under Assumption 3.4, an upper bound for small τ; 6 experts
+    Tested: An affine router of 6 experts: counts against the sum over pairs, τ over two decades.
+    Overturned by: a mass above the pairs' slabs, or an exponent other than 1
+    """
     weight, bias = drawn_router(run, 6, 4)
     scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
     taus, wide = [0.3, 0.1, 0.03, 0.01], KAPPA + math.log(5)

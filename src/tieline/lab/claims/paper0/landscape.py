@@ -29,18 +29,16 @@ from tieline.lab.limits.two_cells import TwoCells, gaussian_inputs, gaussian_ris
 EPSILON = 0.1
 
 
-@claim(
-    "p0-lem5.5",
-    "risk of the interior and of the boundary layer",
-    statement="L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, "
-    "B_stu) BM(τ; ε).",
-    setting="bounded students and teachers, any ε; students at one distance, four temperatures",
-    overturned_by="a boundary part above C · BM",
-    tested="The two parts on drawn students against the whole, and against the paper's constant "
-    "2B² + 2B_stu² and the sharp (B + B_stu)².",
-)
+@claim("p0-lem5.5", "risk of the interior and of the boundary layer")
 def decomposition(run: ClaimRun) -> Evidence:
-    """Sum of the parts; boundary part over both bounds."""
+    """L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, B_stu) BM(τ;
+    ε).
+
+    Setting: bounded students and teachers, any ε; students at one distance, four temperatures
+    Tested: The two parts on drawn students against the whole, and against the paper's constant 2B²
+        + 2B_stu² and the sharp (B + B_stu)².
+    Overturned by: a boundary part above C · BM
+    """
     gap, sharp, paper = 0.0, [], []
     for tau in (1.0, 0.3, 0.1, 0.03):
         split = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
@@ -63,17 +61,15 @@ def decomposition(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-prop5.8",
-    "cellwise control on the dominated interior",
-    statement="On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, "
-    "less 4 B_stu² ε² times its mass.",
-    setting="bounded students, every cell; students at four distances, two temperatures",
-    overturned_by="a cell with negative slack",
-    tested="Both sides in every cell of students at four distances from the teacher.",
-)
+@claim("p0-prop5.8", "cellwise control on the dominated interior")
 def cellwise(run: ClaimRun) -> Evidence:
-    """Smallest slack over cells, distances and temperatures."""
+    """On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, less 4 B_stu²
+    ε² times its mass.
+
+    Setting: bounded students, every cell; students at four distances, two temperatures
+    Tested: Both sides in every cell of students at four distances from the teacher.
+    Overturned by: a cell with negative slack
+    """
     slacks, masses = [], []
     for distance in (0.0, 0.2, 0.5, 1.0):
         student = pupil(run, run.size(30_000, 300_000), distance)
@@ -88,24 +84,20 @@ def cellwise(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="at least 0", measured=min(slacks))
 
 
-@claim(
-    "p0-prop5.10",
-    "shape derivative of the hard risk",
-    statement="Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where "
-    "it vanishes and the second variation is negative, the risk falls.",
-    setting="a wall away from junctions, one-sided traces of μ; the paper writes d/dε at 0, which "
-    "has two sides",
-    overturned_by="a formula for the derivative at 0⁻ as well, or the words 'at 0⁺' in the "
-    "statement",
-    tested="Two affine experts under a Gaussian: the formula against differences on both sides, at "
-    "a wall of the teacher and off it, and by sampling; the second variation at a wall whose first "
-    "one vanishes.",
-    condition="it is the derivative at 0⁺ along the motion; at a wall of the teacher that at 0⁻ "
-    "has the traces exchanged and the other sign",
-    seconds=1,
-)
+@claim("p0-prop5.10", "shape derivative of the hard risk", seconds=1)
 def shape(run: ClaimRun) -> Evidence:
-    """One-sided derivatives by formula and by differences."""
+    """Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where it
+    vanishes and the second variation is negative, the risk falls.
+
+    Setting: a wall away from junctions, one-sided traces of μ; the paper writes d/dε at 0, which
+        has two sides
+    Tested: Two affine experts under a Gaussian: the formula against differences on both sides, at a
+        wall of the teacher and off it, and by sampling; the second variation at a wall whose first
+        one vanishes.
+    Overturned by: a formula for the derivative at 0⁻ as well, or the words 'at 0⁺' in the statement
+    Condition: it is the derivative at 0⁺ along the motion; at a wall of the teacher that at 0⁻ has
+        the traces exchanged and the other sign
+    """
     student, teacher = crossing_pair()
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     off = wall_variation(student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64))
@@ -178,19 +170,16 @@ TAU, CONFIDENT = 0.05, 0.05
 """Temperature and ε of section 5.4."""
 
 
-@claim(
-    "p0-lem5.16",
-    "confident misrouting costs risk",
-    statement="For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).",
-    setting="its hypotheses are met: bounded, specialised experts, 2ε B_stu <= √γ/2; every "
-    "parameter and every permutation, as printed",
-    overturned_by="a statement for the best permutation only, or E_gap at the actual θ",
-    tested="The student that equals its teacher, under the identity and under a swap of two "
-    "experts; the corrected bound γ/4 P(E_mis ∖ E_gap) on students at four distances.",
-    expected=Verdict.FAILS,
-)
+@claim("p0-lem5.16", "confident misrouting costs risk", expected=Verdict.FAILS)
 def misrouting(run: ClaimRun) -> Evidence:
-    """Interior risk against the printed and the corrected bound."""
+    """For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).
+
+    Setting: its hypotheses are met: bounded, specialised experts, 2ε B_stu <= √γ/2; every parameter
+        and every permutation, as printed
+    Tested: The student that equals its teacher, under the identity and under a swap of two experts;
+        the corrected bound γ/4 P(E_mis ∖ E_gap) on students at four distances.
+    Overturned by: a statement for the best permutation only, or E_gap at the actual θ
+    """
     gamma, n = 0.05, run.size(50_000, 500_000)
     teacher = pupil(run, n, 0.0)
     eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
@@ -241,14 +230,15 @@ def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[f
     "p0-thm5.17-matching",
     "matching of student and teacher experts",
     number="sec. 5.4, after (5.16)",
-    statement="The permutation that minimises confident misrouting matches students to teachers.",
-    setting="the definition of π in the proof; 3 experts, all relabellings",
-    overturned_by="a relabelling that the assignment does not find",
-    tested="A teacher with relabelled experts: the Hungarian assignment of confident agreement "
-    "must find the relabelling, and beat all others on a distant student.",
 )
 def matching(run: ClaimRun) -> Evidence:
-    """Wrong matches, and the best of all permutations."""
+    """The permutation that minimises confident misrouting matches students to teachers.
+
+    Setting: the definition of π in the proof; 3 experts, all relabellings
+    Tested: A teacher with relabelled experts: the Hungarian assignment of confident agreement must
+        find the relabelling, and beat all others on a distant student.
+    Overturned by: a relabelling that the assignment does not find
+    """
     from itertools import permutations
 
     student, wrong = pupil(run, run.size(20_000, 200_000), 0.1), 0
@@ -283,17 +273,18 @@ def _minimiser(run: ClaimRun, tau: float) -> TwoCells:
     "p0-thm5.17-recovery",
     "global minimisers recover the teacher",
     number="Thm 5.17, (5.13), (5.14)",
-    statement="A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and "
-    "partition error at most C_2 (BM* + η + ε²).",
-    setting="global minimisers, small τ; two affine experts in the plane (moments stand for "
-    "bounds), best of several critical points, some C_1 and C_2",
-    overturned_by="errors that grow as τ falls, or ratios without a bound",
-    tested="The best critical point of a two-expert problem in the plane at three temperatures; "
-    "C_1 and C_2 as measured ratios.",
     seconds=3,
 )
 def recovery(run: ClaimRun) -> Evidence:
-    """Errors and measured constants as τ falls."""
+    """A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and partition
+    error at most C_2 (BM* + η + ε²).
+
+    Setting: global minimisers, small τ; two affine experts in the plane (moments stand for bounds),
+        best of several critical points, some C_1 and C_2
+    Tested: The best critical point of a two-expert problem in the plane at three temperatures; C_1
+        and C_2 as measured ratios.
+    Overturned by: errors that grow as τ falls, or ratios without a bound
+    """
     taus, experts, partition, first, second = [0.6, 0.45, 0.3], [], [], [], []
     for tau in taus:
         best = _minimiser(run, tau)
@@ -327,20 +318,21 @@ def recovery(run: ClaimRun) -> Evidence:
     "p0-thm5.17-saddles",
     "other critical points are strict saddles",
     number="Thm 5.17, last part",
-    statement="Every critical point of L_τ whose hard partition is not the teacher's has a "
-    "negative eigenvalue.",
-    setting="all critical points with another partition than the teacher's, however slightly; two "
-    "experts in the plane at τ = 0.3",
-    overturned_by="the words 'further than O(τ) from the teacher' in the statement, or a minimum "
-    "far from it",
-    tested="Newton's method on the gradient of L_τ from random walls, two experts in the plane: "
-    "kind of every critical point against how much it misroutes.",
-    condition="the partition differs by more than O(τ): the minimiser of L_τ itself has a slightly "
-    "different partition than the teacher",
     seconds=3,
 )
 def saddles(run: ClaimRun) -> Evidence:
-    """Minima by their misrouted mass."""
+    """Every critical point of L_τ whose hard partition is not the teacher's has a negative
+    eigenvalue.
+
+    Setting: all critical points with another partition than the teacher's, however slightly; two
+        experts in the plane at τ = 0.3
+    Tested: Newton's method on the gradient of L_τ from random walls, two experts in the plane: kind
+        of every critical point against how much it misroutes.
+    Overturned by: the words 'further than O(τ) from the teacher' in the statement, or a minimum far
+        from it
+    Condition: the partition differs by more than O(τ): the minimiser of L_τ itself has a slightly
+        different partition than the teacher
+    """
     points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
     minima = [p for p in points if p.least_eigenvalue > 0]
     far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]

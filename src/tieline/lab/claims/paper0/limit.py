@@ -45,17 +45,15 @@ def crossing_pair() -> tuple[TwoCells, TwoCells]:
     return student, teacher
 
 
-@claim(
-    "p0-lem4.1",
-    "tail of the softmax",
-    statement="The j-th largest weight is at most exp(-(z_(1) - z_(j))/τ); those after the first "
-    "add up to at most (E-1) exp(-Δ/τ).",
-    setting="every score vector; 2 to 64 experts, three temperatures",
-    overturned_by="one weight above its bound",
-    tested="Violations over drawn scores of 2 to 64 experts; how near the bound is reached.",
-)
+@claim("p0-lem4.1", "tail of the softmax")
 def softmax_tail(run: ClaimRun) -> Evidence:
-    """Violations, and the largest ratio to the bound."""
+    """The j-th largest weight is at most exp(-(z_(1) - z_(j))/τ); those after the first add up to
+    at most (E-1) exp(-Δ/τ).
+
+    Setting: every score vector; 2 to 64 experts, three temperatures
+    Tested: Violations over drawn scores of 2 to 64 experts; how near the bound is reached.
+    Overturned by: one weight above its bound
+    """
     violations, tightest = 0, 0.0
     for experts in (2, 8, 64):
         scores = 3 * run.normal(run.size(5_000, 100_000), experts, stream=experts)
@@ -74,18 +72,16 @@ def softmax_tail(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="at most 1", measured=tightest)
 
 
-@claim(
-    "p0-asm4.2",
-    "margin tail P(Δ <= t) <= C t^α",
-    statement="One C and α bound the chance of a small margin for every admissible router.",
-    setting="an assumption: one C and α for all admissible routers; judged by fitted (C, α)",
-    overturned_by="a class of routers for which twins cannot occur; then it holds as it stands",
-    tested="The fit of (C, α) on normal scores, on S = x|x| (α = ½), and on a router with two "
-    "experts alike, whose margin is 0 with positive probability.",
-    condition="no two experts score alike on a set of positive mass; (C, α) is fitted from margins",
-)
+@claim("p0-asm4.2", "margin tail P(Δ <= t) <= C t^α")
 def tail(run: ClaimRun) -> Evidence:
-    """Fitted exponents, and the ties of twins."""
+    """One C and α bound the chance of a small margin for every admissible router.
+
+    Setting: an assumption: one C and α for all admissible routers; judged by fitted (C, α)
+    Tested: The fit of (C, α) on normal scores, on S = x|x| (α = ½), and on a router with two
+        experts alike, whose margin is 0 with positive probability.
+    Overturned by: a class of routers for which twins cannot occur; then it holds as it stands
+    Condition: no two experts score alike on a set of positive mass; (C, α) is fitted from margins
+    """
     n = run.size(200_000, 2_000_000)
     scores = run.normal(n, 8, stream=1)
     regular = margin_tail(top_gap(scores)).fitted
@@ -107,18 +103,16 @@ def tail(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-asm4.3",
-    "bounded outputs",
-    statement="|Y| and |f_k| are bounded.",
-    setting="an assumption of convenience, as the paper says; tanh against affine experts",
-    overturned_by="a rate that is lost without the bound, for affine experts under a Gaussian",
-    tested="Largest output of tanh and of affine experts as the sample grows; and whether the "
-    "linear rate survives without the bound, by quadrature for affine experts.",
-    condition="the experts' range is bounded; for Gaussian inputs finite moments are enough",
-)
+@claim("p0-asm4.3", "bounded outputs")
 def bounded(run: ClaimRun) -> Evidence:
-    """Growth of the largest output; the rate of affine experts."""
+    """|Y| and |f_k| are bounded.
+
+    Setting: an assumption of convenience, as the paper says; tanh against affine experts
+    Tested: Largest output of tanh and of affine experts as the sample grows; and whether the linear
+        rate survives without the bound, by quadrature for affine experts.
+    Overturned by: a rate that is lost without the bound, for affine experts under a Gaussian
+    Condition: the experts' range is bounded; for Gaussian inputs finite moments are enough
+    """
     n = run.size(200_000, 2_000_000)
     linear = run.normal(n, stream=1)
     few, many = linear[: n // 1000].abs().max().item(), linear.abs().max().item()
@@ -139,18 +133,15 @@ def bounded(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-cor4.4",
-    "soft-to-hard gap of one router is O(τ)",
-    statement="|L_τ - L_0| <= C_co τ for τ <= τ_0, C_co = 4 B_f (B_Y + B_f)(E-1)(C_margin + 1).",
-    setting="one fixed router under Assumptions 3.4 and 4.3, an upper bound; 4 bounded experts",
-    overturned_by="a gap above C_co τ at a small τ",
-    tested="A mixture of 4 bounded experts by sampling against the bound; the exact first order "
-    "beside it, by sampling and, for two affine experts, by quadrature.",
-    seconds=1,
-)
+@claim("p0-cor4.4", "soft-to-hard gap of one router is O(τ)", seconds=1)
 def coarea_rate(run: ClaimRun) -> Evidence:
-    """Measured slope, exact slope and bound."""
+    """|L_τ - L_0| <= C_co τ for τ <= τ_0, C_co = 4 B_f (B_Y + B_f)(E-1)(C_margin + 1).
+
+    Setting: one fixed router under Assumptions 3.4 and 4.3, an upper bound; 4 bounded experts
+    Tested: A mixture of 4 bounded experts by sampling against the bound; the exact first order
+        beside it, by sampling and, for two affine experts, by quadrature.
+    Overturned by: a gap above C_co τ at a small τ
+    """
     sample = mixture(run, run.size(400_000, 4_000_000))
     weight, bias = drawn_router(run, 4, 3)
     margin = 2 * pair_mass(weight, bias, 0.0)[1].sum().item() * 1.05
@@ -201,19 +192,16 @@ def _quadrature_checks() -> list[Check]:
     return checks
 
 
-@claim(
-    "p0-thm4.5",
-    "uniform soft-to-hard bound",
-    statement="|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, "
-    "C_sh = 4 B_f (B_Y + B_f)(E-1) C Γ(α+1).",
-    setting="all parameters under (4.4) and Assumption 4.3, an upper bound for τ in (0, 1]",
-    overturned_by="a gap above C_sh τ^α, or a step of the proof that fails on a sample",
-    tested="The chain of the proof on drawn mixtures; the exponent ½ on S = x|x|; the exact first "
-    "order by quadrature beside the bound.",
-    seconds=1.5,
-)
+@claim("p0-thm4.5", "uniform soft-to-hard bound", seconds=1.5)
 def uniform(run: ClaimRun) -> Evidence:
-    """Violations of the chain, and the share of the bound that is used."""
+    """|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, C_sh = 4 B_f (B_Y + B_f)(E-1)
+    C Γ(α+1).
+
+    Setting: all parameters under (4.4) and Assumption 4.3, an upper bound for τ in (0, 1]
+    Tested: The chain of the proof on drawn mixtures; the exponent ½ on S = x|x|; the exact first
+        order by quadrature beside the bound.
+    Overturned by: a gap above C_sh τ^α, or a step of the proof that fails on a sample
+    """
     ratios, violations = _chains(run)
     rooted = [_rooted_gap(tau) for tau in TAUS]
     student, teacher = crossing_pair()
@@ -270,20 +258,17 @@ def _rooted_gap(tau: float) -> float:
     return -(lost * density(x)).sum().item() * 24 / 20_000 * math.sqrt(tau)
 
 
-@claim(
-    "p0-thm4.7",
-    "Γ-convergence of the soft risks",
-    statement="L_τ Γ-converges to L_0 on compact parameter spaces whose routers share one margin "
-    "tail: infima and almost minimisers converge.",
-    setting="the theorem's own: compact parameters and one margin tail (4.4) for all of them, met "
-    "by unit normals; a free router scale is not compact and breaks (4.4)",
-    overturned_by="a compact set with (4.4) on which infima or minimisers do not converge",
-    tested="Profiled risks of two affine experts by quadrature over all unit normals; and what a "
-    "free router scale does, which the hypotheses exclude.",
-    seconds=3,
-)
+@claim("p0-thm4.7", "Γ-convergence of the soft risks", seconds=3)
 def gamma_limit(run: ClaimRun) -> Evidence:
-    """Infima and minimisers, with and without the scale."""
+    """L_τ Γ-converges to L_0 on compact parameter spaces whose routers share one margin tail:
+    infima and almost minimisers converge.
+
+    Setting: the theorem's own: compact parameters and one margin tail (4.4) for all of them, met by
+        unit normals; a free router scale is not compact and breaks (4.4)
+    Tested: Profiled risks of two affine experts by quadrature over all unit normals; and what a
+        free router scale does, which the hypotheses exclude.
+    Overturned by: a compact set with (4.4) on which infima or minimisers do not converge
+    """
     _, teacher = crossing_pair()
     wall = two_cells(normal=[1.0, 0.3], slopes=[[0.0, 0.0], [0.0, 0.0]])
     free = free_scale(wall, teacher, [0.3, 0.1, 0.03], [0.3, 1.0, 3.0])

@@ -24,17 +24,15 @@ EPSILON, TAU = 0.1, 0.3
 KAPPA = math.log((1 - EPSILON) / EPSILON)
 
 
-@claim(
-    "p0-sec2-gauge",
-    "gauge and permutation symmetry",
-    statement="Adding c(x) to all scores changes no weight; relabelling experts together with "
-    "their scores changes no prediction, so a minimiser has E! copies.",
-    setting="any mixture; here 4 experts at τ = 0.3, one shift of all scores and all relabellings",
-    overturned_by="a prediction that changes by more than rounding",
-    tested="All 24 relabellings and a drawn shift of a mixture of 4 experts.",
-)
+@claim("p0-sec2-gauge", "gauge and permutation symmetry")
 def gauge(run: ClaimRun) -> Evidence:
-    """Largest change of a prediction under shift and relabelling."""
+    """Adding c(x) to all scores changes no weight; relabelling experts together with their scores
+    changes no prediction, so a minimiser has E! copies.
+
+    Setting: any mixture; here 4 experts at τ = 0.3, one shift of all scores and all relabellings
+    Tested: All 24 relabellings and a drawn shift of a mixture of 4 experts.
+    Overturned by: a prediction that changes by more than rounding
+    """
     sample = mixture(run, run.size(2_000, 20_000))
     before = soft_predictions(sample, TAU)
     shift = 5 * run.normal(len(before), stream=9)[:, None]
@@ -56,17 +54,15 @@ def gauge(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="no change", measured=max(*changes, shifted))
 
 
-@claim(
-    "p0-def3.1",
-    "pairwise boundary mass and ambiguity events",
-    statement="The chance that some pair's own softmax weight lies in [ε, 1-ε] at temperature τ is "
-    "BM_pair(κ_ε τ), κ_ε = log((1-ε)/ε).",
-    setting="the definition and identity (3.6) as written, Gaussian inputs, ε = 0.1, τ = 0.3",
-    overturned_by="a token that one side counts and the other does not",
-    tested="Both sides counted on the same draws, 6 experts, and the weight formed as written.",
-)
+@claim("p0-def3.1", "pairwise boundary mass and ambiguity events")
 def pair_events(run: ClaimRun) -> Evidence:
-    """Share of tokens with an ambiguous pair against the mass of the slab."""
+    """The chance that some pair's own softmax weight lies in [ε, 1-ε] at temperature τ is
+    BM_pair(κ_ε τ), κ_ε = log((1-ε)/ε).
+
+    Setting: the definition and identity (3.6) as written, Gaussian inputs, ε = 0.1, τ = 0.3
+    Tested: Both sides counted on the same draws, 6 experts, and the weight formed as written.
+    Overturned by: a token that one side counts and the other does not
+    """
     scores = affine_scores(run, run.size(20_000, 400_000), *drawn_router(run, 6, 4))
     i, j = torch.triu_indices(6, 6, 1)
     share = torch.sigmoid((scores[:, i] - scores[:, j]) / TAU)
@@ -76,18 +72,15 @@ def pair_events(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=mass, measured=event)
 
 
-@claim(
-    "p0-rem3.2",
-    "ambiguity is a slab",
-    number="Remark 3.2",
-    statement="A pair is ambiguous exactly where its score difference is at most κ_ε τ.",
-    setting="every pair and every ε in (0, 1/2), in exact arithmetic; float64 for ε >= 1e-6",
-    overturned_by="a pair for which weight and slab disagree at an ε that float64 resolves",
-    tested="Membership pair by pair, for ε from 0.4 to 1e-6; then for ε = 1e-17, where 1 - ε "
-    "rounds to 1 and the weight as written accepts everything.",
-)
+@claim("p0-rem3.2", "ambiguity is a slab", number="Remark 3.2")
 def slab(run: ClaimRun) -> Evidence:
-    """Pairs on which the two memberships differ."""
+    """A pair is ambiguous exactly where its score difference is at most κ_ε τ.
+
+    Setting: every pair and every ε in (0, 1/2), in exact arithmetic; float64 for ε >= 1e-6
+    Tested: Membership pair by pair, for ε from 0.4 to 1e-6; then for ε = 1e-17, where 1 - ε rounds
+        to 1 and the weight as written accepts everything.
+    Overturned by: a pair for which weight and slab disagree at an ε that float64 resolves
+    """
     gap = 30 * run.normal(run.size(100_000, 2_000_000), stream=1)
     differ = 0
     for epsilon in (0.4, 0.1, 1e-3, 1e-6):
@@ -112,19 +105,16 @@ def slab(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-rem3.3",
-    "binary case",
-    number="Remark 3.3",
-    statement="For two experts the ambiguous inputs are those with score difference in "
-    "[τ log(ε/(1-ε)), τ log((1-ε)/ε)].",
-    setting="two experts, a curved router, ε = 0.1",
-    overturned_by="a mass that quadrature and counts do not share",
-    tested="Counted on a curved router with two experts, by K-way softmax and by the slab, and "
-    "against the quadrature of the slab.",
-)
+@claim("p0-rem3.3", "binary case", number="Remark 3.3")
 def binary(run: ClaimRun) -> Evidence:
-    """Mass of the slab three ways."""
+    """For two experts the ambiguous inputs are those with score difference in [τ log(ε/(1-ε)), τ
+    log((1-ε)/ε)].
+
+    Setting: two experts, a curved router, ε = 0.1
+    Tested: Counted on a curved router with two experts, by K-way softmax and by the slab, and
+        against the quadrature of the slab.
+    Overturned by: a mass that quadrature and counts do not share
+    """
     from tieline.lab.claims.problems import GraphRouter
 
     router = GraphRouter()
@@ -142,18 +132,16 @@ def binary(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=exact, measured=float(counted))
 
 
-@claim(
-    "p0-sec2-pair",
-    "BM_pair as a proxy of BM_top",
-    statement="BM_pair bounds BM_top from above and is technically convenient in its place.",
-    setting="an inequality for every router; its size for independent normal scores, 2 to 256 "
-    "experts",
-    overturned_by="an input whose top gap is smaller than its smallest pair gap",
-    tested="Inclusion on draws; the ratio of the two at small widths by quadrature for independent "
-    "normal scores, for 2 to 256 experts.",
-)
+@claim("p0-sec2-pair", "BM_pair as a proxy of BM_top")
 def pair_proxy(run: ClaimRun) -> Evidence:
-    """Ratio of the densities at zero."""
+    """BM_pair bounds BM_top from above and is technically convenient in its place.
+
+    Setting: an inequality for every router; its size for independent normal scores, 2 to 256
+        experts
+    Tested: Inclusion on draws; the ratio of the two at small widths by quadrature for independent
+        normal scores, for 2 to 256 experts.
+    Overturned by: an input whose top gap is smaller than its smallest pair gap
+    """
     scores = run.normal(run.size(20_000, 200_000), 16, stream=1)
     outside = (pair_gap(scores) > top_gap(scores)).sum().item()
     sizes = [2, 4, 8, 16, 32, 64, 128, 256]
@@ -178,19 +166,16 @@ def pair_proxy(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p0-eq5.3",
-    "K-way ambiguity region",
-    number="eq. 5.3, 5.4",
-    statement="U_ε is the set of inputs whose largest softmax weight is at most 1 - ε, BM(τ; ε) "
-    "its mass; outside it one expert has weight at least 1 - ε.",
-    setting="definition of the K-way region, 8 experts, ε = 0.1",
-    overturned_by="a weight above 1 - ε inside the region, or below outside",
-    tested="The library's mass, decided on log-odds, against the weights as written; and at "
-    "ε = 1e-17, where only log-odds still tell.",
-)
+@claim("p0-eq5.3", "K-way ambiguity region", number="eq. 5.3, 5.4")
 def ambiguity(run: ClaimRun) -> Evidence:
-    """Mass of U by weights and by log-odds."""
+    """U_ε is the set of inputs whose largest softmax weight is at most 1 - ε, BM(τ; ε) its mass;
+    outside it one expert has weight at least 1 - ε.
+
+    Setting: definition of the K-way region, 8 experts, ε = 0.1
+    Tested: The library's mass, decided on log-odds, against the weights as written; and at ε =
+        1e-17, where only log-odds still tell.
+    Overturned by: a weight above 1 - ε inside the region, or below outside
+    """
     scores = affine_scores(run, run.size(50_000, 500_000), *drawn_router(run, 8, 5))
     weight = torch.softmax(scores / TAU, dim=1).amax(dim=1)
     written = (weight <= 1 - EPSILON).double().mean().item()
@@ -205,18 +190,15 @@ def ambiguity(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=written, measured=odds)
 
 
-@claim(
-    "p0-rem5.4",
-    "sandwich of the ambiguity mass",
-    number="Remark 5.4",
-    statement="BM_top(κ_ε τ) <= BM(τ; ε) <= BM_top(κ_{ε,E} τ) <= BM_pair(κ_{ε,E} τ), with "
-    "equality of the first two for two experts.",
-    setting="every router; normal scores of 2 to 64 experts, five temperatures",
-    overturned_by="one violation of the chain",
-    tested="The chain on draws for E = 2, 4, 16, 64 and τ over two decades.",
-)
+@claim("p0-rem5.4", "sandwich of the ambiguity mass", number="Remark 5.4")
 def sandwich(run: ClaimRun) -> Evidence:
-    """Violations of the chain; equality for two experts."""
+    """BM_top(κ_ε τ) <= BM(τ; ε) <= BM_top(κ_{ε,E} τ) <= BM_pair(κ_{ε,E} τ), with equality of the
+    first two for two experts.
+
+    Setting: every router; normal scores of 2 to 64 experts, five temperatures
+    Tested: The chain on draws for E = 2, 4, 16, 64 and τ over two decades.
+    Overturned by: one violation of the chain
+    """
     violations, n, taus = 0, run.size(10_000, 100_000), [0.03, 0.1, 0.3, 1.0, 3.0]
     curves: dict[str, list[float]] = {"lower": [], "mass": [], "upper": []}
     for experts in (2, 4, 16, 64):

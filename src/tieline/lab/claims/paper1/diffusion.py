@@ -38,18 +38,15 @@ def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> 
     return top_k_cell(scores[gap(scores, k).argmax()], k, weight)
 
 
-@claim(
-    "p1-propA.21",
-    "hitting time of one face",
-    statement="P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with "
-    "q_δ = Φ⁻¹((1+δ)/2).",
-    setting="one face, every σ; distance 1, t = 1",
-    overturned_by="a law other than the reflected one",
-    tested="Simulation with Brownian bridges, 16 steps, against the law; the quantile put back "
-    "into it; and what 16 steps give without bridges.",
-)
+@claim("p1-propA.21", "hitting time of one face")
 def hitting(run: ClaimRun) -> Evidence:
-    """Law, quantile, and simulation."""
+    """P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with q_δ = Φ⁻¹((1+δ)/2).
+
+    Setting: one face, every σ; distance 1, t = 1
+    Tested: Simulation with Brownian bridges, 16 steps, against the law; the quantile put back into
+        it; and what 16 steps give without bridges.
+    Overturned by: a law other than the reflected one
+    """
     curve = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
     exact = face_exit(torch.ones(1, dtype=torch.float64), 1.0).item()
     errors = []
@@ -97,33 +94,28 @@ def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evid
     )
 
 
-@claim(
-    "p1-thmA.22",
-    "lower bound of the exit probability",
-    statement="P(exit by t) >= 2(1 - Φ(r_min/√t)).",
-    setting="a lower bound for every cell and time; 8 experts in R¹⁶, isotropic noise",
-    overturned_by="an exit probability below the bound",
-    tested="A drawn cell of 8 experts in 16 dimensions, 64 steps with bridges; the union bound "
-    "from above beside it.",
-    seconds=2,
-)
+@claim("p1-thmA.22", "lower bound of the exit probability", seconds=2)
 def lower_bound(run: ClaimRun) -> Evidence:
-    """Simulation against both bounds."""
+    """P(exit by t) >= 2(1 - Φ(r_min/√t)).
+
+    Setting: a lower bound for every cell and time; 8 experts in R¹⁶, isotropic noise
+    Tested: A drawn cell of 8 experts in 16 dimensions, 64 steps with bridges; the union bound from
+        above beside it.
+    Overturned by: an exit probability below the bound
+    """
     cell = drawn_cell(run)
     return _exits_between_bounds(run, cell, cell.distances.min().item() ** 2)
 
 
-@claim(
-    "p1-corA.23",
-    "the exit time is finite",
-    statement="P(τ < ∞) = 1.",
-    setting="every cell and start; 8 experts in R¹⁶",
-    overturned_by="a cell that keeps a path with positive probability",
-    tested="The lower bound at t = 10⁶ r_min², and a simulation up to 400 r_min²; the mean of τ "
-    "for one face grows with the horizon without end.",
-)
+@claim("p1-corA.23", "the exit time is finite")
 def finite(run: ClaimRun) -> Evidence:
-    """Bound and simulation at late times."""
+    """P(τ < ∞) = 1.
+
+    Setting: every cell and start; 8 experts in R¹⁶
+    Tested: The lower bound at t = 10⁶ r_min², and a simulation up to 400 r_min²; the mean of τ for
+        one face grows with the horizon without end.
+    Overturned by: a cell that keeps a path with positive probability
+    """
     cell = drawn_cell(run)
     least = cell.distances.min()
     late = face_exit(least[None], 1e6 * least.item() ** 2).item()
@@ -154,17 +146,15 @@ def _mean_until(horizon: float) -> float:
     return (torch.erf(1 / (2 * middle).sqrt()) * edges.diff()).sum().item()
 
 
-@claim(
-    "p1-lemA.25",
-    "cell boundaries are the ties",
-    statement="Γ is the union of the boundaries of all cells.",
-    setting="affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸",
-    overturned_by="a tie inside a cell, or a boundary without tie",
-    tested="Around ties, arbitrarily small steps reach two cells; around other inputs, steps "
-    "shorter than the distance to Γ reach one.",
-)
+@claim("p1-lemA.25", "cell boundaries are the ties")
 def boundaries(run: ClaimRun) -> Evidence:
-    """Cells reached near ties and away from them."""
+    """Γ is the union of the boundaries of all cells.
+
+    Setting: affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸
+    Tested: Around ties, arbitrarily small steps reach two cells; around other inputs, steps shorter
+        than the distance to Γ reach one.
+    Overturned by: a tie inside a cell, or a boundary without tie
+    """
     weight, bias = router(run, 6, 8)
     x = run.normal(run.size(100, 1_000), 8, stream=3)
     tie = nearest_tie_point(x, weight, bias, 2)
@@ -209,18 +199,15 @@ def hits(dim: int, start: float, inner: float, outer: float) -> float:
     return (start**power - outer**power) / (inner**power - outer**power)
 
 
-@claim(
-    "p1-lemA.27",
-    "Brownian motion misses points",
-    statement="In two or more dimensions a Brownian path never meets a given point a ≠ 0.",
-    setting="two and three dimensions",
-    overturned_by="a chance that does not vanish with the ball",
-    tested="The chance to meet a small ball before a large one by walks on spheres against the "
-    "harmonic formula; its fall as the ball shrinks.",
-    seconds=1.5,
-)
+@claim("p1-lemA.27", "Brownian motion misses points", seconds=1.5)
 def misses(run: ClaimRun) -> Evidence:
-    """Formula against simulation; limits."""
+    """In two or more dimensions a Brownian path never meets a given point a ≠ 0.
+
+    Setting: two and three dimensions
+    Tested: The chance to meet a small ball before a large one by walks on spheres against the
+        harmonic formula; its fall as the ball shrinks.
+    Overturned by: a chance that does not vanish with the ball
+    """
     checks, n = [], run.size(4_000, 100_000)
     for dim in (2, 3):
         share = annulus(run, dim, 1.0, 0.1, 4.0, n)
@@ -251,17 +238,15 @@ def misses(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-corA.28",
-    "a path from a ≠ 0 misses the origin",
-    statement="By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.",
-    setting="the plane, three starts",
-    overturned_by="a chance that depends on the direction",
-    tested="Walks from three starts in the plane: the chance to meet the ball of radius r depends "
-    "on the distance alone and falls with r.",
-)
+@claim("p1-corA.28", "a path from a ≠ 0 misses the origin")
 def origin(run: ClaimRun) -> Evidence:
-    """Chances from three starts."""
+    """By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.
+
+    Setting: the plane, three starts
+    Tested: Walks from three starts in the plane: the chance to meet the ball of radius r depends on
+        the distance alone and falls with r.
+    Overturned by: a chance that depends on the direction
+    """
     n, checks = run.size(3_000, 100_000), []
     for start in (0.5, 1.0, 2.0):
         exact = hits(2, start, 0.05, 4.0)
@@ -272,17 +257,14 @@ def origin(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=0, measured=checks[-1].measured)
 
 
-@claim(
-    "p1-lemA.29",
-    "linear image of Brownian motion",
-    statement="A B_t is a Brownian motion with covariance AAᵀ; (AAᵀ)^(-½) makes it standard.",
-    setting="a drawn 2 × 5 matrix",
-    overturned_by="a covariance outside four standard errors",
-    tested="Covariance of increments over two disjoint intervals, entry by entry, before and "
-    "after.",
-)
+@claim("p1-lemA.29", "linear image of Brownian motion")
 def linear_image(run: ClaimRun) -> Evidence:
-    """Deviations in standard errors."""
+    """A B_t is a Brownian motion with covariance AAᵀ; (AAᵀ)^(-½) makes it standard.
+
+    Setting: a drawn 2 × 5 matrix
+    Tested: Covariance of increments over two disjoint intervals, entry by entry, before and after.
+    Overturned by: a covariance outside four standard errors
+    """
     n, a = run.size(50_000, 500_000), run.normal(2, 5, stream=1)
     first, second = (run.normal(n, 5, stream=s) * math.sqrt(t) for s, t in ((2, 0.3), (3, 0.7)))
     early, late = first @ a.T, second @ a.T
@@ -306,18 +288,15 @@ def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
     return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
 
 
-@claim(
-    "p1-thmA.30",
-    "exits are of order 1",
-    statement="A path leaves its cell through an order-1 tie, and through none of higher order, "
-    "almost surely.",
-    setting="every cell, almost surely; 8 experts in R¹⁶, isotropic noise, tolerance 1e-9",
-    overturned_by="exits at ties of order 2 whose share does not fall with the tolerance",
-    tested="Scores at simulated exits: the share within ε of a tie of order 2 falls like ε.",
-    seconds=1.5,
-)
+@claim("p1-thmA.30", "exits are of order 1", seconds=1.5)
 def first_order(run: ClaimRun) -> Evidence:
-    """Share of higher orders at the exit against ε."""
+    """A path leaves its cell through an order-1 tie, and through none of higher order, almost
+    surely.
+
+    Setting: every cell, almost surely; 8 experts in R¹⁶, isotropic noise, tolerance 1e-9
+    Tested: Scores at simulated exits: the share within ε of a tie of order 2 falls like ε.
+    Overturned by: exits at ties of order 2 whose share does not fall with the tolerance
+    """
     cell = drawn_cell(run)
     horizon = 9 * cell.distances.min().item() ** 2
     exits = sample_exits(cell, horizon, 64, run.size(40_000, 400_000), run.seed)
@@ -338,18 +317,15 @@ def first_order(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-thm5.1",
-    "exit through order-1 ties, with a bound on the time",
-    statement="The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - "
-    "Φ(r_min/√t)), r_min the smallest normalised distance.",
-    setting="a constant invertible σ, as the theorem says; 6 experts in R⁸, σ not isotropic",
-    overturned_by="an exit probability below the bound, or an exit of order 2",
-    tested="Both on a drawn cell under noise that is not isotropic.",
-    seconds=3,
-)
+@claim("p1-thm5.1", "exit through order-1 ties, with a bound on the time", seconds=3)
 def exit_theorem(run: ClaimRun) -> Evidence:
-    """Bound and orders, with a drawn σ."""
+    """The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - Φ(r_min/√t)), r_min
+    the smallest normalised distance.
+
+    Setting: a constant invertible σ, as the theorem says; 6 experts in R⁸, σ not isotropic
+    Tested: Both on a drawn cell under noise that is not isotropic.
+    Overturned by: an exit probability below the bound, or an exit of order 2
+    """
     weight, bias = router(run, 6, 8)
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
@@ -367,18 +343,16 @@ def exit_theorem(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-propA.31",
-    "time near one flat",
-    statement="E ∫ 1{dist(x_t, S) < ε} dt <= K_n ε^n ∫ t^(-n/2) e^(-b/t) dt, in closed form for "
-    "n = 1, 2 and more.",
-    setting="upper bounds, n = 1, 2, 3; 5 experts in R⁷",
-    overturned_by="a time above the bound",
-    tested="The expected time by drawing a uniform time and the path at it, against the exact "
-    "value and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.",
-)
+@claim("p1-propA.31", "time near one flat")
 def one_flat(run: ClaimRun) -> Evidence:
-    """Sampled, exact and bounded times."""
+    """E ∫ 1{dist(x_t, S) < ε} dt <= K_n ε^n ∫ t^(-n/2) e^(-b/t) dt, in closed form for n = 1, 2 and
+    more.
+
+    Setting: upper bounds, n = 1, 2, 3; 5 experts in R⁷
+    Tested: The expected time by drawing a uniform time and the path at it, against the exact value
+        and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.
+    Overturned by: a time above the bound
+    """
     weight, bias = router(run, 5, 7)
     epsilon, horizon = 0.3, 4.0
     checks: list[Check] = []
@@ -461,19 +435,15 @@ def _time_near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check],
     return checks, row
 
 
-@claim(
-    "p1-thm5.3",
-    "time near order-n ties",
-    number="Thm 5.3, A.32",
-    statement="The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of "
-    "Prop. A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.",
-    setting="upper bounds, n = 1, 2; 5 experts in R⁷, three widths",
-    overturned_by="a time above the sum over flats",
-    tested="Simulated paths of a drawn router, by exact distance to Γ^(n), n = 1, 2, three widths.",
-    seconds=3,
-)
+@claim("p1-thm5.3", "time near order-n ties", number="Thm 5.3, A.32", seconds=3)
 def many_flats(run: ClaimRun) -> Evidence:
-    """Simulated time under both bounds."""
+    """The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of Prop.
+    A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.
+
+    Setting: upper bounds, n = 1, 2; 5 experts in R⁷, three widths
+    Tested: Simulated paths of a drawn router, by exact distance to Γ^(n), n = 1, 2, three widths.
+    Overturned by: a time above the sum over flats
+    """
     paths = run.size(400, 8_192)
     (order_one, ones), (order_two, twos) = (_time_near_ties(run, n, paths) for n in (1, 2))
     widths = [0.4, 0.2, 0.1]

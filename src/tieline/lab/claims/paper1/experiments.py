@@ -154,21 +154,18 @@ def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
 
 
 @claim(
-    "p1-fig4",
-    "boundary loss holds the number of experts",
-    number="Figure 4, sec. B.4",
-    statement="ε grows until the mean number of active experts reaches k* = 2.5, in every layer, "
-    "and stays there.",
-    setting="two layers (four without --fast) on the text in the box; the paper has six on "
-    "WikiText",
-    overturned_by="a layer whose K settles elsewhere than at k*",
-    tested="Reproduced at small scale by a real training run, `tieline train "
-    "demo-small-smooth50`: K and ε of each layer on text of the run, from the start to the "
-    "end. docs/training.md has longer runs.",
-    seconds=9,
+    "p1-fig4", "boundary loss holds the number of experts", number="Figure 4, sec. B.4", seconds=9
 )
 def figure_four(run: ClaimRun) -> Evidence:
-    """K in the last quarter of a run and the one before it; ε at its start and its end."""
+    """ε grows until the mean number of active experts reaches k* = 2.5, in every layer, and stays
+    there.
+
+    Setting: two layers (four without --fast) on the text in the box; the paper has six on WikiText
+    Tested: Reproduced at small scale by a real training run, `tieline train demo-small-smooth50`: K
+        and ε of each layer on text of the run, from the start to the end. docs/training.md has
+        longer runs.
+    Overturned by: a layer whose K settles elsewhere than at k*
+    """
     routed = course(run, "smooth50")
     last, before = routed.between(0.75, 1), routed.between(0.5, 0.75)
     growth = (routed.epsilon[last].mean(dim=0) / 0.05).min().item()
@@ -190,19 +187,15 @@ def figure_four(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-fig5",
-    "annealing to hard top-k",
-    number="Figure 5, sec. 7.5",
-    statement="K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.",
-    setting="as Figure 4, with the annealed budget",
-    overturned_by="a stage whose K misses its budget",
-    tested="Reproduced at small scale by a real training run under the schedule, `tieline train "
-    "demo-small-annealed`, as Figure 4.",
-    seconds=9,
-)
+@claim("p1-fig5", "annealing to hard top-k", number="Figure 5, sec. 7.5", seconds=9)
 def figure_five(run: ClaimRun) -> Evidence:
-    """K in each of the three stages, and ε at the end."""
+    """K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.
+
+    Setting: as Figure 4, with the annealed budget
+    Tested: Reproduced at small scale by a real training run under the schedule, `tieline train
+        demo-small-annealed`, as Figure 4.
+    Overturned by: a stage whose K misses its budget
+    """
     routed = course(run, "annealed")
     first, middle, end = (
         routed.between(0.375, 0.5),
@@ -247,18 +240,19 @@ def trained_scores(run: ClaimRun) -> tuple[list[Tensor], int, str]:
     "p1-fig6-7",
     "experts near the boundary against ε",
     number="Figures 6, 7",
-    statement="In a trained model with 16 experts, top 2, the mean number of experts within ε of "
-    "z_[k] grows with ε on [0, 1] and on [1, 4].",
-    setting="the trained model in the box, 16 experts, top 2, at the end of training",
-    overturned_by="a K(ε) that falls",
-    tested="Reproduced at small scale, on the trained model that ships with the package, as it is "
-    "(the paper follows a larger one through training): K(ε) in each layer is k at 0, rises, and "
-    "is at most E.",
     seconds=2,
     together="trained-states",
 )
 def near_experts(run: ClaimRun) -> Evidence:
-    """K(ε) per layer."""
+    """In a trained model with 16 experts, top 2, the mean number of experts within ε of z_[k] grows
+    with ε on [0, 1] and on [1, 4].
+
+    Setting: the trained model in the box, 16 experts, top 2, at the end of training
+    Tested: Reproduced at small scale, on the trained model that ships with the package, as it is
+        (the paper follows a larger one through training): K(ε) in each layer is k at 0, rises, and
+        is at most E.
+    Overturned by: a K(ε) that falls
+    """
     layers, k, source = trained_scores(run)
     grid = [0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0]
     checks, series = [], []
@@ -275,18 +269,16 @@ def near_experts(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-secB.2",
-    "against SMEAR, Soft MoE and ReMoE",
-    statement="Soft MoE and SMEAR are smooth but dense and not causal; ReMoE is continuous but "
-    "does not fix the number of experts; smooth top-k is continuous, sparse and causal.",
-    setting="the comparison in words, gate by gate, on normal scores",
-    overturned_by="a gate with another continuity, sparsity or causality than stated",
-    tested="Number of experts per token and jumps at ties of each gate on the same scores; "
-    "influence of a later token on an earlier output under Soft MoE's dispatch.",
-)
+@claim("p1-secB.2", "against SMEAR, Soft MoE and ReMoE")
 def rivals(run: ClaimRun) -> Evidence:
-    """Experts in use, jumps, and influence of later tokens."""
+    """Soft MoE and SMEAR are smooth but dense and not causal; ReMoE is continuous but does not fix
+    the number of experts; smooth top-k is continuous, sparse and causal.
+
+    Setting: the comparison in words, gate by gate, on normal scores
+    Tested: Number of experts per token and jumps at ties of each gate on the same scores; influence
+        of a later token on an earlier output under Soft MoE's dispatch.
+    Overturned by: a gate with another continuity, sparsity or causality than stated
+    """
     scores = run.normal(run.size(5_000, 50_000), 16, stream=1)
     use = {
         name: (gate(scores) > 0).sum(dim=1).double()

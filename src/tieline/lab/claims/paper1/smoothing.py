@@ -23,19 +23,17 @@ A, B = 1.0, 50.0
 """Exponents of the paper's experiments."""
 
 
-@claim(
-    "p1-sec6-smoothstep",
-    "log-smoothstep",
-    statement="h(u) = log(u^a/(u^a + (1-u)^b)) on (0, 1), 0 above, and continuous.",
-    setting="h as a function to R, which the paper calls continuous",
-    overturned_by="the words 'e^h is continuous', or values in [-∞, 0]",
-    tested="Values and monotony of e^h, its ramp at a = 1, b = 50, limits at both ends; h itself "
-    "and its gradient at u = 0.",
-    condition="continuity is that of s = e^h: h itself tends to -∞ at u = 0, where its log form "
-    "has no gradient",
-)
+@claim("p1-sec6-smoothstep", "log-smoothstep")
 def log_smoothstep(run: ClaimRun) -> Evidence:
-    """Values, ramp, ends."""
+    """h(u) = log(u^a/(u^a + (1-u)^b)) on (0, 1), 0 above, and continuous.
+
+    Setting: h as a function to R, which the paper calls continuous
+    Tested: Values and monotony of e^h, its ramp at a = 1, b = 50, limits at both ends; h itself and
+        its gradient at u = 0.
+    Overturned by: the words 'e^h is continuous', or values in [-∞, 0]
+    Condition: continuity is that of s = e^h: h itself tends to -∞ at u = 0, where its log form has
+        no gradient
+    """
     u = torch.linspace(0, 1, 2_001, dtype=torch.float64)
     s = smoothstep(u, A, B)
     ramp = [_ramp_at(share) for share in (0.1, 0.9)]
@@ -80,19 +78,16 @@ def _ramp_at(share: float) -> float:
     return x[torch.searchsorted(smoothstep(x, A, B), share)].item()
 
 
-@claim(
-    "p1-sec6-gate",
-    "smoothed gate",
-    statement="Experts less than ε below z_[k] fade in, those below are dropped, the top k keep "
-    "their logits; near an order-n tie at most n more experts are active; tied experts share "
-    "alike.",
-    setting="every score vector; a = 1, b = 50, ε = 0.4",
-    overturned_by="a weight that differs",
-    tested="Weights against the formula on draws; the number of active experts against k + order; "
-    "exact ties.",
-)
+@claim("p1-sec6-gate", "smoothed gate")
 def gate(run: ClaimRun) -> Evidence:
-    """Weights, counts and ties."""
+    """Experts less than ε below z_[k] fade in, those below are dropped, the top k keep their
+    logits; near an order-n tie at most n more experts are active; tied experts share alike.
+
+    Setting: every score vector; a = 1, b = 50, ε = 0.4
+    Tested: Weights against the formula on draws; the number of active experts against k + order;
+        exact ties.
+    Overturned by: a weight that differs
+    """
     epsilon, scores = 0.4, run.normal(run.size(20_000, 200_000), 8, stream=1)
     weights = SmoothTopK(2, epsilon=epsilon, a=A, b=B)(scores)
     top = scores.sort(dim=1, descending=True).values[:, 1:2]
@@ -143,18 +138,15 @@ def _tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, 
     return nearest.point, nearest.normal
 
 
-@claim(
-    "p1-propA.7",
-    "the smoothed layer is continuous",
-    statement="With a continuous h, continuous experts and affine scores the layer is continuous.",
-    setting="affine scores, ReLU experts, 32 experts, top 4",
-    overturned_by="an exponent below 1",
-    tested="Output differences across ties of a layer of 32 experts, step 1e-9 to 1: exponent 1 in "
-    "the step; and along whole lines, where b = 50 moves a near-step to z_[k] - ε.",
-    seconds=2,
-)
+@claim("p1-propA.7", "the smoothed layer is continuous", seconds=2)
 def continuity(run: ClaimRun) -> Evidence:
-    """Exponent at ties, and largest slope along lines through them."""
+    """With a continuous h, continuous experts and affine scores the layer is continuous.
+
+    Setting: affine scores, ReLU experts, 32 experts, top 4
+    Tested: Output differences across ties of a layer of 32 experts, step 1e-9 to 1: exponent 1 in
+        the step; and along whole lines, where b = 50 moves a near-step to z_[k] - ε.
+    Overturned by: an exponent below 1
+    """
     layer = layer_pair(run, 1)
     points, normals = _tie_points(run, layer["weight"], 4, run.size(30, 300))
     exponents = {
@@ -186,20 +178,17 @@ def continuity(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-fig1",
-    "jump at a tie, with and without smoothing",
-    statement="Across a tie the hard layer jumps and the smooth one does not; its largest "
-    "difference vanishes with the step.",
-    setting="drawn layers of the figure's size (the figure has a trained one, see docs/vision.md)",
-    overturned_by="a hard layer without jump or a smooth one with it",
-    tested="The three panels on a drawn layer of 32 experts, top 4: output along the normal, and "
-    "differences down to a step of 1e-9. On a trained one, as in the paper: `tieline train "
-    "cifar10-small-smoe`, then examples/cifar10_continuity.py (docs/vision.md).",
-    seconds=1,
-)
+@claim("p1-fig1", "jump at a tie, with and without smoothing", seconds=1)
 def figure_one(run: ClaimRun) -> Evidence:
-    """Differences at the smallest step, relative to those at 1."""
+    """Across a tie the hard layer jumps and the smooth one does not; its largest difference
+    vanishes with the step.
+
+    Setting: drawn layers of the figure's size (the figure has a trained one, see docs/vision.md)
+    Tested: The three panels on a drawn layer of 32 experts, top 4: output along the normal, and
+        differences down to a step of 1e-9. On a trained one, as in the paper: `tieline train
+        cifar10-small-smoe`, then examples/cifar10_continuity.py (docs/vision.md).
+    Overturned by: a hard layer without jump or a smooth one with it
+    """
     layer = layer_pair(run, 1)
     points, normals = _tie_points(run, layer["weight"], 4, run.size(50, 500))
     differences = {
@@ -223,18 +212,15 @@ def figure_one(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-fig3",
-    "continuity layer by layer",
-    statement="In each of four layers smoothing removes the jump.",
-    setting="four drawn layers of the figure's size",
-    overturned_by="an exponent other than 0 and 1",
-    tested="Exponent of the largest difference in the step for four drawn layers; for four layers "
-    "trained on CIFAR-10, every event of a line too: docs/vision.md.",
-    seconds=1.5,
-)
+@claim("p1-fig3", "continuity layer by layer", seconds=1.5)
 def figure_three(run: ClaimRun) -> Evidence:
-    """Exponents of hard and smooth layers."""
+    """In each of four layers smoothing removes the jump.
+
+    Setting: four drawn layers of the figure's size
+    Tested: Exponent of the largest difference in the step for four drawn layers; for four layers
+        trained on CIFAR-10, every event of a line too: docs/vision.md.
+    Overturned by: an exponent other than 0 and 1
+    """
     checks = []
     for number in range(1, 5):
         layer = layer_pair(run, number)
@@ -247,19 +233,16 @@ def figure_three(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-sec6-loss",
-    "boundary loss",
-    statement="α ε (K - k*) drives ε down while more than k* experts are in use and up while "
-    "fewer.",
-    setting="the direction of the loss in ε, which is what the paper states; convergence at any "
-    "rate is not claimed there and is shown beside it",
-    overturned_by="a gradient of the wrong sign",
-    tested="Its gradient in ε for both signs; plain descent on ε = softplus(θ) with the exact K(ε) "
-    "of normal scores, at rates below and above the limit ηαK'(ε*)(1 - e^(-ε*))² < 2.",
-)
+@claim("p1-sec6-loss", "boundary loss")
 def loss(run: ClaimRun) -> Evidence:
-    """Signs, and convergence on both sides of the limit."""
+    """α ε (K - k*) drives ε down while more than k* experts are in use and up while fewer.
+
+    Setting: the direction of the loss in ε, which is what the paper states; convergence at any rate
+        is not claimed there and is shown beside it
+    Tested: Its gradient in ε for both signs; plain descent on ε = softplus(θ) with the exact K(ε)
+        of normal scores, at rates below and above the limit ηαK'(ε*)(1 - e^(-ε*))² < 2.
+    Overturned by: a gradient of the wrong sign
+    """
     epsilon = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     slopes = []
     for active in (2, 4):

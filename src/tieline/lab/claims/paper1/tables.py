@@ -55,13 +55,8 @@ def small_scale(measured: str, *recipes: str) -> str:
 @claim(
     "p1-table1",
     "perplexity on WikiText-103",
-    statement="SmoothSMoE lowers perplexity from 33.79/35.52 to 32.72/34.35, and on attacked text "
-    "from 42.21/44.18 to 40.99/42.85.",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    tested="Direction, in full mode: `demo-small-smooth50` and `-smoe`, six paired seeds, test "
-    "split and the split attacked by AAA for 2.5 % of words. The differences that the text states, "
-    "from the table; their size in its own standard errors over three seeds.",
     undecided=small_scale(
         "smooth50 changes the test perplexity by +0.39 % (95 % interval −7.5 to +8.3) after "
         "512,000 tokens and by +0.41 % (−2.8 to +3.6) after 1.54 M, three paired seeds, far from "
@@ -74,7 +69,13 @@ def small_scale(measured: str, *recipes: str) -> str:
     together=TEXT_GROUP,
 )
 def table_one(run: ClaimRun) -> Evidence:
-    """Arithmetic of the table."""
+    """SmoothSMoE lowers perplexity from 33.79/35.52 to 32.72/34.35, and on attacked text from
+    42.21/44.18 to 40.99/42.85.
+
+    Tested: Direction, in full mode: `demo-small-smooth50` and `-smoe`, six paired seeds, test split
+        and the split attacked by AAA for 2.5 % of words. The differences that the text states, from
+        the table; their size in its own standard errors over three seeds.
+    """
     gain = gain_in_errors((34.35, 0.22), (35.52, 0.13), 3)
     checks = [
         lower_perplexity(run, "smooth50", "smoe", -3.29),
@@ -90,23 +91,21 @@ def table_one(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-table2",
-    "GLUE",
-    statement="SmoothSMoE is best on average on five GLUE tasks, by 0.47 (k = 2) and 0.57 (k = 4) "
-    "over the next.",
-    setting="arithmetic of the printed table",
-    overturned_by="runs at the paper's size",
-    tested="Averages and gains recomputed from the printed rows; the spread of the tasks beside "
-    "them.",
-    untestable="needs accelerators, BERT-large and GLUE: `tieline train "
-    "glue-paper-cola-smooth50-k2`, `tieline train glue-paper-cola-smoe-k2`, `tieline train "
-    "glue-paper-cola-remoe-k2`, likewise mrpc and rte, and k4, five seeds each; MNLI and QNLI have "
-    "no loader. `tieline train glue-smoke-cola-smoe` shows that all of it runs; from random "
-    "weights it ends at guessing (docs/vision.md)",
-)
+@claim("p1-table2", "GLUE")
 def table_two(run: ClaimRun) -> Evidence:
-    """Arithmetic of the table."""
+    """SmoothSMoE is best on average on five GLUE tasks, by 0.47 (k = 2) and 0.57 (k = 4) over the
+    next.
+
+    Setting: arithmetic of the printed table
+    Tested: Averages and gains recomputed from the printed rows; the spread of the tasks beside
+        them.
+    Overturned by: runs at the paper's size
+    Untestable: needs accelerators, BERT-large and GLUE: `tieline train
+        glue-paper-cola-smooth50-k2`, `tieline train glue-paper-cola-smoe-k2`, `tieline train
+        glue-paper-cola-remoe-k2`, likewise mrpc and rte, and k4, five seeds each; MNLI and QNLI
+        have no loader. `tieline train glue-smoke-cola-smoe` shows that all of it runs; from random
+        weights it ends at guessing (docs/vision.md)
+    """
     rows = {
         "SMoE, k = 2": ((73.28, 89.17, 64.25, 92.56, 86.60), 81.17),
         "SmoothSMoE, k = 2": ((73.40, 90.15, 65.41, 92.40, 86.90), 81.65),
@@ -130,30 +129,25 @@ def table_two(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-table3",
-    "DomainBed",
-    statement="SmoothGMoE is best on average: 0.56 above GMoE (2.1 on TerraInc), and above Soft "
-    "MoE and expert choice.",
-    setting="direction alone, of small models on PACS from random weights, in paired runs; "
-    "arithmetic of the printed table beside it",
-    overturned_by=DECIDED_BY,
-    tested="Direction, in full mode and with PACS at hand: `pacs-small-smooth` against `-cosine`, "
-    "`-soft` and `-expert-choice`, 80 steps from random weights, the average over four left-out "
-    "domains, four paired seeds. Averages recomputed from the printed rows: SmoothGMoE's is "
-    "67.452, printed as 67.4, and the gain over GMoE 0.61.",
-    undecided="not at this scale. Measured: PACS at 32×32, 1,000 steps from random weights, three "
-    "paired seeds: smooth 30.24 % on average, 0.82 points above cosine (95 % interval −0.90 to "
-    "+2.53), 0.18 above soft (−5.89 to +6.25), 0.42 above expert choice (−2.96 to +3.80) "
-    "(docs/vision.md). The paper's numbers need accelerators, a pretrained ViT-S/16 and PACS at "
-    "224×224: `tieline train pacs-paper-smooth-sketch`, `tieline train pacs-paper-cosine-sketch`, "
-    "`tieline train pacs-paper-soft-sketch`, `tieline train pacs-paper-expert-choice-sketch`, "
-    "every domain, five seeds each; the other four sets have no loader",
-    full_seconds=300,
-    together=IMAGE_GROUP,
-)
+@claim("p1-table3", "DomainBed", overturned_by=DECIDED_BY, full_seconds=300, together=IMAGE_GROUP)
 def table_three(run: ClaimRun) -> Evidence:
-    """Arithmetic of the table."""
+    """SmoothGMoE is best on average: 0.56 above GMoE (2.1 on TerraInc), and above Soft MoE and
+    expert choice.
+
+    Setting: direction alone, of small models on PACS from random weights, in paired runs;
+        arithmetic of the printed table beside it
+    Tested: Direction, in full mode and with PACS at hand: `pacs-small-smooth` against `-cosine`,
+        `-soft` and `-expert-choice`, 80 steps from random weights, the average over four left-out
+        domains, four paired seeds. Averages recomputed from the printed rows: SmoothGMoE's is
+        67.452, printed as 67.4, and the gain over GMoE 0.61.
+    Undecided: not at this scale. Measured: PACS at 32×32, 1,000 steps from random weights, three
+        paired seeds: smooth 30.24 % on average, 0.82 points above cosine (95 % interval −0.90 to
+        +2.53), 0.18 above soft (−5.89 to +6.25), 0.42 above expert choice (−2.96 to +3.80)
+        (docs/vision.md). The paper's numbers need accelerators, a pretrained ViT-S/16 and PACS at
+        224×224: `tieline train pacs-paper-smooth-sketch`, `tieline train pacs-paper-cosine-sketch`,
+        `tieline train pacs-paper-soft-sketch`, `tieline train pacs-paper-expert-choice-sketch`,
+        every domain, five seeds each; the other four sets have no loader
+    """
     rows = {
         "GMoE": ((87.7, 79.6, 73.1, 45.4, 48.4), 66.84),
         "SoftMoE": ((86.6, 78.9, 69.1, 46.4, 47.3), 65.66),
@@ -180,13 +174,8 @@ def table_three(run: ClaimRun) -> Evidence:
 @claim(
     "p1-table4",
     "annealed smoothing",
-    statement="Annealed to hard top-2, the model reaches 34.59 (text) on the test set, between "
-    "SMoE and SmoothSMoE.",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    tested="Direction, in full mode: `demo-small-annealed` scored with hard top-2 against "
-    "`-smoe`, and `-smooth50` against it, six paired seeds. Order of the printed rows; the number "
-    "of the text against the table, which has 34.62.",
     undecided=small_scale(
         "scored with hard top-2, annealed changes the test perplexity by +0.65 % (95 % interval "
         "−7.2 to +8.5) against smoe and smooth50 by +0.39 % (−7.5 to +8.3), 512,000 tokens, three "
@@ -199,7 +188,13 @@ def table_three(run: ClaimRun) -> Evidence:
     together=TEXT_GROUP,
 )
 def table_four(run: ClaimRun) -> Evidence:
-    """Order of the rows, text against table."""
+    """Annealed to hard top-2, the model reaches 34.59 (text) on the test set, between SMoE and
+    SmoothSMoE.
+
+    Tested: Direction, in full mode: `demo-small-annealed` scored with hard top-2 against `-smoe`,
+        and `-smooth50` against it, six paired seeds. Order of the printed rows; the number of the
+        text against the table, which has 34.62.
+    """
     rows = (
         (33.79, 33.17, 32.72),
         (35.52, 34.62, 34.35),
@@ -219,20 +214,17 @@ def table_four(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-table5",
-    "vision-language model",
-    statement="On a 5.6B model SmoothSMoE averages 55.07 and its annealed form 54.98, against "
-    "54.53.",
-    setting="arithmetic of the printed table",
-    overturned_by="runs at the paper's size",
-    tested="Averages recomputed from the printed rows, and on how many benchmarks each wins.",
-    untestable="needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline "
-    "upcycle BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth "
-    "MIXTURE --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe",
-)
+@claim("p1-table5", "vision-language model")
 def table_five(run: ClaimRun) -> Evidence:
-    """Arithmetic of the table."""
+    """On a 5.6B model SmoothSMoE averages 55.07 and its annealed form 54.98, against 54.53.
+
+    Setting: arithmetic of the printed table
+    Tested: Averages recomputed from the printed rows, and on how many benchmarks each wins.
+    Overturned by: runs at the paper's size
+    Untestable: needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline upcycle
+        BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth MIXTURE
+        --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe
+    """
     hard = (65.48, 60.41, 70.96, 40.18, 67.78, 42.67, 40.95, 32.7, 84.42, 39.78)
     smooth = (66.06, 60.33, 69.42, 40.85, 70.93, 42.11, 41.98, 33.0, 84.92, 41.08)
     annealed = (65.32, 59.75, 71.13, 41.16, 69.25, 42.44, 42.64, 32.5, 84.54, 41.04)
@@ -245,11 +237,8 @@ def table_five(run: ClaimRun) -> Evidence:
 @claim(
     "p1-table6",
     "bits per character on EnWiki-8",
-    statement="SmoothSMoE reaches 1.122 bits per character against 1.153.",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    tested="Direction, in full mode: `demo-small-smooth50` against `-smoe`, bytes, six paired "
-    "seeds. The relative gain from the table, which prints no deviation.",
     undecided=small_scale(
         "0.7 M parameters after 4.1 M bytes, six paired seeds (enwik8-extended): perplexity of the "
         "test split lower by 1.07 % with smooth50 (0.22 to 1.92 %), three of the seeds added after "
@@ -261,7 +250,11 @@ def table_five(run: ClaimRun) -> Evidence:
     together=TEXT_GROUP,
 )
 def table_six(run: ClaimRun) -> Evidence:
-    """Relative gain."""
+    """SmoothSMoE reaches 1.122 bits per character against 1.153.
+
+    Tested: Direction, in full mode: `demo-small-smooth50` against `-smoe`, bytes, six paired seeds.
+        The relative gain from the table, which prints no deviation.
+    """
     checks = [
         lower_perplexity(run, "smooth50", "smoe", -2.13),
         *corrected(near("relative gain", 1 - 1.122 / 1.153, 0.0269, 1e-4)),
@@ -272,12 +265,8 @@ def table_six(run: ClaimRun) -> Evidence:
 @claim(
     "p1-table8",
     "is it only the extra expert?",
-    statement="SmoothSMoE with k = 4.5 has lower perplexity than hard top-4 and top-5.",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    tested="Direction, in full mode: `demo-small-smooth50` with k* = 2.5 against top-2 and top-3, "
-    "six paired seeds. Order of the printed rows, and the gain over top-5 in the table's own "
-    "standard errors.",
     undecided=small_scale(
         "with k = 2, top3 changes the test perplexity by −6.02 % (95 % interval −19.6 to +7.6) and "
         "smooth50 by +0.39 % (−7.5 to +8.3) against top-2, 512,000 tokens; the whole further "
@@ -290,7 +279,12 @@ def table_six(run: ClaimRun) -> Evidence:
     together=TEXT_GROUP,
 )
 def table_eight(run: ClaimRun) -> Evidence:
-    """Order of the rows, and how sure it is."""
+    """SmoothSMoE with k = 4.5 has lower perplexity than hard top-4 and top-5.
+
+    Tested: Direction, in full mode: `demo-small-smooth50` with k* = 2.5 against top-2 and top-3,
+        six paired seeds. Order of the printed rows, and the gain over top-5 in the table's own
+        standard errors.
+    """
     valid = gain_in_errors((31.97, 0.13), (32.35, 0.16), 3)
     test = gain_in_errors((33.30, 0.07), (33.41, 0.09), 3)
     return Evidence(

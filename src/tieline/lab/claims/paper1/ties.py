@@ -39,17 +39,14 @@ def lattice(run: ClaimRun, n: int, experts: int) -> Tensor:
     return draw.double() / 4
 
 
-@claim(
-    "p1-def3.1",
-    "order statistics",
-    number="Def. 3.1, A.4",
-    statement="z_[1] >= ... >= z_[E] are the sorted scores; equal ones keep the order of indices.",
-    setting="all scores, ties included",
-    overturned_by="an order of tied scores that is not by index",
-    tested="Values and indices against a plain sort of (−score, index) on a lattice full of ties.",
-)
+@claim("p1-def3.1", "order statistics", number="Def. 3.1, A.4")
 def order_statistics(run: ClaimRun) -> Evidence:
-    """Rows that differ from the sort of the definition."""
+    """z_[1] >= ... >= z_[E] are the sorted scores; equal ones keep the order of indices.
+
+    Setting: all scores, ties included
+    Tested: Values and indices against a plain sort of (−score, index) on a lattice full of ties.
+    Overturned by: an order of tied scores that is not by index
+    """
     scores, wrong = lattice(run, run.size(500, 5_000), 6), 0
     for k in range(1, 7):
         ranked = stable_topk(scores, k)
@@ -67,20 +64,17 @@ def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
     return {tied - 1} if exact else set(range(1, tied))
 
 
-@claim(
-    "p1-def3.2",
-    "order of a discontinuity",
-    number="Def. 3.2, A.5",
-    statement="x has order n if n+1 scores tie at the threshold between ranks k and k+1.",
-    setting="Def. 3.2 and Def. A.5, which the paper calls equivalent, on scores full of ties",
-    overturned_by="one of the two definitions in place of both",
-    tested="Both definitions by enumeration on a lattice full of ties, k = 1 included; the order "
-    "of the library against them.",
-    condition="the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of "
-    "order 1 as well, by Def. A.5 it is not",
-)
+@claim("p1-def3.2", "order of a discontinuity", number="Def. 3.2, A.5")
 def orders(run: ClaimRun) -> Evidence:
-    """Rows on which the two definitions, or the library and Def. A.5, differ."""
+    """x has order n if n+1 scores tie at the threshold between ranks k and k+1.
+
+    Setting: Def. 3.2 and Def. A.5, which the paper calls equivalent, on scores full of ties
+    Tested: Both definitions by enumeration on a lattice full of ties, k = 1 included; the order of
+        the library against them.
+    Overturned by: one of the two definitions in place of both
+    Condition: the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of
+        order 1 as well, by Def. A.5 it is not
+    """
     scores, differ, wrong = lattice(run, run.size(500, 5_000), 6), 0, 0
     for k in range(1, 6):
         tie_orders = tie_order(scores, k, 1e-9).tolist()
@@ -103,17 +97,15 @@ def orders(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-propA.2",
-    "cells are full-dimensional",
-    statement="Every cell C_S is an open set of full dimension (full row rank, E < D).",
-    setting="affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸",
-    overturned_by="a coalition without a ball",
-    tested="A point of each of the C(6,3) cells of a drawn router by solving for its scores, with "
-    "a ball around it; and how many cells are left when E > D + 1.",
-)
+@claim("p1-propA.2", "cells are full-dimensional")
 def cells(run: ClaimRun) -> Evidence:
-    """Radius of a ball in every cell."""
+    """Every cell C_S is an open set of full dimension (full row rank, E < D).
+
+    Setting: affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸
+    Tested: A point of each of the C(6,3) cells of a drawn router by solving for its scores, with a
+        ball around it; and how many cells are left when E > D + 1.
+    Overturned by: a coalition without a ball
+    """
     weight, bias = router(run, 6, 8)
     radii = []
     for chosen in itertools.combinations(range(6), 3):
@@ -137,18 +129,15 @@ def cells(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-propA.3",
-    "ties have measure zero",
-    statement="The discontinuity set Γ has Lebesgue measure zero.",
-    setting="affine scores with linearly independent rows, the paper's assumption, 8 experts in "
-    "R¹²",
-    overturned_by="a tube whose mass does not fall with ε",
-    tested="Exact ties among draws in float64, and the share of inputs within distance ε of Γ, "
-    "which falls like ε.",
-)
+@claim("p1-propA.3", "ties have measure zero")
 def measure_zero(run: ClaimRun) -> Evidence:
-    """Ties among draws, and the exponent of the mass of a tube."""
+    """The discontinuity set Γ has Lebesgue measure zero.
+
+    Setting: affine scores with linearly independent rows, the paper's assumption, 8 experts in R¹²
+    Tested: Exact ties among draws in float64, and the share of inputs within distance ε of Γ, which
+        falls like ε.
+    Overturned by: a tube whose mass does not fall with ε
+    """
     weight, bias = router(run, 8, 12)
     x = run.normal(run.size(100_000, 1_000_000), 12, stream=3)
     ties = (gap(x @ weight.T + bias, 2) == 0).sum().item()
@@ -163,18 +152,16 @@ def measure_zero(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=0, measured=ties, figure=figure)
 
 
-@claim(
-    "p1-propA.6",
-    "dimension of order-n sets",
-    statement="A component of order n lies in a flat of codimension n and has dimension D - n.",
-    setting="affine scores with linearly independent rows, the paper's assumption, orders 1 to 3 "
-    "of 6 experts in R⁸",
-    overturned_by="a flat of another codimension",
-    tested="Rank of the equations of every tie set of 6 experts in D = 8, n = 1, 2, 3, and a "
-    "positive share of directions on each flat; then 6 experts in D = 2.",
-)
+@claim("p1-propA.6", "dimension of order-n sets")
 def dimension(run: ClaimRun) -> Evidence:
-    """Flats of the wrong codimension, and the smallest slice."""
+    """A component of order n lies in a flat of codimension n and has dimension D - n.
+
+    Setting: affine scores with linearly independent rows, the paper's assumption, orders 1 to 3 of
+        6 experts in R⁸
+    Tested: Rank of the equations of every tie set of 6 experts in D = 8, n = 1, 2, 3, and a
+        positive share of directions on each flat; then 6 experts in D = 2.
+    Overturned by: a flat of another codimension
+    """
     weight, bias = router(run, 6, 8)
     wrong, least = 0, math.inf
     for n in (1, 2, 3):
@@ -197,17 +184,15 @@ def dimension(run: ClaimRun) -> Evidence:
 
 
 @claim(
-    "p1-eqA.7",
-    "order statistic as min of max",
-    number="proof of Prop. A.7",
-    statement="z_[k] = min over sets J of k experts of max over J of z_i.",
-    setting="the displayed identity inside the proof, as printed; drawn scores, k = 2",
-    overturned_by="nothing: it is the k-th smallest score. The proposition itself stands",
-    tested="The formula on drawn scores against z_[k]; and max over J of min over J.",
-    expected=Verdict.FAILS,
+    "p1-eqA.7", "order statistic as min of max", number="proof of Prop. A.7", expected=Verdict.FAILS
 )
 def representation(run: ClaimRun) -> Evidence:
-    """Largest error of both formulas."""
+    """z_[k] = min over sets J of k experts of max over J of z_i.
+
+    Setting: the displayed identity inside the proof, as printed; drawn scores, k = 2
+    Tested: The formula on drawn scores against z_[k]; and max over J of min over J.
+    Overturned by: nothing: it is the k-th smallest score. The proposition itself stands
+    """
     scores, k = run.normal(run.size(500, 5_000), 6, stream=1), 2
     sets = list(itertools.combinations(range(6), k))
     stated = torch.stack([scores[:, list(j)].amax(dim=1) for j in sets]).amin(dim=0)
@@ -235,17 +220,15 @@ def representation(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-def4.1",
-    "Euclidean thickening",
-    statement="T_ε(Γ) is the set of inputs nearer than ε to Γ.",
-    setting="exact distances to ties of orders 1 and 2, 6 experts in R⁸",
-    overturned_by="a shorter way to a tie",
-    tested="The distance of the library: its point lies on Γ at that distance, and no direction "
-    "leaves the cell earlier, for orders 1 and 2.",
-)
+@claim("p1-def4.1", "Euclidean thickening")
 def thickening(run: ClaimRun) -> Evidence:
-    """The nearest point is a tie, and the ball inside it is free of others."""
+    """T_ε(Γ) is the set of inputs nearer than ε to Γ.
+
+    Setting: exact distances to ties of orders 1 and 2, 6 experts in R⁸
+    Tested: The distance of the library: its point lies on Γ at that distance, and no direction
+        leaves the cell earlier, for orders 1 and 2.
+    Overturned by: a shorter way to a tie
+    """
     weight, bias = router(run, 6, 8)
     x = run.normal(run.size(60, 400), 8, stream=3)
     first, second = (nearest_tie_point(x, weight, bias, 2, order) for order in (1, 2))
@@ -281,19 +264,17 @@ def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: C
     return ((x @ weight[others].T > level) == signs).all(dim=1).double().mean().item()
 
 
-@claim(
-    "p1-lemA.16",
-    "slice density of one polyhedron",
-    statement="A polyhedron in a flat, cut out by inequalities that some direction satisfies "
-    "strictly, has density between ½ I_{4s²(1-s²)}((d-1)/2, ½) and ½.",
-    setting="polyhedra of a drawn router, and the case without inequalities that the lemma allows",
-    overturned_by="the words 'at least one inequality' in the lemma",
-    tested="All choices of experts above a tie in a drawn router, by sampling directions; and a "
-    "flat with no inequality at all, as for E = n + 1.",
-    condition="there is at least one inequality; without any the density is 1",
-)
+@claim("p1-lemA.16", "slice density of one polyhedron")
 def one_polyhedron(run: ClaimRun) -> Evidence:
-    """Densities of single choices against the two bounds."""
+    """A polyhedron in a flat, cut out by inequalities that some direction satisfies strictly, has
+    density between ½ I_{4s²(1-s²)}((d-1)/2, ½) and ½.
+
+    Setting: polyhedra of a drawn router, and the case without inequalities that the lemma allows
+    Tested: All choices of experts above a tie in a drawn router, by sampling directions; and a flat
+        with no inequality at all, as for E = n + 1.
+    Overturned by: the words 'at least one inequality' in the lemma
+    Condition: there is at least one inequality; without any the density is 1
+    """
     weight, _ = router(run, 5, 7)
     shares = [
         _choice_share(weight, (0, 1), set(above), run)
@@ -321,19 +302,17 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-lemA.17",
-    "top-k slices have a recession direction",
-    statement="With independent rows, every top-k slice has a direction u with c_j·u < 0 for the "
-    "chosen and d_m·u > 0 for the other experts.",
-    setting="affine scores with linearly independent rows, the paper's assumption, all ties and "
-    "choices of 5 experts in R⁷",
-    overturned_by="a slice without one",
-    tested="All tie sets and choices of 5 experts in D = 7: directions of both signs by solving "
-    "for the scores; which of them stays in the slice.",
-)
+@claim("p1-lemA.17", "top-k slices have a recession direction")
 def recession(run: ClaimRun) -> Evidence:
-    """Missing directions, and which sign leads into the slice."""
+    """With independent rows, every top-k slice has a direction u with c_j·u < 0 for the chosen and
+    d_m·u > 0 for the other experts.
+
+    Setting: affine scores with linearly independent rows, the paper's assumption, all ties and
+        choices of 5 experts in R⁷
+    Tested: All tie sets and choices of 5 experts in D = 7: directions of both signs by solving for
+        the scores; which of them stays in the slice.
+    Overturned by: a slice without one
+    """
     weight, _ = router(run, 5, 7)
     missing = inward = outward = total = 0
     for size in (2, 3):
@@ -362,18 +341,15 @@ def recession(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-thm4.4-alpha",
-    "slice densities are at most ½",
-    statement="α_{J,r} lies in [lower bound, ½].",
-    setting="the bounds that Thm 4.4 states for α, inside its hypotheses: E = 4, k = 2, r = 2",
-    overturned_by="the upper end 1, as in the paper's own Thm A.18",
-    tested="Exact densities for orthonormal rows and sampled ones; E = 4, k = 2, r = 2, where "
-    "every place of the flat is a tie.",
-    expected=Verdict.FAILS,
-)
+@claim("p1-thm4.4-alpha", "slice densities are at most ½", expected=Verdict.FAILS)
 def density_bound(run: ClaimRun) -> Evidence:
-    """Exact and sampled densities over E, k and r."""
+    """α_{J,r} lies in [lower bound, ½].
+
+    Setting: the bounds that Thm 4.4 states for α, inside its hypotheses: E = 4, k = 2, r = 2
+    Tested: Exact densities for orthonormal rows and sampled ones; E = 4, k = 2, r = 2, where every
+        place of the flat is a tie.
+    Overturned by: the upper end 1, as in the paper's own Thm A.18
+    """
     checks: list[Check] = [at_most("α at E = 4, k = 2, r = 2", slice_density(4, 2, 2), 0.5)]
     n = run.size(20_000, 400_000)
     for experts, k, r in ((4, 2, 2), (4, 2, 1), (8, 2, 1), (8, 3, 3), (16, 4, 2)):
@@ -403,19 +379,15 @@ def _tube_shares(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]
     )
 
 
-@claim(
-    "p1-thm4.4",
-    "tubes of different orders",
-    number="Thm 4.4, A.18",
-    statement="U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).",
-    setting="orthonormal rows, E = 4, k = 2 in R⁵, orders 2 and 1; a limit ε/R → 0",
-    overturned_by="a ratio outside four standard errors and the stated bias",
-    tested="E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the "
-    "ball, two widths extrapolated to zero.",
-    seconds=3,
-)
+@claim("p1-thm4.4", "tubes of different orders", number="Thm 4.4, A.18", seconds=3)
 def tube_orders(run: ClaimRun) -> Evidence:
-    """Sampled ratio over ε against the formula."""
+    """U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).
+
+    Setting: orthonormal rows, E = 4, k = 2 in R⁵, orders 2 and 1; a limit ε/R → 0
+    Tested: E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the ball,
+        two widths extrapolated to zero.
+    Overturned by: a ratio outside four standard errors and the stated bias
+    """
     n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
     shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
     value, error = extrapolated(shares)

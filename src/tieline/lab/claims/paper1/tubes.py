@@ -44,17 +44,15 @@ def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
     return ball_volume(dim - 1) * integral / (ball_volume(dim) * radius**dim)
 
 
-@claim(
-    "p1-propA.9",
-    "tube of a hyperplane in a ball",
-    statement="Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.",
-    setting="every D, δ, ε; four cases and one by sampling",
-    overturned_by="a share that differs",
-    tested="The library's quadrature for any codimension against an adaptive rule, also where the "
-    "tube is cut by the ball or misses it, and against samples.",
-)
+@claim("p1-propA.9", "tube of a hyperplane in a ball")
 def hyperplane(run: ClaimRun) -> Evidence:
-    """Shares by two rules and by sampling."""
+    """Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.
+
+    Setting: every D, δ, ε; four cases and one by sampling
+    Tested: The library's quadrature for any codimension against an adaptive rule, also where the
+        tube is cut by the ball or misses it, and against samples.
+    Overturned by: a share that differs
+    """
     checks: list[Check] = []
     for dim, offset, epsilon in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
         stated = slab(dim, offset, epsilon, 1.0)
@@ -79,18 +77,16 @@ def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> flo
     return ball_volume(dim - 1) / (2 * ball_volume(dim)) * (first - sign * second)
 
 
-@claim(
-    "p1-propA.11",
-    "hyperplane tube by incomplete beta functions",
-    statement="The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ "
-    "the signed distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).",
-    setting="δ is the signed distance, as the proposition says; both signs",
-    overturned_by="sgn(δ + ε) before the first term, as in its proof",
-    tested="The printed formula for δ of both signs against quadrature; order of the expansion.",
-    condition="δ >= -ε: the proof has sgn(δ+ε) before the first term, the statement has lost it",
-)
+@claim("p1-propA.11", "hyperplane tube by incomplete beta functions")
 def incomplete_beta(run: ClaimRun) -> Evidence:
-    """Printed formula on both sides of the origin."""
+    """The share is ω_{D-1}/2ω_D [B_{(δ+ε)²/R²}(½, (D+1)/2) - sgn(δ-ε) B_{(δ-ε)²/R²}], δ the signed
+    distance, and 2ω_{D-1}/ω_D ε/R + O(R⁻³).
+
+    Setting: δ is the signed distance, as the proposition says; both signs
+    Tested: The printed formula for δ of both signs against quadrature; order of the expansion.
+    Overturned by: sgn(δ + ε) before the first term, as in its proof
+    Condition: δ >= -ε: the proof has sgn(δ+ε) before the first term, the statement has lost it
+    """
     dim, epsilon = 7, 0.1
     sides = {
         d: (_printed_beta(dim, d, epsilon, 1.0), slab(dim, d, epsilon, 1.0))
@@ -165,18 +161,15 @@ def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
     )
 
 
-@claim(
-    "p1-propA.13",
-    "tube of a flat of any codimension",
-    statement="Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < "
-    "R.",
-    setting="codimensions 2 and 3, also cut by the ball",
-    overturned_by="a share that differs",
-    tested="Codimension 2 by a double integral, codimension 3 by sampling, also where the tube is "
-    "cut by the ball.",
-)
+@claim("p1-propA.13", "tube of a flat of any codimension")
 def any_codimension(run: ClaimRun) -> Evidence:
-    """Shares by two rules and by sampling."""
+    """Its volume is the integral of ω_{D-n}(R² - ‖u‖²)^((D-n)/2) over ‖u - δ‖ < ε, ‖u‖ < R.
+
+    Setting: codimensions 2 and 3, also cut by the ball
+    Tested: Codimension 2 by a double integral, codimension 3 by sampling, also where the tube is
+        cut by the ball.
+    Overturned by: a share that differs
+    """
     checks: list[Check] = []
     for dim, offset, epsilon in ((6, 0.3, 0.2), (5, 0.9, 0.4)):
         ours = tube_fraction(dim=dim, codim=2, offset=offset, epsilon=epsilon, radius=1.0)
@@ -210,17 +203,15 @@ def _share_of_codimension_two(dim: int, offset: float, epsilon: float) -> float:
     return total * ball_volume(dim - 2) / ball_volume(dim)
 
 
-@claim(
-    "p1-propA.14",
-    "expansion of a flat's tube",
-    statement="The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).",
-    setting="codimensions 1 to 3, R from 4 to 32",
-    overturned_by="a remainder of another order than R⁻²",
-    tested="Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper "
-    "bound.",
-)
+@claim("p1-propA.14", "expansion of a flat's tube")
 def flat_expansion(run: ClaimRun) -> Evidence:
-    """Order and sign of the remainder."""
+    """The share is ω_{D-n}ω_n/ω_D (ε/R)^n (1 + O(((‖δ‖+ε)/R)²)).
+
+    Setting: codimensions 1 to 3, R from 4 to 32
+    Tested: Relative remainder against R for n = 1, 2, 3; its sign: the leading term is an upper
+        bound.
+    Overturned by: a remainder of another order than R⁻²
+    """
     radii, checks = [4.0, 8.0, 16.0, 32.0], []
     curves = []
     for n in (1, 2, 3):
@@ -234,16 +225,14 @@ def flat_expansion(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
 
 
-@claim(
-    "p1-propA.15",
-    "ratio of two flats' tubes",
-    statement="I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).",
-    setting="orders (2, 1), (3, 1), (3, 2)",
-    overturned_by="an error of another order than R⁻²",
-    tested="Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.",
-)
+@claim("p1-propA.15", "ratio of two flats' tubes")
 def flat_ratio(run: ClaimRun) -> Evidence:
-    """Order of the error of the ratio."""
+    """I_n/I_m = ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(R⁻²)).
+
+    Setting: orders (2, 1), (3, 1), (3, 2)
+    Tested: Exact shares for (n, m) = (2, 1), (3, 1), (3, 2): order of the relative error in R.
+    Overturned by: an error of another order than R⁻²
+    """
     radii, checks = [4.0, 8.0, 16.0, 32.0], []
     for n, m in ((2, 1), (3, 1), (3, 2)):
         errors = []
@@ -286,17 +275,14 @@ def _linf_by_programmes(scores: list[float], k: int) -> float:
     return best
 
 
-@claim(
-    "p1-def4.6",
-    "distance to a tie in scores",
-    statement="dist_∞(x, Γ) = inf over y in Γ of ‖z(x) - z(y)‖_∞.",
-    setting="the definition as printed, W of full row rank; 4 experts, k = 2",
-    overturned_by="an infimum that is not half of the gap",
-    tested="Linear programmes over all facets of 4 experts against half of the gap.",
-    seconds=0.6,
-)
+@claim("p1-def4.6", "distance to a tie in scores", seconds=0.6)
 def score_distance(run: ClaimRun) -> Evidence:
-    """Distance by programmes, by the library and by half the gap."""
+    """dist_∞(x, Γ) = inf over y in Γ of ‖z(x) - z(y)‖_∞.
+
+    Setting: the definition as printed, W of full row rank; 4 experts, k = 2
+    Tested: Linear programmes over all facets of 4 experts against half of the gap.
+    Overturned by: an infimum that is not half of the gap
+    """
     scores = run.normal(run.size(6, 60), 4, stream=1)
     programmes = torch.tensor(
         [_linf_by_programmes(row, 2) for row in scores.tolist()], dtype=torch.float64
@@ -314,18 +300,15 @@ def score_distance(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-propA.20",
-    "band test by the gap",
-    statement="x is in the ℓ∞ band of width ε exactly if some expert outside the top k is less "
-    "than ε below z_[k].",
-    setting="the characterisation as printed against Def. 4.6 as printed, W of full row rank",
-    overturned_by="a distance in Def. 4.6 that is the gap; the method itself uses the gap",
-    tested="Both sides on draws, with the distance of Def. 4.6; and with 2ε.",
-    expected=Verdict.FAILS,
-)
+@claim("p1-propA.20", "band test by the gap", expected=Verdict.FAILS)
 def band_test(run: ClaimRun) -> Evidence:
-    """Inputs on which the two tests differ."""
+    """x is in the ℓ∞ band of width ε exactly if some expert outside the top k is less than ε below
+    z_[k].
+
+    Setting: the characterisation as printed against Def. 4.6 as printed, W of full row rank
+    Tested: Both sides on draws, with the distance of Def. 4.6; and with 2ε.
+    Overturned by: a distance in Def. 4.6 that is the gap; the method itself uses the gap
+    """
     scores, epsilon = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
     inside = linf_distance(scores, 2) <= epsilon
     stated, twice = (gap(scores, 2) < width for width in (epsilon, 2 * epsilon))
@@ -367,19 +350,15 @@ def _fibre_indicators(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tu
     return indicators[0], indicators[1]
 
 
-@claim(
-    "p1-thm4.7",
-    "ℓ∞ bands of different orders",
-    statement="U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.",
-    setting="the bands of Def. 4.6 as printed; orthonormal rows, E = 4, k = 2, R⁵, orders 2 and 1",
-    overturned_by="bands measured by A_J (Thm A.19), for which the formula holds on fibres",
-    tested="E = 4, k = 2, orthonormal rows in D = 5, at uniform points of the ball, two widths "
-    "extrapolated to zero.",
-    expected=Verdict.FAILS,
-    seconds=1.5,
-)
+@claim("p1-thm4.7", "ℓ∞ bands of different orders", expected=Verdict.FAILS, seconds=1.5)
 def band_orders(run: ClaimRun) -> Evidence:
-    """Sampled ratio over ε against the printed and the corrected formula."""
+    """U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.
+
+    Setting: the bands of Def. 4.6 as printed; orthonormal rows, E = 4, k = 2, R⁵, orders 2 and 1
+    Tested: E = 4, k = 2, orthonormal rows in D = 5, at uniform points of the ball, two widths
+        extrapolated to zero.
+    Overturned by: bands measured by A_J (Thm A.19), for which the formula holds on fibres
+    """
     n = run.size(400_000, 4_000_000)
     value, error = extrapolated(
         {epsilon: _band_indicators(run, epsilon, n) for epsilon in (0.025, 0.05)}
@@ -407,21 +386,17 @@ def band_orders(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p1-thmA.19",
-    "ℓ∞ bands measured by A_J",
-    statement="The same ratio for bands {x : inf over y in Γ_J of ‖A_J x - A_J y‖_∞ <= ε}, with "
-    "κ_J.",
-    setting="the band of the appendix by its definition and by the fibres of its proof",
-    overturned_by="a definition whose infimum is over the slice and sees it",
-    tested="Both readings at uniform points of the ball: the distance as defined, which does not "
-    "see where on the flat the slice is, and fibres over the slice, as in the proof.",
-    condition="the band consists of the fibres over the slice; by the definition as written A_J y "
-    "is d_J for every y, so that the band is that of the whole flat",
-    seconds=2,
-)
+@claim("p1-thmA.19", "ℓ∞ bands measured by A_J", seconds=2)
 def fibre_orders(run: ClaimRun) -> Evidence:
-    """Sampled ratio over ε by both readings."""
+    """The same ratio for bands {x : inf over y in Γ_J of ‖A_J x - A_J y‖_∞ <= ε}, with κ_J.
+
+    Setting: the band of the appendix by its definition and by the fibres of its proof
+    Tested: Both readings at uniform points of the ball: the distance as defined, which does not see
+        where on the flat the slice is, and fibres over the slice, as in the proof.
+    Overturned by: a definition whose infimum is over the slice and sees it
+    Condition: the band consists of the fibres over the slice; by the definition as written A_J y is
+        d_J for every y, so that the band is that of the whole flat
+    """
     n = run.size(400_000, 4_000_000)
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
     flats = extrapolated(

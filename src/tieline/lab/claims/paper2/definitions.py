@@ -43,33 +43,27 @@ def layer_gap(run: ClaimRun, gate) -> float:
     return float((model.regression(params, x) - through_the_layer(model, params, x)).abs().max())
 
 
-@claim(
-    "p2-eq2",
-    "cosine router regression",
-    number="(1), (2)",
-    statement="The regression function is a softmax over cosine scores plus biases, of experts.",
-    setting="the model as written, d = 4, 3 ReLU experts",
-    overturned_by="a value that differs",
-    tested="Against the package's cosine router, softmax gate and ReLU experts on 500 inputs.",
-)
+@claim("p2-eq2", "cosine router regression", number="(1), (2)")
 def cosine_model(run: ClaimRun) -> Evidence:
-    """Model against routing core."""
+    """The regression function is a softmax over cosine scores plus biases, of experts.
+
+    Setting: the model as written, d = 4, 3 ReLU experts
+    Tested: Against the package's cosine router, softmax gate and ReLU experts on 500 inputs.
+    Overturned by: a value that differs
+    """
     gap = layer_gap(run, "cosine")
     return Evidence([at_most("largest difference", gap, 1e-12)], paper=0, measured=gap)
 
 
-@claim(
-    "p2-eq8",
-    "perturbed cosine router regression",
-    number="(7), (8)",
-    statement="The same with τ1, τ2 added to the norms of expert and input.",
-    setting="the model as written, d = 4, 3 ReLU experts",
-    overturned_by="a value that differs",
-    tested="Against the package's router on 500 inputs; and as a linear router on x/(‖x‖ + τ2) "
-    "with rows β/(‖β‖ + τ1).",
-)
+@claim("p2-eq8", "perturbed cosine router regression", number="(7), (8)")
 def perturbed_model(run: ClaimRun) -> Evidence:
-    """Model against routing core, and the linear router that it is."""
+    """The same with τ1, τ2 added to the norms of expert and input.
+
+    Setting: the model as written, d = 4, 3 ReLU experts
+    Tested: Against the package's router on 500 inputs; and as a linear router on x/(‖x‖ + τ2) with
+        rows β/(‖β‖ + τ1).
+    Overturned by: a value that differs
+    """
     gap = layer_gap(run, "perturbed")
     model = MoEModel("perturbed", "softmax", "relu", WIDTH, EXPERTS, tau=(0.3, 0.2))
     linear = MoEModel("linear", "softmax", "relu", WIDTH, EXPERTS)
@@ -111,18 +105,14 @@ def radial(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
     return slopes, score * tau[0] / (norm + tau[0]) * value
 
 
-@claim(
-    "p2-eq4",
-    "the equation of the vanilla router",
-    number="(4)",
-    statement="β·∂H/∂β = 0 for the vanilla cosine router; not for the perturbed one.",
-    setting="every expert; tanh, d = 4",
-    overturned_by="a radial derivative that is not zero (vanilla)",
-    tested="Automatic derivatives at 200 inputs; the perturbed one against s τ1/(‖β‖ + τ1) H.",
-    seconds=1,
-)
+@claim("p2-eq4", "the equation of the vanilla router", number="(4)", seconds=1)
 def radial_equation(run: ClaimRun) -> Evidence:
-    """Radial derivatives of both routers."""
+    """β·∂H/∂β = 0 for the vanilla cosine router; not for the perturbed one.
+
+    Setting: every expert; tanh, d = 4
+    Tested: Automatic derivatives at 200 inputs; the perturbed one against s τ1/(‖β‖ + τ1) H.
+    Overturned by: a radial derivative that is not zero (vanilla)
+    """
     vanilla, _ = radial(run, (0.0, 0.0))
     perturbed, closed = radial(run, (0.1, 0.1))
     size = float(perturbed.square().mean().sqrt())
@@ -146,17 +136,14 @@ def radial_equation(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-lem3",
-    "radial derivatives of all orders",
-    statement="Σ β…β ∂ᵗF/∂β…∂β = 0 for the vanilla cosine and every order t.",
-    setting="orders 1 to 3, d = 3",
-    overturned_by="a derivative that is not zero",
-    tested="Automatic derivatives of orders 1, 2 and 3 along β at 20 inputs.",
-    seconds=2,
-)
+@claim("p2-lem3", "radial derivatives of all orders", seconds=2)
 def radial_orders(run: ClaimRun) -> Evidence:
-    """Derivatives of F(β + tβ) in t at 0."""
+    """Σ β…β ∂ᵗF/∂β…∂β = 0 for the vanilla cosine and every order t.
+
+    Setting: orders 1 to 3, d = 3
+    Tested: Automatic derivatives of orders 1, 2 and 3 along β at 20 inputs.
+    Overturned by: a derivative that is not zero
+    """
     beta, x = run.normal(3, stream=4), inputs(run, 20, 3)
     h = numerator((0.0, 0.0))
 
@@ -188,17 +175,14 @@ def hand(powers: tuple[Real, Real]) -> float:
     return mass + large + e(0.1) * (0.05**q + 0.02 ** (q / 2))
 
 
-@claim(
-    "p2-eq5",
-    "Voronoi cells",
-    number="(5)",
-    statement="Every atom of a fit belongs to the cell of the nearest atom of the truth.",
-    setting="the definition, 1000 atoms against 5",
-    overturned_by="an atom in another cell",
-    tested="1000 drawn atoms against all distances; a tie is put into the first cell.",
-)
+@claim("p2-eq5", "Voronoi cells", number="(5)")
 def cells(run: ClaimRun) -> Evidence:
-    """Cells by plain distances."""
+    """Every atom of a fit belongs to the cell of the nearest atom of the truth.
+
+    Setting: the definition, 1000 atoms against 5
+    Tested: 1000 drawn atoms against all distances; a tie is put into the first cell.
+    Overturned by: an atom in another cell
+    """
     model = MoEModel("linear", "softmax", "tanh", 3, 5)
     truth = drawn(run, model)
     fit = drawn(run, model.with_experts(1000), stream=2)
@@ -213,17 +197,14 @@ def cells(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=0, measured=wrong)
 
 
-@claim(
-    "p2-L1r",
-    "L_{1,r}",
-    number="section 2",
-    statement="L_{1,r}: errors of cell masses plus weighted r-th powers of parameter errors.",
-    setting="the definition, r = 1, 2, 3",
-    overturned_by="a digit that differs",
-    tested="Hand arithmetic on a fit of three atoms against a truth of two, r = 1, 2, 3.",
-)
+@claim("p2-L1r", "L_{1,r}", number="section 2")
 def first_loss(run: ClaimRun) -> Evidence:
-    """L_{1,r} by hand."""
+    """L_{1,r}: errors of cell masses plus weighted r-th powers of parameter errors.
+
+    Setting: the definition, r = 1, 2, 3
+    Tested: Hand arithmetic on a fit of three atoms against a truth of two, r = 1, 2, 3.
+    Overturned by: a digit that differs
+    """
     fit, truth = example()
     checks = [
         near(f"r = {r}", voronoi_loss(fit, truth, "L1", 2, r).value, hand((r, r)), 1e-13)
@@ -232,33 +213,27 @@ def first_loss(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=hand((2, 2)), measured=checks[1].measured)
 
 
-@claim(
-    "p2-eq11",
-    "L_2",
-    number="(11)",
-    statement="L_2: first powers in cells of one atom, squares in larger cells.",
-    setting="the definition",
-    overturned_by="a digit that differs",
-    tested="Hand arithmetic on the same example.",
-)
+@claim("p2-eq11", "L_2", number="(11)")
 def second_loss(run: ClaimRun) -> Evidence:
-    """L_2 by hand."""
+    """L_2: first powers in cells of one atom, squares in larger cells.
+
+    Setting: the definition
+    Tested: Hand arithmetic on the same example.
+    Overturned by: a digit that differs
+    """
     fit, truth = example()
     value = voronoi_loss(fit, truth, "L2", 2).value
     return Evidence([near("L_2", value, hand((2, 1)), 1e-13)], paper=hand((2, 1)), measured=value)
 
 
-@claim(
-    "p2-eq13",
-    "L_3",
-    number="(13)",
-    statement="L_3: first powers in all cells.",
-    setting="the definition",
-    overturned_by="a digit that differs",
-    tested="Hand arithmetic on the same example, and its twelve digits.",
-)
+@claim("p2-eq13", "L_3", number="(13)")
 def third_loss(run: ClaimRun) -> Evidence:
-    """L_3 by hand."""
+    """L_3: first powers in all cells.
+
+    Setting: the definition
+    Tested: Hand arithmetic on the same example, and its twelve digits.
+    Overturned by: a digit that differs
+    """
     fit, truth = example()
     value = voronoi_loss(fit, truth, "L3", 2).value
     checks = [near("L_3", value, hand((1, 1)), 1e-13), near("digits", value, 0.765631865614, 6e-13)]
@@ -279,21 +254,17 @@ def model_of(expert: str, **changes) -> MoEModel:
     )
 
 
-@claim(
-    "p2-def1",
-    "strong identifiability and its examples",
-    statement="The derivatives of H̃ up to order two are independent for ReLU, tanh and uᵖ, p >= "
-    "2, and not for linear experts.",
-    setting="the definition as written, all derivatives up to order two at distinct parameters; "
-    "the paper's own examples (ReLU, tanh, uᵖ), d = 2",
-    overturned_by="a definition modulo z_u x_v = z_v x_u; tanh and GELU then pass the split test",
-    tested="Rank of the normalised Gram matrix of all derivatives at two generic atoms (d = 2); "
-    "the split test besides.",
-    expected=Verdict.FAILS,
-    seconds=0.7,
-)
+@claim("p2-def1", "strong identifiability and its examples", expected=Verdict.FAILS, seconds=0.7)
 def strong(run: ClaimRun) -> Evidence:
-    """Dependent derivatives of each expert."""
+    """The derivatives of H̃ up to order two are independent for ReLU, tanh and uᵖ, p >= 2, and not
+    for linear experts.
+
+    Setting: the definition as written, all derivatives up to order two at distinct parameters; the
+        paper's own examples (ReLU, tanh, uᵖ), d = 2
+    Tested: Rank of the normalised Gram matrix of all derivatives at two generic atoms (d = 2); the
+        split test besides.
+    Overturned by: a definition modulo z_u x_v = z_v x_u; tanh and GELU then pass the split test
+    """
     x = inputs(run, 800, 2)
     counts = {}
     for expert in ("relu", "tanh", "polynomial", "linear"):
@@ -325,19 +296,17 @@ def strong(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-def2",
-    "weak identifiability and its examples",
-    statement="H̃ and its first derivatives are independent for ReLU, tanh and uᵖ, at any distinct "
-    "parameters.",
-    setting="the definition as written, first derivatives at any distinct parameters, d = 2",
-    overturned_by="generic parameters, and experts without degree, among the hypotheses",
-    tested="Rank at generic atoms, and at two atoms with a = 0, whose experts are two constants.",
-    condition="φ of no degree (tanh, GELU) and generic parameters: Euler's equation H = a·∂_a H + "
-    "b ∂_b H makes ReLU and uᵖ dependent, and two experts with a = 0 are multiples of one function",
-)
+@claim("p2-def2", "weak identifiability and its examples")
 def weak(run: ClaimRun) -> Evidence:
-    """Dependent first derivatives."""
+    """H̃ and its first derivatives are independent for ReLU, tanh and uᵖ, at any distinct
+    parameters.
+
+    Setting: the definition as written, first derivatives at any distinct parameters, d = 2
+    Tested: Rank at generic atoms, and at two atoms with a = 0, whose experts are two constants.
+    Overturned by: generic parameters, and experts without degree, among the hypotheses
+    Condition: φ of no degree (tanh, GELU) and generic parameters: Euler's equation H = a·∂_a H + b
+        ∂_b H makes ReLU and uᵖ dependent, and two experts with a = 0 are multiples of one function
+    """
     x, checks = inputs(run, 500, 2), []
     for expert in ("relu", "polynomial", "tanh", "gelu"):
         model = model_of(expert)
@@ -352,24 +321,21 @@ def weak(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
 
 
-@claim(
-    "p2-prop1",
-    "identifiability of the mixing measure",
-    number="Prop. 1, (A.3)",
-    statement="If two perturbed cosine mixtures are the same function, they are the same measure, "
-    "once the last bias is 0.",
-    setting="perturbed cosine, any number of atoms, last bias 0 as in (A.3); its hypothesis is "
-    "met: the softmax weights of the moved rows are equal, so that every expert serves",
-    overturned_by="a last router row that is fixed too, fewer than 2k* atoms, and experts like "
-    "tanh: then it holds (docs/estimation.md)",
-    tested="Three pairs of different measures with one function: all rows v(β) moved by one vector "
-    "(tanh); one expert as two of strength 1 ± s with the same row (ReLU, u²). The directions that "
-    "a tanh mixture does not see, against those of a common shift.",
-    condition="the last router row is fixed as the last bias is, fewer than 2k* atoms, and experts "
-    "such as tanh that are independent over functions of z (proof in docs/estimation.md)",
-)
+@claim("p2-prop1", "identifiability of the mixing measure", number="Prop. 1, (A.3)")
 def measures(run: ClaimRun) -> Evidence:
-    """Different measures of one function."""
+    """If two perturbed cosine mixtures are the same function, they are the same measure, once the
+    last bias is 0.
+
+    Setting: perturbed cosine, any number of atoms, last bias 0 as in (A.3); its hypothesis is met:
+        the softmax weights of the moved rows are equal, so that every expert serves
+    Tested: Three pairs of different measures with one function: all rows v(β) moved by one vector
+        (tanh); one expert as two of strength 1 ± s with the same row (ReLU, u²). The directions
+        that a tanh mixture does not see, against those of a common shift.
+    Overturned by: a last router row that is fixed too, fewer than 2k* atoms, and experts like tanh:
+        then it holds (docs/estimation.md)
+    Condition: the last router row is fixed as the last bias is, fewer than 2k* atoms, and experts
+        such as tanh that are independent over functions of z (proof in docs/estimation.md)
+    """
     x = inputs(run, 2000, 2)
     shifted = model_of("tanh", n_experts=3)
     truth = drawn(run, shifted, router=0.05)

@@ -34,18 +34,19 @@ SMALL_DOMAINS = (
 @claim(
     "p2-table2",
     "language modelling with cosine routers",
-    statement="The perturbed cosine router is better than the plain one on Enwik8, Text8 and "
-    "WikiText-103, in a small and a medium model.",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    tested="Direction, in full mode: `demo-small-perturbed` against `-cosine`, bytes, 24 paired "
-    "seeds. Order of the printed numbers, and how large the gains are.",
     undecided=LANGUAGE,
     full_seconds=8 * GATE_SECONDS,
     together=TEXT_GROUP,
 )
 def table_two(run: ClaimRun) -> Evidence:
-    """Order of the columns, and relative gains."""
+    """The perturbed cosine router is better than the plain one on Enwik8, Text8 and WikiText-103,
+    in a small and a medium model.
+
+    Tested: Direction, in full mode: `demo-small-perturbed` against `-cosine`, bytes, 24 paired
+        seeds. Order of the printed numbers, and how large the gains are.
+    """
     plain = (1.213, 1.161, 1.310, 1.271, 90.070, 38.018)
     perturbed = (1.197, 1.147, 1.303, 1.251, 89.910, 37.859)
     gains = [100 * (1 - b / a) for a, b in zip(plain, perturbed, strict=True)]
@@ -63,18 +64,15 @@ def table_two(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-table3",
-    "domain generalisation",
-    statement="The perturbed cosine router averages 68.37 over five sets, the plain one 66.70, a "
-    "linear one 65.40.",
-    setting="arithmetic of the printed table",
-    overturned_by="runs at the paper's size",
-    tested="Averages recomputed from the printed rows.",
-    untestable=DOMAINS + SMALL_DOMAINS,
-)
+@claim("p2-table3", "domain generalisation", untestable=DOMAINS + SMALL_DOMAINS)
 def table_three(run: ClaimRun) -> Evidence:
-    """Arithmetic of the table."""
+    """The perturbed cosine router averages 68.37 over five sets, the plain one 66.70, a linear one
+    65.40.
+
+    Setting: arithmetic of the printed table
+    Tested: Averages recomputed from the printed rows.
+    Overturned by: runs at the paper's size
+    """
     rows = {
         "linear": ((86.33, 78.15, 73.02, 41.30, 48.19), 65.40),
         "cosine": ((87.22, 78.99, 73.27, 45.55, 48.45), 66.70),
@@ -87,18 +85,15 @@ def table_three(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-table4",
-    "per domain: PACS, VLCS, OfficeHome",
-    statement="Accuracies per left-out domain behind the averages of Table 3.",
-    setting="arithmetic of the printed table",
-    overturned_by="runs at the paper's size",
-    tested="Averages of the domains against Table 3; in how many domains the perturbed router is "
-    "at least as good as the plain one.",
-    untestable=DOMAINS + SMALL_DOMAINS,
-)
+@claim("p2-table4", "per domain: PACS, VLCS, OfficeHome", untestable=DOMAINS + SMALL_DOMAINS)
 def table_four(run: ClaimRun) -> Evidence:
-    """Averages of the rows that are printed whole."""
+    """Accuracies per left-out domain behind the averages of Table 3.
+
+    Setting: arithmetic of the printed table
+    Tested: Averages of the domains against Table 3; in how many domains the perturbed router is at
+        least as good as the plain one.
+    Overturned by: runs at the paper's size
+    """
     cosine = {
         "PACS, cosine": ((89.24, 86.11, 97.60, 75.92), 87.22),
         "VLCS, cosine": ((98.59, 67.42, 70.88, 79.07), 78.99),
@@ -118,18 +113,16 @@ def table_four(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="behind Table 3", measured=f"at least as good in {better} of 12")
 
 
-@claim(
-    "p2-table5",
-    "per domain: DomainNet",
-    statement="Accuracies per left-out domain of DomainNet.",
-    setting="arithmetic of the printed table",
-    overturned_by="runs at the paper's size",
-    tested="Averages of the rows against Table 3.",
-    untestable="needs accelerators and DomainNet, which has no loader here; the same model on "
-    "PACS: `tieline train pacs-paper-perturbed-sketch` (docs/vision.md)",
-)
+@claim("p2-table5", "per domain: DomainNet")
 def table_five(run: ClaimRun) -> Evidence:
-    """Averages of the rows."""
+    """Accuracies per left-out domain of DomainNet.
+
+    Setting: arithmetic of the printed table
+    Tested: Averages of the rows against Table 3.
+    Overturned by: runs at the paper's size
+    Untestable: needs accelerators and DomainNet, which has no loader here; the same model on PACS:
+        `tieline train pacs-paper-perturbed-sketch` (docs/vision.md)
+    """
     rows = {
         "linear": ((69.11, 24.95, 54.81, 16.88, 68.95, 54.41), 48.19),
         "cosine": ((68.05, 24.48, 55.75, 17.39, 69.41, 55.59), 48.45),

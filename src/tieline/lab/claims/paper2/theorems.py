@@ -66,18 +66,15 @@ def vanishing(run: ClaimRun, over: int) -> tuple[list[Check], float]:
     ], max(ratios)
 
 
-@claim(
-    "p2-thm2",
-    "vanilla cosine, over-specified: the vanishing ratio",
-    statement="‖f_G - f_G*‖ / L_{1,r}(G, G*) has no positive lower bound, for every r.",
-    setting="over-specified (k = k* + 1), vanilla cosine, loss L_{1,r}",
-    overturned_by="a lower bound on the ratio along longer rows",
-    tested="Longer rows and a duplicated atom, r = 1, 2, 3: the ratio; the same with lengths "
-    "quotiented, over the flattest directions.",
-    seconds=2,
-)
+@claim("p2-thm2", "vanilla cosine, over-specified: the vanishing ratio", seconds=2)
 def vanilla_over(run: ClaimRun) -> Evidence:
-    """The ratio with one atom too many."""
+    """‖f_G - f_G*‖ / L_{1,r}(G, G*) has no positive lower bound, for every r.
+
+    Setting: over-specified (k = k* + 1), vanilla cosine, loss L_{1,r}
+    Tested: Longer rows and a duplicated atom, r = 1, 2, 3: the ratio; the same with lengths
+        quotiented, over the flattest directions.
+    Overturned by: a lower bound on the ratio along longer rows
+    """
     checks, ratio = vanishing(run, 1)
     return Evidence(
         checks,
@@ -89,39 +86,33 @@ def vanilla_over(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-thm5",
-    "vanilla cosine, exactly specified: the vanishing ratio",
-    statement="The same with as many atoms as the truth.",
-    setting="exact (k = k*), vanilla cosine, loss L_{1,r}",
-    overturned_by="a lower bound on the ratio along longer rows",
-    tested="Longer rows, r = 1, 2, 3; the same with lengths quotiented.",
-    seconds=2,
-)
+@claim("p2-thm5", "vanilla cosine, exactly specified: the vanishing ratio", seconds=2)
 def vanilla_exact(run: ClaimRun) -> Evidence:
-    """The ratio with the right number of atoms."""
+    """The same with as many atoms as the truth.
+
+    Setting: exact (k = k*), vanilla cosine, loss L_{1,r}
+    Tested: Longer rows, r = 1, 2, 3; the same with lengths quotiented.
+    Overturned by: a lower bound on the ratio along longer rows
+    """
     checks, ratio = vanishing(run, 0)
     return Evidence(checks, paper=0, corrected="positive up to length", measured=ratio)
 
 
-@claim(
-    "p2-thm4",
-    "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2",
-    statement="For strongly identifiable experts (ReLU, tanh, uᵖ by Def. 1) L_2 is bounded by the "
-    "distance of the functions.",
-    setting="over-specified, perturbed cosine, loss L_2, G near G*. The counterexample (all rows "
-    "v(β) moved) meets every hypothesis, for it serves for all experts; the condition is tested "
-    "with k = k* + 1 and tanh",
-    overturned_by="a vanishing ratio with the last row fixed, k < 2k* and tanh experts",
-    tested="All rows v(β) moved by one vector, tanh experts: distance and L_2. Beside it one "
-    "expert as two of strength 1 ± s (ReLU, u²), and splits of a tanh expert in drawn directions "
-    "with the quotient loss.",
-    condition="the last router row is fixed as the last bias is, k < 2k*, and experts that cannot "
-    "be split: tanh and GELU, not ReLU and uᵖ",
-    seconds=2,
-)
+@claim("p2-thm4", "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2", seconds=2)
 def perturbed_over(run: ClaimRun) -> Evidence:
-    """The ratio along a common shift of the rows; splits of homogeneous experts beside it."""
+    """For strongly identifiable experts (ReLU, tanh, uᵖ by Def. 1) L_2 is bounded by the distance
+    of the functions.
+
+    Setting: over-specified, perturbed cosine, loss L_2, G near G*. The counterexample (all rows
+        v(β) moved) meets every hypothesis, for it serves for all experts; the condition is tested
+        with k = k* + 1 and tanh
+    Tested: All rows v(β) moved by one vector, tanh experts: distance and L_2. Beside it one expert
+        as two of strength 1 ± s (ReLU, u²), and splits of a tanh expert in drawn directions with
+        the quotient loss.
+    Overturned by: a vanishing ratio with the last row fixed, k < 2k* and tanh experts
+    Condition: the last router row is fixed as the last bias is, k < 2k*, and experts that cannot be
+        split: tanh and GELU, not ReLU and uᵖ
+    """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth, x = drawn(run, model, router=0.05), inputs(run, 2000, 2)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
@@ -155,19 +146,16 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-thm6",
-    "perturbed cosine, exactly specified: ‖g - g*‖ >= c L_3",
-    statement="For weakly identifiable experts L_3 is bounded by the distance of the functions.",
-    setting="exact, perturbed cosine, loss L_3, G near G*; tanh",
-    overturned_by="a vanishing ratio with the last row fixed",
-    tested="All rows v(β) moved by one vector: distance and L_3; the quotient loss over the "
-    "flattest directions of the information matrix (tanh).",
-    condition="rows up to a common shift of v = β/(‖β‖ + τ1)",
-    seconds=2,
-)
+@claim("p2-thm6", "perturbed cosine, exactly specified: ‖g - g*‖ >= c L_3", seconds=2)
 def perturbed_exact(run: ClaimRun) -> Evidence:
-    """The ratio along a common shift, and without it."""
+    """For weakly identifiable experts L_3 is bounded by the distance of the functions.
+
+    Setting: exact, perturbed cosine, loss L_3, G near G*; tanh
+    Tested: All rows v(β) moved by one vector: distance and L_3; the quotient loss over the flattest
+        directions of the information matrix (tanh).
+    Overturned by: a vanishing ratio with the last row fixed
+    Condition: rows up to a common shift of v = β/(‖β‖ + τ1)
+    """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth = drawn(run, model, router=0.05)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
@@ -196,9 +184,6 @@ def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) ->
     "regression rate, perturbed cosine router",
     statement="‖f̂ - f*‖ falls like √(log n / n) under the perturbed cosine router.",
     setting="exact and over-specified, perturbed cosine, ‖f̂ - f*‖; tanh, two experts in the plane",
-    overturned_by="a slope outside -1/2 ± 0.1 in either setting",
-    tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE "
-    "against the Cramér-Rao limit where exact.",
     seconds=3,
     together="p2-perturbed-over",
     given={"gate": "perturbed"},
@@ -208,15 +193,17 @@ def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) ->
     "regression rate, cosine router",
     statement="‖f̂ - f*‖ falls like √(log n / n) under the cosine router.",
     setting="exact and over-specified, vanilla cosine, ‖f̂ - f*‖; tanh, two experts in the plane",
-    overturned_by="a slope outside -1/2 ± 0.1 in either setting",
-    tested="Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE "
-    "against the Cramér-Rao limit where exact.",
     seconds=2,
     together="p2-cosine-over",
     given={"gate": "cosine"},
 )
 def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
-    """Slopes of ‖f - f*‖ with as many experts as the truth and with one more."""
+    """Slopes of ‖f - f*‖ with as many experts as the truth and with one more.
+
+    Tested: Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE
+        against the Cramér-Rao limit where exact.
+    Overturned by: a slope outside -1/2 ± 0.1 in either setting
+    """
     cases = {EXACT: 0, OVER: 1}
     studies = {n: small_study(run, family(gate), extra=k) for n, k in cases.items()}
     return regression_rate(studies, at_the_limit(run, EXACT, family(gate), studies[EXACT]))
@@ -226,20 +213,21 @@ def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
     "p2-thm2-rate",
     "cosine router, one expert too many: what follows for the experts",
     number="Thm 2 (i), (ii)",
-    statement="With more experts than the truth, parameters and experts under the cosine router "
-    "are estimated more slowly than any power of n.",
-    setting="over-specified (k = k* + 1), vanilla cosine: what the paper draws from its minimax "
-    "bound for experts; at one truth, tanh, experts after matching",
-    overturned_by="an expert error that stops falling, or a proof for the worst truth that is not "
-    "about the length of a row",
-    tested="Slopes of the experts' distance and of L2 up to the length of router rows and common "
-    "shifts, k = k* + 1, tanh experts, n from 1e6 to 1e12.",
     expected=Verdict.FAILS,
     seconds=2,
     together="p2-cosine-over",
 )
 def cosine_over(run: ClaimRun) -> Evidence:
-    """Experts fall like n^-1/4 and the quotient loss, which has their squares, like n^-1/2."""
+    """With more experts than the truth, parameters and experts under the cosine router are
+    estimated more slowly than any power of n.
+
+    Setting: over-specified (k = k* + 1), vanilla cosine: what the paper draws from its minimax
+        bound for experts; at one truth, tanh, experts after matching
+    Tested: Slopes of the experts' distance and of L2 up to the length of router rows and common
+        shifts, k = k* + 1, tanh experts, n from 1e6 to 1e12.
+    Overturned by: an expert error that stops falling, or a proof for the worst truth that is not
+        about the length of a row
+    """
     studies = {OVER: small_study(run, family("cosine"), extra=1)}
     return rate_evidence(
         [
@@ -261,17 +249,18 @@ def cosine_over(run: ClaimRun) -> Evidence:
 @claim(
     "p2-thm5-rate",
     "cosine router, exact: what follows for the experts",
-    statement="With the right number of experts, parameters and experts under the cosine router "
-    "are estimated more slowly than any power of n.",
-    setting="exact (k = k*), vanilla cosine, experts after matching; tanh",
-    overturned_by="an n·MSE of the experts that grows over the Cramér-Rao limit",
-    tested="Slopes of the experts' distance and of L3, raw and up to the length of router rows, "
-    "from three start radii; n·MSE of the experts against the Cramér-Rao limit.",
     expected=Verdict.FAILS,
     seconds=2,
 )
 def cosine_exact(run: ClaimRun) -> Evidence:
-    """The raw slope is that of the start; experts have the Cramér-Rao error from every start."""
+    """With the right number of experts, parameters and experts under the cosine router are
+    estimated more slowly than any power of n.
+
+    Setting: exact (k = k*), vanilla cosine, experts after matching; tanh
+    Tested: Slopes of the experts' distance and of L3, raw and up to the length of router rows, from
+        three start radii; n·MSE of the experts against the Cramér-Rao limit.
+    Overturned by: an n·MSE of the experts that grows over the Cramér-Rao limit
+    """
     radii = (0.003, 0.02, 0.1)
     study = small_study(run, family("cosine"), radii=radii)
     raw = [study.rate("raw", r).slope for r in radii]
@@ -299,17 +288,18 @@ def cosine_exact(run: ClaimRun) -> Evidence:
 @claim(
     "p2-thm4-rate",
     "perturbed cosine router, one expert too many",
-    statement="L2 falls like √(log n / n) for strongly identifiable experts such as tanh.",
-    setting="over-specified (k = k* + 1), perturbed cosine, L_2 raw and up to the shift; tanh",
-    overturned_by="a quotient slope outside -1/2 ± 0.14",
-    tested="Slopes of L2, raw and up to a common shift of the router rows, k = k* + 1, tanh "
-    "experts, n from 1e6 to 1e12.",
-    condition="up to a common shift of the router rows, which softmax does not see",
     seconds=3,
     together="p2-perturbed-over",
 )
 def perturbed_over_rate(run: ClaimRun) -> Evidence:
-    """The raw loss keeps the start in the shift; the quotient loss falls."""
+    """L2 falls like √(log n / n) for strongly identifiable experts such as tanh.
+
+    Setting: over-specified (k = k* + 1), perturbed cosine, L_2 raw and up to the shift; tanh
+    Tested: Slopes of L2, raw and up to a common shift of the router rows, k = k* + 1, tanh experts,
+        n from 1e6 to 1e12.
+    Overturned by: a quotient slope outside -1/2 ± 0.14
+    Condition: up to a common shift of the router rows, which softmax does not see
+    """
     return up_to_symmetry(
         {OVER: small_study(run, family("perturbed"), extra=1)},
         note="ReLU and powers have a further freedom with several atoms in a cell (mass against "
@@ -317,18 +307,15 @@ def perturbed_over_rate(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-thm6-rate",
-    "perturbed cosine router, exact",
-    statement="L3 falls like √(log n / n) for weakly identifiable experts.",
-    setting="exact (k = k*), perturbed cosine, L_3 raw and up to the shift; tanh and ReLU",
-    overturned_by="a quotient slope outside -1/2 ± 0.14",
-    tested="Slopes of L3, raw and up to a common shift of the router rows, tanh and ReLU experts.",
-    condition="up to a common shift of the router rows, which softmax does not see",
-    seconds=1,
-)
+@claim("p2-thm6-rate", "perturbed cosine router, exact", seconds=1)
 def perturbed_exact_rate(run: ClaimRun) -> Evidence:
-    """Raw and quotient slopes of two kinds of experts."""
+    """L3 falls like √(log n / n) for weakly identifiable experts.
+
+    Setting: exact (k = k*), perturbed cosine, L_3 raw and up to the shift; tanh and ReLU
+    Tested: Slopes of L3, raw and up to a common shift of the router rows, tanh and ReLU experts.
+    Overturned by: a quotient slope outside -1/2 ± 0.14
+    Condition: up to a common shift of the router rows, which softmax does not see
+    """
     experts = ("tanh", "relu")
     return up_to_symmetry({name: small_study(run, family("perturbed", name)) for name in experts})
 
@@ -338,23 +325,18 @@ QUARTER = (("linear", "relu"), ("perturbed", "polynomial"), ("perturbed", "relu"
 """Router and expert of the entries n^-1/4 of Table 1; the other six are 1/log^τ n."""
 
 
-@claim(
-    "p2-table1",
-    "expert rates by router and expert",
-    statement="Linear experts are learned at 1/log^τ n under every router, every expert under the "
-    "cosine router, squares also under the linear router; the others at n^-1/4.",
-    setting="the table's setting is that of the theorems, k > k*; exact beside it. Nine entries, "
-    "distance of experts",
-    overturned_by="an expert that the function determines in one of the three entries n^-1/4, k > "
-    "k*",
-    tested="All nine combinations twice. k = k* + 1, the setting of the theorems: one expert as "
-    "two of strengths 1 ± 0.4, and the distance of the functions. k = k*: slopes of the experts' "
-    "distance.",
-    expected=Verdict.FAILS,
-    seconds=4,
-)
+@claim("p2-table1", "expert rates by router and expert", expected=Verdict.FAILS, seconds=4)
 def table(run: ClaimRun) -> Evidence:
-    """Over-specified, none of the nine experts is determined; exact, all are learned at n^-1/2."""
+    """Linear experts are learned at 1/log^τ n under every router, every expert under the cosine
+    router, squares also under the linear router; the others at n^-1/4.
+
+    Setting: the table's setting is that of the theorems, k > k*; exact beside it. Nine entries,
+        distance of experts
+    Tested: All nine combinations twice. k = k* + 1, the setting of the theorems: one expert as two
+        of strengths 1 ± 0.4, and the distance of the functions. k = k*: slopes of the experts'
+        distance.
+    Overturned by: an expert that the function determines in one of the three entries n^-1/4, k > k*
+    """
     entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
     over = {entry: split_gap(run, family(*entry)) for entry in entries}
     # the direction of a short cosine row is lost at a start radius of its length
@@ -401,15 +383,16 @@ def split_gap(run: ClaimRun, model: MoEModel) -> float:
     "p2-sec4",
     "misspecified: the population minimiser uses every expert",
     number="Section 4",
-    statement="Where the data are of another family, the minimiser Ḡ of ‖q - f_G‖ has all k atoms.",
-    setting="misspecified: data of a linear router, a perturbed cosine fitted, k = 2 and 3",
-    overturned_by="a minimiser that leaves an atom without mass",
-    tested="Ḡ of a perturbed cosine router with two and with three experts for data of a linear "
-    "router with two: misfits, least mass, least distance of two atoms.",
     seconds=2,
 )
 def population(run: ClaimRun) -> Evidence:
-    """A third expert is used."""
+    """Where the data are of another family, the minimiser Ḡ of ‖q - f_G‖ has all k atoms.
+
+    Setting: misspecified: data of a linear router, a perturbed cosine fitted, k = 2 and 3
+    Tested: Ḡ of a perturbed cosine router with two and with three experts for data of a linear
+        router with two: misfits, least mass, least distance of two atoms.
+    Overturned by: a minimiser that leaves an atom without mass
+    """
     case = small_plan(run, family("linear"))
     two, three = (
         population_minimiser(

@@ -43,19 +43,17 @@ def bend(points: np.ndarray, margins: np.ndarray, net: tuple, softmax: bool) -> 
     return float(np.abs(second / (1 + np.abs(middle))).max())
 
 
-@claim(
-    "p3-def3.1",
-    "linear regions",
-    statement="A linear region is a maximal connected open set on which the network is affine; the "
-    "capacity of an architecture is the largest number of them.",
-    setting="the definition for the paper's own layers: top-k with softmax gates (2), ReLU experts",
-    overturned_by="constant gates in (2), or pieces in place of affine regions",
-    tested="Second differences of a top-2 layer inside every piece (coalition × activation "
-    "pattern), with softmax and with constant gates; two neurons that add up to a line.",
-    condition="k = 1 or constant gates, and output weights that do not cancel",
-)
+@claim("p3-def3.1", "linear regions")
 def linear_regions(run: ClaimRun) -> Evidence:
-    """Whether the layer is affine on the counted pieces."""
+    """A linear region is a maximal connected open set on which the network is affine; the capacity
+    of an architecture is the largest number of them.
+
+    Setting: the definition for the paper's own layers: top-k with softmax gates (2), ReLU experts
+    Tested: Second differences of a top-2 layer inside every piece (coalition × activation pattern),
+        with softmax and with constant gates; two neurons that add up to a line.
+    Overturned by: constant gates in (2), or pieces in place of affine regions
+    Condition: k = 1 or constant gates, and output weights that do not cancel
+    """
     net = layer(drawn(run, 1), 6, 3, 2)
     out = drawn(run, 2).standard_normal((6, 3))
     pieces = regions(*net, 2)
@@ -92,17 +90,15 @@ def linear_regions(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-def3.2",
-    "Zaslavsky's function",
-    statement="n hyperplanes in general position cut R^d into Φ(n, d) = Σ_{j<=d} C(n, j) regions, "
-    "about n^d/d! for n much larger than d.",
-    setting="general position, d up to 4",
-    overturned_by="a count other than Φ",
-    tested="Exact counts and listings of drawn arrangements, d = 1 ... 4; the ratio at n = 3000.",
-)
+@claim("p3-def3.2", "Zaslavsky's function")
 def zaslavsky_function(run: ClaimRun) -> Evidence:
-    """Counts that differ from the formula."""
+    """n hyperplanes in general position cut R^d into Φ(n, d) = Σ_{j<=d} C(n, j) regions, about
+    n^d/d! for n much larger than d.
+
+    Setting: general position, d up to 4
+    Tested: Exact counts and listings of drawn arrangements, d = 1 ... 4; the ratio at n = 3000.
+    Overturned by: a count other than Φ
+    """
     r, wrong, listed = drawn(run, 1), 0, 0
     shapes = [(5, 1), (3, 2), (9, 2), (12, 2), (4, 3), (8, 3), (3, 4), (7, 4)]
     for n, d in shapes:
@@ -134,20 +130,17 @@ def two_layers(first: tuple, second: tuple) -> int:
     return total
 
 
-@claim(
-    "p3-ex3.3",
-    "two layers of three neurons",
-    statement="On the plane one layer of three neurons has 7 regions, two such layers have a "
-    "maximum of 7 · 7 = 49.",
-    setting="the example's 'maximum of 49 regions' for two layers of three neurons on the plane",
-    overturned_by="a network with 49, or the words 'at most'",
-    tested="Exact counts of drawn two-layer networks; the largest number that the ranks of the "
-    "first layer's activation patterns allow.",
-    condition="49 as an upper bound: at most 40 can be reached",
-    seconds=1,
-)
+@claim("p3-ex3.3", "two layers of three neurons", seconds=1)
 def two_layer_example(run: ClaimRun) -> Evidence:
-    """The most regions that two layers can have, and the most that were found."""
+    """On the plane one layer of three neurons has 7 regions, two such layers have a maximum of 7 ·
+    7 = 49.
+
+    Setting: the example's 'maximum of 49 regions' for two layers of three neurons on the plane
+    Tested: Exact counts of drawn two-layer networks; the largest number that the ranks of the first
+        layer's activation patterns allow.
+    Overturned by: a network with 49, or the words 'at most'
+    Condition: 49 as an upper bound: at most 40 can be reached
+    """
     r, most, counts = drawn(run, 1), 0, set()
     for _ in range(run.size(80, 3_000)):
         A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))
@@ -178,17 +171,15 @@ def two_layer_example(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-def3.4",
-    "tropical semiring",
-    statement="R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements "
-    "-∞ and 0; x^{⊗k} = kx.",
-    setting="all triples of a lattice with -∞, exactly",
-    overturned_by="a law that fails",
-    tested="Every law on triples of a dyadic lattice and -∞, exactly.",
-)
+@claim("p3-def3.4", "tropical semiring")
 def semiring(run: ClaimRun) -> Evidence:
-    """Triples that break a law."""
+    """R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements -∞ and 0;
+    x^{⊗k} = kx.
+
+    Setting: all triples of a lattice with -∞, exactly
+    Tested: Every law on triples of a dyadic lattice and -∞, exactly.
+    Overturned by: a law that fails
+    """
     n = run.size(2_000, 20_000)
     draw = torch.randint(-40, 41, (3, n), generator=run.generator(1)).double() / 8
     draw[:, : n // 10] = torch.where(draw[:, : n // 10] > 0, draw[:, : n // 10], ZERO)
@@ -209,18 +200,16 @@ def semiring(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="a semiring", measured=f"{len(laws)} laws on {n} triples")
 
 
-@claim(
-    "p3-def3.5",
-    "tropical polynomials",
-    statement="A tropical polynomial is convex and piecewise affine; its hypersurface, where two "
-    "terms attain the maximum, is where it is not differentiable.",
-    setting="real exponents; nine terms on the plane",
-    overturned_by="a crease off the hypersurface",
-    tested="Convexity on drawn pairs; along drawn lines the points where the slope jumps against "
-    "the points of the hypersurface; essential terms against slopes that occur.",
-)
+@claim("p3-def3.5", "tropical polynomials")
 def polynomials(run: ClaimRun) -> Evidence:
-    """Violations of convexity, and creases off the hypersurface."""
+    """A tropical polynomial is convex and piecewise affine; its hypersurface, where two terms
+    attain the maximum, is where it is not differentiable.
+
+    Setting: real exponents; nine terms on the plane
+    Tested: Convexity on drawn pairs; along drawn lines the points where the slope jumps against the
+        points of the hypersurface; essential terms against slopes that occur.
+    Overturned by: a crease off the hypersurface
+    """
     r = drawn(run, 1)
     P = TropicalPolynomial(r.integers(0, 5, (9, 2)).astype(float), r.standard_normal(9))
     x, y = r.standard_normal((2, run.size(2_000, 20_000), 2)) * 3
@@ -248,19 +237,16 @@ def polynomials(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-def3.6",
-    "a network as a tropical quotient",
-    statement="A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its "
-    "decision boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.",
-    setting="a drawn ReLU network with two hidden layers",
-    overturned_by="a sign change off P ⊕ Q",
-    tested="P and Q of a drawn network with two hidden layers against its own evaluation; zeros "
-    "found by bisection against the hypersurface of P ⊕ Q.",
-    seconds=2,
-)
+@claim("p3-def3.6", "a network as a tropical quotient", seconds=2)
 def quotients(run: ClaimRun) -> Evidence:
-    """Largest error of P - Q, and zeros off the hypersurface."""
+    """A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its decision
+    boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.
+
+    Setting: a drawn ReLU network with two hidden layers
+    Tested: P and Q of a drawn network with two hidden layers against its own evaluation; zeros
+        found by bisection against the hypersurface of P ⊕ Q.
+    Overturned by: a sign change off P ⊕ Q
+    """
     r = drawn(run, 1)
     sizes = [2, 3, 3, 1]
     net = [(r.standard_normal((o, i)), r.standard_normal(o)) for i, o in itertools.pairwise(sizes)]
@@ -296,19 +282,16 @@ def quotients(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-sec3.5",
-    "top-k score as a symmetric tropical polynomial",
-    number="Sec. 3.5",
-    statement="The score of the chosen coalition is the k-th elementary symmetric tropical "
-    "polynomial of the scores.",
-    setting="seven experts, all k",
-    overturned_by="a score other than the sum of the k largest",
-    tested="The recursion that ranks nothing and the polynomial with C(N, k) terms, both against "
-    "the sum of the k largest scores, for all k.",
-)
+@claim("p3-sec3.5", "top-k score as a symmetric tropical polynomial", number="Sec. 3.5")
 def symmetric(run: ClaimRun) -> Evidence:
-    """Largest error over k."""
+    """The score of the chosen coalition is the k-th elementary symmetric tropical polynomial of the
+    scores.
+
+    Setting: seven experts, all k
+    Tested: The recursion that ranks nothing and the polynomial with C(N, k) terms, both against the
+        sum of the k largest scores, for all k.
+    Overturned by: a score other than the sum of the k largest
+    """
     r, worst, recursion = drawn(run, 1), 0.0, 0.0
     W, b = r.standard_normal((7, 3)), r.standard_normal(7)
     x = r.standard_normal((run.size(300, 3_000), 3))

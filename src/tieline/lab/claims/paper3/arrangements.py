@@ -54,20 +54,18 @@ def position_failures(V: np.ndarray, c: np.ndarray) -> int:
     return wrong
 
 
-@claim(
-    "p3-def4.8",
-    "general position",
-    statement="No two hyperplanes are parallel, j <= d of them meet in dimension d - j, d + 1 of "
-    "them nowhere; weights initialised at random have this with probability one.",
-    setting="'under random initialisation', biases drawn or zero, which is the usual start",
-    overturned_by="biases with a density among the hypotheses",
-    tested="Ranks of all subsets of drawn neurons, with drawn and with zero biases; the same for "
-    "the walls z_i = z_j of a router.",
-    condition="biases drawn from a density as well: with the usual zero biases all hyperplanes "
-    "meet in one point",
-)
+@claim("p3-def4.8", "general position")
 def general_position(run: ClaimRun) -> Evidence:
-    """Subsets of drawn hyperplanes that break a condition."""
+    """No two hyperplanes are parallel, j <= d of them meet in dimension d - j, d + 1 of them
+    nowhere; weights initialised at random have this with probability one.
+
+    Setting: 'under random initialisation', biases drawn or zero, which is the usual start
+    Tested: Ranks of all subsets of drawn neurons, with drawn and with zero biases; the same for the
+        walls z_i = z_j of a router.
+    Overturned by: biases with a density among the hypotheses
+    Condition: biases drawn from a density as well: with the usual zero biases all hyperplanes meet
+        in one point
+    """
     r, wrong = drawn(run, 1), 0
     for _ in range(run.size(20, 200)):
         wrong += position_failures(r.standard_normal((7, 3)), r.standard_normal(7))
@@ -97,16 +95,14 @@ def general_position(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-ex4.9",
-    "three lines of the plane",
-    statement="7 regions in general position, 6 if two are parallel, 6 if all meet in a point.",
-    setting="the three drawings",
-    overturned_by="another count",
-    tested="Listings by linear programming; the exact count agrees or refuses with a reason.",
-)
+@claim("p3-ex4.9", "three lines of the plane")
 def three_lines(_run: ClaimRun) -> Evidence:
-    """Regions of the three arrangements."""
+    """7 regions in general position, 6 if two are parallel, 6 if all meet in a point.
+
+    Setting: the three drawings
+    Tested: Listings by linear programming; the exact count agrees or refuses with a reason.
+    Overturned by: another count
+    """
     parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     counts = (
         lines(THREE, [0.0, 0.0, -1.0]),
@@ -124,18 +120,16 @@ def three_lines(_run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in counts))
 
 
-@claim(
-    "p3-prop4.10",
-    "bound for dense layers",
-    statement="A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in "
-    "general position; the leading term is H^d/d!.",
-    setting="one dense layer, upper bound with equality in general position",
-    overturned_by="a count",
-    tested="Exact counts of drawn layers; listings of layers with a parallel pair, a common point, "
-    "a repeated neuron; the exponent in H.",
-)
+@claim("p3-prop4.10", "bound for dense layers")
 def dense_bound(run: ClaimRun) -> Evidence:
-    """Counts against Φ in and out of general position."""
+    """A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in general
+    position; the leading term is H^d/d!.
+
+    Setting: one dense layer, upper bound with equality in general position
+    Tested: Exact counts of drawn layers; listings of layers with a parallel pair, a common point, a
+        repeated neuron; the exponent in H.
+    Overturned by: a count
+    """
     r, wrong = drawn(run, 1), 0
     widths = [4, 8, 16, 32]
     counts = [dense_regions(r.standard_normal((h, 3)), r.standard_normal(h)) for h in widths]
@@ -167,18 +161,16 @@ def dense_bound(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.11",
-    "vertices of the zonotope",
-    statement="Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in "
-    "bijection but of the same order Θ(H^d).",
-    setting="generic neurons, H = 8 and 96 on the plane",
-    overturned_by="an order other than H^d",
-    tested="Vertices by the identity 2 regions - cones against the convex hull of all 2^H sums; "
-    "their ratio as H grows.",
-)
+@claim("p3-rem4.11", "vertices of the zonotope")
 def zonotope(run: ClaimRun) -> Evidence:
-    """Vertices of the hull against the counts."""
+    """Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in bijection
+    but of the same order Θ(H^d).
+
+    Setting: generic neurons, H = 8 and 96 on the plane
+    Tested: Vertices by the identity 2 regions - cones against the convex hull of all 2^H sums;
+        their ratio as H grows.
+    Overturned by: an order other than H^d
+    """
     V, c = drawn(run, 1).standard_normal((8, 2)), drawn(run, 2).standard_normal(8)
     counts = zonotope_counts(V, c)
     signs = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
@@ -200,16 +192,14 @@ def zonotope(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-cor4.12",
-    "the dense bound is reached",
-    statement="Some weights give Φ(H, d) regions.",
-    setting="existence; drawn neurons and the moment curve",
-    overturned_by="fewer regions than Φ",
-    tested="Drawn layers and neurons on the moment curve, counted exactly.",
-)
+@claim("p3-cor4.12", "the dense bound is reached")
 def dense_tight(run: ClaimRun) -> Evidence:
-    """Layers with fewer regions than Φ."""
+    """Some weights give Φ(H, d) regions.
+
+    Setting: existence; drawn neurons and the moment curve
+    Tested: Drawn layers and neurons on the moment curve, counted exactly.
+    Overturned by: fewer regions than Φ
+    """
     r, wrong = drawn(run, 1), 0
     for h, d in ((10, 2), (9, 3), (8, 4), (7, 5)):
         wrong += dense_regions(r.standard_normal((h, d)), r.standard_normal(h)) != zaslavsky(h, d)
@@ -248,18 +238,15 @@ def counted(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> np.ndarr
     )
 
 
-@claim(
-    "p3-thm4.14",
-    "bound for top-1",
-    statement="A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.",
-    setting="an upper bound for top-1; drawn layers",
-    overturned_by="a layer above N Φ(H, d)",
-    tested="Exact counts of drawn layers against the bound; their mean against the closed form; "
-    "the expectation per dense layer as H grows.",
-    seconds=1,
-)
+@claim("p3-thm4.14", "bound for top-1", seconds=1)
 def top_one_bound(run: ClaimRun) -> Evidence:
-    """Largest share of the bound, and the mean."""
+    """A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.
+
+    Setting: an upper bound for top-1; drawn layers
+    Tested: Exact counts of drawn layers against the bound; their mean against the closed form; the
+        expectation per dense layer as H grows.
+    Overturned by: a layer above N Φ(H, d)
+    """
     counts = counted(run, (8, 8, 2, 1), run.size(60, 600))
     error = float(counts.std()) / math.sqrt(len(counts))
     widths = [4, 16, 64, 256, 1024]
@@ -288,20 +275,17 @@ def top_one_bound(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.15",
-    "wide experts",
-    statement="Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N "
-    "the sum of Φ(H, d) over experts is asymptotically exact.",
-    setting="'asymptotically exact' for H much larger than N: drawn layers and placed ones, N = 4",
-    overturned_by="a limit of the share at 1 for drawn layers",
-    tested="Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4 "
-    "... 64, and for lines that cross inside their own expert's cell.",
-    condition="the hyperplanes of each expert cross inside its own cell",
-    seconds=2,
-)
+@claim("p3-rem4.15", "wide experts", seconds=2)
 def wide_experts(run: ClaimRun) -> Evidence:
-    """Share of the sum that drawn and placed layers have."""
+    """Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N the sum of
+    Φ(H, d) over experts is asymptotically exact.
+
+    Setting: 'asymptotically exact' for H much larger than N: drawn layers and placed ones, N = 4
+    Tested: Pieces per cell of drawn layers against both numbers; the share of N Φ(H, d) at H = 4
+        ... 64, and for lines that cross inside their own expert's cell.
+    Overturned by: a limit of the share at 1 for drawn layers
+    Condition: the hyperplanes of each expert cross inside its own cell
+    """
     listed = regions(*layer(drawn(run, 1), 4, 12, 2), 1)
     most = int(np.bincount(listed.coalitions[:, 0]).max())
     widths, bounds = [4, 16, 64], {h: capacity_bound(4, 1, h, 2) for h in (4, 16, 32, 64, 4096)}
@@ -328,16 +312,14 @@ def wide_experts(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=1, corrected=0.25, measured=share[-1], figure=figure)
 
 
-@claim(
-    "p3-cor4.16",
-    "the top-1 bound is reached",
-    statement="Some top-1 layer with wide experts has Ω(N H^d) regions.",
-    setting="existence, wide experts; sites on a circle",
-    overturned_by="a construction below the bound",
-    tested="N sites on a circle, the lines of each expert crossing near its site: counted exactly.",
-)
+@claim("p3-cor4.16", "the top-1 bound is reached")
 def top_one_tight(run: ClaimRun) -> Evidence:
-    """Layers of the construction below the bound."""
+    """Some top-1 layer with wide experts has Ω(N H^d) regions.
+
+    Setting: existence, wide experts; sites on a circle
+    Tested: N sites on a circle, the lines of each expert crossing near its site: counted exactly.
+    Overturned by: a construction below the bound
+    """
     shapes = [(4, 6), (8, 8), (12, 5)]
     counts = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
     bound = [capacity_bound(n, 1, h, 2) for n, h in shapes]
@@ -348,19 +330,15 @@ def top_one_tight(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="N Φ(H, d)", measured=f"{counts} of {bound}")
 
 
-@claim(
-    "p3-thm4.17",
-    "bound for top-k",
-    statement="A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.",
-    setting="an upper bound for top-k; its general position can never be met, generic scores "
-    "suffice",
-    overturned_by="a layer above C(N, k) Φ(kH, d)",
-    tested="Exact counts of specified layers by three methods; drawn layers against the bound and "
-    "against B*; their mean against the closed form.",
-    seconds=2,
-)
+@claim("p3-thm4.17", "bound for top-k", seconds=2)
 def top_k_bound(run: ClaimRun) -> Evidence:
-    """Counts of specified layers, and the largest share of the bound."""
+    """A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.
+
+    Setting: an upper bound for top-k; its general position can never be met, generic scores suffice
+    Tested: Exact counts of specified layers by three methods; drawn layers against the bound and
+        against B*; their mean against the closed form.
+    Overturned by: a layer above C(N, k) Φ(kH, d)
+    """
     exact = {s: int(count_regions(*layer(*s[:4]), s[4])) for s in INSTANCES}
     listed = sum(len(regions(*layer(*s[:4]), s[4])) != n for s, n in INSTANCES.items())
     first = (1, 4, 3, 2, 1)

@@ -50,18 +50,16 @@ def in_ball(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True) * r.uniform(0, 1, (n, 1)) ** (1 / dim)
 
 
-@claim(
-    "p3-def5.5",
-    "tropical saturation",
-    statement="A router is ε-saturated on a data set whose distance to the hypersurface exceeds ε; "
-    "its choices are then locally constant.",
-    setting="the definition; 200 points, 8 experts in R³",
-    overturned_by="a change within the distance",
-    tested="Steps of a little less than the smallest distance in all directions, and the step of "
-    "that length to the nearest tie.",
-)
+@claim("p3-def5.5", "tropical saturation")
 def saturated(run: ClaimRun) -> Evidence:
-    """Changes of coalition within and just beyond the smallest distance."""
+    """A router is ε-saturated on a data set whose distance to the hypersurface exceeds ε; its
+    choices are then locally constant.
+
+    Setting: the definition; 200 points, 8 experts in R³
+    Tested: Steps of a little less than the smallest distance in all directions, and the step of
+        that length to the nearest tie.
+    Overturned by: a change within the distance
+    """
     r = drawn(run, 1)
     W, b, x = r.standard_normal((8, 3)), r.standard_normal(8), r.standard_normal((200, 3))
     distances = saturation(x, W, b, 2)
@@ -79,18 +77,16 @@ def saturated(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="locally constant", measured=f"ε = {distances.smallest:.3g}")
 
 
-@claim(
-    "p3-prop5.6",
-    "angular collapse",
-    statement="The directions of a ball of radius R around μ fill a share C(d) (R/‖μ‖)^{d-1} (1 + "
-    "o(1)) of the sphere, with C(d) = Γ(d/2) / (√π (d-1) Γ((d-1)/2)).",
-    setting="fixed d, R/‖μ‖ → 0, an equality to first order",
-    overturned_by="another constant or order",
-    tested="Directions of drawn points of the ball against the cap; drawn directions inside the "
-    "cap; the closed form over its leading term at R/‖μ‖ = 10⁻³.",
-)
+@claim("p3-prop5.6", "angular collapse")
 def angular_collapse(run: ClaimRun) -> Evidence:
-    """The cap by sampling, and its leading term."""
+    """The directions of a ball of radius R around μ fill a share C(d) (R/‖μ‖)^{d-1} (1 + o(1)) of
+    the sphere, with C(d) = Γ(d/2) / (√π (d-1) Γ((d-1)/2)).
+
+    Setting: fixed d, R/‖μ‖ → 0, an equality to first order
+    Tested: Directions of drawn points of the ball against the cap; drawn directions inside the cap;
+        the closed form over its leading term at R/‖μ‖ = 10⁻³.
+    Overturned by: another constant or order
+    """
     r, n, checks = drawn(run, 1), run.size(200_000, 2_000_000), []
     for dim, sine in ((3, 0.5), (5, 0.8)):
         x = r.standard_normal((n, dim))
@@ -135,16 +131,17 @@ def angular_collapse(run: ClaimRun) -> Evidence:
     "p3-eq3",
     "coalitions left by the collapse",
     number="(3), Rem. 5.7",
-    statement="The expected number of coalitions that the data reach is O(‖μ‖^{-(d-1)}).",
-    setting="isotropic routers, a ball at distance ‖μ‖; coalitions that the data reach, d = 8",
-    overturned_by="a count of coalitions weighted by the cap they fill",
-    tested="How often the ball reaches a tie of drawn routers (N = 16, k = 4, d = 8): the exponent "
-    "in R/‖μ‖ against d - 1 and 1; the chance against the closed form.",
     expected=Verdict.FAILS,
     seconds=2,
 )
 def coalitions_left(run: ClaimRun) -> Evidence:
-    """Exponent of the chance to meet a tie."""
+    """The expected number of coalitions that the data reach is O(‖μ‖^{-(d-1)}).
+
+    Setting: isotropic routers, a ball at distance ‖μ‖; coalitions that the data reach, d = 8
+    Tested: How often the ball reaches a tie of drawn routers (N = 16, k = 4, d = 8): the exponent
+        in R/‖μ‖ against d - 1 and 1; the chance against the closed form.
+    Overturned by: a count of coalitions weighted by the cap they fill
+    """
     dim, n, r = 8, run.size(2_000, 20_000), drawn(run, 1)
     mean = np.eye(dim)[:1]
     reach = np.array(
@@ -208,16 +205,14 @@ def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
     )
 
 
-@claim(
-    "p3-def5.8",
-    "shared expert",
-    statement="A shared expert runs on every input with weight one, apart from the router.",
-    setting="the definition; affine experts",
-    overturned_by="a weight other than one",
-    tested="Outputs with and without it; coalitions with and without it.",
-)
+@claim("p3-def5.8", "shared expert")
 def shared_expert(run: ClaimRun) -> Evidence:
-    """The output of the shared expert, and whether choices change."""
+    """A shared expert runs on every input with weight one, apart from the router.
+
+    Setting: the definition; affine experts
+    Tested: Outputs with and without it; coalitions with and without it.
+    Overturned by: a weight other than one
+    """
     x, layer, shared = far_data(run, 500)
     (plain, before), (both, after) = mixture(x, layer, None), mixture(x, layer, shared)
     error = float(np.abs(both - plain - x @ shared[0] - shared[1]).max())
@@ -228,18 +223,16 @@ def shared_expert(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="apart from the router", measured=error)
 
 
-@claim(
-    "p3-prop5.9",
-    "affine carrier and residual",
-    statement="With an affine shared expert the layer is a global affine part plus a routed "
-    "residual, the first independent of the routing.",
-    setting="an affine shared expert, two routers",
-    overturned_by="a carrier that depends on the router",
-    tested="The difference of outputs under two routers with one shared expert; second differences "
-    "of the carrier.",
-)
+@claim("p3-prop5.9", "affine carrier and residual")
 def carrier(run: ClaimRun) -> Evidence:
-    """Whether the carrier depends on the router."""
+    """With an affine shared expert the layer is a global affine part plus a routed residual, the
+    first independent of the routing.
+
+    Setting: an affine shared expert, two routers
+    Tested: The difference of outputs under two routers with one shared expert; second differences
+        of the carrier.
+    Overturned by: a carrier that depends on the router
+    """
     x, (W, experts, k), shared = far_data(run, 500)
     carriers = []
     for router in (W, np.roll(W, 1, axis=0)):
@@ -339,27 +332,24 @@ def _effective(chosen: Tensor) -> Float[Tensor, " mixtures"]:
     return torch.stack(numbers)
 
 
-@claim(
-    "p3-rem5.10",
-    "does a shared expert centre the router?",
-    statement="Isolating the carrier, the large mean of the target, in a shared expert centres the "
-    "data with respect to the router's cones, so that its boundaries cut the data.",
-    setting="a given router with and without a shared expert; mixtures of 8 experts, top 2, "
-    "trained on centred inputs and a target whose mean is ten times its residual, as the paper's "
-    "section has it, paired starts",
-    overturned_by="trained routers that use no more coalitions with a carrier, or as many more "
-    "with one that starts at zero",
-    tested="Of given routers: coalitions in use on data around a mean of length 30, as they are, "
-    "with a shared expert, with the router bias -Wμ, with centred input. Of trained routers: "
-    "mixtures trained on centred inputs and a target with a large mean, coalitions in use without "
-    "a shared expert, with one from zero and with one fitted to the target first, paired starts.",
-    condition="a router that is trained after the shared expert has taken over the mean of the "
-    "target; a given router keeps every wall, and a shared expert that is trained with it from "
-    "zero changes little",
-    seconds=2.5,
-)
+@claim("p3-rem5.10", "does a shared expert centre the router?", seconds=2.5)
 def does_it_centre(run: ClaimRun) -> Evidence:
-    """Coalitions in use, four ways for given routers, three ways for trained ones."""
+    """Isolating the carrier, the large mean of the target, in a shared expert centres the data with
+    respect to the router's cones, so that its boundaries cut the data.
+
+    Setting: a given router with and without a shared expert; mixtures of 8 experts, top 2, trained
+        on centred inputs and a target whose mean is ten times its residual, as the paper's section
+        has it, paired starts
+    Tested: Of given routers: coalitions in use on data around a mean of length 30, as they are,
+        with a shared expert, with the router bias -Wμ, with centred input. Of trained routers:
+        mixtures trained on centred inputs and a target with a large mean, coalitions in use without
+        a shared expert, with one from zero and with one fitted to the target first, paired starts.
+    Overturned by: trained routers that use no more coalitions with a carrier, or as many more with
+        one that starts at zero
+    Condition: a router that is trained after the shared expert has taken over the mean of the
+        target; a given router keeps every wall, and a shared expert that is trained with it from
+        zero changes little
+    """
     x, layer, shared = far_data(run, run.size(4_000, 40_000))
     used = [len(np.unique(mixture(x, layer, s)[1], axis=0)) for s in (None, shared)]
     biased = centring(x, layer[0], None, layer[2]).router_bias.coalitions

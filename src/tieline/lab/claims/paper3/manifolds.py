@@ -51,18 +51,16 @@ def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndar
     return low, np.abs(along @ normal) / np.linalg.norm(along, axis=1) / np.linalg.norm(normal)
 
 
-@claim(
-    "p3-asm4.22",
-    "transversality",
-    statement="Hyperplanes with weights drawn from a density meet a manifold transversally with "
-    "probability one: j of them in codimension j, or not at all.",
-    setting="an assumption on drawn weights; a closed curve of R³",
-    overturned_by="a drawn plane that touches the curve",
-    tested="Angles at which drawn planes cross a closed curve of R³; points of the curve on two "
-    "planes; a plane that was chosen to touch.",
-)
+@claim("p3-asm4.22", "transversality")
 def transversality(run: ClaimRun) -> Evidence:
-    """Smallest sine at a crossing, and points on two planes."""
+    """Hyperplanes with weights drawn from a density meet a manifold transversally with probability
+    one: j of them in codimension j, or not at all.
+
+    Setting: an assumption on drawn weights; a closed curve of R³
+    Tested: Angles at which drawn planes cross a closed curve of R³; points of the curve on two
+        planes; a plane that was chosen to touch.
+    Overturned by: a drawn plane that touches the curve
+    """
     r = drawn(run, 1)
     planes = [(r.standard_normal(3), r.standard_normal()) for _ in range(run.size(100, 1_000))]
     met = [crossings_of(*plane) for plane in planes]
@@ -86,19 +84,16 @@ def transversality(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-prop4.24",
-    "dense regions on a manifold",
-    statement="A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense "
-    "layer.",
-    setting="any smooth submanifold, as printed: a circle; then flats",
-    overturned_by="a manifold inside a flat of its own dimension among the hypotheses",
-    tested="Activation patterns on a circle cut by H lines near its centre; segments and planes "
-    "cut by drawn hyperplanes.",
-    condition="the manifold lies in a flat of dimension d_eff; a circle meets 2H regions",
-)
+@claim("p3-prop4.24", "dense regions on a manifold")
 def effective_dense(run: ClaimRun) -> Evidence:
-    """Patterns on a circle, a segment and a plane."""
+    """A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense layer.
+
+    Setting: any smooth submanifold, as printed: a circle; then flats
+    Tested: Activation patterns on a circle cut by H lines near its centre; segments and planes cut
+        by drawn hyperplanes.
+    Overturned by: a manifold inside a flat of its own dimension among the hypotheses
+    Condition: the manifold lies in a flat of dimension d_eff; a circle meets 2H regions
+    """
     r, width = drawn(run, 1), 8
     angle = math.pi * (np.arange(width) + r.uniform(0.2, 0.8, width)) / width
     V, c = np.stack([np.cos(angle), np.sin(angle)], axis=1), 0.01 * r.standard_normal(width)
@@ -125,16 +120,14 @@ def effective_dense(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.25",
-    "order on a manifold",
-    statement="Drawn dense layers have Θ(H^d_eff) regions on a manifold.",
-    setting="segments and planes, drawn neurons; an order",
-    overturned_by="an exponent other than d_eff",
-    tested="Mean pieces along a segment against 1 + (L/π)H; regions on a plane in R⁵; exponents.",
-)
+@claim("p3-rem4.25", "order on a manifold")
 def effective_order(run: ClaimRun) -> Evidence:
-    """Exponents in H on a segment and on a plane."""
+    """Drawn dense layers have Θ(H^d_eff) regions on a manifold.
+
+    Setting: segments and planes, drawn neurons; an order
+    Tested: Mean pieces along a segment against 1 + (L/π)H; regions on a plane in R⁵; exponents.
+    Overturned by: an exponent other than d_eff
+    """
     widths, n = [8, 32, 128], run.size(100, 1_000)
     means = [along_segment(run, (1, 1, h, 6), n) for h in widths]
     r = drawn(run, 1)
@@ -148,21 +141,17 @@ def effective_order(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
 
 
-@claim(
-    "p3-thm4.26",
-    "upper bound on a manifold",
-    statement="The expected pieces of a top-k layer on a manifold are at most C(N, k) Vol(π(M)) / "
-    "Vol(S^{d-1}) Φ(kH, d_eff) + O((kH)^{d_eff - 1}).",
-    setting="isotropic routers, a curve in R⁸ (d_eff = 1 < d - 1, as the manifold hypothesis has "
-    "it), length read as its volume; with the (d-1)-volume the bound is 0",
-    overturned_by="d_eff = d - 1, or Crofton's constant in place of the ratio of volumes",
-    tested="Mean pieces of drawn layers (N = 2, k = 1, d = 8) along a quarter circle of directions "
-    "at two widths: what one more neuron adds, which the O(1) does not touch.",
-    expected=Verdict.FAILS,
-    seconds=1,
-)
+@claim("p3-thm4.26", "upper bound on a manifold", expected=Verdict.FAILS, seconds=1)
 def effective_upper(run: ClaimRun) -> Evidence:
-    """Pieces per neuron, measured, by Crofton and by the bound."""
+    """The expected pieces of a top-k layer on a manifold are at most C(N, k) Vol(π(M)) /
+    Vol(S^{d-1}) Φ(kH, d_eff) + O((kH)^{d_eff - 1}).
+
+    Setting: isotropic routers, a curve in R⁸ (d_eff = 1 < d - 1, as the manifold hypothesis has
+        it), length read as its volume; with the (d-1)-volume the bound is 0
+    Tested: Mean pieces of drawn layers (N = 2, k = 1, d = 8) along a quarter circle of directions
+        at two widths: what one more neuron adds, which the O(1) does not touch.
+    Overturned by: d_eff = d - 1, or Crofton's constant in place of the ratio of volumes
+    """
     narrow, wide, n = 16, 128, run.size(200, 2_000)
     (low, e), (high, f) = (along_segment(run, (2, 1, h, 8), n) for h in (narrow, wide))
     slope, error = (high - low) / (wide - narrow), math.hypot(e, f) / (wide - narrow)
@@ -197,20 +186,16 @@ def effective_upper(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-thm4.27",
-    "lower bound on a manifold",
-    statement="The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c "
-    "depending on the manifold alone.",
-    setting="isotropic routers, a curve in R⁸, c free of N as printed",
-    overturned_by="a constant that may depend on N",
-    tested="The largest c that the expectation along a quarter circle allows, for N = 8 ... 512; "
-    "the expectation against drawn layers.",
-    expected=Verdict.FAILS,
-    seconds=1,
-)
+@claim("p3-thm4.27", "lower bound on a manifold", expected=Verdict.FAILS, seconds=1)
 def effective_lower(run: ClaimRun) -> Evidence:
-    """The remaining constant as N grows."""
+    """The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c depending
+    on the manifold alone.
+
+    Setting: isotropic routers, a curve in R⁸, c free of N as printed
+    Tested: The largest c that the expectation along a quarter circle allows, for N = 8 ... 512; the
+        expectation against drawn layers.
+    Overturned by: a constant that may depend on N
+    """
     experts, k, width, dim = [8, 32, 128, 512], 4, 8, 8
     left = [
         crofton(n, k, width, QUARTER) / paper_effective_bound(n, k, width, 1, dim, QUARTER)
@@ -238,16 +223,14 @@ def effective_lower(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-cor4.29",
-    "ratio of the bounds",
-    statement="The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).",
-    setting="a ratio of two formulas, not of pieces, as its title says",
-    overturned_by="a ratio other than C(N, k) k^d_eff",
-    tested="The ratio of the two formulas at large H; the ratio of the expectations along a curve.",
-)
+@claim("p3-cor4.29", "ratio of the bounds")
 def resilience(_run: ClaimRun) -> Evidence:
-    """Ratio of the bounds, and of the expected pieces."""
+    """The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).
+
+    Setting: a ratio of two formulas, not of pieces, as its title says
+    Tested: The ratio of the two formulas at large H; the ratio of the expectations along a curve.
+    Overturned by: a ratio other than C(N, k) k^d_eff
+    """
     n, k, width = 16, 4, 100_000
     ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
     true = crofton(n, k, width, QUARTER) / crofton(1, 1, width, QUARTER)
@@ -264,16 +247,14 @@ def resilience(_run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.30",
-    "rank condition",
-    statement="For kH < d_eff the hyperplanes form no bounded cell and the higher terms vanish.",
-    setting="hyperplanes in R³",
-    overturned_by="a bounded cell of fewer than d_eff hyperplanes",
-    tested="Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.",
-)
+@claim("p3-rem4.30", "rank condition")
 def rank_condition(run: ClaimRun) -> Evidence:
-    """Regions and bounded regions of n planes in R³."""
+    """For kH < d_eff the hyperplanes form no bounded cell and the higher terms vanish.
+
+    Setting: hyperplanes in R³
+    Tested: Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.
+    Overturned by: a bounded cell of fewer than d_eff hyperplanes
+    """
     r, all_regions, bounded = drawn(run, 1), [], []
     for n in range(1, 6):
         V, c = r.standard_normal((n, 3)), r.standard_normal(n)

@@ -12,19 +12,17 @@ from tieline.lab.tropical import cells, count_cells, expected_cells, symmetric_p
 from tieline.lab.tropical.affine import chosen
 
 
-@claim(
-    "p3-prop4.2",
-    "top-1 cells",
-    statement="The boundaries of a top-1 router are the hypersurface of max z_i, those of a power "
-    "diagram, and part R^d into N convex cells.",
-    setting="every affine top-1 router, as printed: N cells; N = 16 on the plane and N = 5 in R⁴",
-    overturned_by="the words 'at most N', or rank [W 1] = N among the hypotheses",
-    tested="Cells of drawn routers with N - 1 >= d and with d >= N - 1; power distances against "
-    "scores.",
-    condition="rank [W 1] = N; in fewer dimensions a drawn router leaves experts without a cell",
-)
+@claim("p3-prop4.2", "top-1 cells")
 def top_one(run: ClaimRun) -> Evidence:
-    """Cells against N, and the power diagram."""
+    """The boundaries of a top-1 router are the hypersurface of max z_i, those of a power diagram,
+    and part R^d into N convex cells.
+
+    Setting: every affine top-1 router, as printed: N cells; N = 16 on the plane and N = 5 in R⁴
+    Tested: Cells of drawn routers with N - 1 >= d and with d >= N - 1; power distances against
+        scores.
+    Overturned by: the words 'at most N', or rank [W 1] = N among the hypotheses
+    Condition: rank [W 1] = N; in fewer dimensions a drawn router leaves experts without a cell
+    """
     W, b = numpy_router(run, 1, 16, 2)
     planar = [
         int(count_cells(*numpy_router(run, 100 + s, 16, 2), 1)) for s in range(run.size(60, 600))
@@ -46,19 +44,16 @@ def top_one(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper="N = 16", corrected=exact, measured=mean)
 
 
-@claim(
-    "p3-thm4.5",
-    "an order-k diagram",
-    statement="The cells of a top-k router are convex, part where the k-th symmetric polynomial is "
-    "creased, and neighbours differ by one swap, as on the hypersimplex.",
-    setting="a drawn router, N = 8, k = 3 on the plane; shape of cells, not their number",
-    overturned_by="a cell that is not convex, or neighbours more than a swap apart",
-    tested="Essential terms of the polynomial against listed cells; convexity on pairs of inputs "
-    "with one coalition; the neighbours of each cell.",
-    seconds=1,
-)
+@claim("p3-thm4.5", "an order-k diagram", seconds=1)
 def order_k(run: ClaimRun) -> Evidence:
-    """Cells that differ from terms, pairs that break convexity, neighbours two swaps away."""
+    """The cells of a top-k router are convex, part where the k-th symmetric polynomial is creased,
+    and neighbours differ by one swap, as on the hypersimplex.
+
+    Setting: a drawn router, N = 8, k = 3 on the plane; shape of cells, not their number
+    Tested: Essential terms of the polynomial against listed cells; convexity on pairs of inputs
+        with one coalition; the neighbours of each cell.
+    Overturned by: a cell that is not convex, or neighbours more than a swap apart
+    """
     W, b = numpy_router(run, 1, 8, 2)
     listed = cells(W, b, 3)
     terms = len(symmetric_polynomial(W, b, 3).essential().coefficients)
@@ -84,20 +79,16 @@ def order_k(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-thm4.5-cells",
-    "number of cells",
-    number="Thm 4.5, App. D",
-    statement="The router has exactly C(N, k) cells, the vertices of the hypersimplex.",
-    setting="every affine router, as the text and App. D use it: C(N, k) cells; N = 8, d = 1 to 7",
-    overturned_by="rank [W 1] = N among the hypotheses",
-    tested="Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over "
-    "drawn routers against the closed form.",
-    condition="rank [W 1] = N, generic for d >= N - 1",
-    seconds=2,
-)
+@claim("p3-thm4.5-cells", "number of cells", number="Thm 4.5, App. D", seconds=2)
 def number_of_cells(run: ClaimRun) -> Evidence:
-    """Counts against C(N, k), Φ and the expectation."""
+    """The router has exactly C(N, k) cells, the vertices of the hypersimplex.
+
+    Setting: every affine router, as the text and App. D use it: C(N, k) cells; N = 8, d = 1 to 7
+    Tested: Exact counts for N = 8, all k, d = 1 ... 7; sums over k against Φ(N, d+1); means over
+        drawn routers against the closed form.
+    Overturned by: rank [W 1] = N among the hypotheses
+    Condition: rank [W 1] = N, generic for d >= N - 1
+    """
     counts = {
         d: [int(count_cells(*numpy_router(run, d, 8, d), k)) for k in range(9)] for d in range(1, 8)
     }
@@ -148,18 +139,16 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
     return bent
 
 
-@claim(
-    "p3-thm4.5-supports",
-    "supports of single experts",
-    statement="The region that a single expert serves is not convex, 1 < k < N.",
-    setting="every expert of every router with 1 < k < N, as printed",
-    overturned_by="'may be non-convex' in place of 'is', or rank [W 1] = N",
-    tested="Pairs of inputs in an expert's support with their midpoint outside, for each expert of "
-    "a router in R^{N-1}; the scores x, -x, -10 on a line, whose first support is a half-line.",
-    condition="rank [W 1] = N",
-)
+@claim("p3-thm4.5-supports", "supports of single experts")
 def supports(run: ClaimRun) -> Evidence:
-    """Experts whose support is seen not to be convex."""
+    """The region that a single expert serves is not convex, 1 < k < N.
+
+    Setting: every expert of every router with 1 < k < N, as printed
+    Tested: Pairs of inputs in an expert's support with their midpoint outside, for each expert of a
+        router in R^{N-1}; the scores x, -x, -10 on a line, whose first support is a half-line.
+    Overturned by: 'may be non-convex' in place of 'is', or rank [W 1] = N
+    Condition: rank [W 1] = N
+    """
     bent = bent_supports(*numpy_router(run, 2, 5, 4))
     ramp = np.linspace(-40, 40, 4_001)[:, None]
     mask = chosen(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
@@ -176,17 +165,15 @@ def supports(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-ex4.6",
-    "top-2 of three experts",
-    statement="Three cells, each the meeting of two half-spaces; an expert serves two adjacent "
-    "cells whose union is not convex.",
-    setting="the example: three experts, k = 2, generic planar routers",
-    overturned_by="another number",
-    tested="Cells of drawn planar routers, with and without bias; walls of each; midpoints.",
-)
+@claim("p3-ex4.6", "top-2 of three experts")
 def three_experts(run: ClaimRun) -> Evidence:
-    """Cells, walls per cell, bent supports."""
+    """Three cells, each the meeting of two half-spaces; an expert serves two adjacent cells whose
+    union is not convex.
+
+    Setting: the example: three experts, k = 2, generic planar routers
+    Tested: Cells of drawn planar routers, with and without bias; walls of each; midpoints.
+    Overturned by: another number
+    """
     counts, walls, bent = set(), set(), set()
     for stream in range(10, 20):
         W, b = numpy_router(run, stream, 3, 2)
@@ -207,16 +194,14 @@ def three_experts(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.7",
-    "softmax keeps the cells",
-    statement="Softmax is increasing, so that the boundaries of the router are the same with it.",
-    setting="exact arithmetic; float64 on the draws",
-    overturned_by="a coalition that softmax changes",
-    tested="Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.",
-)
+@claim("p3-rem4.7", "softmax keeps the cells")
 def softmax_keeps(run: ClaimRun) -> Evidence:
-    """Inputs whose coalition changes."""
+    """Softmax is increasing, so that the boundaries of the router are the same with it.
+
+    Setting: exact arithmetic; float64 on the draws
+    Tested: Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.
+    Overturned by: a coalition that softmax changes
+    """
     scores = drawn(run, 1).standard_normal((run.size(20_000, 200_000), 16))
     soft = np.exp(scores - scores.max(axis=1, keepdims=True))
     soft /= soft.sum(axis=1, keepdims=True)

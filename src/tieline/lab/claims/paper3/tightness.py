@@ -26,19 +26,16 @@ MANY = [64, 256, 1024, 4096]
 """Numbers of experts at which shares are computed."""
 
 
-@claim(
-    "p3-thm4.19",
-    "lower bound for top-k",
-    statement="Some weights give Ω(C(N, k) H^d) regions; by (6) every one of C(N, k) cells holds "
-    "Φ(kH, d) of them.",
-    setting="existence with one constant for all N, as Ω says; d and k fixed, N growing. With N "
-    "fixed and H growing the order H^d is right",
-    overturned_by="weights with more than B*, or k <= (d+1)/2 among the hypotheses",
-    tested="B*, which no weights exceed, over C(N, k) H^d as N grows; B* against the sum of (6).",
-    expected=Verdict.FAILS,
-)
+@claim("p3-thm4.19", "lower bound for top-k", expected=Verdict.FAILS)
 def lower_bound(_run: ClaimRun) -> Evidence:
-    """The largest constant that the lower bound could have."""
+    """Some weights give Ω(C(N, k) H^d) regions; by (6) every one of C(N, k) cells holds Φ(kH, d) of
+    them.
+
+    Setting: existence with one constant for all N, as Ω says; d and k fixed, N growing. With N
+        fixed and H growing the order H^d is right
+    Tested: B*, which no weights exceed, over C(N, k) H^d as N grows; B* against the sum of (6).
+    Overturned by: weights with more than B*, or k <= (d+1)/2 among the hypotheses
+    """
     share = [sharp_bound(n, 4, 8, 2) / (math.comb(n, 4) * 8**2) for n in MANY]
     summed, best = capacity_bound(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     widths = [256, 1024, 4096]
@@ -64,17 +61,14 @@ def lower_bound(_run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-rem4.20",
-    "tightness",
-    statement="The capacity of top-k layers is Θ(C(N, k) (kH)^d).",
-    setting="Θ in N and H, as printed",
-    overturned_by="an upper bound only",
-    tested="B* over C(N, k) Φ(kH, d) for growing N, and for growing H at fixed N.",
-    expected=Verdict.FAILS,
-)
+@claim("p3-rem4.20", "tightness", expected=Verdict.FAILS)
 def tight_order(_run: ClaimRun) -> Evidence:
-    """The largest share of the bound that any weights have."""
+    """The capacity of top-k layers is Θ(C(N, k) (kH)^d).
+
+    Setting: Θ in N and H, as printed
+    Tested: B* over C(N, k) Φ(kH, d) for growing N, and for growing H at fixed N.
+    Overturned by: an upper bound only
+    """
     experts = [sharp_bound(n, 4, 5, 5) / capacity_bound(n, 4, 5, 5) for n in MANY]
     many = [sharp_bound(n, 8, 5, 5) / capacity_bound(n, 8, 5, 5) for n in MANY]
     wide = [sharp_bound(16, 4, 2**p, 2) / capacity_bound(16, 4, 2**p, 2) for p in (4, 8, 12)]
@@ -101,18 +95,16 @@ def tight_order(_run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-table1",
-    "capacities and costs",
-    statement="Active and total parameters, and the exact capacity (tight bound) Φ(H, d), N Φ(H, "
-    "d), C(N, k) Φ(kH, d), C(N, k) Φ(H, d).",
-    setting="the row 'Exact capacity (tight bound)', N = 16, k = 4, H = 5, d = 5",
-    overturned_by="the words 'upper bound'",
-    tested="The formulas against sums written out; the bounds against B*.",
-    condition="read as upper bounds: for top-k they are not reached",
-)
+@claim("p3-table1", "capacities and costs")
 def table(_run: ClaimRun) -> Evidence:
-    """Differences from the formulas, and whether the top-k column is reached."""
+    """Active and total parameters, and the exact capacity (tight bound) Φ(H, d), N Φ(H, d), C(N, k)
+    Φ(kH, d), C(N, k) Φ(H, d).
+
+    Setting: the row 'Exact capacity (tight bound)', N = 16, k = 4, H = 5, d = 5
+    Tested: The formulas against sums written out; the bounds against B*.
+    Overturned by: the words 'upper bound'
+    Condition: read as upper bounds: for top-k they are not reached
+    """
     n, k, h, d = 16, 4, 5, 5
     capacities = paper_capacities(n, k, h, d)
     active = sum(math.comb(20, j) for j in range(6))
@@ -135,20 +127,17 @@ def table(_run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-ex4.21",
-    "equal active compute",
-    statement="With 20 active neurons in R⁵ a dense layer has 21,700 regions, top-1 of 16 has "
-    "347,200, top-4 of 16 has 39,494,000: 1820 times the dense layer.",
-    setting="'maximal number of linear regions' of the example's three layers",
-    overturned_by="the words 'at most'",
-    tested="The arithmetic; exact counts of the dense layer and of top-4 (the whole example in "
-    "full mode, experts of width 2 in fast mode); B* and the expectation.",
-    condition="as upper bounds",
-    seconds=6,
-)
+@claim("p3-ex4.21", "equal active compute", seconds=6)
 def equal_compute(run: ClaimRun) -> Evidence:
-    """Bounds, B*, expectation and counts."""
+    """With 20 active neurons in R⁵ a dense layer has 21,700 regions, top-1 of 16 has 347,200, top-4
+    of 16 has 39,494,000: 1820 times the dense layer.
+
+    Setting: 'maximal number of linear regions' of the example's three layers
+    Tested: The arithmetic; exact counts of the dense layer and of top-4 (the whole example in full
+        mode, experts of width 2 in fast mode); B* and the expectation.
+    Overturned by: the words 'at most'
+    Condition: as upper bounds
+    """
     capacities, best = paper_capacities(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     mean = expected_regions(16, 4, 5, 5)
     dense_count = int(count_regions(*layer(0, 1, 20, 5), 1))
@@ -186,20 +175,17 @@ def equal_compute(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p3-lem4.18",
-    "every coalition reached",
-    statement="Some router chooses every set of k experts on a set of positive measure.",
-    setting="existence of a router in the given d_in for every N and k, as printed",
-    overturned_by="d_in >= N - 1, or 2k - 1 <= d_in, among the hypotheses",
-    tested="The construction W x = 1_S where rank W = N; weights on the moment curve; drawn "
-    "routers with 8 experts, k = 4, on the plane, where Radon's theorem forbids it.",
-    condition="rank [W 1] = N, or k or N - k at most (d+1)/2; impossible for k >= ⌊(d+3)/2⌋ and "
-    "N - k >= d + 2",
-    seconds=1,
-)
+@claim("p3-lem4.18", "every coalition reached", seconds=1)
 def reachability(run: ClaimRun) -> Evidence:
-    """Cells by construction, on the moment curve, and the most found where some must be absent."""
+    """Some router chooses every set of k experts on a set of positive measure.
+
+    Setting: existence of a router in the given d_in for every N and k, as printed
+    Tested: The construction W x = 1_S where rank W = N; weights on the moment curve; drawn routers
+        with 8 experts, k = 4, on the plane, where Radon's theorem forbids it.
+    Overturned by: d_in >= N - 1, or 2k - 1 <= d_in, among the hypotheses
+    Condition: rank [W 1] = N, or k or N - k at most (d+1)/2; impossible for k >= ⌊(d+3)/2⌋ and N -
+        k >= d + 2
+    """
     W, reached = drawn(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
         target = np.isin(np.arange(6), coalition).astype(float)
@@ -230,19 +216,16 @@ def law(n: int, k: int, m: int, d_eff: int) -> float:
     return (n * math.e / k) ** ((m - 1) * k) * m ** (-d_eff - 0.5)
 
 
-@claim(
-    "p3-thm5.1",
-    "gain of splitting",
-    statement="Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} "
-    "(1 + o(1)) as N grows, k and m fixed.",
-    setting="the formula for N → ∞ with k and m fixed, in exact integers",
-    overturned_by="k → ∞ as well, for which Stirling's constant tends to 1",
-    tested="The ratio of C(N, k) H^d_eff after and before in integers, N up to 10⁸, over the law; "
-    "the ratio of Thm 4.26's own bound, which has (kH)^d_eff; the ratio of expected pieces.",
-    expected=Verdict.FAILS,
-)
+@claim("p3-thm5.1", "gain of splitting", expected=Verdict.FAILS)
 def splitting(_run: ClaimRun) -> Evidence:
-    """Exact ratio over the law, and its limit."""
+    """Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} (1 + o(1))
+    as N grows, k and m fixed.
+
+    Setting: the formula for N → ∞ with k and m fixed, in exact integers
+    Tested: The ratio of C(N, k) H^d_eff after and before in integers, N up to 10⁸, over the law;
+        the ratio of Thm 4.26's own bound, which has (kH)^d_eff; the ratio of expected pieces.
+    Overturned by: k → ∞ as well, for which Stirling's constant tends to 1
+    """
     k, m, d = 2, 2, 3
     sizes = [10**p for p in range(2, 9)]
     over = [math.comb(m * n, m * k) / math.comb(n, k) / m**d / law(n, k, m, d) for n in sizes]
@@ -288,19 +271,16 @@ def _limit_for_large_k(k: int, m: int) -> float:
     return math.exp(log + (m - 1) * k * (math.log(k) - 1))
 
 
-@claim(
-    "p3-cor5.3",
-    "granularity limit",
-    statement="Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than "
-    "dimensions the leading term can no longer be reached.",
-    setting="H/m < d_eff, full active set and top-k layers in R³",
-    overturned_by="the condition kH >= d_eff, which splitting keeps",
-    tested="Layers that run all their experts, with 8 neurons in R³ as 1 × 8, 2 × 4, 4 × 2 and 8 × "
-    "1; top-k layers on both sides of the limit against their expectation.",
-    expected=Verdict.FAILS,
-)
+@claim("p3-cor5.3", "granularity limit", expected=Verdict.FAILS)
 def granularity_limit(run: ClaimRun) -> Evidence:
-    """Pieces as experts are split past the limit."""
+    """Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than dimensions the
+    leading term can no longer be reached.
+
+    Setting: H/m < d_eff, full active set and top-k layers in R³
+    Tested: Layers that run all their experts, with 8 neurons in R³ as 1 × 8, 2 × 4, 4 × 2 and 8 ×
+        1; top-k layers on both sides of the limit against their expectation.
+    Overturned by: the condition kH >= d_eff, which splitting keeps
+    """
     splits = [1, 2, 4, 8]
     counts = [int(count_regions(*layer(drawn(run, m), m, 8 // m, 3), m)) for m in splits]
     routed = [expected_regions(4 * m, m, 8 // m, 3) for m in splits]

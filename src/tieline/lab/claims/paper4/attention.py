@@ -18,21 +18,17 @@ HALF = (-0.62, -0.40)
 """Slopes that count as n^-1/2 at these sample sizes."""
 
 
-@claim(
-    "p4-table1-heads",
-    "sigmoid heads need fewer samples",
-    statement="Experts that are linear, as the values of a head are, need exp(ε^{-1/τ}) samples "
-    "for an error ε under softmax attention and ε⁻² under sigmoid attention (dense regime).",
-    setting="heads as in practice: one expert for each token, N = N*; tied and untied students",
-    overturned_by="heads with more experts than tokens",
-    tested="Teacher heads with the same B and v for both kinds, students fitted by least squares, "
-    "48 times at each size; as heads (B, v) and as untied mixtures with a quadratic score and a "
-    "linear expert for each token; the constants from the information matrix.",
-    expected=Verdict.FAILS,
-    seconds=3,
-)
+@claim("p4-table1-heads", "sigmoid heads need fewer samples", expected=Verdict.FAILS, seconds=3)
 def heads(run: ClaimRun) -> Evidence:
-    """Slopes and constants of both kinds, tied and untied."""
+    """Experts that are linear, as the values of a head are, need exp(ε^{-1/τ}) samples for an error
+    ε under softmax attention and ε⁻² under sigmoid attention (dense regime).
+
+    Setting: heads as in practice: one expert for each token, N = N*; tied and untied students
+    Tested: Teacher heads with the same B and v for both kinds, students fitted by least squares, 48
+        times at each size; as heads (B, v) and as untied mixtures with a quadratic score and a
+        linear expert for each token; the constants from the information matrix.
+    Overturned by: heads with more experts than tokens
+    """
     options = {"others": False, "seed": run.seed}
     tied = compare_attention(
         (400, 1600, 6400), repetitions=run.size(48, 200), families=("head",), **options

@@ -30,19 +30,16 @@ from tieline.routing import QuadraticRouter, Sigmoid, Softmax
 from tieline.routing.gates import Gate
 
 
-@claim(
-    "p4-sec2",
-    "attention as a mixture of experts",
-    number="section 2, (1)-(3)",
-    statement="Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X "
-    "M Xᵀ and linear experts X P.",
-    setting="one head, 5 tokens, both kinds",
-    overturned_by="a row that differs",
-    tested="All rows of a head over 5 tokens against the matrix formula, both kinds; and the "
-    "mixture of a row evaluated at other sequences.",
-)
+@claim("p4-sec2", "attention as a mixture of experts", number="section 2, (1)-(3)")
 def attention(run: ClaimRun) -> Evidence:
-    """Rows by matrices and by mixtures."""
+    """Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X M Xᵀ and
+    linear experts X P.
+
+    Setting: one head, 5 tokens, both kinds
+    Tested: All rows of a head over 5 tokens against the matrix formula, both kinds; and the mixture
+        of a row evaluated at other sequences.
+    Overturned by: a row that differs
+    """
     tokens, width, inner = 5, 4, 3
     x, other = (run.normal(tokens, width, stream=s) for s in (1, 2))
     w_q, w_k, w_v = (run.normal(width, inner, stream=s) for s in (3, 4, 5))
@@ -61,17 +58,14 @@ def attention(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=0, measured=max(worst))
 
 
-@claim(
-    "p4-eq5",
-    "sigmoid gating regression",
-    number="(4), (5), (48)",
-    statement="The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.",
-    setting="full and partial score, sigmoid and softmax, d = 3",
-    overturned_by="a value that differs",
-    tested="Against the package's quadratic router and gates on 300 inputs: scores and links.",
-)
+@claim("p4-eq5", "sigmoid gating regression", number="(4), (5), (48)")
 def model(run: ClaimRun) -> Evidence:
-    """Model against routing core."""
+    """The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.
+
+    Setting: full and partial score, sigmoid and softmax, d = 3
+    Tested: Against the package's quadratic router and gates on 300 inputs: scores and links.
+    Overturned by: a value that differs
+    """
     worst = []
     x = inputs(run, 300, 3)
     scores: list[tuple[GateName, str]] = [("quadratic", "full"), ("partial", "partial")]
@@ -108,20 +102,15 @@ def gated(theta: Tensor, x: Tensor) -> Tensor:
     return score.sigmoid() * (theta[7:9] @ x + theta[9])
 
 
-@claim(
-    "p4-eq8",
-    "the equations behind slow polynomial experts",
-    number="(8)",
-    statement="For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = "
-    "∂²F/∂c∂α.",
-    setting="linear experts, d = 2",
-    overturned_by="a residual beyond rounding",
-    tested="Automatic second derivatives at 50 inputs on the plane, for linear experts and for a "
-    "tanh expert.",
-    seconds=0.7,
-)
+@claim("p4-eq8", "the equations behind slow polynomial experts", number="(8)", seconds=0.7)
 def equations(run: ClaimRun) -> Evidence:
-    """Residuals of the three equations."""
+    """For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = ∂²F/∂c∂α.
+
+    Setting: linear experts, d = 2
+    Tested: Automatic second derivatives at 50 inputs on the plane, for linear experts and for a
+        tanh expert.
+    Overturned by: a residual beyond rounding
+    """
     theta, x = run.normal(10, stream=1), inputs(run, 50, 2)
     second = vmap(jacrev(jacrev(gated)), (None, 0))(theta, x)
 
@@ -156,18 +145,15 @@ def residuals(second: Tensor) -> dict[str, float]:
     return {name: float(value.abs().max()) for name, value in pairs.items()}
 
 
-@claim(
-    "p4-prop3",
-    "a sigmoid that vanishes",
-    statement="Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.",
-    setting="the proposition as printed: c_2 = +∞; bounded inputs",
-    overturned_by="nothing: σ(+∞) = 1. With c_2 = -∞ it is right",
-    tested="Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and "
-    "with A ≠ 0.",
-    expected=Verdict.FAILS,
-)
+@claim("p4-prop3", "a sigmoid that vanishes", expected=Verdict.FAILS)
 def vanishing(run: ClaimRun) -> Evidence:
-    """The remainder of the second sigmoid."""
+    """Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.
+
+    Setting: the proposition as printed: c_2 = +∞; bounded inputs
+    Tested: Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and with
+        A ≠ 0.
+    Overturned by: nothing: σ(+∞) = 1. With c_2 = -∞ it is right
+    """
     x = inputs(run, 2000, 2)
     A = run.normal(2, 2, stream=1)
     bend = ((x @ A) * x).sum(dim=1)
@@ -219,7 +205,6 @@ ROOT = math.sqrt(0.05)
     number="(11)",
     statement="The same with exponent r, α and β apart.",
     setting="the definition, r = 2",
-    overturned_by="a digit that differs",
     tested="Hand arithmetic on the same example, r = 2.",
     given={"kind": "L2", "by_hand": MASS + 0.19 + 0.04 + 0.05 + 0.01 + 0.01 + 0.04, "r": 2},
 )
@@ -229,30 +214,29 @@ ROOT = math.sqrt(0.05)
     number="section 4.1.1",
     statement="Masses and squares in cells of several atoms, first powers and |Δc| in the others.",
     setting="the definition, over-specified and sparse",
-    overturned_by="a digit that differs",
     tested="Hand arithmetic on a fit of three atoms against a truth of two.",
     given={"kind": "L1", "by_hand": MASS + 0.19 + 0.04 + ROOT + 0.1 + 0.1 + 0.2},
 )
 def check(run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Evidence:
-    """The loss against the sum of its terms."""
+    """The loss against the sum of its terms.
+
+    Overturned by: a digit that differs
+    """
     fit, truth = example(full=full)
     value = voronoi_loss(fit, truth, kind, 4, r).value
     return Evidence([near(kind, value, by_hand, 1e-12)], paper=by_hand, measured=value)
 
 
-@claim(
-    "p4-L3",
-    "L_3 and its index",
-    number="section 4.2",
-    statement="Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.",
-    setting="the definition as printed, with the index i on both sides",
-    overturned_by="the index j of the cell on the right",
-    tested="A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with "
-    "the index of the cell.",
-    condition="the second index is that of the cell, A_i - Ā_j",
-)
+@claim("p4-L3", "L_3 and its index", number="section 4.2")
 def third(run: ClaimRun) -> Evidence:
-    """L_3 with both indices."""
+    """Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.
+
+    Setting: the definition as printed, with the index i on both sides
+    Tested: A truth with its atoms renumbered: the printed sum against zero; hand arithmetic with
+        the index of the cell.
+    Overturned by: the index j of the cell on the right
+    Condition: the second index is that of the cell, A_i - Ā_j
+    """
     fit, truth = example()
     other = truth.take([1, 0])
     printed = float(
@@ -273,31 +257,25 @@ def third(run: ClaimRun) -> Evidence:
     return Evidence(checks, paper=printed, corrected=0, measured=value)
 
 
-@claim(
-    "p4-eq52",
-    "L_4",
-    number="(52)",
-    statement="L_1 without b.",
-    setting="the definition, partial score",
-    overturned_by="a digit that differs",
-    tested="Hand arithmetic on the same example without b.",
-)
+@claim("p4-eq52", "L_4", number="(52)")
 def fourth(run: ClaimRun) -> Evidence:
-    """L_4 by hand."""
+    """L_1 without b.
+
+    Setting: the definition, partial score
+    Tested: Hand arithmetic on the same example without b.
+    Overturned by: a digit that differs
+    """
     return check(run, "L4", MASS + 0.10 + 0.03 + ROOT + 0.1 + 0.2, full=False)
 
 
-@claim(
-    "p4-eq53",
-    "L_5",
-    number="(53)",
-    statement="L_3 without b, index of the cell.",
-    setting="the definition, partial score, index of the cell",
-    overturned_by="a digit that differs",
-    tested="Hand arithmetic on the same example without b.",
-)
+@claim("p4-eq53", "L_5", number="(53)")
 def fifth(run: ClaimRun) -> Evidence:
-    """L_5 by hand."""
+    """L_3 without b, index of the cell.
+
+    Setting: the definition, partial score, index of the cell
+    Tested: Hand arithmetic on the same example without b.
+    Overturned by: a digit that differs
+    """
     terms = (ROOT + 0.8 + ROOT) + (0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.2
     return check(run, "L5", terms, full=False)
 
@@ -322,21 +300,17 @@ LAYERED = {
 }
 
 
-@claim(
-    "p4-def1",
-    "strong identifiability and its examples",
-    statement="The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are "
-    "independent for two-layer ReLU and GELU experts, not for polynomial ones.",
-    setting="the definition as written, at A = b = 0 and distinct parameters; the paper's "
-    "examples, two-layer ReLU and GELU, A counted symmetric",
-    overturned_by="a definition modulo ∂F/∂A ~ ∂²F/∂b∂b, which no expert escapes",
-    tested="Rank of the normalised Gram matrix at two generic experts (d = 2, symmetric A); the "
-    "split test besides.",
-    expected=Verdict.FAILS,
-    seconds=0.3,
-)
+@claim("p4-def1", "strong identifiability and its examples", expected=Verdict.FAILS, seconds=0.3)
 def strong(run: ClaimRun) -> Evidence:
-    """Dependent derivatives under the fully quadratic score."""
+    """The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are independent for
+    two-layer ReLU and GELU experts, not for polynomial ones.
+
+    Setting: the definition as written, at A = b = 0 and distinct parameters; the paper's examples,
+        two-layer ReLU and GELU, A counted symmetric
+    Tested: Rank of the normalised Gram matrix at two generic experts (d = 2, symmetric A); the
+        split test besides.
+    Overturned by: a definition modulo ∂F/∂A ~ ∂²F/∂b∂b, which no expert escapes
+    """
     counts = strong_counts(run, "quadratic", LAYERED)
     return Evidence(
         [
@@ -362,17 +336,18 @@ def strong(run: ClaimRun) -> Evidence:
 @claim(
     "p4-def3",
     "partial-strong identifiability and its examples",
-    statement="Without b the derivatives of orders one and two at A = 0 are independent for "
-    "two-layer ReLU and GELU experts and for uᵖ, linear ones included.",
-    setting="the definition as written, A = 0, d = 2; the paper's examples, two-layer networks "
-    "(whose ∂²/∂λ² is 0) and powers",
-    overturned_by="a definition modulo x₁²·x₂² = (x₁x₂)², and experts without outer scale",
-    tested="Rank at two generic experts (d = 2); the split test besides.",
     expected=Verdict.FAILS,
     seconds=0.7,
 )
 def partial_strong(run: ClaimRun) -> Evidence:
-    """Dependent derivatives under the partially quadratic score."""
+    """Without b the derivatives of orders one and two at A = 0 are independent for two-layer ReLU
+    and GELU experts and for uᵖ, linear ones included.
+
+    Setting: the definition as written, A = 0, d = 2; the paper's examples, two-layer networks
+        (whose ∂²/∂λ² is 0) and powers
+    Tested: Rank at two generic experts (d = 2); the split test besides.
+    Overturned by: a definition modulo x₁²·x₂² = (x₁x₂)², and experts without outer scale
+    """
     forms = {**LAYERED, "u²": {"expert": "polynomial"}, "linear": {"expert": "linear"}}
     counts = strong_counts(run, "partial", forms)
     cases = {
@@ -408,8 +383,6 @@ CONDITION = (
     "p4-def4",
     "partial-weak identifiability and its examples",
     statement="The same without b.",
-    setting="the definition as written: any distinct parameters; the paper's examples, d = 2",
-    overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
     condition=CONDITION,
     given={"gate": "partial"},
@@ -419,15 +392,17 @@ CONDITION = (
     "weak identifiability and its examples",
     statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
     "parameters, for two-layer networks and polynomial experts.",
-    setting="the definition as written: any distinct parameters; the paper's examples, d = 2",
-    overturned_by="generic parameters and symmetric A among the hypotheses",
     tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
     "experts.",
     condition=CONDITION,
     given={"gate": "quadratic"},
 )
 def weak(run: ClaimRun, gate) -> Evidence:
-    """Dependent first derivatives at generic parameters and at proportional experts."""
+    """Dependent first derivatives at generic parameters and at proportional experts.
+
+    Setting: the definition as written: any distinct parameters; the paper's examples, d = 2
+    Overturned by: generic parameters and symmetric A among the hypotheses
+    """
     x, checks = inputs(run, 600, 2), []
     forms: dict[str, dict] = {
         "two-layer GELU": LAYERED["two-layer GELU"],
@@ -455,8 +430,6 @@ ONE_MEASURE = (
     "identifiability, partially quadratic score",
     statement="The same for the partially quadratic score.",
     setting="partial score, any two measures with one function",
-    overturned_by="two measures of one function under the condition; or the condition in the "
-    "statement",
     tested="The same without b.",
     condition=ONE_MEASURE,
     given={"gate": "partial", "loss": "L4"},
@@ -466,8 +439,6 @@ ONE_MEASURE = (
     "identifiability, fully quadratic score",
     statement="If two mixtures are the same function, they are the same measure.",
     setting="full score, any two measures with one function",
-    overturned_by="two measures of one function under the condition; or the condition in the "
-    "statement",
     tested="Four pairs of different measures of one function: A with an antisymmetric part; a ReLU "
     "expert under a zero row with half the mass and twice the scale; the same split in two; one "
     "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
@@ -477,7 +448,11 @@ ONE_MEASURE = (
     given={"gate": "quadratic", "loss": "L1"},
 )
 def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
-    """Different measures of one function, and how far from that drawn measures are."""
+    """Different measures of one function, and how far from that drawn measures are.
+
+    Overturned by: two measures of one function under the condition; or the condition in the
+        statement
+    """
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
     truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
     bias, experts = flat.bias.clone(), flat.experts.clone()

@@ -78,20 +78,17 @@ def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
     return quadratic_parameters(A, bias, truth.experts[order], b)
 
 
-@claim(
-    "p4-thm1",
-    "sparse regime, full score: ‖f - f*‖ >= c L_1",
-    statement="For strongly identifiable experts L_1 is bounded by the distance of the functions.",
-    setting="over-specified, sparse, full score, loss L_1. No expert meets Def. 1 (`p4-def1`), so "
-    "that as an implication the theorem is empty; judged is the bound for the experts that the "
-    "paper says meet it, two-layer GELU and ReLU",
-    overturned_by="a loss with ‖Δb‖⁴ in place of ‖Δb‖², or the partial score",
-    tested="An atom with a zero row as two, b = ±ε and A of order ε²: exponents of the distance "
-    "and of L_1 in ε, for the two-layer GELU and ReLU experts of the paper.",
-    expected=Verdict.FAILS,
-)
+@claim("p4-thm1", "sparse regime, full score: ‖f - f*‖ >= c L_1", expected=Verdict.FAILS)
 def full_sparse(run: ClaimRun) -> Evidence:
-    """Exponents of distance and loss."""
+    """For strongly identifiable experts L_1 is bounded by the distance of the functions.
+
+    Setting: over-specified, sparse, full score, loss L_1. No expert meets Def. 1 (`p4-def1`), so
+        that as an implication the theorem is empty; judged is the bound for the experts that the
+        paper says meet it, two-layer GELU and ReLU
+    Tested: An atom with a zero row as two, b = ±ε and A of order ε²: exponents of the distance and
+        of L_1 in ε, for the two-layer GELU and ReLU experts of the paper.
+    Overturned by: a loss with ‖Δb‖⁴ in place of ‖Δb‖², or the partial score
+    """
     x, steps = inputs(run, 2000, 2), [0.1, 0.05, 0.025]
     checks, shown = [], {}
     for expert in ("gelu", "relu"):
@@ -127,18 +124,15 @@ def full_sparse(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p4-thm2",
-    "polynomial experts: the vanishing ratio",
-    number="Thm 2, Lemma 2",
-    statement="‖f_G - f_G*‖ / L_{2,r} has no positive lower bound for experts (α·x + β)ᵖ, any r.",
-    setting="over-specified, sparse, full score, loss L_{2,r}; powers 1, 2, 3",
-    overturned_by="a lower bound on the ratio along splits",
-    tested="An expert under a zero row split: α and β ± s (p = 1), strengths 1 ± s (p = 2, 3); r = "
-    "1, 2, 3.",
-)
+@claim("p4-thm2", "polynomial experts: the vanishing ratio", number="Thm 2, Lemma 2")
 def polynomial(run: ClaimRun) -> Evidence:
-    """Ratios along splits that the function does not see."""
+    """‖f_G - f_G*‖ / L_{2,r} has no positive lower bound for experts (α·x + β)ᵖ, any r.
+
+    Setting: over-specified, sparse, full score, loss L_{2,r}; powers 1, 2, 3
+    Tested: An expert under a zero row split: α and β ± s (p = 1), strengths 1 ± s (p = 2, 3); r =
+        1, 2, 3.
+    Overturned by: a lower bound on the ratio along splits
+    """
     x, ratios, gaps = inputs(run, 2000, 2), [], []
     for power in (1, 2, 3):
         model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=power)
@@ -164,9 +158,7 @@ def polynomial(run: ClaimRun) -> Evidence:
     "dense regime, partial score: ‖f - f̄‖ >= c L_5",
     statement="The same without b.",
     setting="dense, partial score, loss L_5, at N = N*; tanh, bounded parameters",
-    overturned_by="a vanishing ratio with symmetric A",
     tested="The same without b.",
-    condition="A symmetric",
     seconds=1,
     given={"gate": "partial", "loss": "L5"},
 )
@@ -177,15 +169,17 @@ def polynomial(run: ClaimRun) -> Evidence:
     "bounded by the distance of the functions.",
     setting="dense, full score, loss L_3; at N = N*, where the nearest best measure is the truth "
     "(N > N* in `p4-thm3-rate`); tanh, bounded parameters",
-    overturned_by="a vanishing ratio with symmetric A",
     tested="Antisymmetric parts of A: distance and L_3; symmetric A over the flattest directions "
     "of the information matrix (tanh, two experts), near the truth.",
-    condition="A symmetric",
     seconds=1,
     given={"gate": "quadratic", "loss": "L3"},
 )
 def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
-    """The ratio along antisymmetric parts, and over the flattest directions without them."""
+    """The ratio along antisymmetric parts, and over the flattest directions without them.
+
+    Overturned by: a vanishing ratio with symmetric A
+    Condition: A symmetric
+    """
     model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
     truth = drawn(run, model)
     gap = largest_gap(model, twisted(truth), truth, inputs(run, 2000, 2))
@@ -194,21 +188,19 @@ def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
     return flat_bound(gap, raw, least, "antisymmetric parts", "A symmetric")
 
 
-@claim(
-    "p4-thm4",
-    "sparse regime, partial score: ‖f - f*‖ >= c L_4",
-    statement="For partial-strongly identifiable experts (two-layer networks, uᵖ by Def. 3) L_4 is "
-    "bounded by the distance of the functions.",
-    setting="over-specified, sparse, partial score, loss L_4. The paper's examples do not meet "
-    "Def. 3 (`p4-def3`) and break the bound; tanh without outer scale passes the split test",
-    overturned_by="a vanishing ratio for tanh with symmetric A",
-    tested="An expert under a zero row as two of strengths 1 ± s: distance and L_4, for u², linear "
-    "and two-layer GELU experts; splits of a tanh expert in drawn directions with A symmetric.",
-    condition="A symmetric, and experts that cannot be split, such as tanh without an outer scale; "
-    "the paper's own examples can",
-)
+@claim("p4-thm4", "sparse regime, partial score: ‖f - f*‖ >= c L_4")
 def partial_sparse(run: ClaimRun) -> Evidence:
-    """Ratios along splits of strength."""
+    """For partial-strongly identifiable experts (two-layer networks, uᵖ by Def. 3) L_4 is bounded
+    by the distance of the functions.
+
+    Setting: over-specified, sparse, partial score, loss L_4. The paper's examples do not meet Def.
+        3 (`p4-def3`) and break the bound; tanh without outer scale passes the split test
+    Tested: An expert under a zero row as two of strengths 1 ± s: distance and L_4, for u², linear
+        and two-layer GELU experts; splits of a tanh expert in drawn directions with A symmetric.
+    Overturned by: a vanishing ratio for tanh with symmetric A
+    Condition: A symmetric, and experts that cannot be split, such as tanh without an outer scale;
+        the paper's own examples can
+    """
     x, checks, gaps = inputs(run, 2000, 2), [], []
     forms = {
         "u²": ({"expert": "polynomial"}, None),
@@ -265,8 +257,6 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
     "regression rate, partially quadratic score, sparse regime",
     statement="With scores xᵀAx + c, ‖f̂ - f*‖ falls like √(log n / n) in the sparse regime.",
     setting="over-specified (N = N* + 1), sparse, partial score, ‖f̂ - f*‖; tanh",
-    overturned_by="a slope outside -1/2 ± 0.1",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
     seconds=10,
     together="p4-sparse-partial",
     given={"gate": "partial"},
@@ -277,14 +267,16 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
     statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
     "√(log n / n).",
     setting="over-specified (N = N* + 1), sparse, full score, ‖f̂ - f*‖; tanh",
-    overturned_by="a slope outside -1/2 ± 0.1",
-    tested="Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.",
     seconds=9,
     together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
 def sparse_regression(run: ClaimRun, gate: str) -> Evidence:
-    """Slope of ‖f - f*‖ with one expert too many, no gate at the split expert."""
+    """Slope of ‖f - f*‖ with one expert too many, no gate at the split expert.
+
+    Tested: Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.
+    Overturned by: a slope outside -1/2 ± 0.1
+    """
     return regression_rate({OVER: one_too_many(run, gate)})
 
 
@@ -300,9 +292,6 @@ CAN_VANISH = (
     statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
     "truth like √(log n / n).",
     setting="over-specified, dense, partial score, as Cor. 1",
-    overturned_by="experts among the hypotheses that can vanish or be split",
-    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
-    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
     condition=CAN_VANISH,
     seconds=1.5,
     given={"gate": "partial"},
@@ -314,15 +303,17 @@ CAN_VANISH = (
     "truth like √(log n / n).",
     setting="over-specified, dense, full score, distance to the best functions with more than N* "
     "experts; tanh, whose best function is f*, and e^{ηx}, whose best is not",
-    overturned_by="experts among the hypotheses that can vanish or be split",
-    tested="Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the "
-    "best function with two experts e^{ηx}, which can neither be split nor vanish.",
     condition=CAN_VANISH,
     seconds=5,
     given={"gate": "quadratic"},
 )
 def dense_regression(run: ClaimRun, gate: str) -> Evidence:
-    """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them."""
+    """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them.
+
+    Tested: Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the
+        best function with two experts e^{ηx}, which can neither be split nor vanish.
+    Overturned by: experts among the hypotheses that can vanish or be split
+    """
     studies = {OVER: small_study(run, single("tanh", gate), extra=1)}
     left = best_of_two(full=gate == "quadratic")
     return rate_evidence(
@@ -363,16 +354,17 @@ def best_of_two(*, full: bool, box: float = 4.0, starts: int = 8) -> float:
     "p4-thm2-rate",
     "polynomial experts, sparse regime: what follows",
     number="Thm 2 (i), (ii)",
-    statement="Linear experts under a full quadratic sigmoid gate are learned more slowly than any "
-    "power of n.",
-    setting="over-specified (N = N* + 1), sparse, full score, linear experts after matching",
-    overturned_by="an expert error with a slope below -0.15",
-    tested="Slope of the experts' distance in the theorem's setting: N = N* + 1, the last expert "
-    "without gate, n from 1e6 to 1e12; the same with N = N* beside it.",
     seconds=10,
 )
 def polynomial_sparse(run: ClaimRun) -> Evidence:
-    """Linear experts with one too many, and exact."""
+    """Linear experts under a full quadratic sigmoid gate are learned more slowly than any power of
+    n.
+
+    Setting: over-specified (N = N* + 1), sparse, full score, linear experts after matching
+    Tested: Slope of the experts' distance in the theorem's setting: N = N* + 1, the last expert
+        without gate, n from 1e6 to 1e12; the same with N = N* beside it.
+    Overturned by: an expert error with a slope below -0.15
+    """
     fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
     over = small_study(run, family("linear"), extra=1, sparse=True, **fits)
     studies = {OVER: over, "N = N*": small_study(run, family("linear"))}
@@ -397,7 +389,6 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     statement="L5 to the nearest measure of the best function falls like √(log n / n), in "
     "probability, for partial-weakly identifiable experts.",
     setting="as Thm 3, partial score",
-    overturned_by="a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish",
     tested="As Thm 3 (`p4-thm3-rate`), without b.",
     seconds=4,
     given={"gate": "partial"},
@@ -409,7 +400,6 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     "probability, for weakly identifiable experts.",
     setting="the theorem's own: N > N* (one too many), the infimum over measures of the best "
     "function, a bound in probability; tanh, full score, one truth for all seeds; N = N* beside it",
-    overturned_by="a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish",
     tested="N = N* + 1, tanh experts, n from 1e6 to 1e12: slope of the median distance to the true "
     "atom beside one with a zero expert, which is a best measure under any gate. Slopes of L3 with "
     "N = N*, tanh, ReLU and linear experts, up to the antisymmetric part of A.",
@@ -417,7 +407,10 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     given={"gate": "quadratic"},
 )
 def dense_rate(run: ClaimRun, gate: str) -> Evidence:
-    """L3 or L5 to the nearest best measure with one expert too many; exact fits beside it."""
+    """L3 or L5 to the nearest best measure with one expert too many; exact fits beside it.
+
+    Overturned by: a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish
+    """
     nearest = nearest_best(run, single("tanh", gate))
     experts = ("tanh", "relu", "linear")
     studies = {name: small_study(run, family(name, gate)) for name in experts}
@@ -497,19 +490,20 @@ def sparse_rate(run: ClaimRun, gate: str) -> Evidence:
 @claim(
     "p4-table1",
     "softmax against sigmoid: samples for an error ε",
-    statement="Linear experts need exp(ε^-1/τ) samples under softmax and ε^-2 under a sigmoid with "
-    "dense gates; ReLU experts ε^-4 against ε^-2.",
-    setting="N > N* and dense gates, as the table; N = N* beside it; full score, linear and ReLU",
-    overturned_by="an expert error against the nearest measure of the best function, which the "
-    "paper means",
-    tested="Both links and both experts twice. N > N*, the paper's setting, dense gates: one "
-    "expert as two under the same gate, and the distance of the functions. N = N*: slopes of the "
-    "experts' distance. Full quadratic score.",
     expected=Verdict.FAILS,
     seconds=2,
 )
 def table(run: ClaimRun) -> Evidence:
-    """With one expert too many neither link determines the experts; exact, both do at n^-1/2."""
+    """Linear experts need exp(ε^-1/τ) samples under softmax and ε^-2 under a sigmoid with dense
+    gates; ReLU experts ε^-4 against ε^-2.
+
+    Setting: N > N* and dense gates, as the table; N = N* beside it; full score, linear and ReLU
+    Tested: Both links and both experts twice. N > N*, the paper's setting, dense gates: one expert
+        as two under the same gate, and the distance of the functions. N = N*: slopes of the
+        experts' distance. Full quadratic score.
+    Overturned by: an expert error against the nearest measure of the best function, which the paper
+        means
+    """
     links, experts = ("softmax", "sigmoid"), ("linear", "relu")
     entries = [(link, expert) for link in links for expert in experts]
     over = {entry: same_gate_gap(run, family(entry[1], link=entry[0])) for entry in entries}
@@ -580,8 +574,6 @@ NOT_STATED = (
     "n^-0.46.",
     setting="softmax data, linear; raw losses from two start radii, d = 2",
     overturned_by=STATED_START,
-    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
-    "population minimiser; slopes of ‖f - f_Ḡ‖.",
     undecided=NOT_STATED,
     seconds=5,
     given={"expert": "linear", "paper": (-0.07, -0.46)},
@@ -593,14 +585,16 @@ NOT_STATED = (
     "n^-0.51.",
     setting="softmax data, ReLU; raw losses from two start radii, d = 2",
     overturned_by=STATED_START,
-    tested="Raw slopes of both from two start radii on a small design, the sigmoid's against its "
-    "population minimiser; slopes of ‖f - f_Ḡ‖.",
     undecided=NOT_STATED,
     seconds=3,
     given={"expert": "relu", "paper": (-0.24, -0.51)},
 )
 def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evidence:
-    """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser."""
+    """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser.
+
+    Tested: Raw slopes of both from two start radii on a small design, the sigmoid's against its
+        population minimiser; slopes of ‖f - f_Ḡ‖.
+    """
     soft = family(expert, link="softmax")
     studies = {
         "softmax": small_study(run, soft, radii=RADII),
