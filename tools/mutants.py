@@ -166,7 +166,7 @@ MUTANTS: list[Mutant] = [
         "geometry-2",
         "first, last = max(0, k - order), min(k - 1, experts - 1 - order)",
         "first, last = max(0, k - order), min(k, experts - 1 - order)",
-        "geometry/boundary/test_bands.py",
+        "lab/geometry/test_masses.py",
         "off by one: a window of ranks that does not hold k",
     ),
     _m(
@@ -316,7 +316,7 @@ MUTANTS: list[Mutant] = [
         "estimation-5",
         "return np.where(b < 0, sizes, np.inf)",
         "return sizes",
-        "core/statistics/test_slope.py",
+        "lab/test_power_law.py",
         "an error that does not fall gets a finite sample size",
     ),
     _m(

@@ -6,7 +6,7 @@ from tieline import TielineError
 from tieline.analysis.repair import RepairRow, RepairTable
 from tieline.analysis.smooth_width import chosen_scale, noise_perturbation
 from tieline.core.statistics import Estimate
-from tieline.measure.ramp import flip_reduction
+from tieline.measure.flips import flip_reduction
 
 
 def table(moved, after):

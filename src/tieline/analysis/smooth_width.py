@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tieline.analysis.repair import RepairTable
 from tieline.analysis.smooth_scores import measure_scores, noise_perturbation
 from tieline.core.errors import ParameterError, require
-from tieline.measure.ramp import flip_reduction
+from tieline.measure.flips import flip_reduction
 from tieline.models.model import Model
 from tieline.models.smooth_calibration import Measured, Scores, budget_epsilon
 from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers

@@ -1,14 +1,8 @@
 """Gaps between scores: the mass near a routing tie, how fast it grows, the experts near it.
 
-    top_gap             Δ = z_[k] - z_[k+1]                             Def. 1.2
-    pair_gap            Δ_min = min_{i != j} |z_i - z_j|                Def. 1.3
-    in_band             Δ < ε                                           Paper 1, Prop. A.20
-    linf_distance       inf over y ∈ Γ^(n) of max_i |z_i(x) - z_i(y)|   Paper 1, Def. 4.6
     boundary_mass       BM_top(w) = P(Δ <= w) of gaps, binomial bands   Def. 2.1
-    boundary_mass_top   BM_top(w) of scores, with standard error        Def. 2.1
-    boundary_mass_pair  BM_pair(w) = P(Δ_min <= w)                      Def. 2.2
-    ambiguity_mass      BM(τ; ε) = P(max softmax(z / τ) <= 1 - ε)       Def. 2.3
     gap_density         f_gap(0) from observed gaps, with std. error    Def. 3.2
+    gaussian_gap_density   the same of independent standard normal scores    Def. 3.1
     margin_tail         (C, α) of P(Δ <= t) ~ C t^α, by likelihood      Def. 3.3
     near_counts         K(ε) = #{i : z_i > z_[k] - ε}                   Def. 4.1
     tie_order           0 if Δ >= ε, else #{i : |z_i - z_[k]| < ε} - 1  Def. 4.2
@@ -18,12 +12,6 @@
     gap_section, near_section   all of these for a layer of a trace
 
 Each mass is an empirical probability over tokens; `docs/definitions.md` fixes the notation.
-BM_pair bounds BM_top from above but says little for many experts: their ratio is about 38 at E = 16
-and 6514 at E = 256 for independent normal scores.
-
-Two scores become equal when each moves by half of their difference, so the distance of Def. 4.6 at
-order 1 is *half* of the gap. Tieline calls a token near a tie where the gap itself is below ε.
-
 A density is per unit of score; standard errors assume independent tokens. Counts of near experts
 need the scores of every expert. On the first C ranks they are lower limits, exact for each token
 whose last kept rank lies outside the band (`censored_share` is the share of the others).
@@ -34,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.special import log_ndtr
 
 from tieline.core.errors import ShapeError, TraceError, require
-from tieline.core.ranking import gap, kth_largest, ranked_scores
+from tieline.core.ranking import kth_largest, ranked_scores
 from tieline.core.statistics import (
     Estimate,
     Quantiles,
@@ -52,24 +41,17 @@ from tieline.measure.measure_records import MeasureSettings
 from tieline.trace.record import LayerTrace
 
 __all__ = [
-    "Mass",
     "MassProfile",
     "Real",
-    "ambiguity_mass",
     "boundary_mass",
-    "boundary_mass_pair",
-    "boundary_mass_top",
     "censored_share",
     "epsilon_for_extra",
-    "in_band",
-    "linf_distance",
+    "gaussian_gap_density",
     "mass_profile",
     "near_counts",
     "order_from_counts",
     "order_shares",
-    "pair_gap",
     "tie_order",
-    "top_gap",
 ]
 
 Real = float | int
@@ -78,24 +60,6 @@ Real = float | int
 Scores = Float[Tensor, "tokens experts"]
 
 Gaps = Float[Tensor, " tokens"]
-
-
-@dataclass(frozen=True, eq=False)
-class Mass:
-    """A share of tokens with the standard error √(p (1-p) / T) of independent ones.
-
-    Has the shape of the requested widths; `float(mass)` is the value for a single width.
-
-    Attributes:
-        value: share of tokens, in float64.
-        stderr: its standard error; 0 at shares 0 and 1, where `MassProfile` has a proper band.
-    """
-
-    value: Float[Tensor, "*grid"]
-    stderr: Float[Tensor, "*grid"]
-
-    def __float__(self) -> float:
-        return self.value.item()
 
 
 @dataclass(frozen=True)
@@ -175,47 +139,6 @@ class NearMeasures:
     epsilon_half: Estimate
 
 
-def top_gap(scores: Scores, k: int = 1) -> Gaps:
-    """Δ = z_[k] - z_[k+1] in float64: the margin by which each token keeps its top-k set (1.2).
-
-    Zero on a tie. Requires 1 <= k < E.
-    """
-    experts = _checked(scores).shape[1]
-    require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
-    return gap(scores, k)
-
-
-def pair_gap(scores: Scores) -> Gaps:
-    """Δ_min: smallest |z_i - z_j| over pairs of experts, attained by neighbours (Def. 1.3)."""
-    return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
-
-
-def in_band(scores: Scores, k: int, epsilon: Real) -> Bool[Tensor, " tokens"]:
-    """Whether an expert that is not chosen scores within ε of z_[k]: z_[k] - z_[k+1] < ε."""
-    require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")
-    return torch.lt(top_gap(scores, k), epsilon)
-
-
-def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
-    """½ min_a (z_[a] - z_[a+n]) over the windows of ranks a..a+n that hold k and k + 1.
-
-    The n + 1 scores of a window meet in its middle and the others stay. Exact where every vector of
-    scores can be reached, that is for W of full row rank (E <= D); a lower limit otherwise.
-
-    Args:
-        scores: (T, E).
-        k: number of experts chosen, 1 <= k < E.
-        order: n, 1 <= n < E.
-    """
-    experts = scores.shape[1]
-    require(1 <= k < experts, f"a tie needs 1 <= k < E, got {k=}, E={experts}")
-    require(1 <= order < experts, f"need 1 <= order < E, got {order=}, E={experts}")
-    ranked = ranked_scores(scores, experts)
-    first, last = max(0, k - order), min(k - 1, experts - 1 - order)
-    window = ranked[:, first : last + 1] - ranked[:, first + order : last + order + 1]
-    return window.amin(dim=1) / 2
-
-
 def boundary_mass(
     gaps: Gaps, widths: Float[Tensor, " widths"], confidence: float = 0.95
 ) -> MassProfile:
@@ -247,70 +170,6 @@ def mass_profile(
     return MassProfile(*columns, tokens=tokens, confidence=confidence)
 
 
-def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid"]) -> Mass:
-    """BM_top(w) = P(Δ <= w) with its standard error (Def. 2.1; Paper 0, sec. 2).
-
-    Args:
-        scores: (T, E) scores of all experts.
-        k: number of experts chosen.
-        width: w >= 0, one or many; a gap equal to a width is counted.
-    """
-    return _mass_below(top_gap(scores, k), width)
-
-
-def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> Mass:
-    """BM_pair(w) = P(Δ_min <= w), at least BM_top(w) for every k (Def. 2.2).
-
-    Args:
-        scores: the scores of all experts; a truncated list has other neighbours.
-        width: w >= 0, one or many.
-    """
-    return _mass_below(pair_gap(scores), width)
-
-
-def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
-    """BM(τ; ε): share of tokens whose largest softmax weight is at most 1 - ε (Def. 2.3).
-
-    Decided on log-odds, log Σ_{i > 1} exp((z_[i] - z_[1]) / τ) >= logit ε, since 1 - ε rounds to 1
-    when ε is small. The sandwich of Paper 0, Remark 5.4, with Δ at k = 1,
-
-        BM_top(τ κ) <= BM(τ; ε) <= BM_top(τ (κ + log(E - 1))),  κ = log((1 - ε) / ε),
-
-    holds with equality at E = 2.
-    """
-    require(
-        0 < epsilon < 1 and tau > 0, f"need 0 < epsilon < 1 and tau > 0, got {epsilon=}, {tau=}"
-    )
-    ranked = ranked_scores(_checked(scores), scores.shape[1])
-    log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
-    share = (log_odds >= math.log(epsilon) - math.log1p(-epsilon)).double().mean()
-    return _mass(share, len(scores))
-
-
-def _mass_below(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
-    at = torch.as_tensor(width, dtype=torch.float64)
-    require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
-    return _mass(empirical_cdf(gaps, at), gaps.numel())
-
-
-def _mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
-    return Mass(share, (share * (1 - share) / tokens).sqrt())
-
-
-def _checked(scores: Scores) -> Scores:
-    tokens, experts = scores.shape
-    require(
-        tokens > 0 and experts > 1,
-        f"need a token and 2 experts or more, got {tokens} tokens of {experts} experts",
-        ShapeError,
-    )
-    require(
-        bool(torch.isfinite(scores).all()),
-        "scores must be finite: leave masked experts out before comparing all pairs",
-    )
-    return scores
-
-
 def gap_density(gaps: Gaps, width: float | None = None, mass: float = 0.2) -> Estimate:
     """f_gap(0) ≈ (4 F(w) - F(2w)) / 2w with its standard error (Def. 3.2).
 
@@ -338,6 +197,20 @@ def density_from_masses(f_w: float, f_2w: float, width: float, tokens: int) -> E
     require(width > 0 and tokens > 0, f"need width > 0 and tokens > 0, got {width=}, {tokens=}")
     error = math.sqrt((8 * f_w + f_2w) / tokens) / (2 * width)
     return Estimate((4 * f_w - f_2w) / (2 * width), error)
+
+
+def gaussian_gap_density(n_experts: int, k: int) -> float:
+    """f_gap(0), the density at zero of z_[k] - z_[k+1] (Def. 3.1); E = 64, k = 8: 12.91488668807.
+
+    E!/((k-1)!(E-k-1)!) ∫ φ² Φ̄^(k-1) Φ^(E-k-1), by the trapezoidal rule in the log domain, which is
+    accurate to 12 digits. P(Δ <= w) = f_gap(0) w + O(w²). Equal for k and E - k.
+    """
+    require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
+    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
+    log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
+    log_integrand = 2 * log_phi + (k - 1) * log_ndtr(-t) + (n_experts - k - 1) * log_ndtr(t)
+    log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k)
+    return (log_integrand + log_ways).exp().sum().item() * step
 
 
 def margin_tail(gaps: Gaps, mass: float = 0.05, confidence: float = 0.95) -> MarginTail:

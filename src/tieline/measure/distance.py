@@ -27,8 +27,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import Ranked, stable_topk
 from tieline.core.statistics import Estimate, Quantiles, quantiles
-from tieline.measure.boundary import gap_density
-from tieline.measure.gaussian import gaussian_gap_density
+from tieline.measure.boundary import gap_density, gaussian_gap_density
 from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.trace.record import LayerTrace
 

@@ -7,6 +7,7 @@
     population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
     group_flip_probability   probability that two groups of experts change places        Def. 6.4
     noise_flips              all of these for a layer of a trace
+    flip_reduction           how many times cheaper flips are after smoothing
 
 `flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
 population they were drawn from.
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
+from scipy.integrate import quad
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, TraceError, require
@@ -48,6 +50,12 @@ ALMOST_ONE = 1 - 2.0**-24
 
 REACH = 8.5
 """Noise beyond this many standard deviations (probability 1e-16) is ignored."""
+
+RAMP_REACH = 8.0
+"""Standard deviations at which integrals over the noise of a ramp end."""
+
+MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
+"""E|n| of standard normal noise."""
 
 FEWEST_STEPS, MOST_STEPS = 32, 4096
 """Limits of the quadrature steps, two per deviation of the least noisy expert that matters."""
@@ -357,3 +365,30 @@ def group_flips(layer: LayerTrace, noise: PerToken) -> PerToken:
 def either(first: PerToken, second: PerToken) -> PerToken:
     """Probability of at least one of two independent events."""
     return first + second - first * second
+
+
+def straight_change(noise: float, width: float) -> float:
+    """∫ (r(s + n) - r(s))² ds of the straight ramp r from 0 to 1 over |s| <= w/2, n > 0.
+
+    n² (w - n/3) / w² for n <= w, n - w/3 beyond; s is the signed margin of two experts. A step has
+    w = 0. `tieline.lab.limits.continuity` has the law for every ramp.
+    """
+    if noise <= width:
+        return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0
+    return noise - width / 3
+
+
+def flip_reduction(scale: float) -> float:
+    """S_hard / S: how many times cheaper flips are by projected top-k with ε = c σ.
+
+    Args:
+        scale: c, the width of the band over the standard deviation of the margin's noise.
+    """
+    width = 2 * scale
+
+    def weighted(x: float) -> float:
+        return straight_change(x, width) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
+
+    knee = min(RAMP_REACH, width)
+    halves = ((0, knee), (knee, RAMP_REACH))
+    return MEAN_ABSOLUTE / sum(quad(weighted, *ends)[0] for ends in halves)

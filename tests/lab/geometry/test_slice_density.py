@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.measure.routers import router
+from tieline.lab.geometry.masses import linf_distance
 from tieline.lab.geometry.slice_density import (
     band_ratio,
     sampled_slice_density,
@@ -15,7 +16,6 @@ from tieline.lab.geometry.slice_density import (
     tube_ratio,
 )
 from tieline.lab.geometry.tubes import tie_tube, uniform_ball
-from tieline.measure.boundary import linf_distance
 
 
 def test_the_density_can_be_one():

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from tieline.core.errors import TielineError
-from tieline.core.statistics import PowerLaw
 from tieline.lab.estimation.rates import (
     LossSeries,
     RateStudy,
@@ -17,6 +16,7 @@ from tieline.lab.estimation.rates import (
     SamplesNeeded,
     StudiedModel,
 )
+from tieline.lab.power_law import PowerLaw
 from tieline.lab.report.rates import figures, page, terminal
 from tieline.report.drawing import drawn_bytes
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.strategies import dyadic_scores, seeds, widths
 from tieline.core.ranking import gap
 from tieline.core.statistics import binomial_band
-from tieline.measure.boundary import (
+from tieline.lab.geometry.masses import (
     ambiguity_mass,
-    boundary_mass,
     boundary_mass_pair,
     boundary_mass_top,
-    mass_profile,
     pair_gap,
     top_gap,
 )
+from tieline.measure.boundary import boundary_mass, mass_profile
 
 
 def mass(scores, width, k=1):

@@ -10,8 +10,12 @@ from scipy import integrate, special
 
 from tests.measure.problems import normal_scores
 from tieline.core.ranking import gap
-from tieline.measure.boundary import density_from_masses, gap_density, margin_tail
-from tieline.measure.gaussian import gaussian_gap_density
+from tieline.measure.boundary import (
+    density_from_masses,
+    gap_density,
+    gaussian_gap_density,
+    margin_tail,
+)
 
 E64K8 = 12.9149
 

@@ -13,7 +13,7 @@ from tests.measure.problems import normal_scores, simulated_flips
 from tests.strategies import dyadic_scores, seeds
 from tieline.core.ranking import ranked_scores
 from tieline.core.statistics import Estimate
-from tieline.measure.boundary import gap_density
+from tieline.measure.boundary import gap_density, gaussian_gap_density
 from tieline.measure.flips import (
     flip_limits,
     flip_probability,
@@ -21,7 +21,6 @@ from tieline.measure.flips import (
     noisy_gap,
     population_flips,
 )
-from tieline.measure.gaussian import gaussian_gap_density
 
 
 def by_summation(row, k, sigma):

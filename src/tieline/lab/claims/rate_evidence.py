@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from tieline.core.statistics import PowerLaw
 from tieline.lab.claims.checks import at_least, corrected, estimated, qualified, unmeasured, within
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureData, Fits, chart, dots
 from tieline.lab.estimation.fit import lift, population_minimiser
@@ -39,6 +38,7 @@ from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.parameters import MoEParameters
 from tieline.lab.estimation.rate_plan import RatePlan, as_case
 from tieline.lab.estimation.rates import LOSSES, RateStudy, rate_study
+from tieline.lab.power_law import PowerLaw
 
 __all__ = [
     "SLOW",

@@ -26,10 +26,10 @@ from typing import Any
 from tieline.core.errors import require
 from tieline.core.files import write_whole
 from tieline.core.numerics import one_thread
-from tieline.core.parallel import EXECUTORS, check_executor, run_jobs
 from tieline.core.records import from_plain, to_plain
 from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun
 from tieline.lab.claims.registry import PAPERS, all_claims
+from tieline.lab.jobs import EXECUTORS, check_executor, run_jobs
 
 __all__ = ["EXECUTORS", "ResultStore", "fingerprint", "result_key", "run_claim", "run_claims"]
 

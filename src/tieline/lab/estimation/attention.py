@@ -35,13 +35,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.core.statistics import PowerLaw, fit_rate
 from tieline.lab.attention.moe import attention_as_moe
 from tieline.lab.attention.sigmoid import AttentionKind, HeadWeights, check_kind
 from tieline.lab.estimation.fit import ModelRegression
 from tieline.lab.estimation.model import MoEModel, draw_inputs, draw_noise, repetition_seeds
 from tieline.lab.estimation.parameters import MoEParameters, quadratic_parameters
 from tieline.lab.estimation.solvers import LeastSquares, Regression, levenberg_marquardt
+from tieline.lab.power_law import PowerLaw, fit_rate
 
 Family = Literal["head", "mixture"]
 KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)

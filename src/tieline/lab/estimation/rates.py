@@ -31,16 +31,8 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
-from tieline.core.parallel import run_jobs
 from tieline.core.records import Result, canonical, from_plain, parse_json
-from tieline.core.statistics import (
-    Middle,
-    PowerLaw,
-    SampleSize,
-    fit_rate,
-    mean_estimate,
-    sample_size,
-)
+from tieline.core.statistics import mean_estimate
 from tieline.lab.estimation.distances import expert_distance, regression_distance
 from tieline.lab.estimation.fit import (
     FitResult,
@@ -62,6 +54,8 @@ from tieline.lab.estimation.rate_plan import (
 )
 from tieline.lab.estimation.settings import Setting
 from tieline.lab.estimation.solvers import Status
+from tieline.lab.jobs import run_jobs
+from tieline.lab.power_law import Middle, PowerLaw, SampleSize, fit_rate, sample_size
 
 LOSSES = ("raw", "quotient", "function", "experts")
 POINTS = 10_000  # fresh inputs on which functions are compared

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tieline.core.errors import require
 from tieline.core.numerics import log_grid
-from tieline.core.statistics import exponent
+from tieline.lab.power_law import exponent
 from tieline.measure.boundary import Real
 
 __all__ = ["LineWalk", "StepDifferences", "difference_by_step", "step_exponent", "walk_across"]

@@ -34,7 +34,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.measure.ramp import MEAN_ABSOLUTE, REACH, straight_change
+from tieline.measure.flips import MEAN_ABSOLUTE, RAMP_REACH, straight_change
 
 __all__ = [
     "ContinuityCost",
@@ -111,8 +111,8 @@ def projected_cost(
         change = straight_change(noise, width) + slope * _straight_moment(noise, width)
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
-    knee = min(REACH, width / sigma) if sigma > 0 else 0.0
-    integrals = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, REACH))]
+    knee = min(RAMP_REACH, width / sigma) if sigma > 0 else 0.0
+    integrals = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, RAMP_REACH))]
     moved = unit * epsilon / 6 * (1 + slope * epsilon / 4)
     return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(integrals)))
 
@@ -174,7 +174,7 @@ def _square(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float
 
 def _noisy(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
-    reach = REACH * sigma
+    reach = RAMP_REACH * sigma
     grid = np.linspace(s[0] - reach, s[-1] + reach, POINTS)
     clean = np.interp(grid, s, r)
     moved = [np.trapezoid((np.interp(grid + sigma * n, s, r) - clean) ** 2, grid) for n in nodes]

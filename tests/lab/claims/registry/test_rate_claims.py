@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from tieline.core.statistics import PowerLaw
 from tieline.lab.claims.claim import ClaimRun, Fits, Verdict
 from tieline.lab.claims.paper2 import theorems as paper2
 from tieline.lab.claims.paper4 import theorems as paper4
@@ -17,6 +16,7 @@ from tieline.lab.claims.runner import run_claim
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.rates import RateRow, RateStudy
 from tieline.lab.estimation.solvers import Status
+from tieline.lab.power_law import PowerLaw
 
 RUN = ClaimRun(True, 0)
 EXACT = {"raw": -0.05, "quotient": -0.5, "function": -0.5, "experts": -0.5}

@@ -7,8 +7,8 @@ import torch
 
 from tests.lab.limits.problems import COVARIANCE
 from tieline.core.errors import ParameterError, ShapeError
+from tieline.lab.geometry.masses import pair_gap
 from tieline.lab.limits import gaussian_boundary_mass, gaussian_inputs, pair_constants, two_cells
-from tieline.measure.boundary import pair_gap
 
 WEIGHT = torch.tensor([[1.0, 0.5], [0.0, -1.0], [-0.7, 0.2], [0.4, 0.4]], dtype=torch.float64)
 BIAS = torch.tensor([0.1, -0.4, 0.0, 0.9], dtype=torch.float64)

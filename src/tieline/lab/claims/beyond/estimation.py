@@ -16,7 +16,6 @@ import torch
 from scipy.optimize import brentq, least_squares
 from torch import Tensor
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, near
 from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.mixtures import FLOOR, drawn, inputs, largest_gap
@@ -29,6 +28,7 @@ from tieline.lab.estimation import (
     voronoi_loss,
 )
 from tieline.lab.estimation.model import router_directions
+from tieline.lab.power_law import exponent
 
 
 def doubled(model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0) -> MoEParameters:

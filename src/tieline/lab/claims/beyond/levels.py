@@ -13,11 +13,11 @@ import math
 
 import numpy as np
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, near, none_of
 from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
 from tieline.lab.claims.problems import numpy_router
 from tieline.lab.claims.registry import claim
+from tieline.lab.power_law import exponent
 from tieline.lab.tropical import count_cells, sharp_bound, zaslavsky
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.paper0.limit import crossing_pair
@@ -15,6 +14,7 @@ from tieline.lab.limits.recovery import specialisation_gap
 from tieline.lab.limits.saddle import derivative_transfer, offset_curvature, perturbed_curvature
 from tieline.lab.limits.shape import moved
 from tieline.lab.limits.two_cells import TwoCells, gaussian_profile, gaussian_risk, two_cells
+from tieline.lab.power_law import exponent
 
 
 def turned(angle: float, offset: float = 0.0) -> TwoCells:

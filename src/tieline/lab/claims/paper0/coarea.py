@@ -6,7 +6,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from scipy import special
 
-from tieline.core.statistics import exponent, mean_estimate
+from tieline.core.statistics import mean_estimate
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified, sampled, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import GraphRouter, affine_scores, density, drawn_router, pair_mass
@@ -14,6 +14,7 @@ from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import ambiguity_mass, boundary_mass_pair
 from tieline.lab.limits.surface import surface_integral
 from tieline.lab.limits.two_cells import gaussian_boundary_mass, two_cells
+from tieline.lab.power_law import exponent
 
 KAPPA = math.log(9.0)
 """κ_ε for ε = 0.1."""

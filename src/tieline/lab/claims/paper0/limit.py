@@ -5,7 +5,6 @@ import math
 
 import torch
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import (
     at_least,
     at_most,
@@ -29,6 +28,7 @@ from tieline.lab.limits.slope import (
     soft_to_hard_chain,
 )
 from tieline.lab.limits.two_cells import TwoCells, gaussian_risk, two_cells
+from tieline.lab.power_law import exponent
 from tieline.measure.boundary import margin_tail
 
 TAUS = [0.1, 0.03, 0.01, 0.003]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import gap, topk_mask
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, within
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import router
@@ -22,6 +21,7 @@ from tieline.lab.geometry import (
 from tieline.lab.geometry.diffusion import TopKCell, exit_orders, sample_exits
 from tieline.lab.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
 from tieline.lab.geometry.ties import tie_flat
+from tieline.lab.power_law import exponent
 
 
 def one_face() -> TopKCell:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import gap, kth_largest, sets_differ, stable_topk, topk_mask
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import (
     at_least,
     at_most,
@@ -31,6 +30,7 @@ from tieline.lab.geometry import (
     tube_ratio,
 )
 from tieline.lab.geometry.ties import tie_flat
+from tieline.lab.power_law import exponent
 
 
 def lattice(run: ClaimRun, n: int, experts: int) -> Tensor:

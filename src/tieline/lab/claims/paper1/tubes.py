@@ -8,7 +8,6 @@ from scipy import integrate, optimize, special
 from torch import Tensor
 
 from tieline.core.ranking import gap
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import (
     at_least,
     at_most,
@@ -31,6 +30,7 @@ from tieline.lab.geometry import (
     tube_fraction,
     tube_leading_term,
 )
+from tieline.lab.power_law import exponent
 
 
 def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:

@@ -6,11 +6,11 @@ import math
 import numpy as np
 from scipy.spatial import ConvexHull
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer
 from tieline.lab.claims.registry import claim
+from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     DegenerateError,
     capacity_bound,

@@ -19,7 +19,7 @@ from scipy import special
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.core.statistics import exponent, mean_interval
+from tieline.core.statistics import mean_interval
 from tieline.lab.claims.checks import (
     at_least,
     at_most,
@@ -33,6 +33,7 @@ from tieline.lab.claims.checks import (
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Real, Verdict, chart, dots, line
 from tieline.lab.claims.problems import drawn
 from tieline.lab.claims.registry import claim
+from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     ball_meets_tie,
     cap_constant,

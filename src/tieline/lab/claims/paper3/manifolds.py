@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
 from tieline.lab.claims.problems import bisect, crofton, dense_regions, drawn
 from tieline.lab.claims.registry import claim
+from tieline.lab.power_law import exponent
 from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
 
 QUARTER = math.pi / 2

@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
 from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
 from tieline.lab.claims.problems import drawn, layer, numpy_router
 from tieline.lab.claims.registry import claim
+from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     attainability,
     capacity_bound,

@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.numerics import one_thread
-from tieline.core.statistics import PowerLaw, fit_rate
 from tieline.lab.claims.claim import ClaimRun, Fits
 from tieline.lab.claims.rate_evidence import small_plan
 from tieline.lab.estimation.model import MoEModel
@@ -28,6 +27,7 @@ from tieline.lab.estimation.parameters import MoEParameters
 from tieline.lab.estimation.rate_plan import plan_blocks
 from tieline.lab.estimation.rates import fit_repetitions
 from tieline.lab.estimation.solvers import Status
+from tieline.lab.power_law import PowerLaw, fit_rate
 
 __all__ = ["NearestBest", "nearest_best", "nearest_best_losses"]
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from tieline.core.statistics import exponent
 from tieline.lab.claims.checks import (
     at_least,
     at_most,
@@ -52,6 +51,7 @@ from tieline.lab.claims.rate_evidence import (
 from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.lab.estimation.rates import RateStudy
+from tieline.lab.power_law import exponent
 
 
 def sparse_truth(run: ClaimRun, model: MoEModel) -> MoEParameters:

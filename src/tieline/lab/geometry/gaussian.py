@@ -3,7 +3,6 @@
 With t = z_[k], whose density is E!/((k-1)!(E-k)!) φ Φ̄^(k-1) Φ^(E-k), the E - k scores below t are
 independent, and so are the k - 1 above it: every law of near-ties is one integral over t.
 
-    gaussian_gap_density     f_gap(0) = E!/((k-1)!(E-k-1)!) ∫ φ² Φ̄^(k-1) Φ^(E-k-1)     Def. 3.1
     gaussian_pair_density    f_pair(0) = E (E-1) / (2√π), density at 0 of min |z_i - z_j|
     gaussian_gap_mass        P(Δ <= w) = 1 - E[(Φ(t-w)/Φ(t))^(E-k)]
     gaussian_near_ties       E[K(ε)] - k = (E-k) E[1 - Φ(t-ε)/Φ(t)]
@@ -12,6 +11,7 @@ independent, and so are the k - 1 above it: every law of near-ties is one integr
 
 All by the trapezoidal rule in the log domain, whose error falls faster than any power of the step
 for an analytic integrand that vanishes at both ends: 12 digits or more.
+`measure.boundary.gaussian_gap_density` is the density of the gap at zero.
 """
 
 import math
@@ -27,7 +27,6 @@ from tieline.measure.boundary import Real
 
 __all__ = [
     "gaussian_budget_epsilon",
-    "gaussian_gap_density",
     "gaussian_gap_mass",
     "gaussian_near_ties",
     "gaussian_order_shares",
@@ -36,19 +35,6 @@ __all__ = [
 
 STEP = 1 / 128
 """Step of the grid in t: an eighth of what twelve digits need for E = 64."""
-
-
-def gaussian_gap_density(n_experts: int, k: int) -> float:
-    """f_gap(0), the density at zero of z_[k] - z_[k+1] (Def. 3.1); E = 64, k = 8: 12.91488668807.
-
-    P(Δ <= w) = f_gap(0) w + O(w²). Equal for k and E - k.
-    """
-    _check_arguments(n_experts, k)
-    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
-    log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
-    log_integrand = 2 * log_phi + (k - 1) * log_ndtr(-t) + (n_experts - k - 1) * log_ndtr(t)
-    log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k)
-    return (log_integrand + log_ways).exp().sum().item() * step
 
 
 def gaussian_pair_density(n_experts: int) -> float:

@@ -3,7 +3,7 @@
 import pytest
 
 from tieline.lab.limits.continuity import hard_sensitivity, projected_cost
-from tieline.measure.ramp import flip_reduction
+from tieline.measure.flips import flip_reduction
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 4.0, 32.0])

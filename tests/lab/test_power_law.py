@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.errors import TielineError
-from tieline.core.statistics import exponent, fit_rate, sample_size
+from tieline.lab.power_law import exponent, fit_rate, sample_size
 
 SIZES = [1000, 3000, 10_000, 30_000]
 

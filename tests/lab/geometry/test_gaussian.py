@@ -8,15 +8,14 @@ from scipy import integrate, special
 
 from tests.measure.problems import normal_scores
 from tieline.core.ranking import gap
-from tieline.measure.boundary import near_counts, tie_order
-from tieline.measure.gaussian import (
+from tieline.lab.geometry.gaussian import (
     gaussian_budget_epsilon,
-    gaussian_gap_density,
     gaussian_gap_mass,
     gaussian_near_ties,
     gaussian_order_shares,
     gaussian_pair_density,
 )
+from tieline.measure.boundary import gaussian_gap_density, near_counts, tie_order
 
 
 def test_values_known_to_ten_digits():

@@ -1,0 +1,148 @@
+"""Power laws of losses with resampled intervals, and means of a few independent samples.
+
+mean_interval              interval of the mean of a few values, by Student's t
+share_estimate             share of hits with its standard error
+fit_rate, sample_size      power law of losses with resampled intervals, and its inverse
+exponent                   slope of a log-log fit
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tieline.core.errors import require
+
+LEVEL = 0.95
+
+RESAMPLES = 2000
+
+
+Middle = Literal["mean", "median"]
+"""What stands for the repetitions of one sample size."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """A fitted power law log y = a + b log n, with the 95 % interval of b.
+
+    Attributes:
+        slope: b.
+        low: lower limit of b.
+        high: upper limit of b.
+        intercept: a.
+    """
+
+    slope: float
+    low: float
+    high: float
+    intercept: float
+
+    def __str__(self) -> str:
+        return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """Number of samples at which the mean error reaches δ.
+
+    Attributes:
+        error: δ.
+        n: the answer; infinite if the error does not fall.
+        low: lower limit of the 95 % interval.
+        high: upper limit.
+        seen: whether n lies between the sample sizes that were tried.
+    """
+
+    error: float
+    n: float
+    low: float
+    high: float
+    seen: bool
+
+    def __str__(self) -> str:
+        how = "" if self.seen else " (beyond the sample sizes tried: extrapolated)"
+        numbers = f"{_count(self.n)} samples, interval {_count(self.low)} to {_count(self.high)}"
+        return f"for error {self.error:g} you need about {numbers}{how}"
+
+
+def fit_rate(
+    sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0, middle: Middle = "mean"
+) -> PowerLaw:
+    """Fit a power law to the middle of the losses, with an interval from resampled repetitions.
+
+    Args:
+        sizes: n_1 < n_2 < ..., two at least.
+        losses: for each n the losses of its repetitions, (R_n,).
+        seed: of the resampling.
+        middle: "mean", or "median" for a law in probability, which single repetitions do not move.
+    """
+    fitted, draws = _lines(sizes, losses, seed, middle)
+    low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return PowerLaw(float(fitted[1]), float(low), float(high), float(fitted[0]))
+
+
+def sample_size(
+    sizes: Sequence[int], losses: Sequence[Tensor], error: float, seed: int = 0
+) -> SampleSize:
+    """Sample size at which the mean loss reaches `error`; other arguments as in `fit_rate`."""
+    require(error > 0, f"an error to reach is positive, got {error}")
+    fitted, draws = _lines(sizes, losses, seed)
+    n = _crossing(fitted[None], error)[0]
+    crossings = _crossing(draws, error)
+    low, high = (
+        np.quantile(crossings, q, method="nearest") for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+    )
+    observed = bool(min(sizes) <= n <= max(sizes))
+    return SampleSize(error, float(n), float(low), float(high), observed)
+
+
+def _lines(
+    sizes: Sequence[int], losses: Sequence[Tensor], seed: int, middle: Middle = "mean"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(a, b) of the data and of every resample."""
+    require(
+        len(sizes) == len(losses) >= 2 and len(set(sizes)) == len(sizes),
+        f"a slope needs losses at two sample sizes or more, got {list(sizes)}",
+    )
+    values = [np.asarray(torch.as_tensor(loss).double()) for loss in losses]
+    good = all(len(v) > 0 and np.isfinite(v).all() and v.mean() > 0 for v in values)
+    require(good, "a slope needs finite losses with a positive mean at every sample size")
+    random = np.random.default_rng(seed)
+    middles = np.stack([_middles(v, random, middle) for v in values])
+    with np.errstate(divide="ignore"):
+        b, a = np.polyfit(
+            np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(middles, 1e-300)), 1
+        )
+    lines = np.stack([a, b], axis=1)
+    return lines[0], lines[1:]
+
+
+def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
+    """Mean or median of the values and of every resample."""
+    of = {"mean": np.mean, "median": np.median}[middle]
+    drawn = of(values[random.integers(len(values), size=(RESAMPLES, len(values)))], axis=1)
+    return np.concatenate([[of(values)], drawn])
+
+
+def _crossing(lines: np.ndarray, error: float) -> np.ndarray:
+    """Sample size where the line reaches the error, infinite where it does not fall."""
+    a, b = lines[:, 0], lines[:, 1]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        sizes = np.exp((math.log(error) - a) / b)
+    return np.where(b < 0, sizes, np.inf)
+
+
+def _count(n: float) -> str:
+    return f"{n:.3g}" if n >= 1e6 or not math.isfinite(n) else f"{n:,.0f}"
+
+
+def exponent(x: Sequence[float | int], y: Sequence[float | int]) -> float:
+    """Exponent p of |y| ~ x^p, by least squares of logarithms."""
+    require(len(x) == len(y) > 1, f"a slope needs two points or more, got {len(x)} and {len(y)}")
+    log_x, log_y = ([math.log(abs(value)) for value in values] for values in (x, y))
+    return float(np.polyfit(log_x, log_y, 1)[0])
