@@ -25,8 +25,7 @@ from rich.table import Table
 
 from harness import RESAMPLES, machine
 from tieline.lab.estimation.fit import fit, near_truth
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.rate_plan import named_case
 from tieline.lab.estimation.rates import rate_study
 

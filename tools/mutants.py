@@ -209,14 +209,14 @@ MUTANTS: list[Mutant] = [
         "tropical-1",
         "return min(comb(n_experts, k), zaslavsky(n_experts, dim + 1) - n_experts)",
         "return min(comb(n_experts, k), zaslavsky(n_experts, dim + 1))",
-        "tropical/test_capacity.py",
+        "tropical/capacity/test_capacity.py",
         "the bound on cells is still true but not sharp",
     ),
     _m(
         "tropical-2",
         "if max(k, rest) >= dim + 2:",
         "if max(k, rest) > dim + 2:",
-        "tropical/test_capacity.py",
+        "tropical/capacity/test_capacity.py",
         "boundary case of what no router attains",
     ),
     _m(
@@ -244,7 +244,7 @@ MUTANTS: list[Mutant] = [
         "tropical-6",
         "terms = log_p[dim - 1 :: -2] if dim <= n_experts else log_p[n_experts - 1 :: -1]",
         "terms = log_p[dim - 1 :: -1] if dim <= n_experts else log_p[n_experts - 1 :: -1]",
-        "tropical/test_expectation.py",
+        "tropical/capacity/test_expectation.py",
         "all block sizes instead of every second one",
     ),
     _m(

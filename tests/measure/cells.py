@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tieline.lab.geometry.diffusion import top_k_cell
+from tieline.lab.geometry.exit_time import top_k_cell
 
 
 def one_face(r=1.0):

@@ -21,9 +21,9 @@ from tieline.lab.estimation.derivative_tests import (
     split_test,
     witness_atoms,
 )
-from tieline.lab.estimation.distances import expert_distance
 from tieline.lab.estimation.fit import fit, near_truth
 from tieline.lab.estimation.identifiability import cramer_rao
+from tieline.lab.estimation.losses import expert_distance
 from tieline.lab.estimation.settings import well_conditioned
 
 

@@ -8,8 +8,7 @@ from torch.func import jacrev, vmap
 
 from tests.lab.estimation.problems import MODELS, model_id, random_inputs, random_parameters
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters, quadratic_blocks
+from tieline.lab.estimation.model import MoEModel, MoEParameters, quadratic_blocks
 
 ACTIVATION = {
     "linear": lambda u: u,

@@ -5,8 +5,7 @@ import torch
 
 from tests.lab.estimation.problems import MODELS, model_id, random_inputs, random_parameters
 from tieline.lab.estimation.identifiability import information
-from tieline.lab.estimation.model import MoEModel, gate_weights, input_features
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters, gate_weights, input_features
 from tieline.lab.estimation.symmetry import canonical, null_dimension, symmetries
 
 

@@ -10,8 +10,7 @@ from scipy import stats
 
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.core.ranking import topk_mask
-from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
-from tieline.lab.geometry.exit_time import exit_bounds, face_exit
+from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_exit, top_k_cell
 from tieline.lab.geometry.structured import (
     PerturbationLaw,
     drifting_exit,

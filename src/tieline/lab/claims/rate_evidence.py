@@ -34,8 +34,7 @@ from tieline.lab.claims.checks import at_least, corrected, estimated, qualified,
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureData, Fits, chart, dots
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.rate_plan import RatePlan, as_case
 from tieline.lab.estimation.rates import LOSSES, RateStudy, rate_study
 from tieline.lab.power_law import PowerLaw

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from tieline.lab.estimation.distances import matched_errors, regression_distance
 from tieline.lab.estimation.fit import FitResult, FitWarning, population_minimiser
 from tieline.lab.estimation.identifiability import (
     Identifiability,
@@ -10,13 +9,14 @@ from tieline.lab.estimation.identifiability import (
     identifiability_table,
 )
 from tieline.lab.estimation.losses import (
+    matched_errors,
     quotient_loss,
     quotient_losses,
+    regression_distance,
     voronoi_loss,
     voronoi_losses,
 )
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters, quadratic_parameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters, quadratic_parameters
 from tieline.lab.estimation.rate_plan import RatePlan, case_of, named_case
 from tieline.lab.estimation.rates import RateStudy, rate_study
 from tieline.lab.estimation.settings import SETTINGS, Setting, SmallDesign, setting, small_design

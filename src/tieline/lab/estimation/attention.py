@@ -38,8 +38,14 @@ from tieline.core.errors import ShapeError, require
 from tieline.lab.attention.moe import attention_as_moe
 from tieline.lab.attention.sigmoid import AttentionKind, HeadWeights, check_kind
 from tieline.lab.estimation.fit import ModelRegression
-from tieline.lab.estimation.model import MoEModel, draw_inputs, draw_noise, repetition_seeds
-from tieline.lab.estimation.parameters import MoEParameters, quadratic_parameters
+from tieline.lab.estimation.model import (
+    MoEModel,
+    MoEParameters,
+    draw_inputs,
+    draw_noise,
+    quadratic_parameters,
+    repetition_seeds,
+)
 from tieline.lab.estimation.solvers import LeastSquares, Regression, levenberg_marquardt
 from tieline.lab.power_law import PowerLaw, fit_rate
 

@@ -30,8 +30,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, require
-from tieline.lab.estimation.model import LawName, MoEModel, draw_inputs
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import LawName, MoEModel, MoEParameters, draw_inputs
 from tieline.lab.estimation.solvers import (
     ADAM,
     SGD,

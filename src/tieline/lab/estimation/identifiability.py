@@ -38,8 +38,7 @@ from tieline.lab.estimation.derivative_tests import (
     split_test,
     witness_atoms,
 )
-from tieline.lab.estimation.model import GATES, LINKS, LawName, MoEModel, draw_inputs
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import GATES, LINKS, LawName, MoEModel, MoEParameters, draw_inputs
 from tieline.lab.estimation.symmetry import null_dimension
 
 TABLE_EXPERTS: tuple[dict[str, Any], ...] = (

@@ -42,8 +42,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 
 SMALLEST = 1e-8  # least noise variance, for standardised targets
 WIDEST_TREE = 64  # largest input dimension for which a tree is grown: the work grows like its cube

@@ -23,8 +23,7 @@ import torch
 from tieline.core.errors import require
 from tieline.core.records import canonical
 from tieline.lab.estimation.fit import METHODS, Method, ModelRegression, lift, population_minimiser
-from tieline.lab.estimation.model import LawName, MoEModel, repetition_seeds
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import LawName, MoEModel, MoEParameters, repetition_seeds
 from tieline.lab.estimation.settings import SETTINGS, Setting, well_conditioned
 from tieline.lab.estimation.solvers import LeastSquares
 

@@ -33,7 +33,6 @@ from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result, canonical, from_plain, parse_json
 from tieline.core.statistics import mean_estimate
-from tieline.lab.estimation.distances import expert_distance, regression_distance
 from tieline.lab.estimation.fit import (
     FitResult,
     FitWarning,
@@ -42,7 +41,12 @@ from tieline.lab.estimation.fit import (
     radius_at,
     warn_unconverged,
 )
-from tieline.lab.estimation.losses import quotient_losses, voronoi_losses
+from tieline.lab.estimation.losses import (
+    expert_distance,
+    quotient_losses,
+    regression_distance,
+    voronoi_losses,
+)
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
     Case,

@@ -50,8 +50,7 @@ from tieline.lab.estimation.mixture_fit import (
     some_rows,
 )
 from tieline.lab.estimation.mixture_starts import SharedGate, WeightedRows
-from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel, MoEParameters
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import LayerMeasures, MeasureSettings, measure_layer
 from tieline.trace.record import LayerFacts, LayerTrace

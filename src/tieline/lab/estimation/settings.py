@@ -40,8 +40,7 @@ from torch import Tensor
 
 from tieline.core.errors import require
 from tieline.lab.estimation.identifiability import information
-from tieline.lab.estimation.model import GateName, LinkName, MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import GateName, LinkName, MoEModel, MoEParameters
 from tieline.lab.estimation.symmetry import null_dimension
 
 ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter

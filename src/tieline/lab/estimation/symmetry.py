@@ -26,8 +26,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tieline.lab.estimation.model import MoEModel, router_directions
-from tieline.lab.estimation.parameters import MoEParameters, quadratic_blocks
+from tieline.lab.estimation.model import (
+    MoEModel,
+    MoEParameters,
+    quadratic_blocks,
+    router_directions,
+)
 
 Pin = Literal["mean", "last"]
 QUADRATIC = ("quadratic", "partial")

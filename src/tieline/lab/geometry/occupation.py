@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.lab.geometry.diffusion import batches, check_noise, check_run
+from tieline.lab.geometry.exit_time import batches, check_noise, check_run
 from tieline.lab.geometry.ties import TieFlat, check_router, distance_to_tie, tie_flat, tie_sets
 from tieline.lab.geometry.tubes import ball_volume
 from tieline.measure.boundary import Real

@@ -12,7 +12,7 @@ from tieline.core.errors import require
 from tieline.core.settings import takes_settings
 from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
-from tieline.lab.tropical.measured import RouterMeasurement, measured_layer
+from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers

@@ -25,8 +25,7 @@ from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
-from tieline.lab.geometry.exit_time import exit_bounds, face_quantile
+from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject
 from tieline.lab.settings import WalksOptions, WalksSettings
 from tieline.measure.flips import logit_view

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.lab.tropical.advisor import Advice, Entry
-from tieline.lab.tropical.measured import RouterMeasurement
+from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
 from tieline.report.frame import notebook_html
 from tieline.report.plain import Section, plain_page

@@ -14,9 +14,15 @@ from tieline.lab.tropical.capacity import (
     attainability,
     capacity_bound,
     cell_bound,
+    expected_cells,
+    expected_regions,
     group_coalitions,
+    log_expected_cells,
+    log_expected_regions,
     paper_capacities,
+    pooled_block,
     sharp_bound,
+    wall_density,
     zaslavsky,
 )
 from tieline.lab.tropical.cells import (
@@ -35,14 +41,6 @@ from tieline.lab.tropical.collapse import (
     centring_of_layer,
     saturation,
     walls_in_ball,
-)
-from tieline.lab.tropical.expectation import (
-    expected_cells,
-    expected_regions,
-    log_expected_cells,
-    log_expected_regions,
-    pooled_block,
-    wall_density,
 )
 from tieline.lab.tropical.manifold import (
     crossings,

@@ -27,16 +27,14 @@ from tieline.lab.tropical.capacity import (
     attainability,
     capacity_bound,
     group_coalitions,
-    sharp_bound,
-    zaslavsky,
-)
-from tieline.lab.tropical.expectation import (
     log_binomial,
     log_expected_cells,
     log_expected_regions,
+    sharp_bound,
     wall_density,
+    zaslavsky,
 )
-from tieline.lab.tropical.measured import RouterMeasurement
+from tieline.lab.tropical.collapse import RouterMeasurement
 
 MOST_EXPERTS, MOST_WIDTH = 1 << 16, 1 << 40
 """Beyond them exact counts, with as many binary digits as there are experts, take minutes."""

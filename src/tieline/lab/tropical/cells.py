@@ -40,7 +40,7 @@ from tieline.lab.tropical.affine import (
     counting_router,
     why_degenerate,
 )
-from tieline.lab.tropical.expectation import expected_cells
+from tieline.lab.tropical.capacity import expected_cells
 
 MAX_SUBSETS = 50_000_000  # largest number of tied sets C(N, d + 1) that `count_cells` goes through
 FEW_SUBSETS = 1_000_000

@@ -1,4 +1,4 @@
-"""Whether the data reach the router's ties at all, and what moves them there.
+"""Whether data reach the router's ties at all, what moves them there, and what a model's own do.
 
     cap_fraction     A(θ) = ½ I_{sin²θ}((d-1)/2, ½), share of the sphere in a cap        Prop. 5.6
     cap_constant     C(d) = 1 / ((d-1) B((d-1)/2, ½)), A ~ C (R/‖μ‖)^{d-1}                Prop. 5.6
@@ -6,11 +6,15 @@
     ball_meets_tie   1 - exp(-walls): chance that the ball meets one at all              ours
     saturation       smallest distance to a tie, coalitions used, of given data          Def. 5.5
     centring         saturation as is, with centred input, bias, and shared expert        ours
+    measured_layer   coalitions along a model's hidden states, saturation and centring    ours
 
 The paper concludes from the cap's area that ‖μ‖^{-(d-1)} coalitions stay in reach. But a tie is a
 wall, not a point: the chance to meet one falls like R/‖μ‖ only, exponent 1 in any dimension. A
 shared expert adds to the output, not to the scores, and so leaves every wall where it is; a router
 bias -Wμ, or centred input, has the effect that the paper asks of it.
+
+Switches of coalition are counted exactly on the straight lines between the inputs of two tokens:
+neighbours in a text, and any two (Thm. 4.26, corrected).
 """
 
 import math
@@ -23,9 +27,10 @@ from scipy import special
 
 from tieline.core.errors import require
 from tieline.lab.tropical.affine import AffineRouter, as_points, as_router, captured_inputs, chosen
-from tieline.lab.tropical.expectation import wall_density
+from tieline.lab.tropical.capacity import wall_density
+from tieline.lab.tropical.manifold import Crossings, crossings, token_pairs
 from tieline.measure.distance import expert_distances, nearest_tie
-from tieline.trace.record import LayerTrace
+from tieline.trace.record import LayerTrace, RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -136,3 +141,60 @@ def _saturation(data: np.ndarray, router: AffineRouter) -> Saturation:
 def _check_ball(dim: int, sine: float) -> None:
     require(dim >= 2, f"need a dimension d >= 2, got {dim}")
     require(0 <= sine <= 1, f"need 0 <= R/‖μ‖ <= 1, got {sine}")
+
+
+PAIRS = 512
+"""Pairs of tokens of each kind."""
+
+
+@dataclass(frozen=True)
+class RouterMeasurement:
+    """One router of a model on its own inputs.
+
+    Attributes:
+        name: name of the router.
+        status: "ok", or why its walls are not known.
+        neighbours: lines between neighbouring tokens of a text.
+        any_two: lines between any two tokens.
+        centring: saturation as is, with centred inputs, and by a router bias.
+        ball: R/‖μ‖, root mean square distance of the inputs from their mean over the norm of that.
+        meets_tie: chance that a ball of that size meets a tie of a Gaussian router.
+    """
+
+    name: str
+    status: str = "ok"
+    neighbours: Crossings | None = None
+    any_two: Crossings | None = None
+    centring: Centring | None = None
+    ball: float | None = None
+    meets_tie: float | None = None
+
+
+def measured_layer(
+    trace: RoutingTrace, layer: LayerTrace, weight: Any, bias: Any = None, seed: int = 0
+) -> RouterMeasurement:
+    """Measure one layer with affine scores, captured with keep="inputs".
+
+    Args:
+        trace: the routing.
+        layer: one of its layers.
+        weight: (E, D) matrix of its router.
+        bias: (E,) bias of its router, None for none.
+        seed: of the pairs.
+    """
+    inputs = captured_inputs(layer).double().numpy()
+    near = token_pairs(trace, PAIRS, "neighbours", seed)
+    far = token_pairs(trace, PAIRS, "any", seed)
+    mean = inputs.mean(axis=0)
+    spread = float(np.sqrt(((inputs - mean) ** 2).sum(axis=1).mean()))
+    size = float(np.linalg.norm(mean))
+    sine = min(1.0, spread / size) if size > 0 else 1.0
+    facts = layer.facts
+    return RouterMeasurement(
+        name=layer.name,
+        neighbours=crossings(layer, weight, near, bias),
+        any_two=crossings(layer, weight, far, bias),
+        centring=centring_of_layer(layer, weight, bias),
+        ball=spread / size if size > 0 else None,
+        meets_tie=ball_meets_tie(facts.n_experts, facts.k, inputs.shape[1], sine),
+    )

@@ -41,8 +41,7 @@ from tieline.lab.tropical.affine import (
     captured_inputs,
     chosen,
 )
-from tieline.lab.tropical.capacity import capacity_bound
-from tieline.lab.tropical.expectation import wall_density
+from tieline.lab.tropical.capacity import capacity_bound, wall_density
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 CHUNK = 1 << 22  # pairs of experts over all segments that are held at once

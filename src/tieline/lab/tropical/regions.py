@@ -87,7 +87,7 @@ def _check_dim(layer: CountingLayer) -> None:
 
 
 def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
-    from tieline.lab.tropical.flats import count_flats
+    from tieline.lab.tropical.counting import count_flats
 
     router, experts = layer.router, len(layer.router.b)
     free = router.linear or k == experts
@@ -117,7 +117,7 @@ def _count_cones(
     W: Float[np.ndarray, "experts dim"], layer: CountingLayer, k: int
 ) -> tuple[int, float]:
     """Pieces of a layer without any bias: cones, met by x_1 = ±1, less those met by x_1 = 0."""
-    from tieline.lab.tropical.flats import count_flats
+    from tieline.lab.tropical.counting import count_flats
 
     V, owner = layer.V, layer.owner
     total, safety, sign = 0, float("inf"), 1

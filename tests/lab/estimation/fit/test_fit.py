@@ -7,8 +7,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.estimation.fit import FitResult, FitWarning, fit, near_truth
-from tieline.lab.estimation.model import MoEModel, repetition_seeds
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters, repetition_seeds
 from tieline.lab.estimation.solvers import Recipe, Status
 
 MODEL = MoEModel("linear", "softmax", "tanh", d=2, n_experts=2)

@@ -5,8 +5,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.estimation.fit import population_minimiser
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 
 LINEAR = MoEModel("linear", "softmax", "tanh", d=2, n_experts=2)
 TRUTH = MoEParameters([[2.0, -1.0], [0.0, 0.0]], [0.3, 0.0], [[1.5, 0.5, 0.2], [-1.0, 1.0, -0.4]])

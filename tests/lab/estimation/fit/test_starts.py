@@ -5,8 +5,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.estimation.fit import fit, kmeans_start, lift, near_truth, radius_at, random_start
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 
 
 def model(gate="linear", link="softmax", expert="linear", n_experts=3):

@@ -6,8 +6,7 @@ import torch
 from tests.lab.estimation.problems import MODELS, model_id, random_parameters
 from tests.lab.estimation.test_symmetry import act, changed, small
 from tieline.lab.estimation.losses import quotient_loss, quotient_losses, voronoi_loss
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.symmetry import symmetries
 
 

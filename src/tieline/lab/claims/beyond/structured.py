@@ -13,7 +13,7 @@ from tieline.lab.claims.checks import at_least, none_of, within
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
 from tieline.lab.claims.registry import claim
 from tieline.lab.claims.trained import RouterStates, router_states
-from tieline.lab.geometry.diffusion import exit_curve, top_k_cell
+from tieline.lab.geometry.exit_time import exit_curve, top_k_cell
 from tieline.lab.geometry.structured import (
     PerturbationLaw,
     drifting_exit,

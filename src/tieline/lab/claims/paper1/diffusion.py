@@ -18,7 +18,7 @@ from tieline.lab.geometry import (
     nearest_tie_point,
     top_k_cell,
 )
-from tieline.lab.geometry.diffusion import TopKCell, exit_orders, sample_exits
+from tieline.lab.geometry.exit_time import TopKCell, exit_orders, sample_exits
 from tieline.lab.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
 from tieline.lab.geometry.ties import tie_flat
 from tieline.lab.power_law import exponent

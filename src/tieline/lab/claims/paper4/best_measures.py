@@ -22,8 +22,7 @@ from torch import Tensor
 from tieline.core.numerics import one_thread
 from tieline.lab.claims.claim import ClaimRun, Fits
 from tieline.lab.claims.rate_evidence import small_plan
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.rate_plan import plan_blocks
 from tieline.lab.estimation.rates import fit_repetitions
 from tieline.lab.estimation.solvers import Status

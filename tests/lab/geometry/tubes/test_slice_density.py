@@ -8,14 +8,15 @@ import torch
 
 from tests.measure.routers import router
 from tieline.lab.geometry.masses import linf_distance
-from tieline.lab.geometry.slice_density import (
+from tieline.lab.geometry.tubes import (
     band_ratio,
     sampled_slice_density,
     slice_bounds,
     slice_density,
+    tie_tube,
     tube_ratio,
+    uniform_ball,
 )
-from tieline.lab.geometry.tubes import tie_tube, uniform_ball
 
 
 def test_the_density_can_be_one():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tieline.core.ranking import stable_topk
-from tieline.lab.tropical.measured import measured_layer
+from tieline.lab.tropical.collapse import measured_layer
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 
 

@@ -18,7 +18,7 @@ from tieline.lab.tropical import (
     wall_density,
     zaslavsky,
 )
-from tieline.lab.tropical.expectation import log_pools
+from tieline.lab.tropical.capacity import log_pools
 
 CELLS = [(16, 4, 2), (16, 4, 3), (10, 3, 4)]
 REGIONS = [

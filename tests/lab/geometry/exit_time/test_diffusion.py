@@ -7,8 +7,14 @@ import torch
 
 from tests.measure.cells import one_face, two_faces
 from tests.measure.routers import inputs, router
-from tieline.lab.geometry.diffusion import exit_curve, normalised_distances, top_k_cell
-from tieline.lab.geometry.exit_time import exit_bounds, face_exit, two_face_exit
+from tieline.lab.geometry.exit_time import (
+    exit_bounds,
+    exit_curve,
+    face_exit,
+    normalised_distances,
+    top_k_cell,
+    two_face_exit,
+)
 
 PATHS = 200_000
 

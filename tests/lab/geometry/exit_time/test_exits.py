@@ -7,8 +7,13 @@ import torch
 
 from tests.measure.cells import one_face, two_faces
 from tests.measure.routers import inputs, router
-from tieline.lab.geometry.diffusion import exit_curve, exit_orders, sample_exits, top_k_cell
-from tieline.lab.geometry.exit_time import face_exit
+from tieline.lab.geometry.exit_time import (
+    exit_curve,
+    exit_orders,
+    face_exit,
+    sample_exits,
+    top_k_cell,
+)
 
 PATHS = 20_000
 

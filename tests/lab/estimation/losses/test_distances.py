@@ -8,9 +8,8 @@ import torch
 
 from tests.lab.estimation.problems import MODELS, random_parameters
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.distances import expert_distance, matched_errors, regression_distance
-from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.parameters import MoEParameters
+from tieline.lab.estimation.losses import expert_distance, matched_errors, regression_distance
+from tieline.lab.estimation.model import MoEModel, MoEParameters
 
 
 def test_the_distance_of_two_linear_functions_is_the_closed_form_within_its_error():
