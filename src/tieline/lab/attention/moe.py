@@ -39,15 +39,10 @@ Sequence = Float[Tensor, "*batch tokens_dim"]
 
 @dataclass(frozen=True, eq=False)
 class TokenExperts:
-    """X ↦ X P_j (+ constant): expert j takes the value of token j.
+    """X ↦ X P_j (+ constant): expert j takes the value of token j."""
 
-    Attributes:
-        maps: P_j (E, N·D, d_v).
-        constant: b_v (d_v), the same for all experts.
-    """
-
-    maps: Float[Tensor, "experts tokens_dim d_value"]
-    constant: Float[Tensor, " d_value"]
+    maps: Float[Tensor, "experts tokens_dim d_value"]  # P_j (E, N·D, d_v)
+    constant: Float[Tensor, " d_value"]  # b_v (d_v), the same for all experts
 
     def __call__(self, sequence: Sequence) -> Float[Tensor, "*batch experts d_value"]:
         """Outputs of all experts for sequences (..., N·D)."""
@@ -59,24 +54,15 @@ class AttentionMoE:
     """An attention row as a mixture, evaluated on one sequence.
 
     Calling it with another sequence (..., N·D) gives the same row of the attention over that one.
-
-    Attributes:
-        router: scores X A_j Xᵀ + b_j·X + c_j as `matrices`, `linear` and `constant`.
-        gate: `Softmax` or `Sigmoid`.
-        experts: one linear map per token.
-        sequence: the tokens as one vector X (N·D).
-        scores: s(X) (E); E = N, or the tokens up to the row if causal.
-        weights: G(s(X)) (E), the attention weights of the row.
-        output: the row (d_v).
     """
 
-    router: QuadraticRouter
-    gate: Gate
-    experts: TokenExperts
-    sequence: Float[Tensor, " tokens_dim"]
-    scores: Float[Tensor, " experts"]
-    weights: Float[Tensor, " experts"]
-    output: Float[Tensor, " d_value"]
+    router: QuadraticRouter  # scores X A_j Xᵀ + b_j·X + c_j as `matrices`, `linear` and `constant`
+    gate: Gate  # `Softmax` or `Sigmoid`
+    experts: TokenExperts  # one linear map per token
+    sequence: Float[Tensor, " tokens_dim"]  # the tokens as one vector X (N·D)
+    scores: Float[Tensor, " experts"]  # s(X) (E); E = N, or the tokens up to the row if causal
+    weights: Float[Tensor, " experts"]  # G(s(X)) (E), the attention weights of the row
+    output: Float[Tensor, " d_value"]  # the row (d_v)
 
     def __call__(self, sequence: Sequence) -> Float[Tensor, "*batch d_value"]:
         """Σ_j G(s(X))_j X P_j for sequences (..., N·D)."""

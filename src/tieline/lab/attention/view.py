@@ -62,21 +62,13 @@ SINK = "tieline_attention_sink"
 
 
 class AttentionCall(NamedTuple):
-    """What one attention layer was given.
+    """What one attention layer was given."""
 
-    Attributes:
-        query: (B, H, N, d).
-        key: (B, H / g, M, d).
-        value: (B, H / g, M, d_v).
-        visible: which keys each query sees, (B or 1, 1 or H, N, M).
-        scale: factor of the scores.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    visible: Tensor
-    scale: float
+    query: Tensor  # (B, H, N, d)
+    key: Tensor  # (B, H / g, M, d)
+    value: Tensor  # (B, H / g, M, d_v)
+    visible: Tensor  # which keys each query sees, (B or 1, 1 or H, N, M)
+    scale: float  # factor of the scores
 
 
 Sink = Callable[[str, AttentionCall], None]

@@ -76,21 +76,13 @@ class ModelRegression:
 
 @dataclass(frozen=True, eq=False)
 class FitResult:
-    """Fits of one data set from S starts, (S,), or of R data sets, (R, S).
+    """Fits of one data set from S starts, (S,), or of R data sets, (R, S)."""
 
-    Attributes:
-        params: parameters, with those leading axes.
-        loss: weighted mean of squared residuals (with the ridge's share).
-        status: a `Status` each.
-        iterations: steps tried.
-        ridge: λ that was used.
-    """
-
-    params: MoEParameters
-    loss: Float[Tensor, "*problems"]
-    status: Int[Tensor, "*problems"]
-    iterations: Int[Tensor, "*problems"]
-    ridge: float = 0.0
+    params: MoEParameters  # parameters, with those leading axes
+    loss: Float[Tensor, "*problems"]  # weighted mean of squared residuals (with the ridge's share)
+    status: Int[Tensor, "*problems"]  # a `Status` each
+    iterations: Int[Tensor, "*problems"]  # steps tried
+    ridge: float = 0.0  # λ that was used
 
     @property
     def converged(self) -> Bool[Tensor, "*problems"]:

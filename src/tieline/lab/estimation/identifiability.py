@@ -150,36 +150,23 @@ def _expert_slopes(
 
 @dataclass(frozen=True)
 class Identifiability:
-    """Results of the tests for one combination of gate, link and expert.
+    """Results of the tests for one combination of gate, link and expert."""
 
-    Attributes:
-        gate: of the model.
-        link: of the model.
-        expert: of the model.
-        d: dimension of an input.
-        n_experts: number of experts.
-        strong: the rank test of the strong definition at generic parameters; None where it has no
-            derivatives.
-        weak: the rank test of the weak definition at generic parameters.
-        witness: the weak test at two distinct experts that are multiples of one function.
-        nullity: flat directions of the information matrix with the biases pinned.
-        symmetry: flat directions that the symmetries explain.
-        split: the split test, the most favourable of the draws; None where nothing can be split.
-        verdict: of the split test, in words.
-    """
-
-    gate: str
-    link: str
-    expert: str
-    d: int
-    n_experts: int
+    gate: str  # of the model
+    link: str  # of the model
+    expert: str  # of the model
+    d: int  # dimension of an input
+    n_experts: int  # number of experts
+    # the rank test of the strong definition at generic parameters; None where it has no
+    # derivatives
     strong: RankTest | None
-    weak: RankTest
-    witness: RankTest
-    nullity: int
-    symmetry: int
+    weak: RankTest  # the rank test of the weak definition at generic parameters
+    witness: RankTest  # the weak test at two distinct experts that are multiples of one function
+    nullity: int  # flat directions of the information matrix with the biases pinned
+    symmetry: int  # flat directions that the symmetries explain
+    # the split test, the most favourable of the draws; None where nothing can be split
     split: SplitTest | None
-    verdict: str
+    verdict: str  # of the split test, in words
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""

@@ -73,22 +73,15 @@ Fold = tuple[Int[Tensor, " train"], Int[Tensor, " test"]]
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Settings of a fit.
+    """Settings of a fit."""
 
-    Attributes:
-        starts: how many are tried.
-        max_iter: steps of a start on each sample of rows.
-        tol: a round that lowers the loss by less than this share of it is the last.
-        ridge: λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; None for
-            `RIDGE`, or `FEW_ROWS_RIDGE` where there are fewer targets than parameters.
-        seed: of starts and samples.
-    """
-
-    starts: int = 4
-    max_iter: int = 200
-    tol: float = 1e-3
+    starts: int = 4  # how many are tried
+    max_iter: int = 200  # steps of a start on each sample of rows
+    tol: float = 1e-3  # a round that lowers the loss by less than this share of it is the last
+    # λ of the penalty λ‖θ‖² beside the mean squared error, in standard units; None for
+    # `RIDGE`, or `FEW_ROWS_RIDGE` where there are fewer targets than parameters
     ridge: float | None = None
-    seed: int = 0
+    seed: int = 0  # of starts and samples
 
     def penalty(self, regression: SharedGate, rows: WeightedRows) -> float:
         """λ for these rows."""

@@ -61,17 +61,12 @@ Numbers = Tensor | Sequence[Any] | Any  # a tensor, an array or nested lists of 
 
 @dataclass(frozen=True, eq=False, init=False)
 class MoEParameters:
-    """Parameters of N experts in float64, from tensors, arrays or nested lists.
+    """Parameters of N experts in float64, from tensors, arrays or nested lists."""
 
-    Attributes:
-        router: rows β_1 or flat quadratic coefficients (*batch, N, w).
-        bias: β_0 or c (*batch, N).
-        experts: rows η (*batch, N, q).
-    """
-
+    # rows β_1 or flat quadratic coefficients (*batch, N, w)
     router: Float[Tensor, "*batch experts dim"]
-    bias: Float[Tensor, "*batch experts"]
-    experts: Float[Tensor, "*batch experts q"]
+    bias: Float[Tensor, "*batch experts"]  # β_0 or c (*batch, N)
+    experts: Float[Tensor, "*batch experts q"]  # rows η (*batch, N, q)
 
     def __init__(self, router: Numbers, bias: Numbers, experts: Numbers) -> None:
         offsets = _double("bias", bias)
@@ -371,27 +366,17 @@ class _Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class MoEModel:
-    """A family of mixture-of-experts regressions; its parameters are given to each method.
+    """A family of mixture-of-experts regressions; its parameters are given to each method."""
 
-    Attributes:
-        gate: "linear", "cosine", "perturbed", "quadratic" or "partial".
-        link: "softmax" or "sigmoid".
-        expert: "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer".
-        d: dimension of an input.
-        n_experts: number N of experts.
-        tau: (τ1, τ2) of the perturbed cosine; the other gates ignore it.
-        power: p of polynomial experts.
-        activation: φ of two-layer experts.
-    """
-
-    gate: GateName
-    link: LinkName
-    expert: str
-    d: int
-    n_experts: int
+    gate: GateName  # "linear", "cosine", "perturbed", "quadratic" or "partial"
+    link: LinkName  # "softmax" or "sigmoid"
+    expert: str  # "linear", "polynomial", "relu", "gelu", "tanh" or "two_layer"
+    d: int  # dimension of an input
+    n_experts: int  # number N of experts
+    # (τ1, τ2) of the perturbed cosine; the other gates ignore it
     tau: tuple[float, float] = (0.1, 0.1)
-    power: int = 2
-    activation: str = "relu"
+    power: int = 2  # p of polynomial experts
+    activation: str = "relu"  # φ of two-layer experts
 
     def __post_init__(self) -> None:
         require(self.gate in GATES, f"gate must be one of {GATES}, got {self.gate!r}")

@@ -37,51 +37,31 @@ POPULATION, POPULATION_STARTS, REFINED = 10_000, 3, 300_000
 
 @dataclass(frozen=True, eq=False)
 class RatePlan:
-    """A setting with the grid on which it is studied.
+    """A setting with the grid on which it is studied."""
 
-    Attributes:
-        name: of the setting.
-        model: the family that is fitted.
-        source: the family that the data come from.
-        truth: the parameters that they come from.
-        reference: what the fits are compared with, in the model's family: the truth, or Ḡ where
-            the model does not contain it.
-        noise: standard deviation.
-        law: of the inputs.
-        loss: name of the Voronoi loss.
-        paper: whose loss it is, 2 or 4.
-        power: r of the losses that have one.
-        sizes: sample sizes.
-        repetitions: data sets for each size.
-        radii: start radii.
-        shrink: whether starts shrink like n^-1/2, from their radius at n = 1000.
-        starts: starts for each data set, of which the best counts.
-        method: of fitting.
-        iterations: steps that Levenberg-Marquardt may try.
-        seed: of everything drawn.
-        samples: if not 0, a sample size n is emulated by this many samples with the noise
-            noise · √(samples/n): what least squares know of a model that contains the truth
-            depends on noise²/n alone, and n may be 1e12.
-    """
-
-    name: str
-    model: MoEModel
-    source: MoEModel
-    truth: MoEParameters
+    name: str  # of the setting
+    model: MoEModel  # the family that is fitted
+    source: MoEModel  # the family that the data come from
+    truth: MoEParameters  # the parameters that they come from
+    # what the fits are compared with, in the model's family: the truth, or Ḡ where the model
+    # does not contain it
     reference: MoEParameters
-    noise: float = 0.1
-    law: LawName = "uniform"
-    loss: str = "L3"
-    paper: int = 2
-    power: int = 1
-    sizes: tuple[int, ...] = SIZES
-    repetitions: int = 16
-    radii: tuple[float, ...] = (0.1,)
-    shrink: bool = False
-    starts: int = 1
-    method: Method = "lm"
-    iterations: int = 200
-    seed: int = 0
+    noise: float = 0.1  # standard deviation
+    law: LawName = "uniform"  # of the inputs
+    loss: str = "L3"  # name of the Voronoi loss
+    paper: int = 2  # whose loss it is, 2 or 4
+    power: int = 1  # r of the losses that have one
+    sizes: tuple[int, ...] = SIZES  # sample sizes
+    repetitions: int = 16  # data sets for each size
+    radii: tuple[float, ...] = (0.1,)  # start radii
+    shrink: bool = False  # whether starts shrink like n^-1/2, from their radius at n = 1000
+    starts: int = 1  # starts for each data set, of which the best counts
+    method: Method = "lm"  # of fitting
+    iterations: int = 200  # steps that Levenberg-Marquardt may try
+    seed: int = 0  # of everything drawn
+    # if not 0, a sample size n is emulated by this many samples with the noise noise ·
+    # √(samples/n): what least squares know of a model that contains the truth depends on
+    # noise²/n alone, and n may be 1e12
     samples: int = 0
 
     def __post_init__(self) -> None:

@@ -61,42 +61,25 @@ Regime = Literal["exact", "over", "misspecified"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A study that a paper printed.
+    """A study that a paper printed."""
 
-    Attributes:
-        name: of the form p2-1a-cosine.
-        paper: 2 or 4.
-        figure: its figure.
-        truth: model of the data.
-        fitted: model that is fitted.
-        loss: kind of the Voronoi loss, of `loss_paper`.
-        loss_paper: paper that defines the loss.
-        regime: "exact", "over" (more experts than the truth) or "misspecified" (another family;
-            the loss is then taken against the population minimiser).
-        published_slope: the printed slope of log loss against log n.
-        zero_rows: atoms of the truth whose router row and bias are zero, the last ones.
-        router_variance: variance of router rows and biases of the others.
-        expert_variance: variance of expert parameters.
-        noise: standard deviation of the noise; the printed variance is .01.
-        sample_sizes: first and last n.
-        repetitions: experiments for each n.
-    """
-
-    name: str
-    paper: int
-    figure: str
-    truth: MoEModel
-    fitted: MoEModel
-    loss: str
-    loss_paper: int
+    name: str  # of the form p2-1a-cosine
+    paper: int  # 2 or 4
+    figure: str  # its figure
+    truth: MoEModel  # model of the data
+    fitted: MoEModel  # model that is fitted
+    loss: str  # kind of the Voronoi loss, of `loss_paper`
+    loss_paper: int  # paper that defines the loss
+    # "exact", "over" (more experts than the truth) or "misspecified" (another family; the
+    # loss is then taken against the population minimiser)
     regime: Regime
-    published_slope: float
-    zero_rows: int
-    router_variance: float
-    expert_variance: float
-    noise: float = 0.1
-    sample_sizes: tuple[int, int] = (1_000, 100_000)
-    repetitions: int = 20
+    published_slope: float  # the printed slope of log loss against log n
+    zero_rows: int  # atoms of the truth whose router row and bias are zero, the last ones
+    router_variance: float  # variance of router rows and biases of the others
+    expert_variance: float  # variance of expert parameters
+    noise: float = 0.1  # standard deviation of the noise; the printed variance is .01
+    sample_sizes: tuple[int, int] = (1_000, 100_000)  # first and last n
+    repetitions: int = 20  # experiments for each n
 
     def draw_truth(self, seed: int = 0) -> MoEParameters:
         """The true parameters: independent normals, zero router row and bias for the last atoms."""
@@ -197,23 +180,14 @@ SETTINGS = {
 
 @dataclass(frozen=True, eq=False)
 class SmallDesign:
-    """A model with a truth that data of moderate size can see.
+    """A model with a truth that data of moderate size can see."""
 
-    Attributes:
-        model: the family.
-        truth: the parameters.
-        condition: condition number of the information matrix, flat directions apart.
-        draw: which of the draws of the seed was kept.
-        steps: steps that it was walked from there, kept or not.
-        noise: standard deviation of the noise.
-    """
-
-    model: MoEModel
-    truth: MoEParameters
-    condition: float
-    draw: int
-    steps: int = 0
-    noise: float = NOISE
+    model: MoEModel  # the family
+    truth: MoEParameters  # the parameters
+    condition: float  # condition number of the information matrix, flat directions apart
+    draw: int  # which of the draws of the seed was kept
+    steps: int = 0  # steps that it was walked from there, kept or not
+    noise: float = NOISE  # standard deviation of the noise
 
 
 def small_design(

@@ -88,40 +88,25 @@ class TopKCell:
 
 @dataclass(frozen=True, eq=False)
 class ExitCurve:
-    """P(exit by t) at the end of each step.
+    """P(exit by t) at the end of each step."""
 
-    Attributes:
-        times: t, ascending.
-        value: with bridges between the steps.
-        stderr: standard error of `value` over paths.
-        naive: share of paths that were outside at some step: too low.
-        paths: number of paths.
-    """
-
-    times: Float[Tensor, " steps"]
-    value: Float[Tensor, " steps"]
-    stderr: Float[Tensor, " steps"]
-    naive: Float[Tensor, " steps"]
-    paths: int
+    times: Float[Tensor, " steps"]  # t, ascending
+    value: Float[Tensor, " steps"]  # with bridges between the steps
+    stderr: Float[Tensor, " steps"]  # standard error of `value` over paths
+    naive: Float[Tensor, " steps"]  # share of paths that were outside at some step: too low
+    paths: int  # number of paths
 
 
 @dataclass(frozen=True, eq=False)
 class Exits:
-    """The first exits of some paths.
+    """The first exits of some paths."""
 
-    Attributes:
-        time: when a path left; infinite where it had not by the horizon.
-        face: which face of the cell it left through; -1 where it had not left.
-        scores: scores at the exit up to a common shift; not a number where it had not left.
-        horizon: last time of the simulation.
-        cell: the cell.
-    """
-
-    time: Float[Tensor, " paths"]
-    face: Int[Tensor, " paths"]
+    time: Float[Tensor, " paths"]  # when a path left; infinite where it had not by the horizon
+    face: Int[Tensor, " paths"]  # which face of the cell it left through; -1 where it had not left
+    # scores at the exit up to a common shift; not a number where it had not left
     scores: Float[Tensor, "paths experts"]
-    horizon: Real
-    cell: TopKCell
+    horizon: Real  # last time of the simulation
+    cell: TopKCell  # the cell
 
 
 def normalised_distances(
@@ -403,25 +388,17 @@ class ExitBounds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlipTimes:
-    """Distribution of the time to the first flip of each token.
+    """Distribution of the time to the first flip of each token."""
 
-    Attributes:
-        times: t, ascending, in units in which the state moves by σ per unit of √t.
-        lower: lower bound of P(flip by t), (T, times).
-        value: P(flip by t), simulated.
-        stderr: standard error of `value`.
-        upper: upper bound.
-        nearest: r_min of each token; its flip time has a median of at most (r_min / .6745)².
-        paths: paths per token.
-    """
-
+    # t, ascending, in units in which the state moves by σ per unit of √t
     times: Float[Tensor, " times"]
-    lower: Float[Tensor, "tokens times"]
-    value: Float[Tensor, "tokens times"]
-    stderr: Float[Tensor, "tokens times"]
-    upper: Float[Tensor, "tokens times"]
+    lower: Float[Tensor, "tokens times"]  # lower bound of P(flip by t), (T, times)
+    value: Float[Tensor, "tokens times"]  # P(flip by t), simulated
+    stderr: Float[Tensor, "tokens times"]  # standard error of `value`
+    upper: Float[Tensor, "tokens times"]  # upper bound
+    # r_min of each token; its flip time has a median of at most (r_min / .6745)²
     nearest: Float[Tensor, " tokens"]
-    paths: int
+    paths: int  # paths per token
 
     def median_bound(self) -> Float[Tensor, " tokens"]:
         """Time by which each token has flipped with probability ½ or more: (r_min / .6745)²."""

@@ -46,15 +46,10 @@ MISSING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class PerturbationLaw:
-    """Perturbations of a hidden state.
+    """Perturbations of a hidden state."""
 
-    Attributes:
-        mean: m, (D,).
-        covariance: Σ, symmetric and positive semidefinite, (D, D).
-    """
-
-    mean: Float[Tensor, " dim"]
-    covariance: Float[Tensor, "dim dim"]
+    mean: Float[Tensor, " dim"]  # m, (D,)
+    covariance: Float[Tensor, "dim dim"]  # Σ, symmetric and positive semidefinite, (D, D)
 
     def root(self) -> Float[Tensor, "dim rank"]:
         """Σ^½ without the directions that are not perturbed: R Rᵀ = Σ."""
@@ -73,17 +68,11 @@ class PerturbationLaw:
 
 
 class WorstStep(NamedTuple):
-    """The nearest ties of some tokens in the metric of Σ.
+    """The nearest ties of some tokens in the metric of Σ."""
 
-    Attributes:
-        length: ‖Σ^{-½} δ‖; infinite where no tie can be reached.
-        step: δ, (T, D); not a number where no tie can be reached.
-        pair: the experts that tie, one chosen and one not, (T, 2).
-    """
-
-    length: Float[Tensor, " tokens"]
-    step: Float[Tensor, "tokens dim"]
-    pair: Int[Tensor, "tokens 2"]
+    length: Float[Tensor, " tokens"]  # ‖Σ^{-½} δ‖; infinite where no tie can be reached
+    step: Float[Tensor, "tokens dim"]  # δ, (T, D); not a number where no tie can be reached
+    pair: Int[Tensor, "tokens 2"]  # the experts that tie, one chosen and one not, (T, 2)
 
 
 class _Pairs(NamedTuple):

@@ -68,57 +68,35 @@ FIRST_TRY = 8
 
 @dataclass(frozen=True, eq=False)
 class TieFlat:
-    """S_J, the flat of codimension n on which the experts of J score alike.
+    """S_J, the flat of codimension n on which the experts of J score alike."""
 
-    Attributes:
-        experts: J, ascending.
-        normals: A_J, (n, D).
-        offsets: d_J, (n,).
-        basis: orthonormal basis of the space of normals, (D, n).
-        nearest: the point of S_J nearest to the origin, A_Jᵀ (A_J A_Jᵀ)⁻¹ d_J (Paper 1, Thm 4.2).
-        distance: its distance ‖δ_J‖ from the origin.
-        kappa: κ_J = det(A_J A_Jᵀ)^(-½) (Paper 1, Thm 4.7).
-    """
-
-    experts: tuple[int, ...]
-    normals: Float[Tensor, "n dim"]
-    offsets: Float[Tensor, " n"]
-    basis: Float[Tensor, "dim n"]
+    experts: tuple[int, ...]  # J, ascending
+    normals: Float[Tensor, "n dim"]  # A_J, (n, D)
+    offsets: Float[Tensor, " n"]  # d_J, (n,)
+    basis: Float[Tensor, "dim n"]  # orthonormal basis of the space of normals, (D, n)
+    # the point of S_J nearest to the origin, A_Jᵀ (A_J A_Jᵀ)⁻¹ d_J (Paper 1, Thm 4.2)
     nearest: Float[Tensor, " dim"]
-    distance: float
-    kappa: float
+    distance: float  # its distance ‖δ_J‖ from the origin
+    kappa: float  # κ_J = det(A_J A_Jᵀ)^(-½) (Paper 1, Thm 4.7)
 
 
 @dataclass(frozen=True, eq=False)
 class TieFlats:
-    """Many S_J of one order, reduced to what volumes and distances need.
+    """Many S_J of one order, reduced to what volumes and distances need."""
 
-    Attributes:
-        experts: the sets J, (m, n + 1).
-        inverse_grams: (A_J A_Jᵀ)⁻¹, (m, n, n).
-        distances: ‖δ_J‖, distance of each flat from the origin, (m,).
-        kappas: det(A_J A_Jᵀ)^(-½), (m,).
-    """
-
-    experts: Int[Tensor, "sets tied"]
-    inverse_grams: Float[Tensor, "sets n n"]
-    distances: Float[Tensor, " sets"]
-    kappas: Float[Tensor, " sets"]
+    experts: Int[Tensor, "sets tied"]  # the sets J, (m, n + 1)
+    inverse_grams: Float[Tensor, "sets n n"]  # (A_J A_Jᵀ)⁻¹, (m, n, n)
+    distances: Float[Tensor, " sets"]  # ‖δ_J‖, distance of each flat from the origin, (m,)
+    kappas: Float[Tensor, " sets"]  # det(A_J A_Jᵀ)^(-½), (m,)
 
 
 @dataclass(frozen=True, eq=False)
 class TieComponent:
-    """The tie component Γ_J within ε of each token.
+    """The tie component Γ_J within ε of each token."""
 
-    Attributes:
-        order: n, 0 where there is no tie across the threshold.
-        tied: the n + 1 experts of J; none where the order is 0.
-        above: the experts that are chosen on both sides of the tie.
-    """
-
-    order: Int[Tensor, " tokens"]
-    tied: Bool[Tensor, "tokens experts"]
-    above: Bool[Tensor, "tokens experts"]
+    order: Int[Tensor, " tokens"]  # n, 0 where there is no tie across the threshold
+    tied: Bool[Tensor, "tokens experts"]  # the n + 1 experts of J; none where the order is 0
+    above: Bool[Tensor, "tokens experts"]  # the experts that are chosen on both sides of the tie
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,36 +60,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SlabMass:
-    """P(|S| <= r) of a normal S.
+    """P(|S| <= r) of a normal S."""
 
-    Attributes:
-        exact: Φ((r-b)/σ) - Φ((-r-b)/σ) (Paper 0, (3.11)).
-        first_order: 2 r φ(b/σ)/σ (Paper 0, (3.12)).
-        next_order: first_order · (1 + r² (b²/σ⁴ - 1/σ²)/6).
-        density: φ(b/σ)/σ, the surface integral (Paper 0, (3.14)).
-    """
-
-    exact: float
-    first_order: float
-    next_order: float
-    density: float
+    exact: float  # Φ((r-b)/σ) - Φ((-r-b)/σ) (Paper 0, (3.11))
+    first_order: float  # 2 r φ(b/σ)/σ (Paper 0, (3.12))
+    next_order: float  # first_order · (1 + r² (b²/σ⁴ - 1/σ²)/6)
+    density: float  # φ(b/σ)/σ, the surface integral (Paper 0, (3.14))
 
 
 @dataclass(frozen=True)
 class TieTube:
-    """Share of the ball within ε of the order-n ties of a router.
+    """Share of the ball within ε of the order-n ties of a router."""
 
-    Attributes:
-        sampled: the share itself, by sampling, with its standard error.
-        flats: sum over all flats S_J of their exact tubes: an upper bound.
-        leading: the paper's bound: number of flats times the leading term (Paper 1, Thm 4.2).
-        sets: number of flats.
-    """
-
-    sampled: Estimate
-    flats: float
-    leading: float
-    sets: int
+    sampled: Estimate  # the share itself, by sampling, with its standard error
+    flats: float  # sum over all flats S_J of their exact tubes: an upper bound
+    leading: float  # the paper's bound: number of flats times the leading term (Paper 1, Thm 4.2)
+    sets: int  # number of flats
 
 
 def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
@@ -269,32 +255,20 @@ MOST_CHOICES = 4096
 
 @dataclass(frozen=True)
 class SliceBounds:
-    """Limits of α_{J,r} (Paper 1, Lemma A.16 and Thm A.18).
+    """Limits of α_{J,r} (Paper 1, Lemma A.16 and Thm A.18)."""
 
-    Attributes:
-        lower: max over choices of ½ I_{4s²(1-s²)}((d-1)/2, ½), d = D - r.
-        paper_upper: ½, as in the paper's Thm 4.4.
-        upper: 1, the bound that holds (the paper's own Thm A.18).
-        choices: number of choices of experts above that are admissible.
-    """
-
-    lower: float
-    paper_upper: float
-    upper: float
-    choices: int
+    lower: float  # max over choices of ½ I_{4s²(1-s²)}((d-1)/2, ½), d = D - r
+    paper_upper: float  # ½, as in the paper's Thm 4.4
+    upper: float  # 1, the bound that holds (the paper's own Thm A.18)
+    choices: int  # number of choices of experts above that are admissible
 
 
 @dataclass(frozen=True)
 class OrderRatio:
-    """Volume near order-n ties over volume near order-m ties, to first order in ε/R.
+    """Volume near order-n ties over volume near order-m ties, to first order in ε/R."""
 
-    Attributes:
-        paper: by the paper's formula.
-        value: corrected; the same for Euclidean tubes, (n+1)/(m+1) times as much for ℓ∞ bands.
-    """
-
-    paper: Real
-    value: float
+    paper: Real  # by the paper's formula
+    value: float  # corrected; the same for Euclidean tubes, (n+1)/(m+1) times as much for ℓ∞ bands
 
 
 def slice_density(n_experts: int, k: int, order: int) -> float:

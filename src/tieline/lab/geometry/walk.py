@@ -27,34 +27,22 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LineWalk:
-    """Output of a layer along a line.
+    """Output of a layer along a line."""
 
-    Attributes:
-        offsets: signed distance from the tie, positive on the side the normal points to.
-        outputs: f at each of them.
-        jump: largest ‖difference‖ of neighbouring outputs.
-        jump_at: middle of the two offsets where it is.
-    """
-
+    # signed distance from the tie, positive on the side the normal points to
     offsets: Float[Tensor, " steps"]
-    outputs: Float[Tensor, "steps out"]
-    jump: float
-    jump_at: float
+    outputs: Float[Tensor, "steps out"]  # f at each of them
+    jump: float  # largest ‖difference‖ of neighbouring outputs
+    jump_at: float  # middle of the two offsets where it is
 
 
 @dataclass(frozen=True, eq=False)
 class StepDifferences:
-    """How far apart the outputs on the two sides of a tie are.
+    """How far apart the outputs on the two sides of a tie are."""
 
-    Attributes:
-        steps: h, length of the step across the tie, ascending.
-        largest: largest difference over the ties, for each step.
-        median: median difference over the ties, for each step.
-    """
-
-    steps: Float[Tensor, " steps"]
-    largest: Float[Tensor, " steps"]
-    median: Float[Tensor, " steps"]
+    steps: Float[Tensor, " steps"]  # h, length of the step across the tie, ascending
+    largest: Float[Tensor, " steps"]  # largest difference over the ties, for each step
+    median: Float[Tensor, " steps"]  # median difference over the ties, for each step
 
 
 def walk_across(

@@ -51,15 +51,10 @@ NODES, POINTS, END = 64, 4096, 12.0
 
 
 class ContinuityCost(NamedTuple):
-    """What a continuous gate costs at ties: how far it moves the output, and what noise still does.
+    """What a continuous gate costs at ties: how far the output moves, what noise still does."""
 
-    Attributes:
-        moved: D, the mean square distance to the output of top-k.
-        sensitivity: S, the mean square change of the output under noise.
-    """
-
-    moved: float
-    sensitivity: float
+    moved: float  # D, the mean square distance to the output of top-k
+    sensitivity: float  # S, the mean square change of the output under noise
 
     @property
     def product(self) -> float:

@@ -25,42 +25,26 @@ __all__ = ["FreeScale", "GammaConvergence", "free_scale", "gamma_convergence", "
 
 @dataclass(frozen=True, eq=False)
 class GammaConvergence:
-    """Profiled risks over a set of normalised walls, against temperature.
+    """Profiled risks over a set of normalised walls, against temperature."""
 
-    Attributes:
-        taus: temperatures, then 0.
-        walls: (n, D + 1) unit normal and offset of each candidate.
-        profiles: (taus + 1, n) Ψ_τ of each wall; the last row is Ψ_0.
-        infima: inf over the walls of each row.
-        minimisers: (taus + 1, D + 1) where it is attained.
-        uniform_gaps: sup |Ψ_τ - Ψ_0| for each τ.
-        distances: from the minimiser at τ to that at 0; (normal, offset) and its negative are one.
-    """
-
-    taus: tuple[float, ...]
-    walls: Float[Tensor, "n columns"]
-    profiles: Float[Tensor, "rows n"]
-    infima: tuple[float, ...]
-    minimisers: Float[Tensor, "rows columns"]
-    uniform_gaps: tuple[float, ...]
+    taus: tuple[float, ...]  # temperatures, then 0
+    walls: Float[Tensor, "n columns"]  # (n, D + 1) unit normal and offset of each candidate
+    profiles: Float[Tensor, "rows n"]  # (taus + 1, n) Ψ_τ of each wall; the last row is Ψ_0
+    infima: tuple[float, ...]  # inf over the walls of each row
+    minimisers: Float[Tensor, "rows columns"]  # (taus + 1, D + 1) where it is attained
+    uniform_gaps: tuple[float, ...]  # sup |Ψ_τ - Ψ_0| for each τ
+    # from the minimiser at τ to that at 0; (normal, offset) and its negative are one
     distances: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class FreeScale:
-    """min over scales c of Ψ_τ(cφ) for one wall φ.
+    """min over scales c of Ψ_τ(cφ) for one wall φ."""
 
-    Attributes:
-        taus: temperatures.
-        scales: c.
-        profiles: one row per τ, Ψ_τ(cφ).
-        infima: minimum of each row.
-    """
-
-    taus: tuple[float, ...]
-    scales: tuple[float, ...]
-    profiles: tuple[tuple[float, ...], ...]
-    infima: tuple[float, ...]
+    taus: tuple[float, ...]  # temperatures
+    scales: tuple[float, ...]  # c
+    profiles: tuple[tuple[float, ...], ...]  # one row per τ, Ψ_τ(cφ)
+    infima: tuple[float, ...]  # minimum of each row
 
 
 def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "n 3"]:

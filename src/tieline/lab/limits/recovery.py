@@ -50,80 +50,48 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ExpertMatching:
-    """The best relabelling of a student.
+    """The best relabelling of a student."""
 
-    Attributes:
-        permutation: student expert π(k) of each teacher cell k.
-        agreement: (E, E) P(Ω*_k ∩ {p_j >= 1 - ε}), rows k.
-        misrouted: P(E_mis(π)).
-    """
-
-    permutation: tuple[int, ...]
-    agreement: Float[Tensor, "experts experts"]
-    misrouted: Estimate
+    permutation: tuple[int, ...]  # student expert π(k) of each teacher cell k
+    agreement: Float[Tensor, "experts experts"]  # (E, E) P(Ω*_k ∩ {p_j >= 1 - ε}), rows k
+    misrouted: Estimate  # P(E_mis(π))
 
 
 @dataclass(frozen=True)
 class Misrouting:
-    """The paper's bound (5.9) and the corrected one, beside L̃_int.
+    """The paper's bound (5.9) and the corrected one, beside L̃_int."""
 
-    Attributes:
-        permutation: π.
-        interior: L̃_int.
-        misrouted: P(E_mis(π)).
-        imitated: P(E_mis ∩ E_gap), where the leading expert is within √γ of the target.
-        exception: K(K-1)η, the paper's allowance for imitation.
-        paper_bound: γ/4 max(P(E_mis) - K(K-1)η, 0), eq. 5.9.
-        corrected_bound: γ/4 P(E_mis ∖ E_gap).
-        admissible: whether 2ε B_stu <= √γ/2, which both bounds require.
-    """
-
-    permutation: tuple[int, ...]
-    interior: Estimate
-    misrouted: Estimate
-    imitated: Estimate
-    exception: float
-    paper_bound: float
-    corrected_bound: Estimate
-    admissible: bool
+    permutation: tuple[int, ...]  # π
+    interior: Estimate  # L̃_int
+    misrouted: Estimate  # P(E_mis(π))
+    imitated: Estimate  # P(E_mis ∩ E_gap), where the leading expert is within √γ of the target
+    exception: float  # K(K-1)η, the paper's allowance for imitation
+    paper_bound: float  # γ/4 max(P(E_mis) - K(K-1)η, 0), eq. 5.9
+    corrected_bound: Estimate  # γ/4 P(E_mis ∖ E_gap)
+    admissible: bool  # whether 2ε B_stu <= √γ/2, which both bounds require
 
 
 @dataclass(frozen=True, eq=False)
 class SpecialisationGap:
-    """η(γ) of Assumption 5.11 for given experts.
+    """η(γ) of Assumption 5.11 for given experts."""
 
-    Attributes:
-        gammas: thresholds of the squared difference.
-        masses: (gammas, E, E) P(Ω*_k ∩ {(f_l - f*_k)² <= γ}), rows k.
-        etas: largest entry off the matched pairs, one per γ.
-    """
-
-    gammas: tuple[float, ...]
+    gammas: tuple[float, ...]  # thresholds of the squared difference
+    # (gammas, E, E) P(Ω*_k ∩ {(f_l - f*_k)² <= γ}), rows k
     masses: Float[Tensor, "gammas experts experts"]
-    etas: tuple[float, ...]
+    etas: tuple[float, ...]  # largest entry off the matched pairs, one per γ
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """Errors (5.13), (5.14) of a student and the terms of Theorem 5.17.
+    """Errors (5.13), (5.14) of a student and the terms of Theorem 5.17."""
 
-    Attributes:
-        matching: π and the agreement behind it.
-        experts: Σ_k E[(f_π(k) - f*_k)² 1_{Ω*_k}].
-        partition: Σ_k P((Ω_π(k) Δ Ω*_k) ∩ G_ε).
-        student_mass: BM_φ(τ; ε).
-        teacher_mass: BM_φ*(τ; ε).
-        expert_ratio: measured C_1, experts / (BM_φ* + BM_φ + η + ε²).
-        partition_ratio: measured C_2, partition / (BM_φ* + η + ε²).
-    """
-
-    matching: ExpertMatching
-    experts: Estimate
-    partition: Estimate
-    student_mass: Estimate
-    teacher_mass: Estimate
-    expert_ratio: float
-    partition_ratio: float
+    matching: ExpertMatching  # π and the agreement behind it
+    experts: Estimate  # Σ_k E[(f_π(k) - f*_k)² 1_{Ω*_k}]
+    partition: Estimate  # Σ_k P((Ω_π(k) Δ Ω*_k) ∩ G_ε)
+    student_mass: Estimate  # BM_φ(τ; ε)
+    teacher_mass: Estimate  # BM_φ*(τ; ε)
+    expert_ratio: float  # measured C_1, experts / (BM_φ* + BM_φ + η + ε²)
+    partition_ratio: float  # measured C_2, partition / (BM_φ* + η + ε²)
 
 
 def match_experts(

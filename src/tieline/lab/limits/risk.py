@@ -56,17 +56,11 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class MoESample:
-    """A mixture of two or more scalar experts, evaluated at n inputs.
+    """A mixture of two or more scalar experts, evaluated at n inputs."""
 
-    Attributes:
-        scores: (n, E) router scores a_k(x).
-        outputs: (n, E) expert values f_k(x).
-        target: (n,) the target Y, or μ(x) for risks without noise.
-    """
-
-    scores: Float[Tensor, "n experts"]
-    outputs: Float[Tensor, "n experts"]
-    target: Float[Tensor, " n"]
+    scores: Float[Tensor, "n experts"]  # (n, E) router scores a_k(x)
+    outputs: Float[Tensor, "n experts"]  # (n, E) expert values f_k(x)
+    target: Float[Tensor, " n"]  # (n,) the target Y, or μ(x) for risks without noise
 
     def __post_init__(self) -> None:
         n, experts = self.scores.shape
@@ -92,19 +86,12 @@ class MoESample:
 
 @dataclass(frozen=True)
 class RiskCurve:
-    """L_τ against τ beside L_0.
+    """L_τ against τ beside L_0."""
 
-    Attributes:
-        taus: temperatures.
-        soft: L_τ at each.
-        gaps: L_τ - L_0, paired.
-        hard: L_0.
-    """
-
-    taus: tuple[float, ...]
-    soft: tuple[Estimate, ...]
-    gaps: tuple[Estimate, ...]
-    hard: Estimate
+    taus: tuple[float, ...]  # temperatures
+    soft: tuple[Estimate, ...]  # L_τ at each
+    gaps: tuple[Estimate, ...]  # L_τ - L_0, paired
+    hard: Estimate  # L_0
 
 
 @dataclass(frozen=True)
@@ -117,44 +104,26 @@ class BoundaryConstant:
 
 @dataclass(frozen=True)
 class RiskDecomposition:
-    """The two parts of L̃_τ and bounds of the second.
+    """The two parts of L̃_τ and bounds of the second."""
 
-    Attributes:
-        total: L̃_τ.
-        interior: L̃_int = E[(μ - h)² 1_G].
-        boundary: L̃_bdry = E[(μ - h)² 1_U].
-        mass: BM(τ; ε) = P(U).
-        constant: bounds of (μ - h)², the paper's and the sharp one.
-        paper_bound: (2B² + 2B_stu²) P(U).
-        sharp_bound: (B + B_stu)² P(U).
-    """
-
-    total: Estimate
-    interior: Estimate
-    boundary: Estimate
-    mass: Estimate
-    constant: BoundaryConstant
-    paper_bound: Estimate
-    sharp_bound: Estimate
+    total: Estimate  # L̃_τ
+    interior: Estimate  # L̃_int = E[(μ - h)² 1_G]
+    boundary: Estimate  # L̃_bdry = E[(μ - h)² 1_U]
+    mass: Estimate  # BM(τ; ε) = P(U)
+    constant: BoundaryConstant  # bounds of (μ - h)², the paper's and the sharp one
+    paper_bound: Estimate  # (2B² + 2B_stu²) P(U)
+    sharp_bound: Estimate  # (B + B_stu)² P(U)
 
 
 @dataclass(frozen=True)
 class CellControl:
-    """Both sides of Proposition 5.8 for one cell.
+    """Both sides of Proposition 5.8 for one cell."""
 
-    Attributes:
-        cell: k.
-        mass: P(A_{k,ε}).
-        left: E[(μ - h)² 1_A].
-        right: ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A).
-        slack: left - right, paired; never negative.
-    """
-
-    cell: int
-    mass: Estimate
-    left: Estimate
-    right: Estimate
-    slack: Estimate
+    cell: int  # k
+    mass: Estimate  # P(A_{k,ε})
+    left: Estimate  # E[(μ - h)² 1_A]
+    right: Estimate  # ½ E[(f_k - f*_k)² 1_A] - 4 B_stu² ε² P(A)
+    slack: Estimate  # left - right, paired; never negative
 
 
 def evaluate(

@@ -88,79 +88,48 @@ class Derivatives:
 
 @dataclass(frozen=True, eq=False)
 class DerivativeTransfer:
-    """How far gradient and Hessian of L_τ are from those of L_0.
+    """How far gradient and Hessian of L_τ are from those of L_0."""
 
-    Attributes:
-        taus: temperatures.
-        gradient_gaps: ‖∇L_τ - ∇L_0‖.
-        hessian_gaps: operator norm of the difference of the Hessians.
-        least_eigenvalues: of the Hessian of L_τ.
-        hard: derivatives of L_0.
-    """
-
-    taus: tuple[float, ...]
-    gradient_gaps: tuple[float, ...]
-    hessian_gaps: tuple[float, ...]
-    least_eigenvalues: tuple[float, ...]
-    hard: Derivatives
+    taus: tuple[float, ...]  # temperatures
+    gradient_gaps: tuple[float, ...]  # ‖∇L_τ - ∇L_0‖
+    hessian_gaps: tuple[float, ...]  # operator norm of the difference of the Hessians
+    least_eigenvalues: tuple[float, ...]  # of the Hessian of L_τ
+    hard: Derivatives  # derivatives of L_0
 
 
 @dataclass(frozen=True)
 class OffsetCurvature:
-    """∂²L_τ/∂b² against τ.
+    """∂²L_τ/∂b² against τ."""
 
-    Attributes:
-        taus: temperatures.
-        curvatures: ∂²L_τ/∂b² at each.
-        rates: τ·∂²L_τ/∂b², which tends to `limit`.
-        limit: E[d·[μ] | S = 0]/2 · p_S(0); zero off the teacher's wall.
-    """
-
-    taus: tuple[float, ...]
-    curvatures: tuple[float, ...]
-    rates: tuple[float, ...]
-    limit: float
+    taus: tuple[float, ...]  # temperatures
+    curvatures: tuple[float, ...]  # ∂²L_τ/∂b² at each
+    rates: tuple[float, ...]  # τ·∂²L_τ/∂b², which tends to `limit`
+    limit: float  # E[d·[μ] | S = 0]/2 · p_S(0); zero off the teacher's wall
 
 
 @dataclass(frozen=True, eq=False)
 class WeightedInputs:
-    """Weighted inputs with their targets.
+    """Weighted inputs with their targets."""
 
-    Attributes:
-        inputs: (n, D).
-        target: (n,) μ at each input.
-        weight: (n,) adding up to 1.
-    """
-
-    inputs: Float[Tensor, "n dim"]
-    target: Float[Tensor, " n"]
-    weight: Float[Tensor, " n"]
+    inputs: Float[Tensor, "n dim"]  # (n, D)
+    target: Float[Tensor, " n"]  # (n,) μ at each input
+    weight: Float[Tensor, " n"]  # (n,) adding up to 1
 
 
 @dataclass(frozen=True, eq=False)
 class CriticalPoint:
-    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2).
+    """A point where the gradient of L_τ vanishes, in (angle, offset, expert 1, expert 2)."""
 
-    Attributes:
-        student: the mixture there.
-        risk: L̃_τ.
-        gradient_norm: norm of the remaining gradient.
-        least_eigenvalue: of the Hessian in (angle, offset, experts).
-        direction: unit eigenvector of it, the way down at a saddle.
-        drop: risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle.
-        misrouted: P(student cell ≠ teacher cell), for the better of the two labellings.
-        kind: "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero).
-        hessian: (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2).
-    """
-
-    student: TwoCells
-    risk: float
-    gradient_norm: float
-    least_eigenvalue: float
-    direction: Float[Tensor, " coordinates"]
+    student: TwoCells  # the mixture there
+    risk: float  # L̃_τ
+    gradient_norm: float  # norm of the remaining gradient
+    least_eigenvalue: float  # of the Hessian in (angle, offset, experts)
+    direction: Float[Tensor, " coordinates"]  # unit eigenvector of it, the way down at a saddle
+    # risk at the best of a few steps along ±direction, minus `risk`; negative at a saddle
     drop: float
-    misrouted: float
-    kind: str
+    misrouted: float  # P(student cell ≠ teacher cell), for the better of the two labellings
+    kind: str  # "minimum", "strict saddle" or "degenerate" (eigenvalue within 1e-7 of zero)
+    # (8, 8) of L̃_τ in (angle, offset, expert 1, expert 2)
     hessian: Float[Tensor, "coordinates coordinates"]
 
 

@@ -58,23 +58,14 @@ Direction = Float[Tensor, " columns"]
 
 @dataclass(frozen=True)
 class WallVariation:
-    """One-sided derivatives of L̃_0 along a motion of the wall, by formula and by differences.
+    """One-sided derivatives of L̃_0 along a motion of the wall, by formula and by differences."""
 
-    Attributes:
-        right: eq. 5.6 at 0⁺.
-        left: the same at 0⁻.
-        right_difference: (4 L(h/2) - L(h) - 3 L(0))/h, extrapolated.
-        left_difference: the same from below.
-        second: second derivative by central differences; not meaningful at a kink.
-        kink: whether the two sides differ.
-    """
-
-    right: float
-    left: float
-    right_difference: float
-    left_difference: float
-    second: float
-    kink: bool
+    right: float  # eq. 5.6 at 0⁺
+    left: float  # the same at 0⁻
+    right_difference: float  # (4 L(h/2) - L(h) - 3 L(0))/h, extrapolated
+    left_difference: float  # the same from below
+    second: float  # second derivative by central differences; not meaningful at a kink
+    kink: bool  # whether the two sides differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,23 +83,14 @@ class VelocityGram:
 
 @dataclass(frozen=True)
 class ProfileVariation:
-    """Ψ_τ along a motion of the wall.
+    """Ψ_τ along a motion of the wall."""
 
-    Attributes:
-        value: Ψ_τ(φ).
-        first: dΨ/dt at t = 0.
-        second: d²Ψ/dt².
-        speed: squared norm of the velocity in L²(p dH).
-        descent: λ_nd = -second/speed where `first` vanishes; negative if Ψ curves upwards.
-        curvature: α_fr, the least eigenvalue of the Hessian in the experts.
-    """
-
-    value: float
-    first: float
-    second: float
-    speed: float
-    descent: float
-    curvature: float
+    value: float  # Ψ_τ(φ)
+    first: float  # dΨ/dt at t = 0
+    second: float  # d²Ψ/dt²
+    speed: float  # squared norm of the velocity in L²(p dH)
+    descent: float  # λ_nd = -second/speed where `first` vanishes; negative if Ψ curves upwards
+    curvature: float  # α_fr, the least eigenvalue of the Hessian in the experts
 
 
 def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:

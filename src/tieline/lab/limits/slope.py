@@ -61,35 +61,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Slope:
-    """d(L_τ)/dτ at 0⁺ and its two parts.
+    """d(L_τ)/dτ at 0⁺ and its two parts."""
 
-    Attributes:
-        value: the slope, `jump` + `smooth`.
-        jump: ∫ 2 ln2 · d·[μ] p/‖∇S‖; zero unless the target jumps at the wall.
-        smooth: -∫ d² p/‖∇S‖, never positive.
-    """
-
-    value: float
-    jump: float
-    smooth: float
+    value: float  # the slope, `jump` + `smooth`
+    jump: float  # ∫ 2 ln2 · d·[μ] p/‖∇S‖; zero unless the target jumps at the wall
+    smooth: float  # -∫ d² p/‖∇S‖, never positive
 
 
 @dataclass(frozen=True)
 class SoftToHardChain:
-    """|L_τ - L_0| and the bounds of Theorem 4.5's proof, each at most the next.
-
-    Attributes:
-        gap: L_τ - L_0, paired.
-        predictions: 2 (B_Y + B_f) E|h_τ - h_0|, eq. 4.6.
-        exponential: 4 B_f (B_Y + B_f)(E - 1) E[e^(-Δ/τ)], eq. 4.8.
-        bound: C_sh τ^α.
-    """
+    """|L_τ - L_0| and the bounds of Theorem 4.5's proof, each at most the next."""
 
     tau: float
-    gap: Estimate
-    predictions: Estimate
-    exponential: Estimate
-    bound: float
+    gap: Estimate  # L_τ - L_0, paired
+    predictions: Estimate  # 2 (B_Y + B_f) E|h_τ - h_0|, eq. 4.6
+    exponential: Estimate  # 4 B_f (B_Y + B_f)(E - 1) E[e^(-Δ/τ)], eq. 4.8
+    bound: float  # C_sh τ^α
 
 
 def gaussian_slope(student: TwoCells, teacher: TwoCells, covariance: Covariance = None) -> Slope:

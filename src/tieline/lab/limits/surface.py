@@ -45,39 +45,25 @@ REACH = 8.0
 
 @dataclass(frozen=True)
 class CoareaCheck:
-    """Boundary mass of a sample beside its first order from the surface (Prop. 3.5).
+    """Boundary mass of a sample beside its first order from the surface (Prop. 3.5)."""
 
-    Attributes:
-        taus: temperatures.
-        masses: P(|S| <= κ_ε τ) on a sample.
-        first_orders: 2 κ_ε F(0) τ.
-        profile: F(0).
-        constant: C_ε = 2 κ_ε F(0).
-        least_gradient: smallest ‖∇S‖ among the sample's inputs with |S| below the largest width,
-            the diagnosis of Assumption 3.4: tiny where a wall is nearly degenerate.
-    """
-
-    taus: tuple[float, ...]
-    masses: tuple[Estimate, ...]
-    first_orders: tuple[Estimate, ...]
-    profile: Estimate
-    constant: Estimate
+    taus: tuple[float, ...]  # temperatures
+    masses: tuple[Estimate, ...]  # P(|S| <= κ_ε τ) on a sample
+    first_orders: tuple[Estimate, ...]  # 2 κ_ε F(0) τ
+    profile: Estimate  # F(0)
+    constant: Estimate  # C_ε = 2 κ_ε F(0)
+    # smallest ‖∇S‖ among the sample's inputs with |S| below the largest width, the diagnosis
+    # of Assumption 3.4: tiny where a wall is nearly degenerate
     least_gradient: float
 
 
 @dataclass(frozen=True, eq=False)
 class PairConstants:
-    """First-order constants of the pairwise boundary mass of a linear router.
+    """First-order constants of the pairwise boundary mass of a linear router."""
 
-    Attributes:
-        densities: (E, E) F_kl(0); zero on the diagonal.
-        union: 2 Σ_{k<l} F_kl(0), slope of the union bound of eq. 3.9 in the width w.
-        margin: C_margin with P(Δ_min <= δ) <= C_margin δ for every δ.
-    """
-
-    densities: Float[Tensor, "experts experts"]
-    union: float
-    margin: float
+    densities: Float[Tensor, "experts experts"]  # (E, E) F_kl(0); zero on the diagonal
+    union: float  # 2 Σ_{k<l} F_kl(0), slope of the union bound of eq. 3.9 in the width w
+    margin: float  # C_margin with P(Δ_min <= δ) <= C_margin δ for every δ
 
 
 def surface_integral(

@@ -93,23 +93,14 @@ class Response:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """M with its spectrum.
+    """M with its spectrum."""
 
-    Attributes:
-        matrix: (D, D) M.
-        eigenvalues: (D,) in descending order.
-        eigenvectors: (D, D), columns in the same order.
-        rayleigh: vᵀMv by Lemma 6.1.
-        kappa: κ_g.
-        overlap: (D,) |⟨w_i, v⟩| of each eigenvector.
-    """
-
-    matrix: Float[Tensor, "dim dim"]
-    eigenvalues: Float[Tensor, " dim"]
-    eigenvectors: Float[Tensor, "dim dim"]
-    rayleigh: float
-    kappa: float
-    overlap: Float[Tensor, " dim"]
+    matrix: Float[Tensor, "dim dim"]  # (D, D) M
+    eigenvalues: Float[Tensor, " dim"]  # (D,) in descending order
+    eigenvectors: Float[Tensor, "dim dim"]  # (D, D), columns in the same order
+    rayleigh: float  # vᵀMv by Lemma 6.1
+    kappa: float  # κ_g
+    overlap: Float[Tensor, " dim"]  # (D,) |⟨w_i, v⟩| of each eigenvector
 
     @property
     def unstable(self) -> bool:
@@ -119,77 +110,45 @@ class Operator:
 
 @dataclass(frozen=True)
 class AlignmentRate:
-    """How fast the reduced update turns u towards the first eigenvector.
+    """How fast the reduced update turns u towards the first eigenvector."""
 
-    Attributes:
-        amplification: 1 + ηλ_1/τ, growth of the leading component per step (Prop. 6.3).
-        ratio: ρ(τ), eq. 6.10.
-        ratio_first_order: 1 - (η/τ)(λ_1 - λ_2), eq. 6.11, for η/τ small.
-        steps: t_align = τ/(η(λ_1 - λ_2)), the paper's scale.
-        steps_exact: -1/log ρ, steps for a factor e.
-        limit_ratio: λ_2/λ_1, where ρ saturates as τ → 0 with λ_1, λ_2 > 0.
-        sign_stable: whether 1 + ηλ_D/τ > 0, which eq. 6.9 requires.
-    """
-
-    amplification: float
-    ratio: float
-    ratio_first_order: float
-    steps: float
-    steps_exact: float
-    limit_ratio: float
-    sign_stable: bool
+    amplification: float  # 1 + ηλ_1/τ, growth of the leading component per step (Prop. 6.3)
+    ratio: float  # ρ(τ), eq. 6.10
+    ratio_first_order: float  # 1 - (η/τ)(λ_1 - λ_2), eq. 6.11, for η/τ small
+    steps: float  # t_align = τ/(η(λ_1 - λ_2)), the paper's scale
+    steps_exact: float  # -1/log ρ, steps for a factor e
+    limit_ratio: float  # λ_2/λ_1, where ρ saturates as τ → 0 with λ_1, λ_2 > 0
+    sign_stable: bool  # whether 1 + ηλ_D/τ > 0, which eq. 6.9 requires
 
 
 @dataclass(frozen=True, eq=False)
 class CoupledModes:
-    """The true linear dynamics of (u, δ) at the symmetric point.
+    """The true linear dynamics of (u, δ) at the symmetric point."""
 
-    Attributes:
-        intercept: e, the experts' own optimum ½ (d·α) E|Z|.
-        matrix: (D, D) M_e.
-        eigenvalues: (D,) of M_e, descending.
-        rates: (D,) |λ|/(√2 τ), growth per unit of time of gradient flow, descending.
-        direction: (D,) eigenvector of the fastest mode, the direction of u in it.
-        paper_rate: λ_1(M)/τ, the growth that the reduced model predicts.
-    """
-
-    intercept: float
-    matrix: Float[Tensor, "dim dim"]
-    eigenvalues: Float[Tensor, " dim"]
+    intercept: float  # e, the experts' own optimum ½ (d·α) E|Z|
+    matrix: Float[Tensor, "dim dim"]  # (D, D) M_e
+    eigenvalues: Float[Tensor, " dim"]  # (D,) of M_e, descending
+    # (D,) |λ|/(√2 τ), growth per unit of time of gradient flow, descending
     rates: Float[Tensor, " dim"]
-    direction: Vector
-    paper_rate: float
+    direction: Vector  # (D,) eigenvector of the fastest mode, the direction of u in it
+    paper_rate: float  # λ_1(M)/τ, the growth that the reduced model predicts
 
 
 @dataclass(frozen=True, eq=False)
 class SymmetryBreaking:
-    """Reduced model and true gradient descent from one start.
+    """Reduced model and true gradient descent from one start."""
 
-    Attributes:
-        reduced_norms: (steps + 1,) ‖u‖ of the reduced update (6.6).
-        reduced_alignments: |cos(u, v)| of it.
-        norms: ‖u‖ of the true descent.
-        alignments: |cos(u, v)| of it.
-        risks: L̃_τ along the true descent.
-        drift: -∇_u L at u = 0 with the start's contrast, computed.
-        predicted_drift: (1/2τ) M_e δ.
-        growth: fitted factor per step of ‖u‖ in the linear regime of the true descent.
-        predicted_growth: 1 + η|λ|/(√2 τ) of the fastest coupled mode.
-        paper_growth: 1 + ηλ_1/τ of the reduced model.
-        modes: the coupled modes.
-    """
-
-    reduced_norms: Float[Tensor, " times"]
-    reduced_alignments: Float[Tensor, " times"]
-    norms: Float[Tensor, " times"]
-    alignments: Float[Tensor, " times"]
-    risks: Float[Tensor, " times"]
-    drift: Vector
-    predicted_drift: Vector
-    growth: float
-    predicted_growth: float
-    paper_growth: float
-    modes: CoupledModes
+    reduced_norms: Float[Tensor, " times"]  # (steps + 1,) ‖u‖ of the reduced update (6.6)
+    reduced_alignments: Float[Tensor, " times"]  # |cos(u, v)| of it
+    norms: Float[Tensor, " times"]  # ‖u‖ of the true descent
+    alignments: Float[Tensor, " times"]  # |cos(u, v)| of it
+    risks: Float[Tensor, " times"]  # L̃_τ along the true descent
+    drift: Vector  # -∇_u L at u = 0 with the start's contrast, computed
+    predicted_drift: Vector  # (1/2τ) M_e δ
+    growth: float  # fitted factor per step of ‖u‖ in the linear regime of the true descent
+    predicted_growth: float  # 1 + η|λ|/(√2 τ) of the fastest coupled mode
+    paper_growth: float  # 1 + ηλ_1/τ of the reduced model
+    modes: CoupledModes  # the coupled modes
 
 
 def response_constant(response: Response, spread: float = 1.0) -> float:

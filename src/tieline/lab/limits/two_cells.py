@@ -131,21 +131,13 @@ class TwoCells:
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Conditional moments given the student's score.
+    """Conditional moments given the student's score."""
 
-    Attributes:
-        score: (n,) values s of S.
-        weight: (n,) probability weights of the rule.
-        second: (n, D + 1, D + 1) A(s).
-        cross: (n, D + 1) B(s).
-        square: (n,) C(s).
-    """
-
-    score: Float[Tensor, " n"]
-    weight: Float[Tensor, " n"]
-    second: Float[Tensor, "n columns columns"]
-    cross: Float[Tensor, "n columns"]
-    square: Float[Tensor, " n"]
+    score: Float[Tensor, " n"]  # (n,) values s of S
+    weight: Float[Tensor, " n"]  # (n,) probability weights of the rule
+    second: Float[Tensor, "n columns columns"]  # (n, D + 1, D + 1) A(s)
+    cross: Float[Tensor, "n columns"]  # (n, D + 1) B(s)
+    square: Float[Tensor, " n"]  # (n,) C(s)
 
 
 @dataclass(frozen=True)
@@ -159,17 +151,11 @@ class GaussianSplit:
 
 @dataclass(frozen=True, eq=False)
 class GaussianProfile:
-    """The best experts for a given wall.
+    """The best experts for a given wall."""
 
-    Attributes:
-        value: Ψ_τ = min over θ of L̃_τ(θ, φ).
-        experts: (2, D + 1) θ̂(φ).
-        curvature: α_fr, the least eigenvalue of the Hessian in θ.
-    """
-
-    value: Float[Tensor, ""]
-    experts: Float[Tensor, "2 columns"]
-    curvature: float
+    value: Float[Tensor, ""]  # Ψ_τ = min over θ of L̃_τ(θ, φ)
+    experts: Float[Tensor, "2 columns"]  # (2, D + 1) θ̂(φ)
+    curvature: float  # α_fr, the least eigenvalue of the Hessian in θ
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,12 @@ class DegenerateError(TielineError):
 
 
 class Count(int):
-    """An exact count, an `int` that also says what it counts.
+    """An exact count, an `int` that also says what it counts."""
 
-    Attributes:
-        counted: what was counted, in words.
-        method: how.
-        safety: smallest relative gap that decided anything, in units of the tolerance; below 1 the
-            input is refused. Infinite if nothing had to be decided.
-    """
-
-    counted: str
-    method: str
+    counted: str  # what was counted, in words
+    method: str  # how
+    # smallest relative gap that decided anything, in units of the tolerance; below 1 the
+    # input is refused. Infinite if nothing had to be decided
     safety: float
 
     def __new__(

@@ -137,23 +137,16 @@ def _count_cones(
 
 @dataclass(frozen=True)
 class Regions:
-    """Pieces of a layer, each with a point inside.
+    """Pieces of a layer, each with a point inside."""
 
-    Attributes:
-        coalitions: (P, k) chosen experts, ascending.
-        patterns: (P, k, H) which neurons of these experts are active.
-        witnesses: (P, d) a point inside each piece.
-        margins: (P,) distance from the witness to the nearest wall of its piece.
-        counted: what was counted, in words.
-        method: how.
-    """
-
-    coalitions: Int[np.ndarray, "pieces k"]
+    coalitions: Int[np.ndarray, "pieces k"]  # (P, k) chosen experts, ascending
+    # (P, k, H) which neurons of these experts are active
     patterns: Bool[np.ndarray, "pieces k hidden"]
-    witnesses: Float[np.ndarray, "pieces dim"]
+    witnesses: Float[np.ndarray, "pieces dim"]  # (P, d) a point inside each piece
+    # (P,) distance from the witness to the nearest wall of its piece
     margins: Float[np.ndarray, " pieces"]
-    counted: str = COUNTED
-    method: str = "linear programming"
+    counted: str = COUNTED  # what was counted, in words
+    method: str = "linear programming"  # how
 
     def __len__(self) -> int:
         return len(self.coalitions)
