@@ -136,11 +136,7 @@ def _checked_head(x: Tensor, head: HeadWeights) -> tuple[list[Tensor], list[Tens
 
 
 def _router(
-    maps: list[Tensor],
-    biases: list[Tensor],
-    cuts: tuple[Tensor, Tensor],
-    scale: float,
-    bias: float,
+    maps: list[Tensor], biases: list[Tensor], cuts: tuple[Tensor, Tensor], scale: float, bias: float
 ) -> QuadraticRouter:
     """Scores scale · (x_i W_Q + b_q)·(x_j W_K + b_k) + bias, multiplied out in X."""
     (w_q, w_k, _), (b_q, b_k, _), (query_cut, key_cuts) = maps, biases, cuts

@@ -296,11 +296,7 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
 
 
 def sampled_slice_density(
-    W: Float[Tensor, "experts dim"],
-    k: int,
-    experts: tuple[int, ...],
-    samples: int,
-    seed: int = 0,
+    W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...], samples: int, seed: int = 0
 ) -> Estimate:
     """α_{J,r} of any router by `samples` directions of S_J, with its standard error.
 

@@ -153,12 +153,7 @@ def pair_constants(
 
 
 def _line_sums(
-    score: Score,
-    others: Tensor,
-    axis: int,
-    level: float,
-    integrand: Score | None,
-    cells: int,
+    score: Score, others: Tensor, axis: int, level: float, integrand: Score | None, cells: int
 ) -> Tensor:
     """Σ over the roots on each line of n_i² φ g/|∂_i S|."""
     grid = torch.linspace(-REACH, REACH, cells + 1, dtype=torch.float64)

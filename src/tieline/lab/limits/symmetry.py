@@ -158,10 +158,7 @@ def response_constant(response: Response, spread: float = 1.0) -> float:
 
 
 def operator(
-    v: Vector,
-    d: Vector,
-    covariance: Covariance = None,
-    response: Response | None = None,
+    v: Vector, d: Vector, covariance: Covariance = None, response: Response | None = None
 ) -> Operator:
     """M in closed form from two one-dimensional moments of g.
 

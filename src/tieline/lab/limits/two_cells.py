@@ -304,10 +304,7 @@ def slices(
 
 
 def slice_at(
-    student: TwoCells,
-    teacher: TwoCells,
-    covariance: Covariance = None,
-    score: float = 0.0,
+    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, score: float = 0.0
 ) -> Slices:
     """A, B, C on the level set S = score, the density of S there as its one weight.
 
