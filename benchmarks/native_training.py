@@ -1,13 +1,13 @@
-"""Training by transformers' own expert parallelism and FSDP2, beside ours.
+"""Gradients of a model that transformers cuts over processes, beside those of one process.
 
     python -m benchmarks.native_training [--steps 12]
 
 A random OLMoE (16 experts, top-2) is cut over two gloo processes by `DistributedConfig(fsdp_size=2,
-ep_size=2)`, whose plan sends tokens to experts, and by `fsdp_size=2` alone; a model of Tieline's
-layers of the same sizes by `parallelize_`. Printed is how far the gradient of a parameter is from
-that of one process, |g - g'| / |g'|, the largest and the median over parameters, with equal and
-with unequal shares of the rows; and the CPU seconds of all processes per step over those of one.
-Then whether 16 experts can be cut over three processes. One thread per process.
+ep_size=2)`, whose plan sends tokens to experts, and by `fsdp_size=2` alone. Printed is how far the
+gradient of a parameter is from that of one process, |g - g'| / |g'|, the largest and the median
+over parameters, with equal and with unequal shares of the rows; and the CPU seconds of all
+processes per step over those of one. Then whether 16 experts can be cut over three processes. One
+thread per process.
 """
 
 import argparse
@@ -23,34 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 ROWS, LENGTH, WORDS = 8, 128, 512
 SIZES = {"width": 128, "hidden": 256, "experts": 16, "chosen": 2, "layers": 2}
 SHARES = {"equal": (4, 4), "unequal": (6, 2), "three": (3, 3, 2), "alone": (8,)}
-
-
-class Own(nn.Module):
-    """Layers of Tieline between embedding and head."""
-
-    def __init__(self) -> None:
-        from tieline import moe
-
-        super().__init__()
-        width = SIZES["width"]
-        self.embed = nn.Embedding(WORDS, width)
-        sizes: dict[str, Any] = {"d_model": width, "d_hidden": SIZES["hidden"]}
-        sizes |= {"n_experts": SIZES["experts"], "k": SIZES["chosen"]}
-        self.blocks = nn.ModuleList(moe(**sizes) for _ in range(SIZES["layers"]))
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits."""
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
 
 
 def native(place: Path, how: str) -> Any:
@@ -79,31 +57,11 @@ def native(place: Path, how: str) -> Any:
     return OlmoeForCausalLM.from_pretrained(place, dtype=torch.float32, **spread).train()
 
 
-def own_model() -> nn.Module:
-    """The model of Tieline's layers, cut over the processes if there are any."""
-    from tieline.lab.training.parallel import parallelize_, rank_mesh
-
-    torch.manual_seed(0)
-    model = Own()
-    if dist.is_initialized():
-        parallelize_(model, rank_mesh(expert_ranks=dist.get_world_size()))
-    return model
-
-
-def step(model: Any, ids: Tensor, how: str) -> None:
-    """Gradients of this process's rows; those of all processes are averaged or summed."""
-    if how != "own":
-        # gradients are averaged over processes: the mean over a process's tokens has its weight
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        (model(input_ids=ids, labels=ids).loss * len(ids) * ranks / ROWS).backward()
-        return
-    from tieline.lab.training.parallel import finish_gradients_
-
-    logits = model(ids[:, :-1]).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-    (loss / (ROWS * (LENGTH - 1))).backward()
-    if dist.is_initialized():
-        finish_gradients_(model)
+def step(model: Any, ids: Tensor) -> None:
+    """Gradients of this process's rows; FSDP averages those of all processes."""
+    # the mean over a process's tokens has the weight of its share of the rows
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    (model(input_ids=ids, labels=ids).loss * len(ids) * ranks / ROWS).backward()
 
 
 def work(how: str, shares: str, steps: int, place: Path, out: Path) -> None:
@@ -111,18 +69,19 @@ def work(how: str, shares: str, steps: int, place: Path, out: Path) -> None:
     rank, sizes = int(os.environ.get("RANK", "0")), SHARES[shares]
     ids = torch.randint(WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     ids = ids.split(sizes)[rank]
-    model = own_model() if how == "own" else native(place, how)
-    step(model, ids, how)
-    found = {}
+    model = native(place, how)
+    step(model, ids)
+    gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        whole_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        gradients[name] = whole_grad.contiguous()
     if rank == 0:
-        save_file({name: one.contiguous() for name, one in found.items()}, out / "gradients")
+        save_file(gradients, out / "gradients")
     began = time.process_time()
     for _ in range(steps):
         model.zero_grad()
-        step(model, ids, how)
+        step(model, ids)
     spent = (time.process_time() - began) / max(1, steps)
     (out / f"seconds-{rank}").write_text(json.dumps(spent))
 
@@ -179,7 +138,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         print("| | shares | gradients apart | CPU over one process |\n|---|---|---|---|")
-        for how in ("ep", "fsdp", "own"):
+        for how in ("ep", "fsdp"):
             alone = run(how, "alone", given.steps, Path(name))
             if isinstance(alone, str):
                 raise SystemExit(alone)

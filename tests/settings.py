@@ -194,12 +194,6 @@ RULES = [
     ),
     (RerouteSettings, {"tau": "0.1"}, ["--tau", "0.1"], "--tau takes two numbers"),
     (
-        TrainSettings,
-        {"expert_ranks": 0},
-        ["demo", "--expert-ranks", "0"],
-        "--expert-ranks must be at least 1, got 0",
-    ),
-    (
         UpcycleSettings,
         {"k": 9},
         ["m", *OUT, "--topk", "9"],

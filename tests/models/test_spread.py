@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
-from tests.lab.training.parallel.ranks import Ranks
+from tests.ranks import Ranks
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.models import FAMILIES
 from tieline.models.demo import DEMO_FOLDER

@@ -8,8 +8,8 @@ data         batches shared by two processes
 import pytest
 import torch
 
-from tests.lab.training.parallel.ranks import Ranks as Processes
 from tests.models.test_streaming import in_groups, saved, some_batches
+from tests.ranks import Ranks as Processes
 from tests.run.on_ranks import audited, repaired
 from tests.run.test_recorder import SMALL, TOKENS
 from tieline.analysis.audit import audit

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.lab.training.parallel.ranks import Ranks as Processes
+from tests.ranks import Ranks as Processes
 from tests.run.on_ranks import captured, compared, inspected, repaired
 from tieline.analysis.audit import audit
 from tieline.analysis.diff import diff

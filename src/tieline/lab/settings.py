@@ -71,11 +71,6 @@ class TrainSettings(SeedSettings):
     """Options of `train` and `tieline train`."""
 
     resume: bool = setting(False, help="Continue from the newest checkpoint of the folder.")
-    expert_ranks: int | None = setting(
-        None,
-        check=at_least(1),
-        help="Under torchrun: processes that share the experts of a layer.",
-    )
 
 
 class TrainOptions(TypedDict, total=False):
@@ -83,7 +78,6 @@ class TrainOptions(TypedDict, total=False):
 
     seed: int
     resume: bool
-    expert_ranks: int | None
 
 
 class DesignSettings(HubSettings, SeedSettings, TextSettings):

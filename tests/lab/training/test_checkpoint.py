@@ -41,14 +41,14 @@ def test_optimiser_scheduler_and_generators_go_on_as_if_nothing_had_happened(tmp
     for _ in range(3):
         step(model, optimizer, scheduler)
     save_optimizer(tmp_path, optimizer, scheduler, {"coefficient": 0.5})
-    save_generators(tmp_path, 0)
+    save_generators(tmp_path)
     kept = {k: v.clone() for k, v in model.state_dict().items()}
     step(model, optimizer, scheduler)
     drawn = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
     other, second, later = made()
     other.load_state_dict(kept)
     assert load_optimizer(tmp_path, second, later) == {"coefficient": 0.5}
-    load_generators(tmp_path, 0)
+    load_generators(tmp_path)
     step(other, second, later)
     again = random.random(), np.random.random(), torch.rand(2)  # noqa: NPY002
     assert drawn[:2] == again[:2]

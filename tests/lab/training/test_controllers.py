@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
-from tieline import ReLUGate, TielineError, TopK
-from tieline.lab.training.controllers import BalanceController, BudgetSchedule, SparsityController
+from tests.lab.training.tiny import tiny_decoder
+from tieline import ReLUGate, TielineError
+from tieline.lab.training.config import GateConfig
+from tieline.lab.training.controllers import BudgetSchedule, GateSchedule, SparsityController
+from tieline.lab.training.language import moe_layers
+from tieline.routing.losses import collect_routing
 
 
 def test_the_sparsity_controller_reaches_its_number_of_experts():
@@ -32,42 +36,50 @@ def test_the_first_steps_are_dense_and_leave_the_coefficient_alone():
     assert resumed.update(torch.ones(3, 2)) == controller.update(torch.ones(3, 2)) == 8.0
 
 
-def test_the_balance_controller_evens_out_the_load():
-    torch.manual_seed(0)
-    scores = torch.randn(512, 8) + torch.linspace(-1, 1, 8)
-    gate = TopK(2, scoring="sigmoid", selection_bias=torch.zeros(8))
-    controller = BalanceController(gate, rate=5e-3)
-
-    def spread():
-        load = (gate(scores) != 0).float().mean(0)
-        return (load.max() / load.mean()).item()
-
-    before = spread()
-    for _ in range(300):
-        controller.update(gate(scores))
-    assert before > 1.5
-    assert spread() < 1.1
-
-
-def test_the_bias_moves_by_the_rate_towards_the_mean_number_of_tokens():
-    """Four tokens at expert 0, one at 1 and 2, two at 3: the mean is 2, whatever the weights."""
-    gate = TopK(2, scoring="sigmoid", selection_bias=torch.zeros(4))
-    weights = torch.tensor([[1e-3, 9, 0, 0], [1e-3, 0, 9, 0], [1e-3, 0, 0, 9], [1e-3, 0, 0, 9]])
-    BalanceController(gate, rate=0.5).update(weights)
-    assert gate.selection_bias.tolist() == [-0.5, 0.5, 0.5, 0.0]
-
-
 def test_the_budget_holds_falls_linearly_and_stays():
     schedule = BudgetSchedule(2.5, 2.0, hold=40, until=60)
     assert [schedule(t) for t in (0, 39, 40, 50, 60, 61, 99)] == [2.5] * 3 + [2.25] + [2.0] * 3
     assert schedule(41) == pytest.approx(2.475)
 
 
+def test_the_budget_of_the_annealed_gate_has_three_stages():
+    config, model = tiny_decoder("annealed")
+    schedule = GateSchedule(model, config.gate, 80)
+    gate = next(iter(moe_layers(model).values())).gate
+    found = {}
+    for step in (0, 39, 40, 50, 60, 79):
+        schedule.begin(step)
+        found[step] = gate.budget
+    assert found == {0: 2.5, 39: 2.5, 40: 2.5, 50: 2.25, 60: 2, 79: 2}
+
+
+def test_other_gates_keep_their_budget():
+    config, model = tiny_decoder("smooth1")
+    GateSchedule(model, config.gate, 80).begin(79)
+    assert next(iter(moe_layers(model).values())).gate.budget == 2.5
+
+
+def test_the_sparsity_of_a_relu_gate_waits_then_adapts_and_is_kept():
+    _, model = tiny_decoder("remoe")
+    gate = GateConfig(name="remoe", gate="relu", dense_share=0.5)
+    schedule = GateSchedule(model, gate, 10)
+    with collect_routing(model) as records:
+        model(input_ids=torch.arange(32).view(1, 32))
+    schedule.end(4, records)
+    assert schedule.coefficient(4) == 0
+    start = schedule.coefficient(5)
+    active = torch.stack([r.routing.active.double().mean() for r in records]).mean()
+    schedule.end(5, records)
+    assert (schedule.coefficient(5) > start) == bool(active > 2)
+    again = GateSchedule(model, gate, 10)
+    again.load(schedule.state())
+    assert again.coefficient(9) == schedule.coefficient(9) != start
+
+
 BAD = [
     (lambda: SparsityController(5, 4), "0 < k <= experts"),
     (lambda: SparsityController(2, 4, growth=1.0), "growth must exceed 1"),
     (lambda: SparsityController(2, 4, warmup=-1), "warmup and steps"),
-    (lambda: BalanceController(TopK(2)), "no selection_bias"),
     (lambda: BudgetSchedule(2.5, 2.0, hold=5, until=4), "hold <= until"),
 ]
 

@@ -1,5 +1,6 @@
 """Runs small enough for a test: seconds, on the text in the box."""
 
+from tieline.lab.training.language import decoder
 from tieline.lab.training.recipes import recipe_config
 
 
@@ -7,3 +8,9 @@ def tiny(gate="smoe", steps=6, **changes):
     """The smoke recipe of a gate, made smaller."""
     small = {"optim__steps": steps, "optim__batch": 4, "evaluate_items": 4, "log_every": 2}
     return recipe_config(f"demo-smoke-{gate}").replace(**(small | changes))
+
+
+def tiny_decoder(gate):
+    """Its configuration and a new model."""
+    config = tiny(gate)
+    return config, decoder(config.model, config.gate)

@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Train a model by a recipe: language, images or sentence pairs, with any of the gates.
 
-    Started by torchrun, the processes train one model together: experts are spread over them, all
-    other parameters are sharded.
+    Started by torchrun, the processes train one model together: each has the whole model and an
+    equal share of every batch.
     """
     outputs = Outputs(html, json_to, extended=out, overwrite=overwrite, page_package="matplotlib")
     outputs.check()

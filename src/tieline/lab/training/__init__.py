@@ -1,9 +1,9 @@
-"""Training of routed models: recipes, tasks, data, the engine and its parallel form."""
+"""Training of routed models: recipes, tasks, data and the engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.settings import takes_settings
 from tieline.lab.settings import TrainOptions, TrainSettings
 
 if TYPE_CHECKING:
@@ -34,18 +34,11 @@ def train(
         The result; None on all processes but the first.
     """
     from tieline.core.processes import is_parallel
-    from tieline.lab.training.engine import run
-    from tieline.lab.training.parallel.run import run_parallel
+    from tieline.lab.training.engine import run, run_parallel
     from tieline.lab.training.recipes import recipe_config
 
     settings = TrainSettings.of(settings, options)
-    resume, expert_ranks = settings.resume, settings.expert_ranks
     config = recipe_config(recipe, settings.seed) if isinstance(recipe, str) else recipe
     folder = out or Path("runs") / f"{config.recipe}-{config.seed}"
-    if is_parallel():
-        return run_parallel(
-            config, folder, expert_ranks=expert_ranks, resume=resume, progress=progress
-        )
-    alone = expert_ranks in (None, 1)
-    require_setting(alone, "{expert_ranks} needs processes: start with torchrun")
-    return run(config, folder, resume=resume, progress=progress)
+    start = run_parallel if is_parallel() else run
+    return start(config, folder, resume=settings.resume, progress=progress)

@@ -3,7 +3,7 @@
 model.safetensors       weights
 optimizer.safetensors   moments and step counts, "<parameter number>.<name>"
 state.json              groups of the optimiser, scheduler, gate schedule
-rng-<rank>.safetensors  generators of torch; those of Python and NumPy as its metadata
+rng.safetensors         generators of torch; those of Python and NumPy as its metadata
 complete.json           written last: a checkpoint without it is incomplete and is ignored
 """
 
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tieline.core.errors import TielineError, require
 from tieline.core.files import write_whole
 
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+WEIGHTS, OPTIMIZER, GENERATORS = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
 STATE, COMPLETE = "state.json", "complete.json"
 FOLDER = re.compile(r"checkpoint-(\d+)")
 
@@ -89,25 +89,8 @@ def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str
         for name, value in entries.items()
     }
     save_file(tensors, folder / OPTIMIZER)
-    save_groups(folder, optimizer, scheduler, gates)
-
-
-def save_groups(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str, float]) -> None:
-    """Write the state that is not held in tensors: groups, scheduler, gate schedule."""
-    groups = optimizer.state_dict()["param_groups"]
-    rest = {"groups": groups, "scheduler": scheduler.state_dict(), "gates": gates}
-    write_json(folder / STATE, rest)
-
-
-def load_groups(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
-    """Restore the state of `save_groups`, the moments staying; returns that of the gates."""
-    rest = read_json(folder / STATE)
-    _check_groups(folder, optimizer, rest, {})
-    groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
-    for group, kept in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in kept.items() if name != "params"})
-    scheduler.load_state_dict(rest["scheduler"])
-    return rest["gates"]
+    groups = {"groups": state["param_groups"], "scheduler": scheduler.state_dict(), "gates": gates}
+    write_json(folder / STATE, groups)
 
 
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
@@ -143,7 +126,7 @@ def _check_groups(folder: Path, optimizer: Any, rest: Any, tensors: dict[int, An
         )
 
 
-def save_generators(folder: Path, rank: int) -> None:
+def save_generators(folder: Path) -> None:
     """Write the state of all random generators of this process."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -154,12 +137,12 @@ def save_generators(folder: Path, rank: int) -> None:
         "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / f"rng-{rank}.safetensors", plain)
+    save_file(tensors, folder / GENERATORS, plain)
 
 
-def load_generators(folder: Path, rank: int) -> None:
+def load_generators(folder: Path) -> None:
     """Restore the state of `save_generators`."""
-    tensors, plain = _read_safetensors(folder / f"rng-{rank}.safetensors")
+    tensors, plain = _read_safetensors(folder / GENERATORS)
     version, internal, gauss = json.loads(plain["python"])
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = json.loads(plain["numpy"])

@@ -1,18 +1,21 @@
-"""Controllers with running state; gates and routers hold none.
+"""How gates change over the steps of a run; gates and routers hold no such state.
 
 SparsityController   λ ← λ · g^{sign(target - sparsity)}     ReMoE's adaptive L1 coefficient
-BalanceController    b_e ← b_e + γ sign(mean load - load_e)  loss-free balance of DeepSeek-V3
 BudgetSchedule       k*(t): constant, then linear down to k  annealing of paper 1, section 7.5
+GateSchedule         both, for the gates of a model
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from tieline.core.errors import require
-from tieline.routing.gates import SelectiveGate
+from tieline.lab.training.config import GateConfig
+from tieline.routing.layer import MoE
+from tieline.routing.losses import Counts, LayerRouting
+from tieline.routing.smooth import BandGate
 
 
 @dataclass
@@ -65,31 +68,6 @@ class SparsityController:
         return self.coefficient
 
 
-@dataclass
-class BalanceController:
-    """Moves the selection bias of a gate towards equal load, without a loss.
-
-    Args:
-        gate: a gate with a `selection_bias`.
-        rate: step γ per update.
-    """
-
-    gate: SelectiveGate
-    rate: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require(self.gate.selection_bias is not None, "the gate has no selection_bias to move")
-        require(self.rate > 0, f"the rate must be positive, got {self.rate}")
-
-    @torch.no_grad()
-    def update(self, weights: Float[Tensor, "*batch experts"]) -> None:
-        """Lower the bias of experts above the mean load, raise it below, by the rate."""
-        load = (weights != 0).flatten(0, -2).sum(dim=0).double()
-        assert self.gate.selection_bias is not None
-        bias = self.gate.selection_bias
-        bias += self.rate * torch.sign(load.mean() - load).to(bias)
-
-
 @dataclass(frozen=True)
 class BudgetSchedule:
     """k*(t): `start` until step `hold`, then linear down to `end` at step `until`, then `end`."""
@@ -110,3 +88,61 @@ class BudgetSchedule:
             return self.end
         done = (step - self.hold) / (self.until - self.hold)
         return self.start + done * (self.end - self.start)
+
+
+class GateSchedule:
+    """Changes the gates of a model over the steps; its only state is the coefficient λ.
+
+    Args:
+        model: the model.
+        gate: the variant.
+        steps: of the run.
+    """
+
+    def __init__(self, model: nn.Module, gate: GateConfig, steps: int) -> None:
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self.smooth = [m.gate for m in layers if isinstance(m.gate, BandGate)]
+        self.budget: BudgetSchedule | None = None
+        if gate.anneal is not None:
+            hold, until = (round(share * steps) for share in gate.anneal)
+            self.budget = BudgetSchedule(self.smooth[0].budget, float(gate.k), hold, until)
+        self.sparsity: SparsityController | None = None
+        if gate.dense_share is not None:
+            self.sparsity = SparsityController(k=gate.k, n_experts=layers[0].experts.n_experts)
+        self.dense_until = round((gate.dense_share or 0.0) * steps)
+
+    def begin(self, step: int) -> None:
+        """Set the budget of this step."""
+        if self.budget is not None:
+            for gate in self.smooth:
+                gate.budget = self.budget(step)
+
+    def coefficient(self, step: int) -> float:
+        """Return the coefficient of the sparsity loss at this step."""
+        if self.sparsity is None or step < self.dense_until:
+            return 0.0
+        return self.sparsity.coefficient
+
+    def end(
+        self, step: int, records: Sequence[LayerRouting], counts: Sequence[Counts] | None = None
+    ) -> None:
+        """Change λ by the mean number of experts per token and layer in this step.
+
+        Args:
+            step: counted from 0.
+            records: routing of the layers in this process.
+            counts: their routing in all processes; by default this process is the only one.
+        """
+        if self.sparsity is not None and step >= self.dense_until:
+            layer_counts = counts or [Counts.of(record.routing.weights) for record in records]
+            assigned = sum(count.assigned.sum().item() for count in layer_counts)
+            self.sparsity.move(assigned / sum(count.tokens.item() for count in layer_counts))
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        return {} if self.sparsity is None else {"coefficient": self.sparsity.coefficient}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Restore the state of a checkpoint."""
+        if self.sparsity is not None:
+            self.sparsity.coefficient = float(state["coefficient"])

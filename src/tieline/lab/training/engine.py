@@ -1,7 +1,7 @@
-"""Run a recipe in one process: prepare, train, checkpoint, resume, score, keep the result.
+"""Run a recipe: prepare, train, checkpoint, resume, score, keep the result.
 
-    result = run(enwik8_small("smooth1"), Path("runs/smooth1"))
-    result = run(enwik8_small("smooth1"), Path("runs/smooth1"), resume=True)   # after a kill
+    result = run(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"))
+    result = run(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"), resume=True)
 
 The folder of a run holds `config.json`, checkpoints, `model/` (the trained model as transformers
 saves it) and `result.json`. Weights, data order and all random numbers depend on the seed alone and
@@ -11,18 +11,27 @@ are restored exactly, so a run that was killed and resumed ends with the same lo
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import set_seed
 
 from tieline.analysis.monitor_trainer import monitor_trainer
 from tieline.core.errors import require
 from tieline.core.files import check_folder, remove_rests, space_on
+from tieline.core.processes import (
+    TIMEOUT,
+    first_rank,
+    is_first,
+    join_processes,
+    naming_lost_ranks,
+)
 from tieline.core.records import Result, from_plain
 from tieline.lab.training.checkpoint import (
     CheckpointError,
@@ -35,9 +44,13 @@ from tieline.lab.training.checkpoint import (
 from tieline.lab.training.config import TrainConfig
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.language import moe_layers
-from tieline.lab.training.parallel.checkpoint import consolidate
 from tieline.lab.training.tasks import Task, TaskData, task_of
-from tieline.lab.training.trainer import RoutingTrainer, training_arguments
+from tieline.lab.training.trainer import (
+    RESUME,
+    RoutingTrainer,
+    rows_per_process,
+    training_arguments,
+)
 from tieline.models.running import no_bars
 
 Report = Callable[[str, int, int], None]
@@ -136,65 +149,122 @@ def run(
         progress: called at each stage.
         watch: called after every step; it must not change weights or random generators.
     """
-    on_stage = progress or (lambda stage, done, of: None)
-    check_folder(out / "model")
     checkpoint = prepare_folder(config, out, resume)
     if resume and (result := stored_result(out)) is not None:
         return result
-    consolidate(checkpoint)
+    return _save_result(_train(config, out, checkpoint, progress or _silent, watch))
+
+
+def run_parallel(
+    config: TrainConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: Report | None = None,
+    timeout: float = TIMEOUT,
+) -> TrainingResult | None:
+    """Run `run` on the processes that torchrun started; only rank 0 returns the result.
+
+    Args:
+        config: a whole run; the rows of its micro-batches divide over the processes.
+        out: a folder that all processes see; with `resume`, that of the same run on any number of
+            processes.
+        resume: continue from the newest complete checkpoint, from the start if there is none.
+        progress: called at each stage, on rank 0.
+        timeout: seconds after which a process that does not answer is lost.
+    """
+    joined = nullcontext() if dist.is_initialized() else join_processes(timeout=timeout)
+    with joined, naming_lost_ranks(RESUME):
+        checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume))
+        if checkpoint is None:
+            return stored_result(out) if is_first() else None
+        start = Path(checkpoint) if checkpoint else None
+        on_stage = progress if progress is not None and is_first() else _silent
+        trained = _train(config, out, start, on_stage)
+        # only rank 0 scores, and the others do not wait: that could exceed the timeout
+        return _save_result(trained) if is_first() else None
+
+
+def _silent(stage: str, done: int, of: int) -> None:
+    """Report no progress."""
+
+
+def _prepare_parallel(config: TrainConfig, out: Path, resume: bool) -> str | None:
+    """Check the run and fetch its data for all processes; returns its checkpoint, None at the end.
+
+    A run without a checkpoint has the empty one.
+    """
+    rows_per_process(config.optim)
+    checkpoint = prepare_folder(config, out, resume)
+    if resume and stored_result(out) is not None:
+        return None
+    task_of(config).data(config)
+    return "" if checkpoint is None else str(checkpoint)
+
+
+class _Trained(NamedTuple):
+    """A trained model with its task and data, and how it was trained."""
+
+    config: TrainConfig
+    out: Path
+    task: Task
+    data: TaskData
+    model: nn.Module
+    times: tuple[float, float]
+    resumed_from: int
+    history: list[dict[str, Any]]
+    on_stage: Report
+
+
+def _train(
+    config: TrainConfig,
+    out: Path,
+    checkpoint: Path | None,
+    on_stage: Report,
+    watch: Watch | None = None,
+) -> _Trained:
+    """Load the data, make the model and run all steps that are left."""
     task = task_of(config)
     on_stage("data", 0, 1)
     data = task.data(config)
     set_seed(config.seed)
     model = task.model(config)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", config.to_dict())
-    arguments = training_arguments(config, out)
+    first_rank(lambda: _write_config(config, out))
     on_step = _step_end(model, on_stage, watch)
-    trainer = RoutingTrainer(config, model, arguments, data.train, on_step)
-    if moe_layers(model):  # Soft MoE chooses nothing
+    trainer = RoutingTrainer(config, model, training_arguments(config, out), data.train, on_step)
+    if (
+        moe_layers(model) and not dist.is_initialized()
+    ):  # of one process's tokens; Soft MoE has none
         monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
     with no_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
-    on_stage("score", 0, 1)
-    start = checkpoint_step(checkpoint)
-    return save_result(config, out, (task, data, model), times, start, trainer.state.log_history)
+    start, history = checkpoint_step(checkpoint), trainer.state.log_history
+    return _Trained(config, out, task, data, model, times, start, history, on_stage)
 
 
-def save_result(
-    config: TrainConfig,
-    out: Path,
-    trained: tuple[Task, TaskData, nn.Module],
-    times: tuple[float, float],
-    resumed_from: int,
-    history: list[dict[str, Any]],
-) -> TrainingResult:
-    """Score and save a trained model, and keep the result.
+def _write_config(config: TrainConfig, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", config.to_dict())
 
-    Args:
-        config: the run.
-        out: its folder.
-        trained: task, data and the whole model.
-        times: wall and processor time of the training.
-        resumed_from: step at which this process began.
-        history: logged values.
-    """
-    task, data, model = trained
-    model.eval()
+
+def _save_result(trained: _Trained) -> TrainingResult:
+    """Score and save a trained model, and keep the result."""
+    config, out, model = trained.config, trained.out, trained.model.eval()
+    trained.on_stage("score", 0, 1)
     result = TrainingResult(
         config.to_dict(),
         parameter_count(model),
-        data.about,
-        task.evaluate(model, data, config),
-        *times,
-        resumed_from,
-        tuple(history),
+        trained.data.about,
+        trained.task.evaluate(model, trained.data, config),
+        *trained.times,
+        trained.resumed_from,
+        tuple(trained.history),
         str(out),
     )
     with no_bars():
-        task.save(model, data, out / "model")
+        trained.task.save(model, trained.data, out / "model")
     result.to_json(out / "result.json")
     return result
 
@@ -220,7 +290,7 @@ def _step_end(
 
 def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
     """Return size, data and estimated time of a run; the time is measured on a few steps."""
-    on_stage = progress or (lambda stage, done, of: None)
+    on_stage = progress or _silent
     on_stage("data", 0, 1)
     task = task_of(config)
     set_seed(config.seed)
@@ -254,6 +324,7 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
 
     Removes the incomplete checkpoints of a killed run.
     """
+    check_folder(out / "model")
     if out.is_dir():
         remove_rests(out / "config.json")
     if not resume:

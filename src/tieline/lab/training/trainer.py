@@ -1,20 +1,36 @@
-"""transformers' Trainer with the losses, schedules and checkpoints of routed models.
+"""transformers' Trainer with the losses, rates, gate schedules and checkpoints of routed models.
+
+    loss           task loss + auxiliary losses of the routed layers
+    rate(t)/peak   t/warmup during the warm-up, then a half cosine down to the final share
+    rate of ε      the same warm-up, then constant: ε has to follow the scores to the end
 
 Auxiliary losses are collected once per forward pass: what activation checkpointing repeats in the
 backward pass is not counted again.
+
+Under torchrun every process has the whole model and an equal share of the rows of a micro-batch,
+and `DistributedDataParallel` averages the gradients. The balance loss is a product of means, and
+the mean of the products of shares is another number: assignments and tokens are therefore counted
+over all processes (`batch_counts`) and each process adds its part of the auxiliary losses of the
+whole batch, times the number of processes. Losses and gradients are those of one process.
 """
 
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from tieline.core.errors import require
+from tieline.core.errors import TielineError, require
+from tieline.core.processes import naming_lost_ranks
 from tieline.lab.training.checkpoint import (
     load_generators,
     load_optimizer,
@@ -22,29 +38,95 @@ from tieline.lab.training.checkpoint import (
     save_generators,
     save_optimizer,
 )
-from tieline.lab.training.config import TrainConfig
-from tieline.lab.training.step import (
-    GateSchedule,
-    adamw,
-    check_finite,
-    rate_scheduler,
-    routing_loss,
-    task_loss,
-)
-from tieline.routing.losses import collect_routing
+from tieline.lab.training.config import OptimConfig, TrainConfig
+from tieline.lab.training.controllers import GateSchedule
+from tieline.routing.losses import Counts, LayerRouting, auxiliary_loss, collect_routing
 
 OnStep = Callable[[int, int], None]
+RESUME = "start again with --resume to go on from the newest checkpoint"
 
 
-def training_arguments(config: TrainConfig, out: Path, processes: int = 1) -> TrainingArguments:
+def rate_share(step: int, optim: OptimConfig) -> float:
+    """Return the share of the peak rate at a step, counted from 0."""
+    if step < optim.warmup:
+        return (step + 1) / optim.warmup
+    done = (step - optim.warmup) / max(1, optim.steps - optim.warmup)
+    return optim.final_share + (1 - optim.final_share) * (1 + math.cos(math.pi * done)) / 2
+
+
+def epsilon_share(step: int, optim: OptimConfig) -> float:
+    """Return the share of ε's own rate at a step."""
+    return min(1.0, (step + 1) / max(1, optim.warmup))
+
+
+def rate_scheduler(optimizer: Optimizer, optim: OptimConfig) -> LambdaLR:
+    """Schedule warm-up and cosine for the weights, warm-up alone for the group of ε."""
+    shares = [
+        partial(epsilon_share if group.get("epsilon") else rate_share, optim=optim)
+        for group in optimizer.param_groups
+    ]
+    return LambdaLR(optimizer, shares)
+
+
+def is_epsilon(name: str) -> bool:
+    """Return whether a parameter is the θ of a smooth gate, by its name in the model."""
+    return name.endswith("gate.theta") or name == "theta"
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Group matrices with decay, vectors without, and the θ of smooth gates with their own rate."""
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    epsilon = [p for name, p in parameters if is_epsilon(name)]
+    matrices = [p for name, p in parameters if p.ndim > 1]
+    vectors = [p for name, p in parameters if p.ndim <= 1 and not is_epsilon(name)]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay, "lr": optim.rate},
+        {"params": vectors, "weight_decay": 0.0, "lr": optim.rate},
+        {"params": epsilon, "weight_decay": 0.0, "lr": optim.epsilon_rate, "epsilon": True},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def batch_counts(records: Sequence[LayerRouting]) -> list[Counts]:
+    """Return per record the assignments and tokens of all processes, in one message.
+
+    With `auxiliary_loss(records, ..., counts=...)` they give this process's part of the loss.
+    """
+    local = [Counts.of(record.routing.weights) for record in records]
+    sizes = [len(counts.assigned) + 1 for counts in local]
+    flat = torch.cat([torch.cat([c.assigned, c.tokens.view(1)]) for c in local])
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+    return [Counts(counts[:-1], counts[-1]) for counts in flat.split(sizes)]
+
+
+def process_mean(value: Tensor) -> Tensor:
+    """Return the mean of a value over all processes, detached."""
+    value = value.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value
+
+
+def rows_per_process(optim: OptimConfig) -> int:
+    """Return the rows of a micro-batch for each process; raises if they are not equal."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    micro = optim.batch // optim.accumulate
+    require(
+        micro % processes == 0,
+        f"{micro} rows of a micro-batch do not divide over {processes} processes",
+    )
+    return micro // processes
+
+
+def training_arguments(config: TrainConfig, out: Path) -> TrainingArguments:
     """Return the Trainer's arguments: batches in the order of the data set, no reports."""
     optim = config.optim
-    micro, rest = divmod(optim.batch, optim.accumulate * processes)
-    require(rest == 0, f"a batch of {optim.batch} does not divide over {processes} processes")
     return TrainingArguments(
         output_dir=str(out),
         max_steps=optim.steps,
-        per_device_train_batch_size=micro,
+        per_device_train_batch_size=rows_per_process(optim),
         gradient_accumulation_steps=optim.accumulate,
         max_grad_norm=optim.clip,
         learning_rate=optim.rate,
@@ -62,6 +144,8 @@ def training_arguments(config: TrainConfig, out: Path, processes: int = 1) -> Tr
         dataloader_pin_memory=False,
         report_to="none",
         disable_tqdm=True,
+        # gloo has to be asked for: otherwise processes without accelerators train by themselves
+        use_cpu=dist.is_initialized() and not torch.accelerator.is_available(),
     )
 
 
@@ -97,7 +181,9 @@ class RoutingTrainer(Trainer):
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
             fused = all(p.device.type in ("cpu", "cuda") for p in trained.parameters())
-            self.optimizer = adamw(trained, self.config.optim, fused=fused)
+            optim = self.config.optim
+            groups = parameter_groups(trained, optim)
+            self.optimizer = torch.optim.AdamW(groups, betas=optim.betas, fused=fused)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
@@ -119,14 +205,28 @@ class RoutingTrainer(Trainer):
         """Return task loss plus auxiliary losses; the task loss alone in evaluation."""
         with collect_routing(model) as records:
             outputs = model(**inputs)
-        task = task_loss(outputs)
-        check_finite(task)
-        loss = task
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        mean = process_mean(loss)
+        require(bool(mean.isfinite()), f"the loss is {mean.item()}: stopped", TielineError)
         if model.training and records:
-            step = self.state.global_step
-            loss = task + routing_loss(records, self.config.losses, self.schedule, step)
-            self._task_losses.append(task.detach())
+            self._task_losses.append(mean)
+            loss = loss + self._routing_loss(records)
         return (loss, outputs) if return_outputs else loss
+
+    def _routing_loss(self, records: Sequence[LayerRouting]) -> Tensor:
+        """Return the auxiliary losses of a forward pass, and move the schedule by its routing."""
+        step, processes = self.state.global_step, self.args.world_size
+        counts = batch_counts(records) if processes > 1 else None
+        coefficients = asdict(self.config.losses)
+        coefficients["sparsity"] = self.schedule.coefficient(step)
+        loss = auxiliary_loss(records, **coefficients, counts=counts)
+        self.schedule.end(step, records, counts)
+        return processes * loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the gradients of a micro-batch; names the step if another process is lost."""
+        with naming_lost_ranks(f"in step {self.state.global_step + 1}; {RESUME}"):
+            return super().training_step(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the task loss in addition to the whole loss."""
@@ -164,11 +264,12 @@ class RoutingTrainer(Trainer):
             self.schedule.load(state)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        save_generators(Path(output_dir), self.args.process_index)
+        if self.args.should_save:
+            save_generators(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_generators(Path(checkpoint), self.args.process_index)
+            load_generators(Path(checkpoint))
 
 
 class _Steps(TrainerCallback):

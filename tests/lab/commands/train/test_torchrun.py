@@ -1,7 +1,7 @@
 """The command line that the documentation names: `torchrun … -m tieline train RECIPE`.
 
 Every process imports torch and transformers, so these are slow; the same code runs on ranks that
-are forked in tests/lab/training/parallel.
+are forked in tests/lab/training/engine.
 """
 
 import json
@@ -13,11 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.training.parallel.compare import (
-    assert_same_files,
-    assert_same_losses,
-    assert_same_scores,
-)
+from tests.lab.training.runs import assert_same_files, assert_same_losses, assert_same_scores
 
 RECIPE = "demo-smoke-smooth1"
 LIMIT = 500  # seconds; only a hang takes so long, also on a busy machine
@@ -55,14 +51,10 @@ def alone(tmp_path_factory):
     return run(recipe_config(RECIPE), folder).to_dict(), folder
 
 
-@pytest.mark.parametrize(
-    ("processes", "options"),
-    [(2, []), (2, ["--expert-ranks", 1]), (3, ["--expert-ranks", 3])],
-    ids=["as documented", "data over ranks", "8 experts over 3 ranks"],
-)
-def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, processes, options):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, processes):
     folder, page = tmp_path / "run", tmp_path / "found.json"
-    code, told = torchrun(processes, "train", RECIPE, "--out", folder, *options, "--json", page)
+    code, told = torchrun(processes, "train", RECIPE, "--out", folder, "--json", page)
     assert code == 0, told
     found = json.loads(page.read_bytes())
     assert_same_losses(found, alone[0])
@@ -70,13 +62,13 @@ def test_a_recipe_under_torchrun_is_the_recipe_in_one_process(alone, tmp_path, p
     assert_same_files(folder, alone[1])
 
 
-def test_expert_ranks_that_do_not_divide_the_processes_are_refused_in_one_message(tmp_path):
+def test_rows_that_do_not_divide_over_the_processes_are_refused_in_one_message(tmp_path):
     """The first process to end has exit code 2; torchrun ends the others, reports it, leaves 1."""
     folder = tmp_path / "run"
-    code, told = torchrun(2, "train", RECIPE, "--out", folder, "--expert-ranks", 3)
+    code, told = torchrun(3, "train", RECIPE, "--out", folder)
     assert code == 1
     said = [line for line in told.splitlines() if line.startswith("error")]
-    assert said == ["error: --expert-ranks must divide the number of ranks, 2, got 3"]
+    assert said == ["error: 8 rows of a micro-batch do not divide over 3 processes"]
     assert "exitcode  : 2" in told.partition("Root Cause")[2]
     assert "bug" not in told
     assert not folder.exists()

@@ -42,15 +42,6 @@ def test_a_run_is_scored_kept_and_resumed(tieline, tmp_path):
     assert "not empty" in err
 
 
-def test_expert_ranks_need_processes_and_nothing_is_written(tieline, tmp_path):
-    code, _, err = tieline(
-        "train", "demo-smoke-smoe", "--out", tmp_path / "run", "--expert-ranks", 2
-    )
-    assert code == 2
-    assert err == "error: --expert-ranks needs processes: start with torchrun\n"
-    assert not (tmp_path / "run").exists()
-
-
 def test_bad_words_are_told(tieline):
     code, _, err = tieline("train", "enwik8-smal-smoe")
     assert code == 2

@@ -19,7 +19,7 @@ from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.engine import plan, run
 from tieline.models.loading import load_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 KILLED = """
 import os, signal, sys
 from pathlib import Path

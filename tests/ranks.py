@@ -16,7 +16,7 @@ import torch
 
 LIMIT = 240.0  # seconds; only a hang takes so long, also on a busy machine
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([f"tests.lab.training.parallel.{m}" for m in ("tasks", "runs")])
+SERVER.set_forkserver_preload(["tests.lab.training.runs"])
 
 
 class Ranks:
@@ -76,7 +76,8 @@ def _serve(rank, count, meeting, patience, pipe):
     from tieline.core.processes import join_processes
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     with join_processes(timeout=patience, backend="gloo", init_method=meeting):
         while True:
             try:

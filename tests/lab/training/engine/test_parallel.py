@@ -3,19 +3,17 @@
 import shutil
 
 import pytest
-import torch
 
-from tests.lab.training.parallel.compare import (
+from tests.lab.training.runs import (
     assert_same_files,
     assert_same_losses,
     assert_same_scores,
+    config,
+    run_and_lose,
+    run_here,
 )
-from tests.lab.training.parallel.runs import config, run_and_lose, run_here
 from tieline.lab.training.checkpoint import last_checkpoint
 from tieline.lab.training.engine import run
-from tieline.lab.training.parallel.checkpoint import is_sharded
-from tieline.lab.training.parallel.run import _targets, default_expert_ranks
-from tieline.lab.training.tasks import task_of
 
 PATIENCE = {"timeout": 60.0}
 
@@ -84,13 +82,11 @@ def test_what_one_process_began_two_ranks_end(pair, alone, tmp_path):
 
 @pytest.mark.slow
 def test_what_two_ranks_began_three_end(pair, ranks, alone, tmp_path):
-    """Each of the three reads its own shards of what the two wrote."""
     folder = tmp_path / "run"
     pair.run(run_here, config(), folder, PATIENCE)
     for name in ("model", "checkpoint-6"):
         shutil.rmtree(folder / name)
     (folder / "result.json").unlink()
-    assert is_sharded(folder / "checkpoint-4")
     found, *_ = ranks(3).run(run_here, config(), folder, {**PATIENCE, "resume": True})
     assert found["resumed_from"] == 4
     assert_same_losses(found, alone[0])
@@ -116,35 +112,13 @@ def test_a_folder_in_use_is_refused_on_every_rank(ranks, tmp_path):
         assert "is not empty: a run begins in a new folder" in told
 
 
-@pytest.mark.parametrize(
-    ("expert_ranks", "changes", "words"),
-    [
-        (3, {}, "expert_ranks must divide the number of ranks, 2, got 3"),
-        (1, {"model__d_hidden": 13}, "16 and 13, are not multiples of the 2 data ranks"),
-        (None, {"optim__batch": 2}, "1 rows of a micro-batch are too few for 2 ranks"),
-    ],
-)
-def test_a_grid_that_cannot_be_is_refused_before_anything_is_written(
-    pair, tmp_path, expert_ranks, changes, words
-):
-    folder = tmp_path / "run"
-    pair.start(run_here, config(**changes), folder, {**PATIENCE, "expert_ranks": expert_ranks})
+@pytest.mark.parametrize("batch", [2, 6])
+def test_rows_that_do_not_divide_are_refused_before_anything_is_written(pair, tmp_path, batch):
+    folder, words = tmp_path / "run", f"{batch // 2} rows of a micro-batch do not divide over 2"
+    pair.start(run_here, config(optim__batch=batch), folder, PATIENCE)
     for rank, kind in enumerate(["ParameterError", "FirstRankError: rank 0 failed"]):
         fine, told = pair.outcome(rank)
         assert not fine
         assert kind in told
         assert words in told
     assert not folder.exists()
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 1), (2, 2), (4, 4), (8, 4), (3, 3), (6, 6)])
-def test_experts_are_cut_evenly_where_that_is_possible(count, expected):
-    model = task_of(config()).model(config())  # 4 experts, widths 16 and 12
-    assert default_expert_ranks(model, count) == expected
-
-
-def test_the_terms_of_a_loss_are_the_targets_that_the_model_predicts():
-    """It shifts the labels of a sequence by one and passes over -100; labels of rows are rows."""
-    labels = torch.tensor([[-100, 5, 6, -100], [1, 2, 3, 4]])
-    assert _targets({"labels": labels}).item() == 5
-    assert _targets({"labels": torch.tensor([0, 1, 1])}).item() == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lab.training.parallel.ranks import Ranks
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="package")
