@@ -37,6 +37,9 @@ SENTENCES = {
     "ShapeAnswer.text": "tieline.report.words.causes:shape",
     "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
     "RouteCheck.verdict": "tieline.report.words.check:verdict",
+    "RouteFinding.message": "tieline.report.words.check:message",
+    "RouteFinding.where": "tieline.report.words.check:where",
+    "RouteFinding.cause": "tieline.report.words.check:cause",
 }
 """Class and property of a record to "module:function"."""
 

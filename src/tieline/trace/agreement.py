@@ -56,15 +56,9 @@ def _written(table: RouteTable, rows: np.ndarray) -> np.ndarray:
 
 
 def _other_k(routes: Routes, reference: Routes) -> RouteFinding:
-    k, expected = routes.experts.shape[2], reference.experts.shape[2]
-    return RouteFinding(
-        "layer-shift",
-        "unsound",
-        f"the file has {k} experts per token, the reference {expected}",
-        len(routes.experts),
-        len(routes.experts),
-        cause="another model, or an array in another shape: is the last axis k?",
-    )
+    evidence = {"k": routes.experts.shape[2], "expected": reference.experts.shape[2]}
+    rows = len(routes.experts)
+    return RouteFinding("layer-shift", "unsound", "other-k", rows, rows, "other-shape", evidence)
 
 
 def _common_rows(routes: Routes, reference: Routes) -> tuple[np.ndarray, np.ndarray]:
@@ -117,14 +111,9 @@ def _explain(
         if finding is not None:
             yield finding
             return
+    evidence = {"agreement": float(np.median(straight))}
     yield RouteFinding(
-        "token-shift",
-        "unsound",
-        f"choices agree no more than by chance (agreement {float(np.median(straight)):.2f}), and "
-        "no order of layers, shift of rows or renumbering of experts explains it",
-        len(a),
-        len(a),
-        cause="rows of other tokens, an older model, or another one (miles 3277)",
+        "token-shift", "unsound", "unexplained", len(a), len(a), "other-tokens", evidence
     )
 
 
@@ -134,14 +123,9 @@ def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[RouteFindi
     numbers = _layer_numbers(theirs)
     if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
         return
+    evidence = {"places": list(ours.layers)[:6], "expected": numbers[:6]}
     yield RouteFinding(
-        "layer-shift",
-        "unsound",
-        f"routed layers stand at places {list(ours.layers)[:6]} of {total}, the model routes in "
-        f"{numbers[:6]}",
-        len(numbers),
-        total,
-        cause="dense layers shift later ones (verl 5037)",
+        "layer-shift", "unsound", "places", len(numbers), total, "dense-shift", evidence
     )
 
 
@@ -168,16 +152,14 @@ def _odd_layers(
         yield replace(shift, count=len(odd))
         return
     names = [ours.routes.names[ours.layers[layer]] for layer in odd]
-    yield RouteFinding(
-        "constant-layer",
-        "unsound",
-        f"layers {names[:4]} do not agree with the reference (agreement "
-        f"{float(straight[odd[0]]):.2f}), the others do ({float(np.median(straight)):.2f})",
-        len(odd),
-        len(straight),
-        f"layer {names[0]}",
-        "a draft model or another head wrote into them (vllm 48622, sglang 26980)",
-    )
+    evidence = {
+        "layers": names[:4],
+        "layer": names[0],
+        "agreement": float(straight[odd[0]]),
+        "others": float(np.median(straight)),
+    }
+    count, total = len(odd), len(straight)
+    yield RouteFinding("constant-layer", "unsound", "odd", count, total, "draft", evidence)
 
 
 def _layers(
@@ -191,23 +173,16 @@ def _layers(
         return None
     shifts = {int(j - i) for i, j in zip(left, right, strict=True)}
     pairs = [f"{i}→{j}" for i, j in zip(left, right, strict=True) if i != j]
+    evidence = {"pairs": pairs[:6], "agreement": float(np.median(matched))}
     if counts[0] != counts[1]:
-        message = f"the file has {counts[0]} routed layers, the reference {counts[1]}"
-        cause = "dense layers counted on one side only (verl 5037), or layers that are missing"
+        case, reason = "layer-count", "dense-on-one-side"
+        evidence["expected"] = counts[1]
     elif len(shifts) == 1:
-        message = f"all layers are moved by {shifts.pop():+d}"
-        cause = "dense layers shift later ones (verl 5037)"
+        case, reason = "all-moved", "dense-shift"
+        evidence["shift"] = shifts.pop()
     else:
-        message = f"{len(pairs)} of {counts[0]} layers stand in other places"
-        cause = "layers in the order of a list or of building, not of depth (miles 2570; verl 7805)"
-    return RouteFinding(
-        "layer-shift",
-        "unsound",
-        f"{message}: with {', '.join(pairs[:6])} they agree ({float(np.median(matched)):.2f})",
-        len(pairs),
-        counts[0],
-        cause=cause,
-    )
+        case, reason = "reordered", "list-order"
+    return RouteFinding("layer-shift", "unsound", case, len(pairs), counts[0], reason, evidence)
 
 
 def _tokens(
@@ -228,14 +203,10 @@ def _tokens(
     move, share = int(moves[counts.argmax()]), counts.max() / len(probes)
     if share < 0.3 or float(np.median(height)) < AGREES or move == 0:
         return None
+    evidence = {"share": float(share), "shift": move}
+    count = round(float(share) * len(a))
     return RouteFinding(
-        "token-shift",
-        "unsound",
-        f"{100 * share:.0f} % of sampled rows are those of the token {move:+d} places on",
-        round(float(share) * len(a)),
-        len(a),
-        cause="rows of the token before or after, of a prompt that was cut, or from a request that "
-        "began anew (miles 3277): align them by position",
+        "token-shift", "unsound", "moved-rows", count, len(a), "cut-prompt", evidence
     )
 
 
@@ -256,12 +227,7 @@ def _renumbered(
         agreements.append(agreement(order[a[half:, layer].astype(np.int64)], b[half:, layer]))
     if float(np.median(agreements)) < AGREES:
         return None
+    evidence, layers = {"agreement": float(np.median(agreements))}, a.shape[1]
     return RouteFinding(
-        "out-of-range",
-        "unsound",
-        f"ids agree with the reference once they are renumbered (agreement "
-        f"{float(np.median(agreements)):.2f}): they are those of physical experts",
-        a.shape[1],
-        a.shape[1],
-        cause="expert load balancing (EPLB): map physical ids to logical ones",
+        "out-of-range", "unsound", "renumbered", layers, layers, "load-balancing", evidence
     )

@@ -1,7 +1,7 @@
 """Whether a file of routes is sound: what arrays that went wrong look like.
 
-Each finding names what was found, how often, where first, and the likely cause from reports of
-people who met it. Severities:
+Each finding holds what was found, how often, where first, and the likely cause as data; their
+sentences are written by `tieline.report.words.check`. Severities:
 
     unsound      no router of a sound run writes this
     suspicious   sound runs write this now and then: look at it
@@ -19,7 +19,7 @@ people who met it. Severities:
 
 **Repeated rows.** A row that stands m times among N, in layers whose choices have the shares f_l of
 what it holds, would by chance stand N·Π f_l times; P(≥ m copies) ≤ exp(-N·kl(m/N, Π f_l)), which
-the message states. Layers are not independent, and a repeated token repeats its row: copies that
+the finding states. Layers are not independent, and a repeated token repeats its row: copies that
 share one token are no finding, and a few copies are at most suspicious.
 
 **Dead experts.** Chosen experts with at least 5 tokens each, and others with none: an expert of a
@@ -30,12 +30,13 @@ Everything runs layer by layer, so that memory stays at a few columns.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tieline.core.records import Worded
 from tieline.trace.readers.routes import Routed, Routes, routed
 
 Kind = Literal[
@@ -60,28 +61,48 @@ IMPROBABLE = -9.0
 
 
 @dataclass(frozen=True)
-class RouteFinding:
+class RouteFinding(Worded):
     """A fault or a remark about a file of routes.
 
     Attributes:
-        kind: what it is.
-        severity: "unsound", "suspicious" or "note".
         message: one sentence with the numbers.
-        count: how many rows, tokens, layers or experts it concerns.
-        total: of how many.
         where: the first place, and what stands there.
         cause: the likely cause, and what to do.
+        kind: what it is.
+        severity: "unsound", "suspicious" or "note".
+        case: which case of its kind was found.
+        count: how many rows, tokens, layers or experts it concerns.
+        total: of how many.
+        reason: name of the likely cause; empty where there is none.
+        evidence: numbers and names that the sentences quote.
         file: name of the file, where several were checked.
     """
 
+    sentences: ClassVar[tuple[str, ...]] = ("message", "where", "cause")
+
     kind: Kind
     severity: Severity
-    message: str
+    case: str
     count: int
     total: int
-    where: str = ""
-    cause: str = ""
+    reason: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
+
+    @property
+    def message(self) -> str:
+        """One sentence with the numbers."""
+        return self.sentence("message")
+
+    @property
+    def where(self) -> str:
+        """The first place, and what stands there; empty where no place is meant."""
+        return self.sentence("where")
+
+    @property
+    def cause(self) -> str:
+        """The likely cause, and what to do; empty without a reason."""
+        return self.sentence("cause")
 
 
 @dataclass(frozen=True)
@@ -158,41 +179,28 @@ def _all_nothing(table: RouteTable) -> Iterator[RouteFinding]:
         if ids.dtype.kind == "u" and value < 0:
             continue
         if int(ids.min()) == value == int(ids.max()):
+            evidence = {"ids": ids.size, "value": value}
             yield RouteFinding(
-                "all-zero",
-                "unsound",
-                f"all {ids.size} ids are {value}: no routes were written",
-                rows,
-                rows,
-                cause="a fused or captured kernel that returns no choice leaves the buffer as it "
-                "was made (vllm 54730, 44116): turn the fused path off, or update the engine",
+                "all-zero", "unsound", "all-ids", rows, rows, "unwritten-buffer", evidence
             )
             return
 
 
 def _row_counts(table: RouteTable) -> Iterator[RouteFinding]:
-    routes = table.routes
+    routes, documents = table.routes, int(table.documents.max()) + 1
     if routes.problems:
-        first = routes.problems[0]
+        first, count = routes.problems[0], len(routes.problems)
+        evidence = {
+            "problem": first.message,
+            "document": first.document,
+            "rows": first.rows,
+            "tokens": first.tokens,
+        }
         yield RouteFinding(
-            "row-count",
-            "unsound",
-            f"{len(routes.problems)} documents have rows that do not fit their tokens: "
-            f"{first.message}",
-            len(routes.problems),
-            int(table.documents.max()) + 1,
-            f"document {first.document}: {first.rows} rows, {first.tokens} tokens",
-            "rows of a turn where those of the whole request are needed, or of several requests "
-            "(strands-sglang 72)",
+            "row-count", "unsound", "other-rows", count, documents, "rows-of-a-turn", evidence
         )
     if routes.ends:
-        yield RouteFinding(
-            "row-count",
-            "note",
-            f"the last token of {routes.ends} documents has no row, as engines write it",
-            routes.ends,
-            int(table.documents.max()) + 1,
-        )
+        yield RouteFinding("row-count", "note", "last-token", routes.ends, documents)
 
 
 def _ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
@@ -216,68 +224,36 @@ def _unwritten(table: RouteTable) -> Iterator[RouteFinding]:
     documents = len(np.unique(table.documents))
     inside = int((blank & ~first & ~last).sum())
     batch = table.routes.producer in ("verl", "slime", "miles")
-    where = f"row {int(blank.argmax())}"
+    evidence = {"row": int(blank.argmax()), "inside": inside, "k": table.experts.shape[2]}
     if inside or (first.any() and not batch):
-        severity, position = "unsound", f"{inside} of them between written rows"
-        cause = (
-            "rows that a kernel, a cached prefix or a dropped step did not write; replayed, they "
-            "send tokens to expert 0 (verl: placeholders read as expert 0)"
-        )
+        severity, case, reason = "unsound", "zeros-inside", "skipped-rows"
     elif int(last.sum()) <= documents:
-        severity, position = "note", "each the last of its document"
-        cause = "the last token of a request has no route: leave these rows out"
+        severity, case, reason = "note", "zeros-last", "no-last-route"
     else:
-        severity, position = ("note" if batch else "suspicious"), "at the ends of documents"
-        cause = "padding, or steps of generation that returned nothing: pass the tokens to tell"
-    yield RouteFinding(
-        "all-zero",
-        severity,
-        f"{count} of {total} rows are zero in every layer ({position}): nothing was written there",
-        count,
-        total,
-        where,
-        cause,
-    )
+        severity, case, reason = ("note" if batch else "suspicious"), "zeros-at-ends", "padding"
+    yield RouteFinding("all-zero", severity, case, count, total, reason, evidence)
     if severity != "note":
         yield RouteFinding(
-            "duplicate-expert",
-            severity,
-            f"read as ids, {count} rows name expert 0 {table.experts.shape[2]} times",
-            count,
-            total,
-            where,
-            "zeros that stand for nothing: a replay must not take them for expert 0",
+            "duplicate-expert", severity, "zeros-as-ids", count, total, "zeros", evidence
         )
 
 
 def _dense_layers(table: RouteTable) -> Iterator[RouteFinding]:
     dense, names = table.routed.dense, table.routes.names
     if dense:
-        reasons = ", ".join(f"{names[layer]} ({why})" for layer, why in list(dense.items())[:4])
-        yield RouteFinding(
-            "constant-layer",
-            "note",
-            f"{len(dense)} of {len(names)} layers are not routed: {reasons}",
-            len(dense),
-            len(names),
-            f"layer {names[next(iter(dense))]}",
-            "dense layers of the model; if the model routes there, the layer was not written. The "
-            "layer axis counts all layers: consumers that count routed ones must skip these "
-            "(verl 5037)",
-        )
+        layers = [f"{names[layer]} ({why})" for layer, why in list(dense.items())[:4]]
+        evidence = {"layers": layers, "layer": names[next(iter(dense))]}
+        count, total = len(dense), len(names)
+        yield RouteFinding("constant-layer", "note", "dense", count, total, "dense", evidence)
 
 
 def _out_of_range(table: RouteTable) -> Iterator[RouteFinding]:
     ids, most = table.experts, table.n_experts
     limit = np.iinfo(ids.dtype).max
     if most is not None and most - 1 > limit:
+        evidence = {"dtype": str(ids.dtype), "limit": limit, "experts": most}
         yield RouteFinding(
-            "out-of-range",
-            "unsound",
-            f"{ids.dtype} holds ids up to {limit}, the model has {most} experts: ids wrapped round",
-            ids.size,
-            ids.size,
-            cause="the array was written in too small a type",
+            "out-of-range", "unsound", "wrapped", ids.size, ids.size, "small-type", evidence
         )
     tops = {layer: int(table.column(layer).max(initial=0)) for layer in table.layers}
     wrong = _wrong_ids(table, most)
@@ -288,15 +264,10 @@ def _out_of_range(table: RouteTable) -> Iterator[RouteFinding]:
         top, second = tops[ordered[-1]], tops[ordered[-2]]
         enough = len(ids) * ids.shape[2] >= 8 * (second + 1)
         if enough and second >= 3 and top + 1 >= 1.5 * (second + 1):
+            layer = table.routes.names[ordered[-1]]
+            evidence = {"layer": layer, "top": top, "second": second}
             yield RouteFinding(
-                "out-of-range",
-                "suspicious",
-                f"layer {table.routes.names[ordered[-1]]} has ids up to {top}, all others up to "
-                f"{second}",
-                1,
-                len(tops),
-                cause="a draft model wrote into the layer (vllm 48622, sglang 26980); pass "
-                "n_experts to be sure",
+                "out-of-range", "suspicious", "one-wide", 1, len(tops), "draft-unsure", evidence
             )
 
 
@@ -329,30 +300,21 @@ def _range_finding(
     several = len(wrong) > max(1, len(table.layers) // 2)
     highest = max(tops[layer] for layer in wrong)
     if any(value < 0 for _, _, value in wrong.values()):
-        cause = "some ids of a token are -1 and others are not: rows of two arrays were mixed"
+        reason = "mixed-rows"
     elif several and most is not None and highest < 2 * most:
-        cause = (
-            "ids of physical experts after load balancing (EPLB), which counts redundant copies: "
-            "map them to logical ones before they leave the engine"
-        )
-    elif not several:
-        cause = (
-            f"{len(wrong)} of {len(table.layers)} layers: a draft model, or another head, wrote "
-            "into them (vllm 48622, sglang 26980)"
-        )
+        reason = "physical-ids"
     else:
-        cause = "another model's routes, or an array of another type read as this one"
+        reason = "other-model" if several else "draft-layers"
     _, row, value = wrong[first_layer]
-    return RouteFinding(
-        "out-of-range",
-        "unsound",
-        f"{count} choices have an id outside 0 ... {'E' if most is None else most} - 1, in "
-        f"{len(wrong)} of {len(table.layers)} layers",
-        count,
-        total,
-        f"row {row}, layer {table.routes.names[first_layer]}: {value}",
-        cause,
-    )
+    evidence = {
+        "experts": "E" if most is None else most,
+        "wrong": len(wrong),
+        "layers": len(table.layers),
+        "row": row,
+        "layer": table.routes.names[first_layer],
+        "value": value,
+    }
+    return RouteFinding("out-of-range", "unsound", "outside", count, total, reason, evidence)
 
 
 def _duplicates(table: RouteTable) -> Iterator[RouteFinding]:
@@ -375,20 +337,19 @@ def _duplicates(table: RouteTable) -> Iterator[RouteFinding]:
     layer = next(iter(repeats))
     _, row, ids = repeats[layer]
     if zeros == count:
-        cause = "zeros that stand for nothing, read as expert 0 (verl: placeholders)"
-    elif len(repeats) == 1 and len(table.layers) > 1:
-        cause = "one layer alone: another head or a draft model wrote into it"
+        reason = "placeholders"
     else:
-        cause = "rows of two tokens or arrays were mixed, or ids were cast to too small a type"
-    yield RouteFinding(
-        "duplicate-expert",
-        "unsound",
-        f"{count} choices name an expert twice, in {len(repeats)} of {len(table.layers)} layers",
-        count,
-        len(table.experts) * len(table.layers),
-        f"row {row}, layer {table.routes.names[layer]}: {ids[:8]}",
-        cause,
-    )
+        alone = len(repeats) == 1 and len(table.layers) > 1
+        reason = "one-layer" if alone else "mixed-or-cast"
+    evidence = {
+        "wrong": len(repeats),
+        "layers": len(table.layers),
+        "row": row,
+        "layer": table.routes.names[layer],
+        "value": ids[:8],
+    }
+    total = len(table.experts) * len(table.layers)
+    yield RouteFinding("duplicate-expert", "unsound", "twice", count, total, reason, evidence)
 
 
 def codes_of(column: np.ndarray) -> np.ndarray:
@@ -416,15 +377,14 @@ def _constant_layers(table: RouteTable) -> Iterator[RouteFinding]:
     for layer, number in distinct.items():
         if number == 1 and usual > 1 and rows >= LEAST_CONSTANT // 4:
             sure = rows >= LEAST_CONSTANT and usual >= 8 and table.experts.shape[2] > 1
+            evidence = {
+                "layer": names[layer],
+                "ids": table.column(layer)[0].tolist()[:8],
+                "usual": usual,
+            }
+            severity = "unsound" if sure else "suspicious"
             yield RouteFinding(
-                "constant-layer",
-                "unsound" if sure else "suspicious",
-                f"layer {names[layer]} has {table.column(layer)[0].tolist()[:8]} in all of its "
-                f"{rows} rows; other layers have {usual} choices or more",
-                rows,
-                rows,
-                f"layer {names[layer]}",
-                "a buffer that was written once, or a layer that another program filled",
+                "constant-layer", severity, "constant", rows, rows, "written-once", evidence
             )
     yield from _narrow_layers(table, tops, {x for x in tops if alive[x] >= 0.9 * tops[x]})
 
@@ -438,16 +398,9 @@ def _narrow_layers(
         others = all(tops[x] >= 0.9 * widest for x in tops if x != layer)
         narrow = 1 < top <= widest / 2 and widest - top >= 8 and layer in full
         if len(tops) > 2 and rows * k >= 10 * widest and others and narrow:
-            name = table.routes.names[layer]
+            evidence = {"layer": table.routes.names[layer], "top": top - 1, "widest": widest - 1}
             yield RouteFinding(
-                "constant-layer",
-                "suspicious",
-                f"layer {name} uses experts 0 ... {top - 1} alone, all other layers up to "
-                f"{widest - 1}: it is unlike them",
-                1,
-                len(tops),
-                f"layer {name}",
-                "a draft model with fewer experts wrote into it (vllm 48622, sglang 26980)",
+                "constant-layer", "suspicious", "narrow", 1, len(tops), "narrow-draft", evidence
             )
 
 
@@ -501,17 +454,10 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     severity = _severity(len(copies), run, share, chance, _one_token(tokens, copies, has_tokens))
     if severity is None:
         return
+    evidence = {"share": share, "run": run, "log10_chance": chance, "row": int(copies[0])}
+    reason = "stale-row" if has_tokens else "stale-row-or-token"
     yield RouteFinding(
-        "repeated-rows",
-        severity,
-        f"one row stands {len(copies)} times among {len(rows)} ({100 * share:.3g} %), "
-        f"{run} times in a row; by chance with probability 10^{chance:.0f} at most under the "
-        f"load of the layers",
-        len(copies),
-        len(rows),
-        f"row {int(copies[0])}",
-        "a stale row in padded or skipped steps (sglang 36404)"
-        + ("" if has_tokens else "; or a token that is repeated: pass the tokens to tell"),
+        "repeated-rows", severity, "copies", len(copies), len(rows), reason, evidence
     )
 
 
@@ -576,16 +522,17 @@ def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
     gain, unshifted = alike[best][0] - chance, here - chance
     if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
         return
+    evidence = {
+        "shift": -best,
+        "lag": best,
+        "shifted": alike[best][0],
+        "unshifted": here,
+        "chance": chance,
+        "layer": table.routes.names[table.layers[0]],
+        "k": k,
+    }
     yield RouteFinding(
-        "token-shift",
-        "unsound",
-        f"equal tokens choose alike in {100 * alike[best][0]:.3g} % of pairs if rows are moved by "
-        f"{-best:+d}, in {100 * here:.3g} % as they are ({100 * chance:.3g} % by chance)",
-        len(tokens),
-        len(tokens),
-        f"layer {table.routes.names[table.layers[0]]}, k={k}",
-        f"row t belongs to token t{best:+d}: rows of the token before or after, or of another "
-        "request that begins elsewhere (miles 3277)",
+        "token-shift", "unsound", "lag", len(tokens), len(tokens), "neighbouring-rows", evidence
     )
 
 
@@ -634,19 +581,19 @@ def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
     count = sum(len(ids) for ids in dead.values())
     layer, ids = next(iter(dead.items()))
     block = _common_block(dead, len(table.layers), size)
-    yield RouteFinding(
-        "dead-experts",
-        "suspicious" if block else "note",
-        f"{count} experts of {len(dead)} layers are chosen by no token, while every other expert "
-        f"of their layers is by {LEAST_SEEN} or more"
-        + (f"; in all layers it is experts {block[0]} ... {block[1]}" if block else ""),
-        count,
-        size * len(table.layers),
-        f"layer {table.routes.names[layer]}: {ids.tolist()[:8]}",
-        "choices of one expert-parallel rank are lost"
-        if block
-        else "experts that training left behind, or a text that does not reach them",
-    )
+    evidence = {
+        "layers": len(dead),
+        "least": LEAST_SEEN,
+        "layer": table.routes.names[layer],
+        "value": ids.tolist()[:8],
+    }
+    total = size * len(table.layers)
+    if block:
+        evidence |= {"first": block[0], "last": block[1]}
+        severity, case, reason = "suspicious", "dead-block", "lost-rank"
+    else:
+        severity, case, reason = "note", "dead", "left-behind"
+    yield RouteFinding("dead-experts", severity, case, count, total, reason, evidence)
 
 
 def _common_block(dead: dict[int, np.ndarray], layers: int, size: int) -> tuple[int, int] | None:
@@ -659,11 +606,3 @@ def _common_block(dead: dict[int, np.ndarray], layers: int, size: int) -> tuple[
     if len(common) < max(2, size // 64) or max(common) - min(common) + 1 != len(common):
         return None
     return min(common), max(common)
-
-
-def worst(findings: Sequence[RouteFinding]) -> Severity | None:
-    """Return the gravest severity among findings; None without any."""
-    for severity in ("unsound", "suspicious", "note"):
-        if any(finding.severity == severity for finding in findings):
-            return severity
-    return None

@@ -1,6 +1,182 @@
 """Sentences of a check of routes."""
 
+from string import Formatter
+from typing import Any, NamedTuple
+
 from tieline.analysis.check import RouteCheck
+from tieline.trace.soundness import RouteFinding
+
+
+class CaseText(NamedTuple):
+    """Templates of a finding's sentences, filled with its count, total and evidence."""
+
+    message: str
+    where: str = ""
+
+
+OUTSIDE = "row {row}, layer {layer}: {value}"
+ZEROS = "{{count}} of {{total}} rows are zero in every layer ({}): nothing was written there"
+DEAD = (
+    "{count} experts of {layers} layers are chosen by no token, while every other expert of their "
+    "layers is by {least} or more"
+)
+WITH_PAIRS = ": with {pairs:list} they agree ({agreement:.2f})"
+
+CASES = {
+    "all-ids": CaseText("all {ids} ids are {value}: no routes were written"),
+    "other-rows": CaseText(
+        "{count} documents have rows that do not fit their tokens: {problem}",
+        "document {document}: {rows} rows, {tokens} tokens",
+    ),
+    "last-token": CaseText("the last token of {count} documents has no row, as engines write it"),
+    "zeros-inside": CaseText(ZEROS.format("{inside} of them between written rows"), "row {row}"),
+    "zeros-last": CaseText(ZEROS.format("each the last of its document"), "row {row}"),
+    "zeros-at-ends": CaseText(ZEROS.format("at the ends of documents"), "row {row}"),
+    "zeros-as-ids": CaseText("read as ids, {count} rows name expert 0 {k} times", "row {row}"),
+    "dense": CaseText("{count} of {total} layers are not routed: {layers:list}", "layer {layer}"),
+    "wrapped": CaseText(
+        "{dtype} holds ids up to {limit}, the model has {experts} experts: ids wrapped round"
+    ),
+    "one-wide": CaseText("layer {layer} has ids up to {top}, all others up to {second}"),
+    "outside": CaseText(
+        "{count} choices have an id outside 0 ... {experts} - 1, in {wrong} of {layers} layers",
+        OUTSIDE,
+    ),
+    "twice": CaseText(
+        "{count} choices name an expert twice, in {wrong} of {layers} layers", OUTSIDE
+    ),
+    "constant": CaseText(
+        "layer {layer} has {ids} in all of its {total} rows; other layers have {usual} choices or "
+        "more",
+        "layer {layer}",
+    ),
+    "narrow": CaseText(
+        "layer {layer} uses experts 0 ... {top} alone, all other layers up to {widest}: it is "
+        "unlike them",
+        "layer {layer}",
+    ),
+    "copies": CaseText(
+        "one row stands {count} times among {total} ({share:percent.3g}), {run} times in a row; by "
+        "chance with probability 10^{log10_chance:.0f} at most under the load of the layers",
+        "row {row}",
+    ),
+    "lag": CaseText(
+        "equal tokens choose alike in {shifted:percent.3g} of pairs if rows are moved by "
+        "{shift:+d}, in {unshifted:percent.3g} as they are ({chance:percent.3g} by chance)",
+        "layer {layer}, k={k}",
+    ),
+    "dead": CaseText(DEAD, "layer {layer}: {value}"),
+    "dead-block": CaseText(
+        DEAD + "; in all layers it is experts {first} ... {last}", "layer {layer}: {value}"
+    ),
+    "other-k": CaseText("the file has {k} experts per token, the reference {expected}"),
+    "unexplained": CaseText(
+        "choices agree no more than by chance (agreement {agreement:.2f}), and no order of layers, "
+        "shift of rows or renumbering of experts explains it"
+    ),
+    "places": CaseText(
+        "routed layers stand at places {places} of {total}, the model routes in {expected}"
+    ),
+    "odd": CaseText(
+        "layers {layers} do not agree with the reference (agreement {agreement:.2f}), the others "
+        "do ({others:.2f})",
+        "layer {layer}",
+    ),
+    "layer-count": CaseText(
+        "the file has {total} routed layers, the reference {expected}" + WITH_PAIRS
+    ),
+    "all-moved": CaseText("all layers are moved by {shift:+d}" + WITH_PAIRS),
+    "reordered": CaseText("{count} of {total} layers stand in other places" + WITH_PAIRS),
+    "moved-rows": CaseText(
+        "{share:percent.0f} of sampled rows are those of the token {shift:+d} places on"
+    ),
+    "renumbered": CaseText(
+        "ids agree with the reference once they are renumbered (agreement {agreement:.2f}): they "
+        "are those of physical experts"
+    ),
+}
+"""Sentences by the case of a finding."""
+
+DRAFT = "(vllm 48622, sglang 26980)"
+STALE = "a stale row in padded or skipped steps (sglang 36404)"
+
+REASONS = {
+    "": "",
+    "unwritten-buffer": "a fused or captured kernel that returns no choice leaves the buffer as it "
+    "was made (vllm 54730, 44116): turn the fused path off, or update the engine",
+    "rows-of-a-turn": "rows of a turn where those of the whole request are needed, or of several "
+    "requests (strands-sglang 72)",
+    "skipped-rows": "rows that a kernel, a cached prefix or a dropped step did not write; "
+    "replayed, they send tokens to expert 0 (verl: placeholders read as expert 0)",
+    "no-last-route": "the last token of a request has no route: leave these rows out",
+    "padding": "padding, or steps of generation that returned nothing: pass the tokens to tell",
+    "zeros": "zeros that stand for nothing: a replay must not take them for expert 0",
+    "dense": "dense layers of the model; if the model routes there, the layer was not written. The "
+    "layer axis counts all layers: consumers that count routed ones must skip these (verl 5037)",
+    "small-type": "the array was written in too small a type",
+    "draft-unsure": f"a draft model wrote into the layer {DRAFT}; pass n_experts to be sure",
+    "mixed-rows": "some ids of a token are -1 and others are not: rows of two arrays were mixed",
+    "physical-ids": "ids of physical experts after load balancing (EPLB), which counts redundant "
+    "copies: map them to logical ones before they leave the engine",
+    "draft-layers": "{wrong} of {layers} layers: a draft model, or another head, wrote into them "
+    + DRAFT,
+    "other-model": "another model's routes, or an array of another type read as this one",
+    "placeholders": "zeros that stand for nothing, read as expert 0 (verl: placeholders)",
+    "one-layer": "one layer alone: another head or a draft model wrote into it",
+    "mixed-or-cast": "rows of two tokens or arrays were mixed, or ids were cast to too small a "
+    "type",
+    "written-once": "a buffer that was written once, or a layer that another program filled",
+    "narrow-draft": f"a draft model with fewer experts wrote into it {DRAFT}",
+    "stale-row": STALE,
+    "stale-row-or-token": f"{STALE}; or a token that is repeated: pass the tokens to tell",
+    "neighbouring-rows": "row t belongs to token t{lag:+d}: rows of the token before or after, or "
+    "of another request that begins elsewhere (miles 3277)",
+    "lost-rank": "choices of one expert-parallel rank are lost",
+    "left-behind": "experts that training left behind, or a text that does not reach them",
+    "other-shape": "another model, or an array in another shape: is the last axis k?",
+    "other-tokens": "rows of other tokens, an older model, or another one (miles 3277)",
+    "dense-shift": "dense layers shift later ones (verl 5037)",
+    "draft": f"a draft model or another head wrote into them {DRAFT}",
+    "dense-on-one-side": "dense layers counted on one side only (verl 5037), or layers that are "
+    "missing",
+    "list-order": "layers in the order of a list or of building, not of depth (miles 2570; verl "
+    "7805)",
+    "cut-prompt": "rows of the token before or after, of a prompt that was cut, or from a request "
+    "that began anew (miles 3277): align them by position",
+    "load-balancing": "expert load balancing (EPLB): map physical ids to logical ones",
+}
+"""Likely causes by the reason of a finding."""
+
+
+class _Template(Formatter):
+    """Templates whose values may have the formats "list" and "percent" with a number format."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "list":
+            return ", ".join(value)
+        if format_spec.startswith("percent"):
+            return f"{format(100 * value, format_spec.removeprefix('percent'))} %"
+        return super().format_field(value, format_spec)
+
+
+def message(finding: RouteFinding) -> str:
+    """Write what was found, with the numbers."""
+    return _filled(CASES[finding.case].message, finding)
+
+
+def where(finding: RouteFinding) -> str:
+    """Write the first place of a finding, and what stands there."""
+    return _filled(CASES[finding.case].where, finding)
+
+
+def cause(finding: RouteFinding) -> str:
+    """Write the likely cause of a finding, and what to do."""
+    return _filled(REASONS[finding.reason], finding)
+
+
+def _filled(template: str, finding: RouteFinding) -> str:
+    values = {**finding.evidence, "count": finding.count, "total": finding.total}
+    return _Template().vformat(template, (), values)
 
 
 def verdict(result: RouteCheck) -> str:
