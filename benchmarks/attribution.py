@@ -25,11 +25,10 @@ import torch
 
 from benchmarks.planted import BUGS, CALIBRATION, SHOWN, SOUND, broken, model_of, sequences, sound
 from tieline.analysis.alignment import align
-from tieline.analysis.attribution import answered
+from tieline.analysis.attribution import Expected, allowed, attribute_causes, judge_size
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff import REFERENCE_TOKENS, Side, trace_model
 from tieline.analysis.noise_shapes import find_patterns
-from tieline.analysis.noise_size import Expected, allowed, judge_size
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band
@@ -83,7 +82,7 @@ def causes(found, expected):
     aligned = found.aligned
     said = None if expected is None else Expected(expected, "as asked")
     parts = (aligned.alignment, aligned.unranked, found.layers, found.shapes, found.near)
-    return answered(*parts, said)
+    return attribute_causes(*parts, said)
 
 
 def kinds(found):

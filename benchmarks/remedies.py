@@ -34,7 +34,7 @@ from rich.table import Table
 
 import tieline as tl
 from harness import machine
-from tieline.analysis.smooth_width import NOISE, Calibration, noise_perturbation
+from tieline.analysis.smooth import NOISE, Calibration, noise_perturbation
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
 from tieline.lab.on_model.frontier_records import LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws

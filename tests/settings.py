@@ -33,7 +33,7 @@ JOBS = {
     ConvertSettings: ("tieline.analysis.convert", "convert"),
     DiffSettings: ("tieline.analysis.diff", "diff"),
     InspectSettings: ("tieline.analysis.inspect", "inspect"),
-    MergeSettings: ("tieline.analysis.merge", "merge"),
+    MergeSettings: ("tieline.analysis.convert", "merge"),
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
     RerouteSettings: ("tieline.lab.on_model.reroute", "reroute"),

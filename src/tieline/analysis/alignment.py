@@ -1,11 +1,27 @@
 """Aligning two runs: by document and position, layer by layer, expert by expert.
 
 Engines number things differently: tokens and layers one apart, experts permuted, dense layers
-counted or not, rows of -1, another k. `align` finds such differences and records them;
-what cannot be aligned raises an error that names what does not match and where.
+counted or not, rows of -1, another k. `align` estimates such differences and records them; what
+cannot be aligned raises an error that names what does not match and where.
 
-align              the two traces on each other
-check_*            refusals
+Layers: a layer's number is the part of its name that distinguishes it, 3 in
+`model.layers.3.mlp.gate`, `layers.3` or a table's `3`. Layers are paired by equal numbers, by
+numbers one apart, or by order, where one program counts dense layers and the other does not.
+
+Tokens: by document and position, B shifted by -1, 0 or 1.
+
+Experts: C[i, j] counts the tokens that choose i in A and j in B. The best renumbering maximises
+Σ C[i, π(i)] (an assignment problem). Experts that it moves are accepted only in whole cycles, and
+only if every member that is seen often enough really goes there:
+
+    κ(i) = (C[i, π(i)] - n_i m_j / T) / (min(n_i, m_j) - n_i m_j / T) > 1/2,   j = π(i)
+
+with n_i and m_j the tokens that choose i in A and j in B: their overlap beyond what the loads
+explain. A few flips therefore never look like a renumbering.
+
+`search` judges every shift and pairing on a sample of tokens, by how far the chosen experts agree
+beyond chance once experts are renumbered. The plainest hypothesis stands unless another at least
+halves the disagreement.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,25 +30,349 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
 
-from tieline.analysis.correspondences import (
-    CommonTokens,
-    ExpertPermutation,
-    IdCheck,
-    Pairing,
-    RoutedSide,
-    common_tokens,
-    equal_ids,
-    match_experts,
-    pairings,
-    routed_side,
-    sample_choices,
-    search,
-)
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.core.errors import TraceError, require
 from tieline.trace.check import check_layer
-from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, take_tokens
+from tieline.trace.record import (
+    LayerTrace,
+    LazyLayers,
+    RoutingTrace,
+    select_layers,
+    select_tokens,
+    take_tokens,
+)
+
+
+class Pairing(NamedTuple):
+    """A pairing of the layers of A and B.
+
+    Attributes:
+        shift: number in B minus number in A, or place where names have no number; None if layers
+            with numbers are paired by order.
+        pairs: places in A and B.
+    """
+
+    shift: int | None
+    pairs: tuple[tuple[int, int], ...]
+
+
+def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
+    """Return all distinct pairings of the layers, the simplest first."""
+    of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
+    count_a, count_b = len(names_a), len(names_b)
+    candidates: list[Pairing] = []
+    if of_a is not None and of_b is not None:
+        at = {number: index for index, number in enumerate(of_b)}
+        for shift in (0, 1, -1):
+            pairs = [(i, at[n + shift]) for i, n in enumerate(of_a) if n + shift in at]
+            candidates.append(Pairing(shift, tuple(pairs)))
+        candidates.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
+    else:
+        for shift in (0, 1, -1):
+            pairs = [(i, i + shift) for i in range(count_a) if 0 <= i + shift < count_b]
+            candidates.append(Pairing(shift, tuple(pairs)))
+    distinct = {pairing.pairs: pairing for pairing in reversed(candidates) if pairing.pairs}
+    return [pairing for pairing in candidates if distinct.get(pairing.pairs) is pairing]
+
+
+def layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """The number of each layer; None if the names do not give different ones."""
+    names_split = [name.split(".") for name in names]
+    for depth in range(min(map(len, names_split), default=0)):
+        column = [segments[depth] for segments in names_split]
+        if all(word.isascii() and word.isdecimal() and len(word) < 10 for word in column):
+            numbers = [int(word) for word in column]
+            if len(set(numbers)) == len(numbers):
+                return numbers
+    return None
+
+
+class RoutedSide(NamedTuple):
+    """A trace in which every token is routed in every layer, with counts of what was left out."""
+
+    trace: RoutingTrace
+    tokens: int
+    layers: tuple[str, ...]
+
+
+class CommonTokens(NamedTuple):
+    """Indices in A and in B of the common tokens, ordered by document and position."""
+
+    in_a: Int[Tensor, " tokens"]
+    in_b: Int[Tensor, " tokens"]
+
+
+class IdCheck(NamedTuple):
+    """Tokens whose ids are known on both sides, and the index of the first difference."""
+
+    checked: int
+    different: int
+    first: int | None
+
+
+def routed_side(trace: RoutingTrace, side: str) -> RoutedSide:
+    """Drop dense layers and unrouted tokens, and count those that an importer dropped before."""
+    provenance = trace.provenance
+    count, names = provenance.get("tokens_left_out"), provenance.get("layers_left_out")
+    tokens = count if isinstance(count, int) else 0
+    layers = tuple(map(str, names)) if isinstance(names, list) else ()
+    if isinstance(trace.layers, LazyLayers):  # a file holds no -1: it is refused when it is read
+        return RoutedSide(trace, tokens, layers)
+    routed = [_routed_rows(layer, side) for layer in trace.layers]
+    dense = [index for index, rows in enumerate(routed) if not rows.any()]
+    kept = [index for index in range(len(routed)) if index not in dense]
+    require(bool(kept), f"{side}: no token was routed in any layer", TraceError)
+    everywhere = torch.stack([routed[index] for index in kept]).all(0)
+    require(bool(everywhere.any()), f"{side}: no token was routed in all layers", TraceError)
+    layers += tuple(trace.layers[index].name for index in dense)
+    trace = select_layers(trace, kept) if dense else trace
+    missing = int((~everywhere).sum())
+    return RoutedSide(
+        select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers
+    )
+
+
+def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
+    """Which tokens have experts; raises if a row has some experts and some -1."""
+    nothing = layer.experts[:, : layer.facts.k] == -1
+    partly = nothing.any(1) & ~nothing.all(1)
+    require(
+        not bool(partly.any()),
+        f"{side}, layer {layer.name!r}: {int(partly.sum())} tokens have some experts -1 and others "
+        f"not, the first at index {int(partly.float().argmax())}",
+        TraceError,
+    )
+    return ~nothing.all(1)
+
+
+def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
+    """Return where tokens have the same document and a position in B `shift` later than in A.
+
+    Raises if a trace has a (document, position) twice.
+    """
+    documents = [trace.documents.long().numpy() for trace in (a, b)]
+    positions = [a.positions.long().numpy(), b.positions.long().numpy() - shift]
+    codes = np.unique(np.concatenate(documents), return_inverse=True)[1]
+    low = min((int(x.min()) for x in positions if len(x)), default=0)
+    span = max((int(x.max()) for x in positions if len(x)), default=0) - low + 1
+    keys = codes * span + np.concatenate(positions) - low
+    split = len(documents[0])
+    for side, trace, side_keys in (("A", a, keys[:split]), ("B", b, keys[split:])):
+        _check_unique(side, trace, side_keys)
+    matched = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
+    return CommonTokens(torch.from_numpy(matched[1]), torch.from_numpy(matched[2]))
+
+
+def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
+    order = np.argsort(keys, kind="stable")
+    twice = np.flatnonzero(np.diff(keys[order]) == 0)
+    if len(twice):
+        at = int(order[twice[0]])
+        raise TraceError(
+            f"{side}: {len(twice)} tokens occur twice, the first is position "
+            f"{int(trace.positions[at])} of document {int(trace.documents[at])}"
+        )
+
+
+def equal_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) -> IdCheck:
+    """Count the common tokens with known ids, and those whose ids differ."""
+    of_a, of_b = a.tokens[common.in_a].long(), b.tokens[common.in_b].long()
+    both = (of_a >= 0) & (of_b >= 0)
+    different = both & (of_a != of_b)
+    first = int(different.float().argmax()) if bool(different.any()) else None
+    return IdCheck(int(both.sum()), int(different.sum()), first)
+
+
+SEEN = 5
+"""Tokens that must choose an expert on both sides before it counts as evidence."""
+MOST_MATCHED = 2048
+"""Most experts for which a renumbering is searched: the table of pairs has their square."""
+
+Table = Int[np.ndarray, "experts experts"]
+
+
+class ExpertPermutation(NamedTuple):
+    """Number in B of each expert of A, and how well the choices agree under it.
+
+    Attributes:
+        to_b: π.
+        agreement: share of chosen experts in common, of the smaller k.
+        chance: the same for independent choices of these loads.
+        unseen: moved experts that were too rare to count as evidence.
+    """
+
+    to_b: Int[np.ndarray, " experts"]
+    agreement: float
+    chance: float
+    unseen: int
+
+    @property
+    def beyond_chance(self) -> float | None:
+        """(agreement - chance) / (1 - chance); None where all choices must agree."""
+        if self.chance >= 1 - 1e-12:
+            return None
+        return (self.agreement - self.chance) / (1 - self.chance)
+
+
+def co_occurrence(
+    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
+) -> Table:
+    """C: tokens that choose i in A and j in B."""
+    pairs = in_a.astype(np.int64)[:, :, None] * experts + in_b.astype(np.int64)[:, None, :]
+    return np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
+
+
+def match_experts(
+    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
+) -> ExpertPermutation:
+    """Estimate the expert permutation from both runs' choices.
+
+    Args:
+        in_a: experts chosen in A.
+        in_b: experts chosen in B.
+        experts: number of experts, both sides.
+    """
+    loads = [np.bincount(ids.ravel(), minlength=experts) for ids in (in_a, in_b)]
+    identity, sizes = np.arange(experts), (len(in_a), min(in_a.shape[1], in_b.shape[1]))
+    if experts > MOST_MATCHED:
+        common = int((in_a[:, :, None] == in_b[:, None, :]).sum())
+        return _matching(identity, common, loads, sizes, 0)
+    table = co_occurrence(in_a, in_b, experts)
+    bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
+    best = linear_sum_assignment(bonus, maximize=True)[1]
+    to_b, unseen = _supported_cycles(best, table, loads, len(in_a))
+    return _matching(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
+
+
+def _matching(
+    to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
+) -> ExpertPermutation:
+    """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
+    tokens, k = max(sizes[0], 1), sizes[1]
+    chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
+    return ExpertPermutation(to_b, common / (tokens * k), min(chance, 1.0), unseen)
+
+
+def _supported_cycles(
+    best: np.ndarray, table: np.ndarray, loads: list[np.ndarray], tokens: int
+) -> tuple[np.ndarray, int]:
+    """Keep the cycles of `best` that all evidence supports; also count experts without evidence."""
+    to_b, unseen = np.arange(len(best)), 0
+    for cycle in _cycles(best):
+        witness = [_has_evidence(i, int(best[i]), table, loads, tokens) for i in cycle]
+        heard = [agrees for agrees in witness if agrees is not None]
+        if heard and all(heard):
+            to_b[cycle] = best[cycle]
+            unseen += len(cycle) - len(heard)
+    return to_b, unseen
+
+
+def _has_evidence(
+    i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
+) -> bool | None:
+    """Whether κ > 1/2; None if the expert is too rare on one side."""
+    n, m, both = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
+    if min(n, m) < SEEN:
+        return None
+    chance, most = n * m / tokens, min(n, m)
+    return both - chance > 0.5 * (most - chance) or both == n == m
+
+
+def _cycles(permutation: np.ndarray) -> list[list[int]]:
+    """Cycles of more than one element."""
+    left, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
+    while left:
+        cycle, at = [], min(left)
+        while at in left:
+            left.discard(at)
+            cycle.append(at)
+            at = int(permutation[at])
+        cycles.append(cycle)
+    return cycles
+
+
+SAMPLE = 4096
+"""Tokens on which hypotheses are judged."""
+CLEAR = 0.75
+"""Agreement beyond chance from which no other hypothesis is tried."""
+
+
+class Hypothesis(NamedTuple):
+    """One alignment and how well the choices agree under it, beyond chance: 1 for the same."""
+
+    shift: int
+    pairing: Pairing
+    agreement: float
+
+
+class Sampled(NamedTuple):
+    """Chosen experts, and their number, of every layer at the sampled tokens of one shift."""
+
+    in_a: list[tuple[np.ndarray, int]]
+    in_b: list[tuple[np.ndarray, int]]
+
+
+def sample_choices(
+    a: RoutingTrace, b: RoutingTrace, common: dict[int, CommonTokens]
+) -> dict[int, Sampled]:
+    """For each shift, the choices of both sides; every layer is read once."""
+    picked = {shift: _spread(tokens) for shift, tokens in common.items()}
+    sampled = {shift: Sampled([], []) for shift in common}
+    for layer in a.layers:
+        for shift, tokens in picked.items():
+            sampled[shift].in_a.append(_chosen(layer, tokens.in_a))
+    for layer in b.layers:
+        for shift, tokens in picked.items():
+            sampled[shift].in_b.append(_chosen(layer, tokens.in_b))
+    return sampled
+
+
+def search(
+    sampled: dict[int, Sampled], candidates: Sequence[Pairing], base_shift: int
+) -> Hypothesis:
+    """Choose the best hypothesis.
+
+    Args:
+        sampled: choices by shift of the tokens.
+        candidates: pairings of layers, the plainest first.
+        base_shift: the shift at which the token ids agree, 0 if they are unknown.
+    """
+    plain = _judge(sampled[base_shift], base_shift, candidates[0])
+    if plain.agreement >= CLEAR:
+        return plain
+    rivals = [
+        _judge(choices, shift, pairing)
+        for shift, choices in sorted(sampled.items(), key=lambda item: abs(item[0] - base_shift))
+        for pairing in candidates
+        if (shift, pairing) != (base_shift, candidates[0]) and len(choices.in_a[0][0])
+    ]
+    best = max(rivals, key=lambda rival: rival.agreement, default=plain)
+    return best if 1 - best.agreement < 0.5 * (1 - plain.agreement) else plain
+
+
+def _judge(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
+    """Mean agreement beyond chance over the pairs where it is defined."""
+    sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in pairing.pairs]
+    agreements = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
+    defined = [agreement for agreement in agreements if agreement is not None]
+    return Hypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
+
+
+def _spread(common: CommonTokens) -> CommonTokens:
+    """At most `SAMPLE` of the tokens, evenly spread."""
+    count = len(common.in_a)
+    step = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int))
+    return CommonTokens(common.in_a[step], common.in_b[step])
+
+
+def _chosen(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
+    facts = layer.facts
+    return layer.experts[tokens, : facts.k].long().numpy(), facts.n_experts
+
 
 RELATED = 0.1
 """Agreement beyond chance below which runs without known token ids count as unrelated."""

@@ -2,15 +2,34 @@
 
 1. Does each router choose from its own scores? Where the scores of a side are known, its choice
    must be the largest of them, exact ties apart. If not, the choice is broken, whatever the noise.
-2. Do first flips follow the noise of their own token? (`flip_tests`) This clears sound runs. It
+2. Do first flips follow the noise of their own token? (`score_noise`) This clears sound runs. It
    rarely convicts: a bug that acts as noise widens the noise of the tokens whose flips it causes.
-3. Is the noise of the size (`noise_size`) and the shape (`noise_shapes`) that was to be expected?
+3. Is the noise of the size and the shape (`noise_shapes`) that was to be expected?
 
 A question that the inputs cannot answer is answered "cannot tell", with what is missing, and never
 raises an alarm.
+
+Size: a product of a router rounds weights, inputs and, in 16-bit formats, its result. With normal
+numbers its relative error is ε (`ROUNDING`). Measured over families (`benchmarks/attribution.py
+--calibrate`), the noise of the first routed layer, relative to the spread of its scores, is
+
+    relative noise = c · ε,    0.36 <= c <= 3.5
+
+for every format: c depends on the model, hardly on the format. Noise beyond 6 ε is therefore larger
+than the format explains. Later layers add the noise of those before and are allowed four times as
+much each, up to sixteen times. Sums in float32 depend on their order and length; their ε is allowed
+64 times as much. Where a model is at hand, it runs once more with its numbers rounded, and the
+noise may exceed what that shows 1.6-fold.
+
+attribute_causes   the answers and the conclusion
+expected_format    the format that the caller names, else the one that both sides recorded
+judge_size         whether the noise is larger than that format explains
+sizes_like         the formats whose noise has this size
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +42,165 @@ from tieline.analysis.diff_records import (
     LayerDiff,
     Pattern,
     ShapeAnswer,
+    SizeAnswer,
     YesNo,
 )
 from tieline.analysis.noise_shapes import NoiseShape, find_patterns
-from tieline.analysis.noise_size import Expected, judge_size
+from tieline.core.settings import require_setting
+from tieline.models.emulate import OF_ROUTERS
+
+ROUNDING = {
+    "fp32": 5.1e-8,
+    "tf32": 2.9e-4,
+    "fp16": 4.1e-4,
+    "bf16_in": 2.3e-3,
+    "bf16": 3.3e-3,
+    "int8_group": 5.3e-3,
+    "int8": 9.2e-3,
+    "fp8_e4m3": 3.6e-2,
+    "fp8_e5m2": 7.2e-2,
+    "int4_group": 9.7e-2,
+    "int4": 1.2e-1,
+}
+"""ε: relative error of a product of normal numbers in each format, finest first."""
+ALIASES = {"fp8": "fp8_e4m3", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+SUMS = 64.0
+"""How much more than ε sums in float32 may differ."""
+LARGEST, SMALLEST = 6.0, 0.3
+"""Range of c that counts as the size of a format."""
+GROWTH, MOST_GROWTH = 4.0, 16.0
+"""How much more noise each layer may have than the one before, and all of them."""
+BEYOND = 1.6
+"""How much more noise a layer may have than the same model emulated."""
+FEWEST = 20
+"""Tokens without which nothing is said about a layer."""
+
+
+class Expected(NamedTuple):
+    """A format whose noise is expected, and the source of that expectation."""
+
+    name: str
+    origin: str
+
+
+def read_format(name: str) -> str:
+    """Return the name in `ROUNDING` that is meant; raises on an unknown one."""
+    format_name = ALIASES.get(name, name).removesuffix("-emulated")
+    format_name = ALIASES.get(format_name, format_name)
+    choices = ", ".join([*ROUNDING, "fp8"])
+    require_setting(
+        format_name in ROUNDING,
+        "{expect}: no format {name}; one of {choices}",
+        name=repr(name),
+        choices=choices,
+    )
+    return format_name
+
+
+def expected_format(
+    asked: str | None, a: Mapping[str, object], b: Mapping[str, object]
+) -> Expected | None:
+    """Return the format whose noise is expected; None if it is not stated.
+
+    Args:
+        asked: what the caller expects.
+        a: provenance of A.
+        b: provenance of B.
+    """
+    if asked is not None:
+        return Expected(read_format(asked), "as asked")
+    names = [side.get("model") for side in (a, b)]
+    if None in names or names[0] != names[1]:
+        return None  # two models differ as their weights do
+    formats = [recorded_format(side) for side in (a, b)]
+    if None in formats:
+        return None
+    order = list(ROUNDING)
+    return Expected(max(filter(None, formats), key=order.index), "as both sides recorded")
+
+
+def recorded_format(side: Mapping[str, object]) -> str | None:
+    """Return the format in which a side says that it computed."""
+    name = str(side.get("emulated", side.get("dtype"))).partition(" ")[0]
+    name = ALIASES.get(name, name)
+    return name if name in ROUNDING else None
+
+
+def allowed(name: str, depth: int) -> float:
+    """Largest relative noise that a format explains `depth` layers after the first routed one."""
+    error = ROUNDING[name] * (SUMS if name == "fp32" else 1.0)
+    return LARGEST * error * min(GROWTH**depth, MOST_GROWTH)
+
+
+def sizes_like(relative: float) -> tuple[str, ...]:
+    """Return the formats of whole models whose noise has this size in a first routed layer.
+
+    The finest and the coarsest of them, or one; ("less",) or ("more",) if no format fits.
+    """
+    if relative <= allowed("fp32", 0):
+        return ("fp32",)
+    fits = [
+        name
+        for name, error in ROUNDING.items()
+        if name not in ("fp32", *OF_ROUTERS) and SMALLEST * error <= relative <= LARGEST * error
+    ]
+    if not fits:
+        return ("more",) if relative > LARGEST * ROUNDING["int4"] else ("less",)
+    return (fits[0],) if len(fits) == 1 else (fits[0], fits[-1])
+
+
+def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeAnswer:
+    """Return whether the noise has the size that was to be expected.
+
+    Args:
+        shapes: effects of each layer, in order of depth.
+        expected: the format; None if unknown.
+    """
+    measured = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
+    if not measured:
+        return SizeAnswer("cannot tell", "no scores")
+    loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
+    first = next((x for _, x in measured if x.relative), None)
+    if first is None:
+        return SizeAnswer("yes", "equal")
+    noise = SizeAnswer(
+        "cannot tell",
+        "not stated",
+        layer=first.name,
+        relative=first.relative,
+        largest=None if loudest is first else loudest.relative,
+        like=sizes_like(first.relative or 0.0),
+    )
+    return noise if expected is None else _against(noise, measured, expected)
+
+
+def _against(
+    noise: SizeAnswer, measured: Sequence[tuple[int, NoiseShape]], expected: Expected
+) -> SizeAnswer:
+    """The answer for a known format: by the reference run where there is one, else by ε."""
+    noise = replace(noise, expected=expected.name, origin=expected.origin)
+    compared = [x for _, x in measured if x.beyond is not None and x.tokens >= FEWEST]
+    if compared:
+        loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
+        judged = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
+        answer: YesNo = "no" if loud else "yes"
+        return replace(
+            noise, answer=answer, kind="reference", judged=judged.name, ratio=judged.beyond
+        )
+    over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed(expected.name, i)]
+    if not over:
+        return replace(noise, answer="yes", kind="format")
+    depth, judged = over[0]
+    most = allowed(expected.name, depth)
+    return replace(
+        noise,
+        answer="no",
+        kind="format",
+        judged=judged.name,
+        noise=judged.relative,
+        allowed=most,
+    )
+
 
 TOLERATED = 0.005
 """Share of the first flips that may be unexplained without an alarm."""
@@ -34,7 +208,7 @@ MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
 
 
-def answered(
+def attribute_causes(
     alignment: Alignment,
     unranked: Sequence[tuple[int, int]],
     layers: Sequence[LayerDiff],

@@ -26,14 +26,16 @@ from tieline.analysis.audit_records import (
     PrecisionJudgement,
     RemedyTable,
 )
-from tieline.analysis.full_effects import (
+from tieline.analysis.effects import (
+    SIGMA_TOKENS,
     Divergences,
     FullEffect,
     FullEffects,
+    LocalEffect,
+    LocalEffects,
     audit_phase,
     compared_phase,
 )
-from tieline.analysis.local_effects import SIGMA_TOKENS, LocalEffect, LocalEffects
 from tieline.analysis.predicted_flips import sigma_for_flips
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.settings import AuditOptions, AuditSettings

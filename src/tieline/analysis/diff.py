@@ -9,7 +9,7 @@ are apart is measured token by token (`token_distances`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from tieline.analysis.attribution import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.comparison import compare, summed_up
 from tieline.analysis.diff_records import RoutingDiff
 from tieline.analysis.inspection import Observation
-from tieline.analysis.noise_size import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
@@ -45,9 +45,9 @@ from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 from tieline.trace.record import RoutingTrace, token_sequences
 
-Progress = Callable[[str, int, int], None]
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
 

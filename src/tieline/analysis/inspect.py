@@ -6,6 +6,10 @@
 The text is cut into sequences without padding and run in evaluation mode without gradients; gaps,
 ties, flips and load are measured on the trace, jumps by swapping tied experts in the model. A
 saved trace or summary is measured without a model, so its jumps stay unmeasured.
+
+In memory the layers are measured at the end. From disk all batches are in a layer together, so its
+trace is complete when they leave it: it is measured then, while its weights are there, and its
+router inputs are dropped.
 """
 
 import hashlib
@@ -13,48 +17,54 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tieline._version import __version__
 from tieline.analysis.calibration import most_first, tokens_needed
 from tieline.analysis.findings import judge, metrics, observe
-from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextSample
-from tieline.analysis.jump import JumpSettings, with_losses
-from tieline.analysis.layer_measurer import LayerMeasurer
+from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextPiece, TextSample
+from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
+from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.analysis.sources import ModelSource, as_model, load, source_kind
 from tieline.analysis.swap import BlockSampler, block_of
-from tieline.analysis.text import text_sample
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
-from tieline.core.records import to_plain
+from tieline.core.records import from_plain, to_plain
 from tieline.core.settings import takes_settings
 from tieline.measure.measure_records import MeasureSettings
-from tieline.measure.measures import RoutingMeasures, measure, measure_summary
+from tieline.measure.measures import (
+    LayerMeasures,
+    MeasuredLayer,
+    RoutingMeasures,
+    joined_measures,
+    measure,
+    measure_summary,
+    measured_layer,
+    scored,
+)
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model
 from tieline.models.running import batches, only_running, text_config
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
-from tieline.run.observers import Observer
+from tieline.run.observers import Observer, Rerun
 from tieline.run.processes import Ranks
 from tieline.run.recorder import RouteRecorder, clean_plan
 from tieline.run.resume import RunState
 from tieline.run.runner import Runner
-from tieline.trace.record import RoutingTrace
+from tieline.run.schedule import Progress
+from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ("forward", "jumps", "losses", "noise"), what is done, and of how much."""
 
 MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept in memory during the measurement."""
@@ -62,6 +72,120 @@ MOST_BYTES = 1 << 30
 NO_MODEL = "not measured: jumps need the model"
 NO_NOISE = "not measured: the noise of the model was not asked for"
 STREAMED_NOISE = "not measured: weights that are streamed cannot be rounded"
+
+
+GAPS = "gaps"
+NO_JUMPS = "not measured: jumps were not asked for"
+
+
+@dataclass
+class LayerMeasurer(Observer):
+    """Measures the layers of a model that is inspected.
+
+    Attributes:
+        model: the model.
+        recorder: records its routers.
+        settings: of the measures.
+        sampler: what looks at the blocks; None if no jumps are asked for.
+        jump_settings: of the jumps.
+    """
+
+    model: nn.Module
+    recorder: RouteRecorder
+    settings: MeasureSettings
+    sampler: BlockSampler | None
+    jump_settings: JumpSettings
+    _measured: dict[str, MeasuredLayer] = field(default_factory=dict)
+    _jumps: dict[str, LayerJumps] = field(default_factory=dict)
+
+    def on_unit_done(self, unit: str, rerun: Rerun) -> None:
+        """Measure the routers in a unit that all passes have left; nothing in memory."""
+        for name in self.recorder.inside(unit) if unit else ():
+            trace = self.recorder.layer(name)
+            if trace is not None:
+                weights = linear_weights(self.model, trace)
+                self._measured[name] = self._measure(trace, name, weights)
+                self._measure_jumps(trace, name, rerun)
+
+    def _measure(self, trace: RoutingTrace, name: str, weights: dict[str, Tensor]) -> MeasuredLayer:
+        with one_thread():  # many small operations
+            return measured_layer(
+                trace.layer(name), self.settings, trace.epsilons, weights.get(name)
+            )
+
+    def _measure_jumps(self, trace: RoutingTrace, name: str, rerun: Rerun) -> None:
+        if self.sampler is None:
+            return
+        (self._jumps[name],) = measure_jumps(
+            self.model, trace, self.sampler, self.jump_settings, runner=rerun
+        )
+        self.sampler.forget(name)
+
+    def measures(self, trace: RoutingTrace, ranks: Ranks) -> RoutingMeasures:
+        """Measures of all layers and of the model, given the trace of all batches."""
+        weights: dict[str, Tensor] = {}
+        if not self._measured:
+            weights = ranks.join_layers(linear_weights(self.model, trace))
+        layers = [
+            self._measured.get(layer.name) or self._measure(trace, layer.name, weights)
+            for layer in trace.layers
+        ]
+        with one_thread():
+            return joined_measures(layers, self.settings, trace)
+
+    def jumps(
+        self,
+        trace: RoutingTrace,
+        ranks: Ranks,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[LayerJumps, ...]:
+        """Jumps of all layers, given the trace of all batches."""
+        if self.sampler is None:
+            return tuple(LayerJumps(layer.name, None, NO_JUMPS) for layer in trace.layers)
+        if self._jumps:
+            return tuple(self._jumps[layer.name] for layer in trace.layers)
+        names = self.recorder.names
+        local = replace(trace, layers=tuple(x for x in trace.layers if x.name in names))
+        with only_running(self.model):
+            jumps = measure_jumps(self.model, local, self.sampler, self.jump_settings, on_progress)
+        plain = ranks.join_plain([to_plain(layer) for layer in jumps])
+        return tuple(from_plain(LayerJumps, layer) for layer in plain) if ranks.staged else jumps
+
+    def state(self, unit: str) -> dict[str, Any] | None:
+        """What was measured in a unit: values per token, and records."""
+        tensors: dict[str, Tensor] = {}
+        values = []
+        for name in self.recorder.inside(unit):
+            if name not in self._measured:
+                continue
+            measured, number = self._measured[name], len(values)
+            columns = {"noise": measured.noise, "precision": measured.precision}
+            tensors |= {
+                f"{number}|{kind}|{level}": column
+                for kind, levels in columns.items()
+                for level, column in levels.items()
+            }
+            if measured.gaps is not None:
+                tensors[f"{number}|{GAPS}|"] = measured.gaps
+            jumps = self._jumps.get(name)
+            record = to_plain(measured.record, nonfinite_as_text=True)
+            plain = None if jumps is None else to_plain(jumps, nonfinite_as_text=True)
+            values.append({"name": name, "record": record, "jumps": plain})
+        return {"tensors": tensors, "values": values} if values else None
+
+    def restore(self, unit: str, state: dict[str, Any]) -> None:
+        """Take what an earlier run measured in a unit."""
+        for number, value in enumerate(state["values"]):
+            columns: dict[str, dict[str, Tensor]] = {"noise": {}, "precision": {}, GAPS: {}}
+            for key, tensor in state["tensors"].items():
+                owner, kind, level = key.split("|", 2)
+                if owner == str(number):
+                    columns[kind][level] = tensor
+            record = from_plain(LayerMeasures, value["record"])
+            gaps = columns.pop(GAPS).get("")
+            self._measured[value["name"]] = MeasuredLayer(record, gaps, **columns)
+            if value["jumps"] is not None:
+                self._jumps[value["name"]] = from_plain(LayerJumps, value["jumps"])
 
 
 @takes_settings(InspectSettings)
@@ -348,3 +472,35 @@ def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
         return False
     dim = getattr(text_config(model), "hidden_size", None)
     return isinstance(dim, int) and 4 * len(names) * tokens * dim <= MOST_BYTES
+
+
+def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> TextSample:
+    """Return the first tokens of the text with gaps relative to each layer's median gap.
+
+    Args:
+        trace: routing of `text`, in order.
+        text: what was routed.
+        most: number of tokens, from the first sequence.
+    """
+    count = min(most, len(text.sequences[0]))
+    texts = ["" for _ in text.prefix] + list(text.pieces)
+    columns, scales = zip(*(_relative_gaps(layer, count) for layer in trace.layers), strict=True)
+    pieces = []
+    for place, gaps in enumerate(zip(*columns, strict=True)):
+        known = [gap for gap in gaps if gap is not None]
+        token, position = int(trace.tokens[place]), int(trace.positions[place])
+        pieces.append(TextPiece(texts[place], token, position, min(known, default=None), gaps))
+    names = tuple(layer.name for layer in trace.layers)
+    return TextSample(names, int(trace.documents[0]), tuple(pieces), tuple(scales))
+
+
+def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], float | None]:
+    """Gaps of the first tokens over the median gap, and that median; None where unknown."""
+    nothing: list[float | None] = [None] * count
+    if scored(layer) != "ok":
+        return nothing, None
+    gaps = layer.gap
+    middle = gaps.median().item()
+    if not 0 < middle < float("inf"):
+        return nothing, None
+    return [gap if gap < float("inf") else None for gap in (gaps[:count] / middle).tolist()], middle

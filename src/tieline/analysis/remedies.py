@@ -27,9 +27,8 @@ import torch
 from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
-from tieline.analysis.full_effects import Divergences
-from tieline.analysis.smooth_scores import measure_scores
-from tieline.analysis.smooth_width import NOISE, Calibration
+from tieline.analysis.effects import Divergences
+from tieline.analysis.smooth import NOISE, Calibration, measure_scores
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture

@@ -14,7 +14,7 @@ Standard errors are clustered by sequence; those of factors follow the ratio of 
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +41,7 @@ from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Ids, Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),
@@ -48,8 +49,6 @@ REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "int8", "model"),
 )
 """bf16 in the routers, bf16 everywhere, 8-bit integers everywhere; all emulated."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How far the scores of two runs are apart, token by token and layer by layer.
+r"""How far the scores of two runs are apart, token by token, and whether flips follow from it.
 
 For the experts e that both sides kept of a token t,
 
@@ -12,8 +12,37 @@ The size of a layer's noise is relative to the spread of its scores: the median 
 of a token's kept scores, over what the first C of E independent normal scores would have, so that
 traces with few and with many kept ranks are comparable.
 
-layer_noise        Δ, v and levels of one layer
-comparable         why the scores of two layers cannot be compared, or "ok"
+`flip_test` gives every first flip a p-value. A token flips in a layer if its sets of chosen experts
+differ: S_A ≠ S_B. Its margin on side A is the distance of the scores of A that must have changed
+places,
+
+    margin_A = max_{i in S_A \ S_B} z_i - min_{j in S_B \ S_A} z_j >= z_[k] - z_[k+1],
+
+on side B likewise, and its margin M is the larger of the two. An expert j whose score A did not
+keep lies below the last one kept, which bounds the margin from below. Where routing is limited to
+groups, the gap of the layer (including that between groups) takes the place of the margin.
+
+Noise differs from token to token, so a margin is measured by the noise of its own token: by the
+deviation s of Δ over the other experts that both sides kept, those that changed places left out.
+A few experts estimate it badly; s² is therefore pulled towards the layer's median v₀, as if that
+had been seen ν₀ times (the moderated variance of Smyth, 2004):
+
+    s² = (ν₀ v₀ + Σ_e (Δ_e - Δ̄)²) / (ν₀ + n - 1),    trigamma(ν₀/2) = Var log v - trigamma((n-1)/2)
+
+but never below what the token's own experts say, for a few tokens may be far noisier than the rest.
+Only where most tokens have no noise at all, and none has flipped before, is a noisy token itself
+what is to be explained: s is then at most 64 times the rounding of the scores.
+
+Under noise, R = M/s is at most |Δ_i - Δ_j|/s of the pair that changed places. The law of the latter
+is taken from the layer itself: from pairs of experts on one side of the threshold of which neither
+changed places, so that no flip selects them. Its tail beyond the last 2 % is a power law with
+Hill's exponent. So heavy tails are part of the reference and not of the evidence. Any of the pairs
+across the threshold may be the widest, so that p is multiplied by their number k (C - k).
+
+A p-value is given to *first* flips only: a token that flipped in an earlier layer carries another
+residual stream, and its later flips are consequences. Over all first flips of all layers the false
+discovery rate is held below 1/200 (Benjamini and Hochberg, 1995), so that two hundred sound runs
+give about one unexplained flip.
 """
 
 import math
@@ -167,3 +196,187 @@ def top_deviation(experts: int, ranks: int) -> float:
     rank = np.arange(1, ranks + 1)
     expected = special.ndtri((experts - rank + 0.625) / (experts + 0.25))  # Blom's scores
     return float(expected.std(ddof=1))
+
+
+FALSE_DISCOVERIES = 0.005
+"""Share of the flips called unexplained that may be honest ones."""
+TAIL = 0.02
+"""Share of the reference pairs whose law is a power law."""
+FEWEST_PAIRS = 100
+"""Pairs of unflipped tokens without which a layer has no reference."""
+LEAST_SHARE = 2 / 3
+"""Share of a token's other experts that both sides must have kept: those that noise moved out of
+the kept ranks are missing, and the rest alone would seem too quiet."""
+SILENT = 64.0
+"""Most noise, over rounding, that a token is granted in a layer where most have none at all."""
+EXPONENTS = (1.0, 6.0)
+"""Limits of the exponent of the tail."""
+PRIOR = (1.0, 64.0)
+"""Limits of ν₀."""
+
+
+class FlipTest(NamedTuple):
+    """First flips of a layer with their p-values.
+
+    Attributes:
+        tokens: places of the first flips.
+        margins: margin of each, in units of score.
+        noise: deviation of the scores of its own token.
+        p: probability that noise of that token crosses such a margin; 1 where it cannot be told.
+        tested: how many of them have a p-value.
+    """
+
+    tokens: Int[np.ndarray, " flips"]
+    margins: Float[np.ndarray, " flips"]
+    noise: Float[np.ndarray, " flips"]
+    p: Float[np.ndarray, " flips"]
+    tested: int
+
+
+def flip_test(
+    a: LayerTrace, b: LayerTrace, noise: LayerNoise, flipped: np.ndarray, fresh: np.ndarray
+) -> FlipTest:
+    """Test the first flips of a layer against the noise of their own tokens.
+
+    Args:
+        a: the layer in A.
+        b: the same tokens in B, experts numbered as in A.
+        noise: the differences of their scores.
+        flipped: which tokens flip.
+        fresh: which tokens flipped in no earlier layer.
+    """
+    rows = np.flatnonzero(flipped & fresh)
+    margins = flip_margins(a, b, torch.from_numpy(rows)).numpy()
+    if len(rows) == 0:
+        return FlipTest(rows, margins, np.zeros(0), np.zeros(0), 0)
+    prior = _prior(noise, np.flatnonzero(fresh & noise.measured))
+    moved = np.zeros(noise.common.shape, dtype=bool)
+    moved[rows] = _moved(a, b, rows)
+    scale, count = _token_noise(noise, rows, moved[rows], prior)
+    others = (~moved[rows]).sum(1)
+    able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
+    if fresh.all() and noise.size(fresh) == 0:
+        scale, able = np.minimum(scale, SILENT * noise.floor), np.ones_like(able)
+        freedom = np.full_like(freedom, EXPONENTS[1])
+    reference = _reference(noise, fresh, moved, a.facts.k, prior)
+    able &= len(reference) >= FEWEST_PAIRS
+    ratio, pairs = margins / np.maximum(scale, noise.floor), a.facts.k * _outside(a)
+    chance = np.minimum(pairs * _tail(reference, ratio, freedom), 1.0)
+    p = np.where(able & (margins > noise.floor), chance, 1.0)
+    return FlipTest(rows, margins, scale, p, int(able.sum()))
+
+
+def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray, " tests"]:
+    """Return the tests that Benjamini and Hochberg's rule rejects at this false discovery rate."""
+    order = np.argsort(p)
+    allowed = rate * np.arange(1, len(p) + 1) / max(len(p), 1)
+    below = np.flatnonzero(p[order] <= allowed)
+    rejected = np.zeros(len(p), dtype=bool)
+    if len(below):
+        rejected[order[: below[-1] + 1]] = True
+    return rejected
+
+
+def flip_margins(
+    a: LayerTrace, b: LayerTrace, rows: Int[Tensor, " flips"]
+) -> Float[Tensor, " flips"]:
+    """Margin of these tokens, all of which must have flipped, in float64."""
+    if a.facts.n_groups > 1:
+        return torch.maximum(a.gap[rows], b.gap[rows])
+    of_a, of_b = (scores[rows].double() for scores in plain_scores(a, b))
+    in_a, in_b = a.experts[rows], b.experts[rows]
+    k = a.facts.k
+    return torch.maximum(_margin(of_a, in_a, in_b[:, :k], k), _margin(of_b, in_b, in_a[:, :k], k))
+
+
+def _margin(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
+    """Distance, in the scores of one side, of the experts that changed places."""
+    chosen = experts[:, :k]
+    leaving = ~(chosen[:, :, None] == other[:, None, :]).any(2)
+    entering = ~(other[:, :, None] == chosen[:, None, :]).any(2)
+    highest = scores[:, :k].masked_fill(~leaving, -torch.inf).amax(1)
+    kept = other[:, :, None] == experts[:, None, k:]
+    entered = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
+    entered = torch.where(kept.any(2), entered, scores[:, -1:])
+    return highest - entered.masked_fill(~entering, torch.inf).amin(1)
+
+
+def _moved(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
+    """Which of A's kept experts of these tokens are chosen by one side only."""
+    k, in_a, chosen = a.facts.k, a.experts[rows], b.experts[rows][:, : b.facts.k]
+    in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
+    first = torch.arange(in_a.shape[1]) < k
+    return (first[None, :] != in_b).numpy()
+
+
+def _outside(layer: LayerTrace) -> int:
+    """Kept ranks past k: experts that may enter."""
+    return max(layer.experts.shape[1] - layer.facts.k, 1)
+
+
+def _prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
+    """(ν₀, v₀) of a layer, from the spread of log v over these tokens."""
+    variance = noise.variance[tokens] + noise.floor**2
+    if len(variance) < FEWEST_PAIRS:
+        return PRIOR[0], float(np.median(variance)) if len(variance) else noise.floor**2
+    logs = np.log(variance)
+    low, middle, high = np.quantile(logs, [0.25, 0.5, 0.75])
+    freedom = max(float(np.median(noise.common[tokens].sum(1))) - 1, 1.0)
+    excess = ((high - low) / 1.349) ** 2 - float(special.polygamma(1, freedom / 2))
+    return _trigamma_inverse(excess), float(np.exp(middle))
+
+
+def _trigamma_inverse(value: float) -> float:
+    """ν with trigamma(ν/2) = value, within the limits of the prior."""
+    grid = np.geomspace(*PRIOR, 64)
+    curve = special.polygamma(1, grid / 2)  # falling
+    return float(np.interp(-value, -curve, grid))
+
+
+def _token_noise(
+    noise: LayerNoise, rows: np.ndarray, left_out: np.ndarray, prior: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """S of each of these tokens without some of its experts, and how many are left."""
+    kept = noise.common[rows] & ~left_out
+    count = kept.sum(1)
+    values = np.where(kept, noise.difference[rows], 0.0)
+    mean = values.sum(1) / np.maximum(count, 1)
+    squares = (np.where(kept, values - mean[:, None], 0.0) ** 2).sum(1)
+    (weight, middle), freedom = prior, np.maximum(count - 1, 0)
+    pulled = (weight * middle + squares) / (weight + freedom)
+    return np.sqrt(np.maximum(pulled, squares / np.maximum(freedom, 1))), count
+
+
+def _reference(
+    noise: LayerNoise, fresh: np.ndarray, moved: np.ndarray, k: int, prior: tuple[float, float]
+) -> np.ndarray:
+    """|Δ_i - Δ_j| / s, ascending, of two ranks beside the threshold that did not change places."""
+    ranks = noise.common.shape[1]
+    pair = slice(k, k + 2) if k + 1 < ranks else slice(k - 2, k)
+    if pair.start < 0:
+        return np.zeros(0)
+    able = noise.common[:, pair].all(1) & ~moved[:, pair].any(1)
+    rows = np.flatnonzero(fresh & able & (noise.common.sum(1) > FEWEST_COMMON))
+    left_out = moved[rows]
+    left_out[:, pair] = True
+    scale, _ = _token_noise(noise, rows, left_out, prior)
+    first, second = noise.difference[rows, pair].T
+    return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
+
+
+def _tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+    """P(reference >= ratio): counted, and by Hill's power law beyond the last 2 %.
+
+    The exponent is at most the degrees of freedom of s: few experts may agree by chance.
+    """
+    count = len(reference)
+    if count < FEWEST_PAIRS:
+        return np.ones_like(ratio)
+    top = max(int(TAIL * count), 10)
+    start = max(reference[-top - 1], 1.0)  # what is within one deviation is no tail
+    exceeded = np.log(np.maximum(reference[-top:], start) / start)
+    exponent = np.clip(1 / max(exceeded.mean(), 1e-9), *EXPONENTS)
+    counted = (count - np.searchsorted(reference, ratio)) / count
+    exponent = np.minimum(exponent, np.maximum(freedom, EXPONENTS[0]))
+    beyond = top / count * (np.maximum(ratio, start) / start) ** -exponent
+    return np.where(ratio > start, beyond, np.maximum(counted, top / count))

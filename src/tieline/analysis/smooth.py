@@ -1,18 +1,29 @@
-"""Smoothing a model: routing without jumps at ties, what that repairs and what it costs.
+r"""Smoothing a model: routing without jumps at ties, what that repairs and what it costs.
 
     repair = smooth("org/model", budget=8.5)
     repair.metrics["factor@router bf16"]
     repair.smoothed.save_pretrained("smoothed")
 
 ε is chosen on the first tokens of the text; both forms run on the same weights, on the tokens that
-follow. Time is measured last, because the emulation of low precision only sees
-the products of transformers' own experts.
+follow. Time is measured last, because the emulation of low precision only sees the products of
+transformers' own experts.
+
+    moved       KL of the smoothed model to the original, both in float32
+    factor      flip part of the KL before / after, flip part = KL - the original's floor with
+                clean routes
+
+Widths are ε_l = c σ_l, σ_l the noise of layer l's gap under the precision that is to be repaired.
+A factor or a largest KL is met by the c at which it holds on the calibration text.
 """
 
 import copy
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Unpack
 
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.repair import (
@@ -25,23 +36,214 @@ from tieline.analysis.repair import (
     smoothing_latency,
 )
 from tieline.analysis.settings import SmoothOptions, SmoothSettings
-from tieline.analysis.smooth_scores import measure_scores
-from tieline.analysis.smooth_width import NOISE, SCALES, Calibration, chosen_scale
-from tieline.core.errors import UnsupportedModelError
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.settings import require_setting, takes_settings
+from tieline.measure.flips import flip_reduction
+from tieline.models.changes import Call
 from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL
 from tieline.models.loading import can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
 from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
-from tieline.models.smooth_calibration import Measured
+from tieline.models.smooth_calibration import (
+    Measured,
+    Scores,
+    budget_epsilon,
+    gap_noise,
+    precision_named,
+)
+from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.models.spread import check_parallel
 from tieline.models.stream_smoothing import StreamedModel
-from tieline.run.condition import Perturbation
+from tieline.routing.projected import group_projection
+from tieline.routing.smooth import smooth_columns
+from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import Corpus
+from tieline.run.observers import Observer, Site
+from tieline.run.plan import Ids, Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
+
+
+class ScoreCollector(Observer):
+    """Keeps the selection scores of routers, by condition and router name."""
+
+    def __init__(self, plans: Sequence[LayerPlan], conditions: Sequence[Condition]) -> None:
+        """Collect the scores of these routers."""
+        self.scores = {
+            condition: {plan.name: Scores(plan) for plan in plans} for condition in conditions
+        }
+
+    def watches(self, run: Pass) -> bool:
+        """Every pass."""
+        return True
+
+    def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
+        """Keep the scores of a call."""
+        scores = self.scores[run.condition].get(site.name)
+        if scores is not None:
+            scores(site.module, call, output)
+
+
+def smoothable_layers(runner: Runner) -> list[LayerPlan]:
+    """Return the routers of the first model that choose some of their experts."""
+    plans, _ = plan_layers(runner.models[0].module, None)
+    return [plan for plan in plans if plan.k < plan.n_experts]
+
+
+def noise_perturbation(name: str) -> Perturbation:
+    """Return the perturbation that "bf16", "model bf16" or "router bf16" names."""
+    level, parts = precision_named(name)
+    return Perturbation("rounding", level, "router" if parts == "router" else "model")
+
+
+def measure_scores(
+    runner: Runner, batches: Sequence[Ids], noise: str | None, on_progress: Progress | None = None
+) -> Measured:
+    """Run calibration tokens, clean and under a precision, and return scores and σ of the gap.
+
+    Args:
+        runner: runs the model; every process runs all of these batches.
+        batches: token ids.
+        noise: precision whose noise is measured beside the clean pass; None for none.
+        on_progress: called with stage, done and total.
+    """
+    plans, numbered = smoothable_layers(runner), dict(enumerate(batches))
+    conditions = [CLEAN] if noise is None else [CLEAN, Condition(noise_perturbation(noise))]
+    passes = tuple(Pass(number, condition) for condition in conditions for number in numbered)
+    collector = ScoreCollector(plans, conditions)
+    phase = Phase("calibration", numbered, passes, logits="none")
+    alone = Runner(*runner.models, memory=runner.memory)
+    alone.run(Plan((phase,)), [collector], on_progress)
+    clean = collector.scores[CLEAN]
+    if noise is None:
+        return Measured(clean, {})
+    return Measured(clean, gap_noise(plans, clean, collector.scores[conditions[1]]))
+
+
+SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""c = ε/σ that a wish is sought among."""
+
+NOISE = "router bf16"
+"""The precision that is repaired unless another is named."""
+
+Widths = Mapping[str, float]
+
+
+class Calibration:
+    """What is known of a model from its calibration text: scores and noise, layer by layer.
+
+    Args:
+        model: the original, in float32.
+        batches: tokens to run.
+        noise: the precision to repair.
+        progress: called with stage, done and total.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Int[Tensor, "rows length"]],
+        noise: str,
+        progress: Progress | None = None,
+    ) -> None:
+        measured = measure_scores(Runner(Model(model)), batches, noise, progress)
+        self._take(model, measured, noise)
+
+    @classmethod
+    def of(cls, model: nn.Module, measured: Measured, noise: str) -> "Calibration":
+        """What scores and noise that were measured before say of a model."""
+        calibration = cls.__new__(cls)
+        calibration._take(model, measured, noise)
+        return calibration
+
+    def _take(self, model: nn.Module, measured: Measured, noise: str) -> None:
+        plans, _ = plan_layers(model, None)
+        self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
+        self.noise = noise_perturbation(noise)
+        self.clean: Mapping[str, Scores] = measured.clean
+        self.sigmas = dict(measured.sigmas)
+        positive = any(sigma > 0 for sigma in self.sigmas.values())
+        require(positive, f"{noise} does not change the scores of any router: nothing to repair")
+
+    def by_noise(self, scale: float) -> dict[str, float]:
+        """ε_l = c σ_l."""
+        return {name: scale * sigma for name, sigma in self.sigmas.items()}
+
+    def experts(self, widths: Widths, gate: GateName) -> float:
+        """Mean experts per token and layer at these widths, on the calibration text."""
+        counts = []
+        for plan in self.plans:
+            kept, width = self.clean[plan.name], widths[plan.name]
+            scores, k, groups = kept.scores.double(), plan.k, kept.groups
+            if width <= 0:
+                counts.append(float(k))
+            elif gate == "projected":
+                counts.append(_mean_used(group_projection(scores, k, width, groups)))
+            else:
+                of = {"epsilon": width, "k_max": default_k_max(k, plan.n_experts)}
+                counts.append(_mean_used(smooth_columns(scores, k, groups=groups, **of).share))
+        return sum(counts) / len(counts)
+
+    def by_budget(self, budget: float, gate: GateName) -> dict[str, float]:
+        """The ε of each layer that gives it this mean number of experts."""
+        widths = {}
+        for plan in self.plans:
+            kept = self.clean[plan.name]
+            of = kept.scores, plan.k, plan.n_experts, budget, kept.groups, gate
+            widths[plan.name] = budget_epsilon(*of)
+        return widths
+
+
+def _mean_used(share: Tensor) -> float:
+    return (share > 0).double().sum(dim=-1).mean().item()
+
+
+def chosen_scale(
+    points: Mapping[float, RepairTable], *, factor: float | None, max_moved: float | None
+) -> float:
+    """The c with this factor, or with this KL to the original, on a line between logarithms.
+
+    The KL of a text is heavy-tailed, so the factor is that of the law, times the median over all
+    points of what was measured over it.
+
+    Args:
+        points: tables of the calibration text by c, with one row, that of the noise.
+        factor: how many times lower the flip part of the KL shall be.
+        max_moved: KL to the original, nats per token.
+    """
+    if max_moved is not None:
+        moved = {c: table.moved.value or 0.0 for c, table in points.items()}
+        return _crossing(moved, max_moved, "--max-moved", "KL to the original")
+    assert factor is not None
+    found = {c: table.rows[0].flip_factor for c, table in points.items()}
+    ratios = sorted(value / flip_reduction(c) for c, value in found.items() if value and c >= 1)
+    require(bool(ratios), "no flips are left to be seen at any width: give --max-moved instead")
+    middle = ratios[len(ratios) // 2]
+    return _crossing({c: middle * flip_reduction(c) for c in found}, factor, "--factor", "factor")
+
+
+def _crossing(values: Mapping[float, float], target: float, option: str, what: str) -> float:
+    """Where increasing values reach the target first."""
+    require(0 < target < math.inf, f"{option} must be positive and finite, got {target:g}")
+    scales = sorted(values)
+    first, best = values[scales[0]], max(values.values())
+    if target < first or target > best:
+        side = "least" if target < first else "largest"
+        end = first if target < first else best
+        raise ParameterError(
+            f"no ε between {scales[0]:g} and {scales[-1]:g} times the noise reaches {option} "
+            f"{target:g}: the {side} {what} is {end:.3g}"
+        )
+    for low, high in itertools.pairwise(scales):
+        below, above = values[low], values[high]
+        if below <= target <= above:
+            if not (0 < below < above < math.inf):
+                return high
+            share = math.log(target / below) / math.log(above / below)
+            return low * (high / low) ** share
+    return scales[0]
 
 
 @takes_settings(SmoothSettings)

@@ -111,7 +111,7 @@ INSTRUMENT = Plugin(
             "tieline.analysis.audit_records:PrecisionAudit", "tieline.report.audit"
         ),
         "tieline-smooth": ResultFormat("tieline.analysis.repair:Repair", "tieline.report.smooth"),
-        "tieline-merge": ResultFormat("tieline.analysis.merge:Merged", "tieline.report.made"),
+        "tieline-merge": ResultFormat("tieline.analysis.convert:Merged", "tieline.report.made"),
         "tieline-conversion": ResultFormat(
             "tieline.analysis.convert:Converted", "tieline.report.made"
         ),

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from tieline.analysis.convert import Converted
-from tieline.analysis.merge import Merged
+from tieline.analysis.convert import Converted, Merged
 from tieline.engines.capture import EngineCapture
 from tieline.report.frame import notebook_html
 from tieline.report.tables import Grid

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.smooth_width import Calibration
+from tieline.analysis.smooth import Calibration
 from tieline.lab.limits import hard_sensitivity, projected_cost
 from tieline.lab.on_model.layer_law import layer_laws, line_weights
 from tieline.models import smooth_, unsmooth_

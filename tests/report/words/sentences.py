@@ -10,6 +10,7 @@ from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, sof
 from tests.report.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_trace
+from tieline.analysis.attribution import Expected, judge_size
 from tieline.analysis.audit import judge as judge_precision
 from tieline.analysis.audit_records import (
     NeverHit,
@@ -21,7 +22,6 @@ from tieline.analysis.diff import diff as diff_of
 from tieline.analysis.diff_records import Alignment, DequantisedSplit, LayerPair, Pattern
 from tieline.analysis.findings import judge, observe
 from tieline.analysis.noise_shapes import NoiseShape
-from tieline.analysis.noise_size import Expected, judge_size
 from tieline.analysis.replay_split import ReplaySplit, SplitPart
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_records import Measurement, MeasureSettings

@@ -24,8 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
-from tieline.analysis.smooth import TextSplit, split_text
-from tieline.analysis.smooth_width import SCALES, Calibration
+from tieline.analysis.smooth import SCALES, Calibration, TextSplit, split_text
 from tieline.core.errors import UnsupportedModelError
 from tieline.core.settings import takes_settings
 from tieline.lab.limits.continuity import least_moved

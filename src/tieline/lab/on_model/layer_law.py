@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.smooth_width import SCALES, Calibration
+from tieline.analysis.smooth import SCALES, Calibration
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost

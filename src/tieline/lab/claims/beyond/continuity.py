@@ -6,7 +6,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from tieline.analysis.smooth_width import NOISE, Calibration
+from tieline.analysis.smooth import NOISE, Calibration
 from tieline.lab.claims.checks import at_least, at_most, near
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, line
 from tieline.lab.claims.registry import claim

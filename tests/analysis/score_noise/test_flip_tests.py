@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of
 from tieline.analysis.comparison import set_flips
-from tieline.analysis.flip_tests import discoveries, flip_margins, flip_test
-from tieline.analysis.score_noise import layer_noise
+from tieline.analysis.score_noise import discoveries, flip_margins, flip_test, layer_noise
 
 seeds = st.integers(0, 2**16)
 TOKENS = 6000

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.analysis.text import text_sample
+from tieline.analysis.inspect import text_sample
 from tieline.core.errors import ParameterError
 from tieline.models.demo import load_demo_tokenizer
 from tieline.run.corpus import TokenisedText, tokenise

@@ -4,7 +4,7 @@ import pytest
 
 from tieline import TielineError
 from tieline.analysis.repair import RepairRow, RepairTable
-from tieline.analysis.smooth_width import chosen_scale, noise_perturbation
+from tieline.analysis.smooth import chosen_scale, noise_perturbation
 from tieline.core.statistics import Estimate
 from tieline.measure.flips import flip_reduction
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tieline.analysis.noise_shapes import NoiseShape
-from tieline.analysis.noise_size import (
+from tieline.analysis.attribution import (
     ROUNDING,
     Expected,
     allowed,
@@ -13,6 +12,7 @@ from tieline.analysis.noise_size import (
     read_format,
     sizes_like,
 )
+from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.errors import ParameterError
 from tieline.models.emulate import FORMATS
 
