@@ -14,14 +14,14 @@ from benchmarks.diff_families import LENGTH, random_model
 from benchmarks.planted import SHOWN
 from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.report.audit import COLUMNS
 
 
 def audited(name, tokens):
     """The audit of one model."""
-    loaded = load_model(dtype="fp32")
-    model = loaded.model if name == "demo" else random_model(name)
+    loaded = Model.open(dtype="fp32")
+    model = loaded.module if name == "demo" else random_model(name)
     length = None if name == "demo" else LENGTH
     source = (model, loaded.tokenizer)
     return audit(source, text=demo_text(), tokens=tokens, sequence_length=length, remedies=())

@@ -18,7 +18,8 @@ from benchmarks.planted import SHOWN
 from tieline.analysis.diff import Side, diff_models
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model, use_experts
+from tieline.models.kernel import use_experts
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 WIDTH, VOCABULARY, LENGTH = 64, 512, 256
@@ -49,10 +50,10 @@ def random_model(family):
 
 def cases(tokens):
     """Name, model and sequences of each case."""
-    loaded = load_model()
+    loaded = Model.open()
     yield (
         "demo",
-        loaded.model,
+        loaded.module,
         tokenise(loaded.tokenizer, demo_text(), tokens, LENGTH).sequences,
     )
     generator = torch.Generator().manual_seed(0)

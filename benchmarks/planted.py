@@ -21,7 +21,8 @@ from tieline.analysis.diff import Side, trace_model
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.emulate import emulate, state_noise
-from tieline.models.loading import load_model, use_experts
+from tieline.models.kernel import use_experts
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 from tieline.trace.record import LayerTrace
 
@@ -109,7 +110,7 @@ BUGS = {
 @cache
 def demo():
     """The trained model in the box and its tokenizer."""
-    return load_model()
+    return Model.open()
 
 
 @cache
@@ -129,7 +130,7 @@ def sequences(tokens, length, seed):
 def model_of(name, seed):
     """A copy of the model in the box, or a random model of a family."""
     if name == "demo":
-        model = copy.deepcopy(demo().model).requires_grad_(False)
+        model = copy.deepcopy(demo().module).requires_grad_(False)
     else:
         model = random_model(name, seed)
     use_experts(model, "eager")
@@ -139,7 +140,7 @@ def model_of(name, seed):
 def random_model(family, seed):
     """A random model whose routers have scores of order one."""
     torch.manual_seed(seed)
-    config: Any = demo().model.config
+    config: Any = demo().module.config
     sizes = {"vocab_size": config.vocab_size, "num_hidden_layers": 3 + seed % 4}
     own = (SHOWN | CALIBRATION)[family]
     config = AutoConfig.for_model(family, **(SMALL | sizes | own))

@@ -190,11 +190,11 @@ def load(model: Path, way: str, place: Path) -> None:
     from contextlib import nullcontext
 
     from tieline.core.processes import is_parallel, join_processes
-    from tieline.models.loading import load_model
+    from tieline.models.model import Model
 
     with join_processes() if is_parallel() else nullcontext():
         with _Peak() as peak:
-            kept = load_model(model, dtype="bf16", parallel=way if is_parallel() else None)
+            kept = Model.open(model, dtype="bf16", parallel=way if is_parallel() else None)
         assert kept
         (place / os.environ.get("RANK", "0")).write_text(str(peak.most))
 

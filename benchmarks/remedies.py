@@ -39,7 +39,7 @@ from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_d
 from tieline.lab.on_model.frontier_records import LayerLaw
 from tieline.lab.on_model.layer_law import layer_laws
 from tieline.models.demo import demo_text
-from tieline.models.loading import LoadedModel, load_model
+from tieline.models.model import Model
 from tieline.models.replay import replay
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import smooth_, unsmooth_
@@ -230,9 +230,9 @@ def verdicts(
     return said
 
 
-def by_factor(loaded: LoadedModel, text: str, options: argparse.Namespace) -> dict[str, Any]:
+def by_factor(loaded: Model, text: str, options: argparse.Namespace) -> dict[str, Any]:
     repair = tl.smooth(
-        (loaded.model, loaded.tokenizer),
+        (loaded.module, loaded.tokenizer),
         factor=8,
         text=text,
         tokens=options.tokens,
@@ -261,10 +261,10 @@ def _cell(value: Any) -> str:
 
 
 def law_rows(
-    loaded: LoadedModel, known: Calibration, text: str, options: argparse.Namespace
+    loaded: Model, known: Calibration, text: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The law in every layer, f and J of sequences in turns with those of D and S."""
-    length = default_length(loaded.model)
+    length = default_length(loaded.module)
     many = options.law_calibration + options.law_tokens
     words = tokenise(loaded.tokenizer, text, options.law_skip + many, length)
     every = many // options.law_calibration
@@ -272,7 +272,7 @@ def law_rows(
     for place, sequence in enumerate(words.sequences[options.law_skip // length :]):
         split[place % every > 0].append(sequence)
     parts = [list(batches(sequences, 8)) for sequences in split]
-    return checks(layer_laws(loaded.model, known, *parts, scales=LAW_SCALES, seed=options.seed))
+    return checks(layer_laws(loaded.module, known, *parts, scales=LAW_SCALES, seed=options.seed))
 
 
 def arguments() -> argparse.Namespace:
@@ -294,19 +294,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     parts = options.parts.split(",")
-    loaded = load_model(options.folder, dtype="fp32")
+    loaded = Model.open(options.folder, dtype="fp32")
     text = Path(options.text).read_text(errors="replace") if options.text else demo_text()
-    length = default_length(loaded.model)
-    copied = copy.deepcopy(loaded.model)
+    length = default_length(loaded.module)
+    copied = copy.deepcopy(loaded.module)
     found: dict[str, Any] = {"machine": machine(), "model": loaded.name, "tokens": options.tokens}
-    with only_running(loaded.model), only_running(copied):
+    with only_running(loaded.module), only_running(copied):
         words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
         first = options.calibration // length
-        known = Calibration(loaded.model, list(batches(words.sequences[:first], 8)), NOISE)
+        known = Calibration(loaded.module, list(batches(words.sequences[:first], 8)), NOISE)
         if "equal" in parts:
             extras = [float(word) for word in options.extra.split(",")]
             rows = forms(known, extras, SCALES if "spread" in parts else ())
-            before = measure(loaded.model, copied, rows, list(batches(words.sequences[first:], 8)))
+            before = measure(loaded.module, copied, rows, list(batches(words.sequences[first:], 8)))
             found["before"] = {key: asdict(one.mean()) for key, one in before.items()}
             found["equal experts"] = equal_experts(rows, before, extras)
             found["spread"] = spread(rows, before) if "spread" in parts else []

@@ -18,7 +18,7 @@ import torch
 from harness import Ratio, interleave, ratio, report
 from tieline.models import find_routers, smooth_
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
-    loaded = load_model(options.folder, dtype="fp32")
+    loaded = Model.open(options.folder, dtype="fp32")
     text = tokenise(loaded.tokenizer, demo_text(), LENGTH * options.rows, LENGTH)
     ids = torch.stack(text.sequences)
-    models = contestants(loaded.model, ids, options.budget, options.k_max)
+    models = contestants(loaded.module, ids, options.budget, options.k_max)
     names = [options.only] if options.only else IMPLEMENTATIONS
     ratios = [row for name in names for row in measured(models, ids, name, options)]
     if options.only is None:

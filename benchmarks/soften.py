@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tieline.analysis.sources import as_model
 from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate
@@ -27,6 +26,7 @@ from tieline.lab.on_model.soften import SoftenSizes, soften_sample
 from tieline.lab.on_model.soften_records import Softening, SoftLevel
 from tieline.lab.on_model.subject import Subject
 from tieline.models import find_routers
+from tieline.models.model import Model
 from tieline.run.corpus import TokenisedText
 from tools.demo_model.corpus import training_documents
 from tools.demo_model.recipe import END
@@ -84,13 +84,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    loaded = as_model(options.model, "this benchmark takes", dtype="fp32")
+    loaded = Model.open(options.model, "this benchmark takes", dtype="fp32")
     text = sample(loaded.tokenizer, options.tokens, options.length)
     sizes = SoftenSizes(options.tokens, options.length, levels=3, exact=options.tokens)
     began = time.process_time()
     with one_thread():
-        names = tuple(find_routers(loaded.model))
-        subject = Subject(loaded.model, loaded.tokenizer, loaded.name, names, text, {})
+        names = tuple(find_routers(loaded.module))
+        subject = Subject(loaded.module, loaded.tokenizer, loaded.name, names, text, {})
         found = soften_sample(subject, sizes, batch_size=BATCH // options.length)
     console = Console()
     console.print(report(found))

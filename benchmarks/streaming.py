@@ -35,8 +35,8 @@ from tieline.analysis.inspect import inspect
 from tieline.core.settings import read_memory
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
-from tieline.models.loading import load_model, read_shape
 from tieline.models.lockstep import ParkedPass
+from tieline.models.model import Model, read_shape
 from tieline.models.running import forward, only_running
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
@@ -349,16 +349,16 @@ class Timed:
 
 def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of a streamed pass with its head and nothing else, and those of reading in it."""
-    loaded = load_model(folder, dtype="fp32", stream=True, memory=options.memory)
+    loaded = Model.open(folder, dtype="fp32", stream=True, memory=options.memory)
     assert loaded.stream is not None
     rows = options.tokens // options.length
     ids = torch.arange(rows * options.length).view(rows, options.length) % 500
 
     def job(part: torch.Tensor) -> None:
-        forward(loaded.model, part)
+        forward(loaded.module, part)
 
     jobs = [lambda part=part: job(part) for part in ids.split(options.batch_size)]
-    with only_running(loaded.model), Timed() as timed:
+    with only_running(loaded.module), Timed() as timed:
         began = time.perf_counter()
         loaded.stream.run(jobs)
         whole = time.perf_counter() - began

@@ -40,7 +40,7 @@ from tieline.lab.training.recipes import recipe_config
 from tieline.lab.training.tasks import task_of
 from tieline.lab.training.text_data import Windows, load_streams
 from tieline.lab.training.trainer import RoutingTrainer, training_arguments
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.routing.losses import collect_routing
 
 STEPS, SETTLE, TARGET = 5, 80, 1.25
@@ -168,7 +168,7 @@ def under_precision(base: Path, other: Path, form: str, windows: int) -> Sequenc
     stream = load_streams(config.data).validation
     drawn = Windows(stream, context=shape.context, length=windows, seed=FRESH)
     sequences = [drawn[place]["input_ids"] for place in range(windows)]
-    hard, gate = (load_model(str(one / "stock"), dtype="fp32").model for one in (base, other))
+    hard, gate = (Model.open(str(one / "stock"), dtype="fp32").module for one in (base, other))
     return repair_table(hard, gate, sequences, batch_size=32).rows
 
 

@@ -12,7 +12,7 @@ import copy
 
 from tieline.analysis.diff import Side, diff_models
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 parser = argparse.ArgumentParser(
@@ -20,12 +20,12 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the text in the box")
 tokens = parser.parse_args().tokens
-loaded = load_model()
+loaded = Model.open()
 text = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
-other = copy.deepcopy(loaded.model)
+other = copy.deepcopy(loaded.module)
 print("router      worst layer   tokens   near-ties   noise    KL")
 for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
-    found = diff_models(Side(loaded.model), Side(other, name, parts="router"), text)
+    found = diff_models(Side(loaded.module), Side(other, name, parts="router"), text)
     flips = sum(layer.flip.count for layer in found.layers)
     odd = sum(layer.attribution.unexplained for layer in found.layers if layer.attribution)
     noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from tieline.analysis.diff import Side, diff, diff_models
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 from tieline.trace import import_routed_experts
 
@@ -28,9 +28,9 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the text in the box")
 tokens = parser.parse_args().tokens
-loaded = load_model()
+loaded = Model.open()
 rollout = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
-found = diff_models(Side(loaded.model), Side(copy.deepcopy(loaded.model), "bf16"), rollout)
+found = diff_models(Side(loaded.module), Side(copy.deepcopy(loaded.module), "bf16"), rollout)
 assert found.traces is not None
 trainer, engine = found.traces
 

@@ -11,7 +11,7 @@ import argparse
 
 from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run.condition import Perturbation
 
 parser = argparse.ArgumentParser(
@@ -19,10 +19,10 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("tokens", type=int, nargs="?", default=16384, help="of the text in the box")
 tokens = parser.parse_args().tokens
-loaded = load_model(dtype="fp32")
+loaded = Model.open(dtype="fp32")
 formats = ("int4", "int4_group", "int8")
 result = audit(
-    (loaded.model, loaded.tokenizer),
+    (loaded.module, loaded.tokenizer),
     text=demo_text(),
     tokens=tokens,
     sequence_length=min(512, tokens // 2),
@@ -54,7 +54,7 @@ for row in result.effects:
         f"{100 * keep.recovered_kl:.0f} % of the KL gone for {keep.bytes:,} bytes"
     )
 
-weights = sum(weight.numel() for weight in loaded.model.parameters())
+weights = sum(weight.numel() for weight in loaded.module.parameters())
 first = result.effects[0].keep
 assert first is not None
 every = first.bytes_all

@@ -37,7 +37,7 @@ from tieline.lab.estimation.rates import RateRow, RateStore
 from tieline.lab.training.checkpoint import read_json
 from tieline.lab.tropical.advisor import LayerShape, advise
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.loading import load_dense, load_model
+from tieline.models.model import Model, load_dense
 from tieline.run.corpus import as_text
 from tieline.trace import RoutingTrace, save_summary, save_trace, summarise
 from tieline.trace.readers import imatrix_load, import_trace
@@ -225,7 +225,7 @@ def _models(folder: Path) -> list[Target]:
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "dense")
     config, weights = folder / "moe" / "config.json", folder / "dense" / "model.safetensors"
     return [
-        Target("config.json", config, lambda: load_model(folder / "moe"), 2.0),
+        Target("config.json", config, lambda: Model.open(folder / "moe"), 2.0),
         Target("weights", weights, lambda: load_dense(folder / "dense"), 0.5),
         Target(
             "config of weights",

@@ -52,7 +52,6 @@ MAY_RUN = {
     "analysis/remedies.py:_timed": "times remedies",
     "analysis/remedies.py:_in_turns": "times remedies",
     "analysis/repair.py:smoothing_latency": "times a smoothed model",
-    "models/loading.py:probe_output": "runs one token to see what a loaded model returns",
     "models/running.py:forward": "the one way to call a model, which the runner calls",
     "models/smooth.py:undo": "undoes a change; `model` is a function there",
 }

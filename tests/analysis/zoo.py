@@ -7,7 +7,7 @@ import torch
 from tests.models.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.audit import audit
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run.condition import Perturbation
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -33,7 +33,7 @@ def words(count: int) -> str:
 
 @cache
 def demo():
-    return load_model(dtype="fp32")
+    return Model.open(dtype="fp32")
 
 
 @cache
@@ -41,7 +41,7 @@ def small_audit():
     """The model in the box on a little text, a perturbation of every kind."""
     loaded, rows = demo(), some_perturbations()
     return audit(
-        (loaded.model, loaded.tokenizer),
+        (loaded.module, loaded.tokenizer),
         text=demo_text(),
         tokens=576,
         sequence_length=96,

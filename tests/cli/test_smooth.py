@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tieline.models import find_routers
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.models.smooth_router import smoothing_of
 
 FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
@@ -23,7 +23,7 @@ def test_the_model_is_saved_with_its_table(tieline, tmp_path):
     assert next(row["name"] for row in result["repair"]["rows"]) == "router bf16"
     for words in ("Experts per token", "router bf16", "Time of a forward pass", "ε"):
         assert words in shown
-    loaded = load_model(out).model
+    loaded = Model.open(out).module
     assert all(smoothing_of(router) is not None for router in find_routers(loaded).values())
     code, _, said = tieline("smooth", out, *FEW)
     assert code == 2

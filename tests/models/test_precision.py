@@ -10,7 +10,7 @@ import tieline
 from tests.models.tiny import tiny_model
 from tieline.core.errors import PrecisionWarning
 from tieline.models.demo import DEMO_FOLDER, load_demo_tokenizer
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.models.precision import (
     HALF_UNITS,
     computed_dtype,
@@ -84,9 +84,9 @@ def test_the_stored_precision_is_that_of_the_configuration(named):
 
 
 def test_a_checkpoint_in_bf16_is_computed_exactly_in_float32(no_units, in_bf16):
-    stored = load_model(in_bf16, dtype="bf16").model
+    stored = Model.open(in_bf16, dtype="bf16").module
     with pytest.warns(PrecisionWarning):
-        computed = load_model(in_bf16).model
+        computed = Model.open(in_bf16).module
     assert (stored.dtype, computed.dtype) == (torch.bfloat16, torch.float32)
     assert stored_in(stored) == stored_in(computed) == "bfloat16"
     for a, b in zip(stored.parameters(), computed.parameters(), strict=True):
@@ -94,17 +94,17 @@ def test_a_checkpoint_in_bf16_is_computed_exactly_in_float32(no_units, in_bf16):
 
 
 def test_the_demo_model_computes_in_float32_on_every_cpu(no_units):
-    loaded = load_model()  # no warning, which would be an error here
-    assert (loaded.model.dtype, stored_in(loaded.model)) == (torch.float32, _stored_demo())
+    loaded = Model.open()  # no warning, which would be an error here
+    assert (loaded.module.dtype, stored_in(loaded.module)) == (torch.float32, _stored_demo())
     found = tieline.inspect(loaded, tokens=64, jumps=False).provenance
     assert (found["dtype"], found["stored_dtype"]) == ("float32", _stored_demo())
 
 
 def test_the_demo_model_in_bf16_is_that_of_its_folder():
     ids = torch.arange(1, 65)[None]
-    named, folder = load_model("demo", dtype="bf16"), load_model(DEMO_FOLDER, dtype="bf16")
+    named, folder = Model.open("demo", dtype="bf16"), Model.open(DEMO_FOLDER, dtype="bf16")
     with torch.no_grad():
-        assert torch.equal(named.model(ids).logits, folder.model(ids).logits)
+        assert torch.equal(named.module(ids).logits, folder.module(ids).logits)
 
 
 def test_a_model_that_was_not_loaded_here_tells_no_stored_precision():

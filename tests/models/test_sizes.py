@@ -7,7 +7,7 @@ import pytest
 from tests.models.tiny import tiny_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.changes import read_checkpoint
-from tieline.models.loading import load_model, read_shape
+from tieline.models.model import Model, read_shape
 from tieline.models.sizes import check_sizes
 
 MIXTRAL = {"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -50,6 +50,6 @@ def test_every_loader_refuses_before_it_builds(tmp_path):
     tiny_model("mixtral").config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10**9}))
-    for load in (read_checkpoint, load_model, read_shape):
+    for load in (read_checkpoint, Model.open, read_shape):
         with pytest.raises(UnsupportedModelError, match="num_hidden_layers=1000000000"):
             load(tmp_path)

@@ -13,7 +13,7 @@ from tests.ranks import Ranks
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.models import FAMILIES
 from tieline.models.demo import DEMO_FOLDER
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.models.spread import (
     PARALLEL,
     check_parallel,
@@ -46,7 +46,7 @@ def test_an_unknown_way_and_a_way_without_processes_are_refused():
     with pytest.raises(ParameterError, match="one of data, tp, ep, pp, fsdp, got 'xx'"):
         check_parallel("xx")
     with pytest.raises(ParameterError, match="'tp' needs several processes: start with torchrun"):
-        load_model(DEMO_FOLDER, parallel="tp")
+        Model.open(DEMO_FOLDER, parallel="tp")
 
 
 @pytest.mark.parametrize("way", PARALLEL)

@@ -12,7 +12,7 @@ from tieline.core.errors import ParameterError, TielineError, UnsupportedModelEr
 from tieline.models import capture, find_routers
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.expert_groups import ExpertGroups, plan_groups
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.models.running import forward, only_running
 from tieline.trace.record import identical
 
@@ -53,14 +53,14 @@ def watched(model):
 
 
 def ordinary(folder, dtype="fp32"):
-    model = load_model(folder, dtype=dtype).model
+    model = Model.open(folder, dtype=dtype).module
     with only_running(model), capture(model, layers=watched(model)) as recorder:
         outputs = [first(forward(model, ids)) for ids in some_batches()]
     return outputs, recorder.trace()
 
 
 def streamed(loaded, **options):
-    model = loaded.model
+    model = loaded.module
     with only_running(model), capture(model, layers=watched(model)) as recorder:
         jobs = [lambda ids=ids: first(forward(model, ids)) for ids in some_batches()]
         outputs = loaded.stream.run(jobs, **options)
@@ -68,9 +68,9 @@ def streamed(loaded, **options):
 
 
 def agree(folder, dtype="fp32", **options):
-    loaded = load_model(folder, dtype=dtype, stream=True, **options)
+    loaded = Model.open(folder, dtype=dtype, stream=True, **options)
     (wanted, trace), (found, seen) = ordinary(folder, dtype), streamed(loaded)
-    drawn = watched(loaded.model) is not None  # diffusion_gemma: its decoder starts from noise
+    drawn = watched(loaded.module) is not None  # diffusion_gemma: its decoder starts from noise
     assert drawn or all(map(torch.equal, wanted, found))
     assert identical(trace, seen)
     return loaded
@@ -96,7 +96,7 @@ def test_bfloat16_streams_to_the_same_bits(family, tmp_path):
 
 
 def test_every_byte_is_read_once_and_the_head_only_if_it_runs(tmp_path):
-    loaded = load_model(saved(tmp_path / "model", "olmoe"), stream=True)
+    loaded = Model.open(saved(tmp_path / "model", "olmoe"), stream=True)
     shards = loaded.stream.weights.shards
     _, without = streamed(loaded, head=False)
     assert shards.bytes_read == shards.size - shards.tensors["lm_head.weight"].size
@@ -107,7 +107,7 @@ def test_every_byte_is_read_once_and_the_head_only_if_it_runs(tmp_path):
 
 
 def test_units_are_told_while_their_weights_are_there(tmp_path):
-    loaded, seen, told = load_model(saved(tmp_path / "model", "olmoe"), stream=True), [], []
+    loaded, seen, told = Model.open(saved(tmp_path / "model", "olmoe"), stream=True), [], []
     weights = loaded.stream.weights
 
     def done(unit):
@@ -121,8 +121,8 @@ def test_units_are_told_while_their_weights_are_there(tmp_path):
 
 
 def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
-    loaded = load_model(saved(tmp_path / "model", "olmoe"), stream=True)
-    model, weights = loaded.model, loaded.stream.weights
+    loaded = Model.open(saved(tmp_path / "model", "olmoe"), stream=True)
+    model, weights = loaded.module, loaded.stream.weights
 
     def wrong():
         forward(model, torch.tensor([[10**6]]))
@@ -137,14 +137,14 @@ GROUPED = ("olmoe", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2")
 
 def in_groups(folder, family, size, **options):
     """The model with its experts read `size` at a time."""
-    loaded = load_model(folder, stream=True, dtype="fp32", **options)
+    loaded = Model.open(folder, stream=True, dtype="fp32", **options)
     weights = loaded.stream.weights
     for unit in weights.layers:
         groups = ExpertGroups(weights, unit, size)
         if groups.stacks:
             loaded.stream.groups[unit] = groups
     assert loaded.stream.groups
-    loaded.model.set_experts_implementation("eager")
+    loaded.module.set_experts_implementation("eager")
     return loaded
 
 
@@ -152,7 +152,7 @@ def in_groups(folder, family, size, **options):
 @pytest.mark.parametrize("family", GROUPED)
 def test_experts_in_groups_keep_the_matrix_products_of_each_batch(family, size, tmp_path):
     folder = saved(tmp_path / "model", family)
-    model = load_model(folder, dtype="fp32").model
+    model = Model.open(folder, dtype="fp32").module
     model.set_experts_implementation("eager")
     with only_running(model):
         wanted = [first(forward(model, ids)) for ids in some_batches()]
@@ -165,8 +165,8 @@ def test_experts_in_groups_keep_the_matrix_products_of_each_batch(family, size, 
 
 def test_a_budget_makes_groups_and_one_that_is_too_small_says_how_much_is_needed(tmp_path):
     folder = saved(tmp_path / "model", "olmoe")
-    loaded = load_model(folder, stream=True, dtype="fp32")
-    model, weights = loaded.model, loaded.stream.weights
+    loaded = Model.open(folder, stream=True, dtype="fp32")
+    model, weights = loaded.module, loaded.stream.weights
     layer = weights.size("model.layers.0")
     assert not plan_groups(model, weights, memory=2 * layer, taken=0)
     groups = plan_groups(model, weights, memory=layer, taken=0)
@@ -175,7 +175,7 @@ def test_a_budget_makes_groups_and_one_that_is_too_small_says_how_much_is_needed
     with pytest.raises(ParameterError, match=r"too small: .* give at least"):
         plan_groups(model, weights, memory=1000, taken=0)
     with pytest.raises(ParameterError, match="too small"):
-        load_model(folder, stream=True, memory=10**6)
+        Model.open(folder, stream=True, memory=10**6)
 
 
 BLOCK = 16
@@ -214,7 +214,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 def test_blocks_of_fp8_are_scaled_as_in_an_ordinary_load(family, tmp_path):
     folder = rewrite(saved(tmp_path / "model", family), in_blocks_of_fp8, FP8)
     agree(folder)
-    model = load_model(folder, dtype="fp32").model
+    model = Model.open(folder, dtype="fp32").module
     model.set_experts_implementation("eager")
     with only_running(model):
         wanted = [first(forward(model, ids)) for ids in some_batches()]
@@ -227,8 +227,8 @@ def test_what_stands_beside_blocks_of_fp8_is_computed_in_the_precision_asked_for
     rewrite(folder, lambda name, tensor: in_blocks_of_fp8(name, tensor.float())
             if name.endswith("proj.weight") else {name: tensor}, FP8)  # fmt: skip
     agree(folder)
-    loaded = load_model(folder, dtype="fp32", stream=True)
-    assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+    loaded = Model.open(folder, dtype="fp32", stream=True)
+    assert {tensor.dtype for tensor in loaded.module.parameters()} == {torch.float32}
 
 
 def in_cut_blocks(side, unpacked):
@@ -257,7 +257,7 @@ def test_blocks_of_fp8_may_be_cut_off_by_the_end_of_a_matrix(side, tmp_path):
     configuration = (plain / "config.json").read_text()
     rewrite(plain, in_cut_blocks(side, True), None)
     (plain / "config.json").write_text(configuration)
-    ready = (load_model(folder, stream=True, dtype="fp32") for folder in (plain, cut))
+    ready = (Model.open(folder, stream=True, dtype="fp32") for folder in (plain, cut))
     wanted, found = (streamed(loaded)[0] for loaded in ready)
     for one, other in zip(wanted, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -298,7 +298,7 @@ def test_damaged_files_are_refused_by_name_before_any_work(how, tmp_path):
     folder = saved(tmp_path / "model", "olmoe")
     name = damaged(folder, how)
     with pytest.raises(UnsupportedModelError, match=name):
-        load_model(folder, stream=True)
+        Model.open(folder, stream=True)
 
 
 def test_tensors_that_are_missing_or_of_another_shape_are_refused_before_any_work(tmp_path):
@@ -306,15 +306,15 @@ def test_tensors_that_are_missing_or_of_another_shape_are_refused_before_any_wor
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(TielineError, match=r"lacks \d+ tensors"):
-        load_model(folder, stream=True)
+        Model.open(folder, stream=True)
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
     with pytest.raises(TielineError, match=r"shape \(64, 32\) instead of \(65, 32\)"):
-        load_model(folder, stream=True)
+        Model.open(folder, stream=True)
 
 
 def test_a_file_that_is_cut_off_during_the_run_is_told_at_once(tmp_path):
     folder = saved(tmp_path / "model", "olmoe")
-    loaded = load_model(folder, stream=True)
+    loaded = Model.open(folder, stream=True)
     for file in folder.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:64])
     with pytest.raises(UnsupportedModelError, match="was cut off while it was read"):

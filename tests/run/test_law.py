@@ -18,7 +18,8 @@ from tieline.analysis.inspect import inspect
 from tieline.analysis.smooth import smooth
 from tieline.core.records import to_plain
 from tieline.engines.sources import capture_engine
-from tieline.models.loading import load_model, use_experts
+from tieline.models.kernel import use_experts
+from tieline.models.model import Model
 from tieline.models.running import forward, only_running
 from tieline.run import schedule
 from tieline.run.condition import Perturbation
@@ -135,8 +136,8 @@ def test_windows_of_one_batch_are_those_of_many(analysis, tmp_path, monkeypatch)
 def test_experts_read_in_groups_give_the_same_numbers(analysis, extra, tmp_path):
     run, options = ANALYSES[analysis]
     folder = model_in(tmp_path / "model", "olmoe")
-    eager = load_model(folder, dtype="fp32")
-    use_experts(eager.model, "eager")
+    eager = Model.open(folder, dtype="fp32")
+    use_experts(eager.module, "eager")
     plain = run(eager, **options | extra)
     grouped = run(in_groups(folder, "olmoe", 3), **options | extra)
     assert numbers(plain) == numbers(grouped)
@@ -167,13 +168,13 @@ def test_processes_that_share_batches_are_one(analysis, count):
 
 
 def logits(folder):
-    model = load_model(folder, dtype="fp32").model
+    model = Model.open(folder, dtype="fp32").module
     with only_running(model):
         return forward(model, some_batches()[0]).logits
 
 
 def test_a_streamed_audit_reads_the_files_once_per_phase(tmp_path):
-    loaded = load_model(model_in(tmp_path / "model", "deepseek_v3"), dtype="fp32", stream=True)
+    loaded = Model.open(model_in(tmp_path / "model", "deepseek_v3"), dtype="fp32", stream=True)
     audit(loaded, **AUDIT | {"remedies": (), "recover": 1.0, "perturbations": CHOSEN[1:4]})
     weights = loaded.stream.weights
     assert not weights.tied

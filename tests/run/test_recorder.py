@@ -9,7 +9,8 @@ from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
 from tieline.engines.sources import capture_engine
 from tieline.measure.measure_records import MeasureSettings
-from tieline.models.loading import load_model, use_experts
+from tieline.models.kernel import use_experts
+from tieline.models.model import Model
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -41,8 +42,8 @@ def test_metrics_traces_and_jumps_are_equal(family, jumps, tmp_path):
 
 def test_experts_in_groups_give_the_same_jumps(tmp_path):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
-    eager = load_model(folder, dtype="fp32")
-    use_experts(eager.model, "eager")
+    eager = Model.open(folder, dtype="fp32")
+    use_experts(eager.module, "eager")
     plain, found = inspect(eager, **SMALL), inspect(in_groups(folder, "olmoe", 3), **SMALL)
     assert identical(plain.trace, found.trace)
     assert plain.jumps == found.jumps
@@ -75,7 +76,7 @@ def folders(tmp_path_factory):
 
 def test_the_result_is_that_of_models_in_memory_and_each_byte_is_read_once(folders):
     wanted = diff(*folders, dtype_a="fp32", dtype_b="fp32", **TOKENS)
-    loaded = [load_model(folder, dtype="fp32", stream=True) for folder in folders]
+    loaded = [Model.open(folder, dtype="fp32", stream=True) for folder in folders]
     told = []
     found = diff(*loaded, progress=lambda *words: told.append(words), **TOKENS)
     assert found.metrics == wanted.metrics

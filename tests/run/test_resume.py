@@ -15,7 +15,7 @@ from tests.run.test_recorder import SMALL
 from tieline.analysis.inspect import inspect
 from tieline.core.errors import NoSpaceError
 from tieline.models import stream_resume
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.run import resume
 from tieline.trace.record import identical
 
@@ -42,13 +42,13 @@ def killed_after(folder, reads):
             raise Killed
 
     with pytest.raises(Killed):
-        inspect(load_model(folder, stream=True, dtype="fp32"), progress=progress, **SMALL)
+        inspect(Model.open(folder, stream=True, dtype="fp32"), progress=progress, **SMALL)
 
 
 def goes_on(folder, reads, tmp_path):
-    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
     killed_after(folder, reads)
-    loaded = load_model(folder, stream=True, dtype="fp32")
+    loaded = Model.open(folder, stream=True, dtype="fp32")
     found = inspect(loaded, resume=True, **SMALL)
     assert identical(whole.trace, found.trace)
     assert whole.measures.to_dict() == found.measures.to_dict()
@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_without_reading_finished_layers_again(reads, tmp_p
 @pytest.mark.parametrize("writes", [1, 2, 3])
 def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypatch):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
-    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
     count = 0
 
     def fills(write):
@@ -87,10 +87,10 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypat
         for module in (resume, stream_resume):
             full.setattr(module, "save_file", fills(module.save_file))
         with pytest.raises(NoSpaceError, match=r"no space left .* go on with --resume"):
-            inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+            inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
     kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]
     assert not [name for name in kept if name.endswith(".partial")]
-    found = inspect(load_model(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+    found = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
     assert identical(whole.trace, found.trace)
     assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
 
@@ -110,7 +110,7 @@ def inspected_and_killed(folder, seconds):
     """Inspect in a process of its own, which is killed after so long; whether it had ended."""
     child = os.fork()
     if not child:
-        inspect(load_model(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+        inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
         os._exit(0)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
@@ -122,14 +122,14 @@ def inspected_and_killed(folder, seconds):
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512, num_hidden_layers=6)
     began = time.perf_counter()
-    whole = inspect(load_model(folder, stream=True, dtype="fp32"), **SMALL)
+    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
     took, moments, kills = time.perf_counter() - began, random.Random(0), 0
-    layer = max(map(load_model(folder, stream=True).stream.weights.stored, ["model.layers.0"]))
+    layer = max(map(Model.open(folder, stream=True).stream.weights.stored, ["model.layers.0"]))
     for _ in range(20):
         kills += not inspected_and_killed(folder, moments.uniform(0, took))
         states = list((tmp_path / "cache" / "streams").glob("*/last/state.json"))
         left = json.loads(states[0].read_text())["left"] if states else []
-        loaded = load_model(folder, stream=True, dtype="fp32")
+        loaded = Model.open(folder, stream=True, dtype="fp32")
         found = inspect(loaded, resume=True, **SMALL)
         assert identical(whole.trace, found.trace)
         assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)

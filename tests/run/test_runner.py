@@ -9,7 +9,6 @@ from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums, kl_divergence
 from tieline.models.capture import capture
 from tieline.models.emulate import emulate
-from tieline.models.loading import load_model
 from tieline.models.model import Model
 from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
@@ -151,7 +150,7 @@ def test_what_a_condition_does_not_allow_is_refused_once(opened, batches):
 
 
 def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
-    loaded = load_model(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
+    loaded = Model.open(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
     schedule.check_room(loaded.stream, tokens=100, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"take fewer --tokens, or perturbations"):
         schedule.check_room(loaded.stream, tokens=10**9, passes=17, memory=None)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from tieline.analysis.settings import CheckOptions, CheckSettings
-from tieline.analysis.sources import as_model
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
 from tieline.core.settings import SettingError, takes_settings
@@ -126,14 +125,14 @@ def check(
     reading = ReadOptions(**{**settings.reading, "tokens": tokens})
     read = [_read(source, reading) for source in sources]
     other = None if against is None else _read(against, reading)
-    loaded = None if model is None else as_model(model, "check takes", device=settings.device)
+    loaded = None if model is None else Model.open(model, "check takes", device=settings.device)
     all_findings, compared = [], 0
     for source_routes in read:
         own_findings = findings(source_routes, n_experts)
         if other is not None:
             own_findings += compare(source_routes, other, n_experts)
         if loaded is not None:
-            own_findings, count = _against_model(source_routes, own_findings, loaded.model)
+            own_findings, count = _against_model(source_routes, own_findings, loaded.module)
             compared += count
         all_findings += [replace(finding, file=source_routes.name) for finding in own_findings]
     order = ("unsound", "suspicious", "note")
@@ -142,7 +141,7 @@ def check(
         sound=all(finding.severity != "unsound" for finding in all_findings),
         files=tuple(_checked_file(source_routes, n_experts) for source_routes in read),
         findings=tuple(all_findings),
-        model=None if loaded is None else loaded.name or type(loaded.model).__name__,
+        model=None if loaded is None else loaded.name or type(loaded.module).__name__,
         reference=None if other is None else other.name,
         compared=compared,
     )

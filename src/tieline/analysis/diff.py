@@ -26,15 +26,15 @@ from tieline.analysis.diff_records import RoutingDiff
 from tieline.analysis.inspection import Observation
 from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.settings import DiffOptions, DiffSettings
-from tieline.analysis.sources import ModelSource, as_model, read_routes, source_kind
+from tieline.analysis.sources import read_routes, source_kind
 from tieline.analysis.token_distances import DistanceObserver, Rows, logits_of
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
 from tieline.models.emulate import FORMATS, Region
-from tieline.models.loading import LoadedModel, use_experts
-from tieline.models.model import Model
+from tieline.models.kernel import use_experts
+from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches
 from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.models.streaming import ModelStream
@@ -255,7 +255,7 @@ class NamedSide(NamedTuple):
             return self.source
         return read_routes(self.source, n_experts, k)
 
-    def opened(self) -> tuple["Side", LoadedModel]:
+    def opened(self) -> tuple["Side", Model]:
         """The model, ready to run."""
         dtype, emulated = read_dtype(self.dtype)
         named = isinstance(self.source, str | Path)
@@ -264,9 +264,9 @@ class NamedSide(NamedTuple):
             f"dtype {dtype!r} of {self.side} is for a model that is loaded by its name",
         )
         options = {"dtype": dtype, "revision": self.revision, **self.load}
-        loaded = as_model(self.source, "diff takes a trace, a file of routes, or", **options)
-        use_experts(loaded.model, self.experts)
-        return Side(loaded.model, emulated, stream=loaded.stream), loaded
+        loaded = Model.open(self.source, "diff takes a trace, a file of routes, or", **options)
+        use_experts(loaded.module, self.experts)
+        return Side(loaded.module, emulated, stream=loaded.stream), loaded
 
     def told(self) -> dict[str, object]:
         """The name of the side, for the record."""
@@ -288,7 +288,7 @@ def _two_models(
     ready, cut = [], []
     for named in sides:
         side, loaded = named.opened()
-        most = default_length(loaded.model, length)
+        most = default_length(loaded.module, length)
         ready.append(side)
         cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
     same_tokens(cut[0], cut[1])

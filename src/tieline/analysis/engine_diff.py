@@ -43,7 +43,7 @@ from tieline.engines import RunOptions, dequantised, engine_named
 from tieline.engines.registry import find_python, split_side
 from tieline.engines.sources import EngineSource, TokenDocuments, engine_model, vocabulary_sample
 from tieline.models.emulate import FORMATS, Region
-from tieline.models.loading import LoadedModel, load_tokenizer
+from tieline.models.model import Model, load_tokenizer
 from tieline.models.running import batches
 from tieline.run.corpus import Text, default_length
 from tieline.run.observers import Observer, Outcome
@@ -150,7 +150,7 @@ def _check_engines(sides: Sequence[NamedSide], settings: EngineSettings) -> None
 def _job(
     sides: Sequence[NamedSide],
     traces: dict[str, RoutingTrace],
-    loaded: dict[str, tuple[Side, LoadedModel]],
+    loaded: dict[str, tuple[Side, Model]],
     text: Text,
     size: tuple[int, int],
     run: Running,
@@ -174,7 +174,7 @@ def _job(
 
 
 def _tokenizer(
-    sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedModel]], asked: str | None
+    sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, Model]], asked: str | None
 ) -> Any:
     if asked is not None:
         return load_tokenizer(asked)
@@ -187,9 +187,9 @@ def _tokenizer(
     return None
 
 
-def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, LoadedModel]]) -> list[int]:
+def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, Model]]) -> list[int]:
     """Longest documents that the models take, as far as they tell."""
-    lengths = [default_length(model.model, 1 << 30) for _, model in loaded.values()]
+    lengths = [default_length(model.module, 1 << 30) for _, model in loaded.values()]
     for side in sides:
         engine = split_side(side.source)
         path = Path(engine_model(engine[1])) / "config.json" if engine else Path()

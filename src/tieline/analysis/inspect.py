@@ -34,7 +34,7 @@ from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
 from tieline.analysis.own_noise import own_noise
 from tieline.analysis.settings import InspectOptions, InspectSettings
-from tieline.analysis.sources import ModelSource, as_model, load, source_kind
+from tieline.analysis.sources import load, source_kind
 from tieline.analysis.swap import BlockSampler, block_of
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
@@ -54,7 +54,7 @@ from tieline.measure.measures import (
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
-from tieline.models.model import Model
+from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, only_running, text_config
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
 from tieline.run.observers import Observer, Rerun
@@ -215,13 +215,13 @@ def inspect(
         return _inspect_saved(routed, measuring, expert_tokens)
     text, origin = as_text(settings.text)
     batch_size, seed, parallel = settings.batch_size, settings.seed, settings.parallel
-    loaded = as_model(
+    loaded = Model.open(
         source,
         "inspect takes a trace or summary, or",
         dtype=settings.dtype,
         **settings.loading,
     )
-    model, clock = loaded.model, _Clock()
+    model, clock = loaded.module, _Clock()
     names = router_names(model, settings.layers)
     with clock("tokenise"):
         length = settings.sequence_length or default_length(model)
@@ -229,7 +229,7 @@ def inspect(
     ranks = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
     facts = _facts(tokenised, origin, batch_size, seed) | ranks.provenance()
     inspector = _Inspector(
-        Model(*loaded), names, tokenised, ranks, batch_size, facts, clock, progress or _silent
+        loaded, names, tokenised, ranks, batch_size, facts, clock, progress or _silent
     )
     trace, measures, layer_jumps = inspector.measure(settings)
     model_noise = inspector.noise(settings.noise and parallel in (None, "data"))

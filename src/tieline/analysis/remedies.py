@@ -34,8 +34,7 @@ from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
 from tieline.models.families import family_of
-from tieline.models.kernel import KERNEL
-from tieline.models.loading import can_use_experts, use_experts
+from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
 from tieline.models.smooth import Smoothing, smooth_, smoothed_routers, unsmooth_

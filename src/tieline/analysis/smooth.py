@@ -41,8 +41,7 @@ from tieline.core.settings import require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
 from tieline.models.changes import Call
 from tieline.models.demo import DEMO
-from tieline.models.kernel import KERNEL
-from tieline.models.loading import can_use_experts, use_experts
+from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
 from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
 from tieline.models.smooth_calibration import (

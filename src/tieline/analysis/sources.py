@@ -1,6 +1,5 @@
 """What people have at hand, turned into what the analyses work on.
 
-as_model       a hub id, a folder, "demo" or a pair (model, tokenizer)
 save_model     write a model and its tokenizer, whole or not at all
 source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
 read_routes    the trace in a folder or in a file of an engine
@@ -11,37 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
 from transformers.utils import logging
 
 from tieline.core.errors import TraceError, require
 from tieline.core.files import whole_folder
 from tieline.core.records import Result, read_result
-from tieline.models.loading import LoadedModel
-from tieline.models.model import Model
 from tieline.trace.readers import SUFFIXES, import_trace, recognise
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import folder_kind, load_summary, load_trace
 from tieline.trace.summary import RoutingSummary
 
-ModelSource = str | Path | tuple[nn.Module, Any] | LoadedModel
-"""A hub id, a folder, "demo", or a model with its tokenizer."""
-
 ROUTE_FIELDS = (b"routed_experts", b"moe_topk_indices", b"top_indices")
 """Names of fields that tell routes in JSON from a result."""
-
-
-def as_model(source: object, job: str, **options: Any) -> LoadedModel:
-    """The model and tokenizer that a front-door function was given.
-
-    Args:
-        source: what was given.
-        job: beginning of the error if it is of the wrong kind, such as "audit takes".
-        options: of `load_model`, used if the model is loaded here.
-    """
-    opened = Model.open(source, job, **options)
-    return LoadedModel(opened.module, opened.tokenizer, opened.name, opened.stream)
 
 
 def quiet_transformers() -> None:

@@ -26,8 +26,7 @@ from tieline.engines.capture import EngineCapture, EngineRun, RunOptions, captur
 from tieline.engines.process import Progress
 from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
 from tieline.models.demo import DEMO_FOLDER, is_demo
-from tieline.models.loading import load_tokenizer
-from tieline.models.model import Model
+from tieline.models.model import Model, load_tokenizer
 from tieline.models.running import batches
 from tieline.run.corpus import Text, as_text, tokenise
 from tieline.run.processes import Ranks

@@ -1,6 +1,6 @@
-"""The package's dispatch as an implementation of the experts of transformers.
+"""Which implementation runs the experts of a model, and the package's own one, "tieline".
 
-    model.set_experts_implementation("tieline")
+    use_experts(model, "tieline")
 
 Importing `tieline.models` registers it; `register_kernel` registers it under another name.
 `dispatch` computes activations that it knows, `grouped_dispatch` the families' own gates, clamps
@@ -10,7 +10,7 @@ computed.
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,3 +148,29 @@ def _finish(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The norm after each expert, if the family has one."""
     norm = _flag(experts, "has_post_expert_norm", False)
     return attrgetter("post_expert_norm")(experts) if norm else None
+
+
+def can_use_experts(model: nn.Module) -> bool:
+    """Whether the experts of a model have more than one implementation."""
+    can = getattr(model, "_can_set_experts_implementation", None)
+    return bool(can()) if callable(can) else False
+
+
+def use_experts(model: nn.Module, name: str | None) -> None:
+    """Run the experts by "eager", "grouped_mm", "batched_mm" or another registered name.
+
+    Args:
+        model: a model of transformers.
+        name: the implementation; None leaves the model as it is.
+    """
+    if name is None:
+        return
+    chooser: Any = model
+    if not can_use_experts(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has one implementation of its experts: {name!r} cannot be set"
+        )
+    try:
+        chooser.set_experts_implementation(name)
+    except (ValueError, RuntimeError, ImportError) as problem:
+        raise ParameterError(f"experts implementation {name!r}: {problem}") from problem

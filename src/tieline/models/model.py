@@ -3,22 +3,61 @@
     model = Model.open("org/model", dtype="fp32")
     model.module, model.tokenizer, model.routers, model.provenance
 
-A model that does not fit into memory is opened with `stream`: its module has no weights, and
-`model.stream` reads them when they are needed.
+    Model.open       a Mixture of Experts with its tokenizer: folder, hub id, or one that is given
+    load_dense       a model of any kind: folder or hub id
+    load_smoothed    a model that was saved smoothed, without a tokenizer
+    load_tokenizer   a tokenizer without its model
+    read_shape       the shape of a model's routed layers, from its configuration alone
+
+Only safetensors are read. Whether a model is a Mixture of Experts of a known family is checked on a
+skeleton without weights before any weight is read or downloaded. A model that does not fit into
+memory is opened with `stream`: its module has no weights, and `model.stream` reads them when they
+are needed.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from torch import nn
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
-from tieline.core.errors import ParameterError
+from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
+from tieline.core.settings import require_setting
 from tieline.models.capture import model_facts
-from tieline.models.families import find_routers
-from tieline.models.loading import LoadedModel, check_weights, load_model
+from tieline.models.changes import (
+    Checkpoint,
+    changes_of,
+    first_line,
+    load_pretrained,
+    read_checkpoint,
+)
+from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
+from tieline.models.families import chosen_routers, family_of, find_routers
+from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
+from tieline.models.sizes import RoutedShape, routed_shape
+from tieline.models.smooth import FEATURE as SMOOTH
+from tieline.models.spread import check_parallel, distributed_config
+from tieline.models.stream_loading import open_stream, too_large
 from tieline.models.streaming import ModelStream
+
+OWN_LAYERS = '"tieline_switch"'
+"""The model type, in a config.json, of a decoder of Tieline's own layers (`lab.training`)."""
+
+_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+
+SAFETENSORS = "weights (safetensors only: pickled weights are never loaded)"
 
 
 @dataclass(frozen=True)
@@ -56,6 +95,20 @@ class Provenance:
         return asdict(self)
 
 
+class OpenOptions(TypedDict, total=False):
+    """Keyword arguments of `Model.open`, as `Opening` describes them."""
+
+    revision: str | None
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    stream: bool | None
+    memory: int | None
+    keep: bool
+    copies: int
+    parallel: str | None
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """A Mixture-of-Experts model, its tokenizer and where its weights are.
@@ -73,21 +126,20 @@ class Model:
     stream: ModelStream | None = None
 
     @classmethod
-    def open(cls, source: object, job: str = "this takes", **options: Any) -> "Model":
-        """Open what a front-door function was given.
+    def open(
+        cls, source: object = DEMO, job: str = "this takes", **options: Unpack[OpenOptions]
+    ) -> "Model":
+        """Open what a front-door function was given, with all changes that it was saved with.
 
         Args:
             source: a hub id, a folder, "demo", `(model, tokenizer)`, or a model that is open.
             job: beginning of the error if it is of another kind, such as "audit takes".
-            options: those of `load_model`: dtype, device, revision, trust_remote_code, stream,
-                memory, keep, copies, parallel.
+            options: how a named model is opened, see `Opening`.
         """
         if isinstance(source, Model):
             return source
-        if isinstance(source, LoadedModel):
-            return cls(*source)
         if isinstance(source, str | Path):
-            return cls(*load_model(source, **options))
+            return Opening(**options).model(source)
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
             check_weights(source[0])
             return cls(source[0], source[1])
@@ -108,5 +160,394 @@ class Model:
         return Provenance(**model_facts(self.module))
 
 
-ModelSource = str | Path | tuple[nn.Module, Any] | LoadedModel | Model
+ModelSource = str | Path | tuple[nn.Module, Any] | Model
 """A hub id, a folder, "demo", a model with its tokenizer, or a model that is open."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a named model is opened.
+
+    Attributes:
+        revision: branch, tag or commit on the hub.
+        dtype: a name in `DTYPES`.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" spreads the model over all devices.
+        trust_remote_code: whether code that comes with the model may run.
+        stream: whether the weights are read when they are needed, layer by layer; None for a model
+            that does not fit into memory.
+        memory: bytes that a streamed model may take, by default what is free.
+        keep: whether files that are fetched for a streamed model stay.
+        copies: how often a streamed layer is in memory: twice where its weights are also rounded.
+        parallel: how the processes of torchrun share it, a name in `models.spread.PARALLEL`; None
+            for a whole model in this process.
+    """
+
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    stream: bool | None = False
+    memory: int | None = None
+    keep: bool = True
+    copies: int = 1
+    parallel: str | None = None
+
+    def model(self, name: str | Path) -> Model:
+        """Open the model of a folder, a hub id or "demo"."""
+        device = self._checked_device()
+        if is_demo(name) and not self.stream:
+            return self._demo(device)
+        source = DEMO_FOLDER if is_demo(name) else _source(name)
+        options = self._hub(source)
+        with _explained(name, "configuration"):
+            checkpoint = read_checkpoint(source, **options)
+        # a changed model is not what its configuration alone describes: it has no skeleton to check
+        changed, trusted = bool(checkpoint.changes), self.trust_remote_code
+        build = None if changed else _model_class(checkpoint.config, name, trusted)
+        tokenizer = _loaded_tokenizer(source, name, config=checkpoint.config, **options)
+        stored = stored_dtype(checkpoint.config)
+        dtype = computed_dtype(self.dtype, stored, device)
+        placed = self._placed(build, checkpoint, device)
+
+        def read(origin: str | Path, **more: Any) -> Any:
+            chosen = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
+            return load_pretrained(origin, **chosen, **placed, **more)
+
+        with _explained(name, SAFETENSORS):
+            if self._is_streamed(source, dtype):
+                stream = self._stream(source, read)
+                remember_stored(stream.model, stored)
+                return Model(stream.model, tokenizer, str(name), stream)
+            module: Any = read(source, **options)
+        check_weights(module)
+        module = module.float() if dtype is torch.float32 and _is_mixed(module) else module
+        module = module if placed else module.to(device)
+        remember_stored(module, stored)
+        return Model(module.eval(), tokenizer, str(name))
+
+    def _checked_device(self) -> torch.device | None:
+        """The device, once all options are checked; None to spread the model."""
+        check_dtype(self.dtype)
+        device = _device(self.device)
+        check_parallel(self.parallel)
+        require_setting(
+            not (self.stream and self.parallel),
+            "a streamed model runs in one process, not on several: {stream} or {parallel}",
+        )
+        return device
+
+    def _stream(self, source: str | Path, read: Callable[..., Any]) -> ModelStream:
+        """Open the model to be streamed."""
+        on_cpu = _device(self.device) == torch.device("cpu")
+        require(on_cpu, f"streamed models run on the CPU, not {self.device!r}")
+        room = {"memory": self.memory, "copies": self.copies, "keep": self.keep}
+        return open_stream(source, read, revision=self.revision, **room)
+
+    def _hub(self, source: str | Path) -> dict[str, Any]:
+        """Options of `from_pretrained` that say where files come from."""
+        local = isinstance(source, Path)
+        where = {"local_files_only": True} if local else {"revision": self.revision}
+        return {"trust_remote_code": self.trust_remote_code, **where}
+
+    def _is_streamed(self, source: str | Path, dtype: str | torch.dtype) -> bool:
+        """Whether weights are read layer by layer; several processes have room for their parts."""
+        if self.stream is None:
+            return self.parallel is None and too_large(source, dtype)
+        return self.stream
+
+    def _placed(
+        self, build: Any, checkpoint: Checkpoint, device: torch.device | None
+    ) -> dict[str, Any]:
+        """Options of `from_pretrained` that spread the model over processes or devices."""
+        spread = _spread(self.parallel, build, checkpoint, self.trust_remote_code)
+        if spread:
+            return {"distributed_config": spread}
+        return {"device_map": "auto"} if device is None else {}
+
+    def _demo(self, device: torch.device | None) -> Model:
+        if not (DEMO_FOLDER / "config.json").is_file():
+            raise TielineError(f"the demo model is missing from the package: {DEMO_FOLDER}")
+        dtype = DTYPES[self.dtype]
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+        if self.parallel in (None, "data"):
+            whole_model: Any = load_demo_model(dtype)
+            return Model(whole_model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
+        checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
+        spread = _spread(self.parallel, AutoModelForCausalLM, checkpoint, False)
+        model = load_demo_model(dtype, distributed_config=spread)
+        return Model(model, load_demo_tokenizer(), DEMO)
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a precision that is not in `DTYPES`."""
+    require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+
+
+def _is_mixed(model: nn.Module) -> bool:
+    """Whether a model's floating-point numbers have several precisions.
+
+    transformers unpacks blocks of fp8 to the precision that is asked for, and leaves what the same
+    files have beside them in the precision that it is stored in.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Load the tokenizer of a model without its weights.
+
+    Args:
+        name: folder, id on the hub, or "demo".
+    """
+    if is_demo(name):
+        return load_demo_tokenizer()
+    source = _source(name)
+    local = {"local_files_only": True} if isinstance(source, Path) else {}
+    return _loaded_tokenizer(source, name, **local)
+
+
+def _spread(
+    parallel: str | None, build: Any, checkpoint: Checkpoint, trust_remote_code: bool
+) -> Any:
+    """How the model is spread over processes; refuses one that Tieline has changed."""
+    if parallel in (None, "data"):
+        return None
+    changed = ", ".join(checkpoint.changes)
+    require(
+        not changed,
+        f"parallel {parallel!r} is for models as transformers has them, and this one was changed: "
+        f"{changed}",
+        UnsupportedModelError,
+    )
+    skeleton = _skeleton(build, checkpoint.config, trust_remote_code)
+    assert skeleton is not None
+    return distributed_config(parallel, skeleton)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Where the words of most tokenizers are, for messages."""
+
+
+def _loaded_tokenizer(source: str | Path, name: object, **options: Any) -> Any:
+    """The tokenizer; refuses one without words, as transformers makes it of a folder without."""
+    listed = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
+    hint = f"put {listed} into {str(name)!r}, from the model that it was made of"
+    absent = isinstance(source, Path) and not any((source / x).is_file() for x in TOKENIZER_FILES)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as problem:  # a library of many authors: any class may come
+        why = f"there is no tokenizer: {hint}" if absent else first_line(problem)
+        raise UnsupportedModelError(
+            f"cannot load the tokenizer of {str(name)!r}: {why}"
+        ) from problem
+    if not _has_words(tokenizer):
+        raise UnsupportedModelError(f"there is no tokenizer, or one without words: {hint}")
+    return tokenizer
+
+
+def _has_words(tokenizer: Any) -> bool:
+    """Whether the vocabulary has more than special tokens; true where it cannot be listed."""
+    try:
+        return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+    except (AttributeError, NotImplementedError):
+        return True
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first such tensor.
+
+    One pass over the parameters, without a copy: a NaN anywhere makes minimum and maximum NaN.
+    """
+    wrong = {name: p for name, p in model.named_parameters() if not _finite(p)}
+    if not wrong:
+        return
+    name, tensor = next(iter(wrong.items()))
+    bad = ~tensor.detach().isfinite()
+    others = f", and so are values of {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+    raise UnsupportedModelError(
+        f"weight {name!r}: {int(bad.sum()):,} of {bad.numel():,} values are NaN or infinite, the "
+        f"first at {bad.nonzero()[0].tolist()}{others}"
+    )
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.numel() or tensor.dtype not in CHECKED:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that can hold NaN and be compared."""
+
+
+def _source(name: str | Path) -> str | Path:
+    """The folder, if there is one; else the hub id, if it can be one."""
+    folder = Path(name)
+    if folder.is_dir():
+        require((folder / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
+        _refuse_run(folder)
+        return folder
+    segments = str(name).split("/")
+    is_id = (
+        isinstance(name, str)
+        and len(segments) <= 2
+        and all(segments)
+        and segments[0] not in (".", "..")
+    )
+    require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
+    return str(name)
+
+
+def _refuse_run(folder: Path) -> None:
+    """Refuse the folder of a training run and the model in it, naming the one that is readable."""
+    inside = (folder / "model" / "config.json").is_file()
+    run = folder if inside else folder.parent
+    if not inside and OWN_LAYERS not in (folder / "config.json").read_text(errors="replace"):
+        return
+    what = "the folder of a training run" if inside else "a model of Tieline's own layers"
+    stock = run / "stock"
+    raise UnsupportedModelError(
+        f"{str(folder)!r} is {what}: its form for transformers is {str(stock)!r}"
+        if stock.is_dir()
+        else f"{str(folder)!r} is {what}, which has no form for transformers: its router or gate "
+        "is none that transformers knows"
+    )
+
+
+def _device(name: str) -> torch.device | None:
+    """The device; None to spread the model."""
+    if name == "auto":
+        return None
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as problem:
+        raise ParameterError(f"device {name!r} cannot be used: {first_line(problem)}") from problem
+
+
+def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
+    """The class that builds the model; refuses a model without a router of a known family."""
+    for build in _CLASSES:
+        skeleton = _skeleton(build, config, trust_remote_code)
+        if skeleton is not None:
+            _check_routers(skeleton)
+            return build
+    raise UnsupportedModelError(
+        f"{str(name)!r} (model type {getattr(config, 'model_type', None)!r}) is no language model "
+        "that transformers can build"
+    )
+
+
+def _check_routers(skeleton: nn.Module) -> None:
+    """Refuse a model without routers, or with none that can be captured."""
+    families = [family_of(router) for router in find_routers(skeleton).values()]
+    if all(family is None or family.refused is not None for family in families):
+        chosen_routers(skeleton, None)  # says why
+
+
+def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | None:
+    """The model without weights; None if this class does not build such models."""
+    make: Callable[..., nn.Module] = build.from_config
+    try:
+        with torch.device("meta"):
+            return make(config, trust_remote_code=trust_remote_code)
+    except Exception as problem:
+        if "nrecognized configuration class" in str(problem):
+            return None
+        raise UnsupportedModelError(
+            f"the model cannot be built: {first_line(problem)}"
+        ) from problem
+
+
+@contextmanager
+def _explained(name: object, what: str) -> Iterator[None]:
+    """Turn whatever transformers raises on bad input into one message."""
+    try:
+        yield
+    except TielineError:
+        raise
+    except Exception as problem:  # a library of many authors: any class may come
+        why = _damaged_file(name) or first_line(problem)
+        raise UnsupportedModelError(f"cannot load the {what} of {str(name)!r}: {why}") from problem
+
+
+def _damaged_file(name: object) -> str:
+    """Which file of weights in a folder is cut off or none at all, in words; empty if none is."""
+    for file in sorted(Path(str(name)).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as problem:
+            return f"the file {file.name!r} is damaged or cut off ({first_line(problem)})"
+    return ""
+
+
+def load_smoothed(
+    source: str | Path, model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Load a smoothed model, in evaluation mode.
+
+    Args:
+        source: folder or hub id that `save_pretrained` of a smoothed model wrote.
+        model_class: class of transformers to build; None for the one that the configuration names.
+        options: of `from_pretrained`, such as `dtype` or `revision`.
+    """
+    model = load_pretrained(source, model_class=model_class, **options)
+    if SMOOTH not in changes_of(model.config):
+        raise UnsupportedModelError(
+            f"{str(source)!r} holds no smoothed model: load it as any other, and smooth it"
+        )
+    model.eval()
+    return model
+
+
+def load_dense(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+) -> Model:
+    """Load a model of any kind, in evaluation mode, with its tokenizer or None.
+
+    Args:
+        name: folder or hub id.
+        revision: branch, tag or commit on the hub.
+        dtype: a name in `DTYPES`.
+    """
+    check_dtype(dtype)
+    source = _source(name)
+    options: dict[str, Any] = {"revision": revision}
+    if isinstance(source, Path):
+        options = {"local_files_only": True}
+    with _explained(name, "configuration"):
+        checkpoint = read_checkpoint(source, **options)
+    with _explained(name, SAFETENSORS):
+        model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
+    check_weights(model)
+    return Model(model.eval(), _tokenizer(source, options), str(name))
+
+
+def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
+    """The tokenizer; None for a model without one, such as an image model."""
+    try:
+        return _loaded_tokenizer(source, source, **options)
+    except UnsupportedModelError:
+        return None
+
+
+def read_shape(
+    name: str | Path | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> RoutedShape:
+    """Read the shape of a model's routed layers from its config.json.
+
+    Args:
+        name: folder with a config.json or id on the hub; "demo" or None for the one in the box.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+    """
+    source = DEMO_FOLDER if name is None or is_demo(name) else _source(name)
+    options = Opening(revision, trust_remote_code=trust_remote_code)._hub(source)
+    with _explained(source, "configuration"):
+        checkpoint = read_checkpoint(source, **options)
+    return routed_shape(checkpoint.config, checkpoint.changes)

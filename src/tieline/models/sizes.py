@@ -1,4 +1,7 @@
-"""Sizes in a configuration: refused before anything of that size is built.
+"""Sizes in a configuration: the shape of routed layers, and limits that are checked first.
+
+    check_sizes     refuses sizes that no model has, before anything of that size is built
+    routed_shape    experts, experts per token, widths and groups that a configuration describes
 
 A configuration is a file that anybody may have written. A model of ten million layers would be
 built for minutes before its weights turn out to be missing, and a router that chooses -3 experts
@@ -6,7 +9,7 @@ fails far from the number that is wrong.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tieline.core.errors import UnsupportedModelError
 
@@ -67,3 +70,75 @@ def _tables(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         yield value
         for inner in value.values():
             yield from _tables(inner, depth - 1)
+
+
+SIZE_NAMES: dict[str, tuple[str, ...]] = {
+    "n_experts": EXPERTS,
+    "k": CHOSEN,
+    "width": (
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "ffn_hidden_size",
+        "intermediate_size",
+    ),
+    "hidden": ("hidden_size", "d_model"),
+}
+"""Names of each number in configurations; the first one present counts."""
+
+
+class RoutedShape(NamedTuple):
+    """Shape of a routed layer.
+
+    Attributes:
+        n_experts: routed experts N.
+        k: experts chosen per token.
+        width: hidden width H of an expert.
+        hidden: width of the model.
+        shared: experts that every token uses; 0 where the configuration names none.
+        n_groups: groups of experts, 1 where routing is not group-limited.
+        k_groups: groups that a token may choose from.
+    """
+
+    n_experts: int
+    k: int
+    width: int
+    hidden: int
+    shared: int = 0
+    n_groups: int = 1
+    k_groups: int = 1
+
+
+def routed_shape(
+    config: Any, changes: Mapping[str, Mapping[str, Any]] | None = None
+) -> RoutedShape:
+    """Return the shape that a configuration, or its text part, describes.
+
+    Refuses a configuration without experts, and one whose experts per token is a list.
+
+    Args:
+        config: of the model.
+        changes: facts of the changes of the model, by feature; those of one that gave the model its
+            experts name "n_experts" and "k".
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes_of_experts = {"n_experts", "k"}
+    changed = [facts for facts in (changes or {}).values() if sizes_of_experts <= facts.keys()]
+    stated = {name: changed[-1][name] for name in sizes_of_experts} if changed else {}
+    sizes = {field: stated.get(field) or _positive_size(config, field) for field in SIZE_NAMES}
+    groups = getattr(config, "n_group", None) or 1
+    limited = (getattr(config, "topk_group", None) or 1) if groups > 1 else 1
+    shared = getattr(config, "n_shared_experts", None) or 0
+    return RoutedShape(**sizes, shared=int(shared), n_groups=int(groups), k_groups=int(limited))
+
+
+def _positive_size(config: Any, field: str) -> int:
+    for name in SIZE_NAMES[field]:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    kind = getattr(config, "model_type", type(config).__name__)
+    raise UnsupportedModelError(
+        f"the configuration of {kind!r} names no {field}: none of "
+        f"{', '.join(SIZE_NAMES[field])} is a positive integer; give --n-experts, --topk, "
+        "--expert-width and --hidden instead"
+    )

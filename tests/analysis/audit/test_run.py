@@ -188,4 +188,4 @@ def test_the_same_seed_gives_the_same_audit_and_the_model_is_left_as_it_was():
 def test_bad_arguments_are_refused_before_any_run(options, message):
     loaded = demo()
     with pytest.raises(ParameterError, match=message):
-        audit((loaded.model, loaded.tokenizer), text=demo_text(), **options)
+        audit((loaded.module, loaded.tokenizer), text=demo_text(), **options)

@@ -14,7 +14,7 @@ from tieline.analysis.diff import (
 )
 from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
-from tieline.models.loading import use_experts
+from tieline.models.kernel import use_experts
 from tieline.trace import select_tokens
 from tieline.trace.record import identical, token_sequences
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def view():
-    return attention_view((demo().model, demo().tokenizer), tokens=256, batch_size=2)
+    return attention_view((demo().module, demo().tokenizer), tokens=256, batch_size=2)
 
 
 def test_numbers_of_a_row_by_hand():
@@ -51,12 +51,12 @@ def test_weights_are_those_of_the_model(view):
     """Largest weight and entropy of every head, from the matrices of eager attention."""
     loaded = demo()
     ids = torch.tensor(loaded.tokenizer(words_of_box())["input_ids"][:256]).view(1, -1)
-    found = attention_view((loaded.model, Same(ids)), tokens=256, text="x", batch_size=1)
-    before = loaded.model.config._attn_implementation
-    loaded.model.set_attn_implementation("eager")
+    found = attention_view((loaded.module, Same(ids)), tokens=256, text="x", batch_size=1)
+    before = loaded.module.config._attn_implementation
+    loaded.module.set_attn_implementation("eager")
     with torch.no_grad():
-        matrices = loaded.model(ids, output_attentions=True).attentions
-    loaded.model.set_attn_implementation(before)
+        matrices = loaded.module(ids, output_attentions=True).attentions
+    loaded.module.set_attn_implementation(before)
     places = torch.linspace(FIRST, 255, QUERIES).long()
     flat = [rows[0, h, places].double() for rows in matrices for h in range(rows.shape[1])]
     for head, weights in zip(found.heads, flat, strict=True):
@@ -87,7 +87,7 @@ class Same:
 
 
 def test_the_model_is_as_before(view):
-    config = demo().model.config
+    config = demo().module.config
     assert config._attn_implementation == "sdpa"
     assert len(view.heads) == config.num_hidden_layers * config.num_attention_heads
     for head in view.heads:
@@ -122,4 +122,4 @@ def test_sinks_and_short_texts_are_refused():
     with pytest.raises(TielineError, match=r"s_aux|attention function"):
         attention_view((lively(tiny_model("gpt_oss")), Letters()), text=words(100), tokens=64)
     with pytest.raises(TielineError, match="too short"):
-        attention_view((demo().model, demo().tokenizer), text="a b", tokens=64)
+        attention_view((demo().module, demo().tokenizer), text="a b", tokens=64)

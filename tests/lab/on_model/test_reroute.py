@@ -13,7 +13,7 @@ from tieline.lab.on_model.rerouted_model import ROUTER
 from tieline.lab.settings import RerouteSettings
 from tieline.models.changes import load_pretrained
 from tieline.models.demo import demo_text
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 
 FEW = {"fit_tokens": 256, "tokens": 256, "batch_size": 2}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,7 +27,7 @@ def routers_of(model):
 def made():
     loaded = demo()
     names = ("cosine", "perturbed", "quadratic", "linear")
-    return {name: reroute((loaded.model, loaded.tokenizer), router=name, **FEW) for name in names}
+    return {name: reroute((loaded.module, loaded.tokenizer), router=name, **FEW) for name in names}
 
 
 @pytest.mark.parametrize("router", ["cosine", "perturbed"])
@@ -50,7 +50,7 @@ def test_routers_that_contain_the_old_one_change_nothing(made, router):
 
 
 def test_the_original_is_left_alone(made):
-    assert not routers_of(demo().model)
+    assert not routers_of(demo().module)
 
 
 def test_scores_at_the_zero_vector_follow_the_law(made):
@@ -132,8 +132,8 @@ def test_other_families_are_rerouted_and_saved(family, tmp_path):
 
 def test_a_saved_model_is_loaded_by_name_and_not_rerouted_twice(made, tmp_path):
     made["perturbed"].save(tmp_path / "new")
-    loaded = load_model(tmp_path / "new")
-    assert len(routers_of(loaded.model)) == len(made["perturbed"].layers)
+    loaded = Model.open(tmp_path / "new")
+    assert len(routers_of(loaded.module)) == len(made["perturbed"].layers)
     with pytest.raises(TielineError, match="rerouted already"):
         reroute(tmp_path / "new", router="cosine", **FEW)
 

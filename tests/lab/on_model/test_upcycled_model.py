@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.models.dense import KINDS, dense_model
 from tests.models.tiny import tiny_model
 from tieline.core.errors import ParameterError, UnsupportedModelError
+from tieline.lab.on_model.upcycle import probe_output
 from tieline.lab.on_model.upcycled_model import UpcycledFFN, find_dense_ffns, upcycle_
 from tieline.models import capture, find_routers, load_pretrained, load_smoothed, smooth_, unsmooth_
-from tieline.models.loading import probe_output
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

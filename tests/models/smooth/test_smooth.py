@@ -23,7 +23,7 @@ from tieline.models import (
 )
 from tieline.models.changes import changes_of
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 from tieline.models.smooth import read_smoothing
 from tieline.models.smooth_calibration import (
     budget_epsilon,
@@ -278,7 +278,7 @@ def saved(model, tmp_path):
 
 
 def test_it_is_loaded_by_name(saved, model):
-    loaded = load_model(saved).model
+    loaded = Model.open(saved).module
     assert smoothing_of(next(iter(find_routers(loaded).values()))).b == 50
     assert torch.equal(run(loaded), run(model))
 
@@ -363,7 +363,7 @@ def test_a_configuration_that_does_not_fit_is_refused(saved, change, message, ol
         told = {"changes": {"smooth": both}, **inner}
         place.write_text(json.dumps({"model_type": "x", "tieline": told}))
     with pytest.raises(TielineError, match=message) as told:
-        load_model(saved)
+        Model.open(saved)
     assert "\n" not in str(told.value)
 
 

@@ -30,7 +30,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
@@ -38,6 +37,7 @@ from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
 from tieline.lab.settings import AttentionOptions, AttentionSettings
 from tieline.models.demo import DEMO
+from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, forward, only_running
 from tieline.run.corpus import as_text, default_length, tokenise
 
@@ -222,8 +222,8 @@ def attention_view(
     content, origin = as_text(settings.text)
     names, batch_size = ("device", "revision", "trust_remote_code"), settings.batch_size
     loading = {name: getattr(settings, name) for name in names}
-    loaded = as_model(source, "attention takes", dtype="fp32", **loading)
-    model = loaded.model
+    loaded = Model.open(source, "attention takes", dtype="fp32", **loading)
+    model = loaded.module
     sequences = tokenise(
         loaded.tokenizer, content, settings.tokens, default_length(model)
     ).sequences

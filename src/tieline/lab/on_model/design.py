@@ -7,7 +7,6 @@ from typing import Any, Unpack
 import torch
 
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
-from tieline.analysis.sources import ModelSource, as_model
 from tieline.core.errors import require
 from tieline.core.settings import takes_settings
 from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
@@ -16,7 +15,7 @@ from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
 from tieline.models.capture import capture
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
-from tieline.models.loading import read_shape
+from tieline.models.model import Model, ModelSource, read_shape
 from tieline.models.running import batches, forward, only_running, text_config
 from tieline.run.corpus import Text, as_text, default_length, tokenise
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -99,9 +98,9 @@ def measure_design(
         loading: `dtype`, `device`, `revision` and `trust_remote_code` of a named model.
     """
     content, _ = as_text(text)
-    loaded = as_model(source, "design takes", **loading)
+    loaded = Model.open(source, "design takes", **loading)
     require(loaded.stream is None, "measuring a design needs the whole model in memory")
-    model = loaded.model
+    model = loaded.module
     cut = tokenise(loaded.tokenizer, content, tokens, default_length(model))
     require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
     names = tuple(find_routers(model))

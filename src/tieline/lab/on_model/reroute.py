@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.sources import ModelSource, as_model, save_model
+from tieline.analysis.sources import save_model
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result
@@ -38,7 +38,7 @@ from tieline.models.capture import capture
 from tieline.models.changes import changes_of
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
-from tieline.models.loading import LoadedModel
+from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
@@ -146,7 +146,7 @@ def reroute(
         progress: called with stage, done and total while the work goes on.
     """
     settings = RerouteSettings.of(settings, options)
-    loaded = as_model(
+    loaded = Model.open(
         source,
         "reroute takes",
         dtype="fp32",
@@ -154,16 +154,16 @@ def reroute(
         device=settings.device,
         revision=settings.revision,
     )
-    refuse_rerouted(loaded.model)
+    refuse_rerouted(loaded.module)
     texts = _split(loaded, settings)
     size = settings.batch_size
     fitted, measured = (list(batches(rows, size)) for rows in (texts.fit, texts.measured))
-    routers = chosen_routers(loaded.model, None)
+    routers = chosen_routers(loaded.module, None)
     plans = [layer_plan(name, router) for name, router in routers.items()]
-    changed, fits, watched = _changed(loaded.model, plans, fitted, settings, progress)
-    sides = _compare(loaded.model, changed, measured, progress)
+    changed, fits, watched = _changed(loaded.module, plans, fitted, settings, progress)
+    sides = _compare(loaded.module, changed, measured, progress)
     return Rerouted(
-        model=loaded.name or type(loaded.model).__name__,
+        model=loaded.name or type(loaded.module).__name__,
         router=settings.router,
         options=settings.router_options,
         layers=_layers(plans, fits, watched, changed, sides),
@@ -202,11 +202,11 @@ class _Texts(NamedTuple):
     origins: tuple[str, str]
 
 
-def _split(loaded: LoadedModel, settings: RerouteSettings) -> _Texts:
+def _split(loaded: Model, settings: RerouteSettings) -> _Texts:
     """Cut one text, or two, into sequences to fit to and others to measure on."""
     fit, text = settings.fit, settings.text
     fit_tokens, tokens = settings.fit_tokens, settings.tokens
-    length = min(default_length(loaded.model), fit_tokens, tokens)
+    length = min(default_length(loaded.module), fit_tokens, tokens)
     if fit is not None and text is not None:
         (fit_text, origin), (other_text, second) = as_text(fit), as_text(text)
         first = tokenise(loaded.tokenizer, fit_text, fit_tokens, length).sequences

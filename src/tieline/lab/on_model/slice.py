@@ -19,7 +19,6 @@ from tieline.analysis.inspect import inputs_fit
 from tieline.analysis.inspection import NoiseReport
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
 from tieline.analysis.own_noise import own_noise
-from tieline.analysis.sources import ModelSource
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
@@ -29,7 +28,7 @@ from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_rou
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
-from tieline.models.model import Model
+from tieline.models.model import Model, ModelSource
 from tieline.models.router_call import read_output
 from tieline.models.running import batches, model_device, only_running
 from tieline.run.corpus import token_texts

@@ -27,7 +27,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.sources import ModelSource
 from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import require_setting, takes_settings
@@ -56,7 +55,7 @@ from tieline.measure.measures import scored
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
-from tieline.models.model import Model
+from tieline.models.model import Model, ModelSource
 from tieline.models.router_call import experts_of, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import plan_layers

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tieline.analysis.inspect import router_names
-from tieline.analysis.sources import ModelSource, as_model
 from tieline.lab.settings import SubjectSettings
+from tieline.models.model import Model, ModelSource
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
 
 Progress = Callable[[str, int, int], None]
@@ -52,8 +52,8 @@ def open_subject(
     """
     content, origin = as_text(settings.text)
     names = ("device", "revision", "dtype", "trust_remote_code")
-    loaded = as_model(source, job, **{name: getattr(settings, name) for name in names})
-    model = loaded.model
+    loaded = Model.open(source, job, **{name: getattr(settings, name) for name in names})
+    model = loaded.module
     length = settings.sequence_length or default_length(model, longest)
     text = tokenise(loaded.tokenizer, content, tokens or settings.tokens, length)
     provenance = {"text": origin, "tokens": text.tokens}

@@ -11,14 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
-from tieline.analysis.sources import ModelSource, save_model
-from tieline.core.errors import ParameterError, require
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tieline.analysis.sources import save_model
+from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.lab.on_model.text_loss import TextLoss, text_loss
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.lab.settings import UpcycleOptions, UpcycleSettings
-from tieline.models.loading import LoadedModel, load_dense, probe_output
+from tieline.models.model import Model, ModelSource, load_dense
 from tieline.run.corpus import as_text
 
 Progress = Callable[[str, int, int], None]
@@ -106,7 +111,7 @@ def upcycle(
         text is None or loaded.tokenizer is not None,
         "the model has no tokenizer, so no loss on a text",
     )
-    model: Any = loaded.model
+    model: Any = loaded.module
     before = probe_output(model)
     loss_before = _loss(loaded, text, settings.tokens, "loss before", progress)
     done = upcycle_(model, **settings.layout)
@@ -123,20 +128,49 @@ def upcycle(
     )
 
 
-def _loaded(source: object, revision: str | None, dtype: str) -> LoadedModel:
+def _loaded(source: object, revision: str | None, dtype: str) -> Model:
+    if isinstance(source, Model):
+        return source
     if isinstance(source, str | Path):
         return load_dense(source, revision=revision, dtype=dtype)
     if isinstance(source, tuple) and len(source) in (2, 3):
-        return LoadedModel(source[0], source[1], source[2] if len(source) == 3 else "")
+        return Model(source[0], source[1], source[2] if len(source) == 3 else "")
     raise ParameterError(
         f"upcycle takes a hub id, a folder or (model, tokenizer), got {type(source).__name__}"
     )
 
 
 def _loss(
-    loaded: LoadedModel, text: str | None, tokens: int, stage: str, progress: Progress | None
+    loaded: Model, text: str | None, tokens: int, stage: str, progress: Progress | None
 ) -> TextLoss | None:
     if text is None:
         return None
     on_progress = partial(progress, stage) if progress else None
-    return text_loss(loaded.model, loaded.tokenizer, text, tokens=tokens, progress=on_progress)
+    return text_loss(loaded.module, loaded.tokenizer, text, tokens=tokens, progress=on_progress)
+
+
+@torch.no_grad()
+def probe_output(
+    model: PreTrainedModel, rows: int = 2, length: int = 16, seed: int = 0
+) -> Float[Tensor, "*shape"]:
+    """Return the model's first output (logits if it has any) for random tokens or pixels.
+
+    Args:
+        model: in evaluation mode.
+        rows: sequences or images.
+        length: tokens per sequence.
+        seed: of the input.
+    """
+    generator, config = torch.Generator().manual_seed(seed), model.config
+    if model.main_input_name == "pixel_values":
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = torch.randn(rows, config.num_channels, *sides, generator=generator)
+        return model(pixel_values=pixels.to(model.dtype))[0]
+    if model.main_input_name != "input_ids":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes {model.main_input_name!r}, not tokens or pixels"
+        )
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (rows, length), generator=generator)
+    return model(input_ids=ids)[0]

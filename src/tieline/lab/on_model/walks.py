@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tieline.analysis.linear import linear_choice, linear_weights
 from tieline.analysis.own_noise import PRECISION, rounded_runs
-from tieline.analysis.sources import ModelSource
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
@@ -31,6 +30,7 @@ from tieline.lab.settings import WalksOptions, WalksSettings
 from tieline.measure.flips import logit_view
 from tieline.measure.measure_records import Measurement
 from tieline.models.demo import DEMO
+from tieline.models.model import ModelSource
 from tieline.trace.record import LayerTrace
 
 HORIZONS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)

@@ -17,7 +17,7 @@ from tieline.core.errors import TielineError
 from tieline.lab.training.checkpoint import last_checkpoint
 from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.engine import plan, run
-from tieline.models.loading import load_model
+from tieline.models.model import Model
 
 ROOT = Path(__file__).parents[4]
 KILLED = """
@@ -84,11 +84,11 @@ def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
     kept = json.loads((tmp_path / "result.json").read_bytes())
     assert kept["scores"] == result.scores
     assert run(tiny("smooth1", checkpoint_every=3), tmp_path, resume=True).scores == result.scores
-    loaded = load_model(str(tmp_path / "stock"))
+    loaded = Model.open(str(tmp_path / "stock"))
     ids = torch.arange(32).view(1, 32)
     with torch.no_grad():
         trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()(ids).logits
-        torch.testing.assert_close(loaded.model(ids).logits, trained, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loaded.module(ids).logits, trained, atol=1e-5, rtol=1e-5)
     assert loaded.tokenizer("ab")["input_ids"] == [97, 98]
 
 

@@ -6,10 +6,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.audit import audit
-from tieline.analysis.sources import as_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.loading import check_weights, load_dense, load_model
+from tieline.models.model import Model, check_weights, load_dense
 
 WORDS = 512
 PARTS = {
@@ -53,14 +52,14 @@ def test_a_weight_that_is_no_number_is_named(model, part, value):
     tensor[place] = value
     try:
         with pytest.raises(UnsupportedModelError, match=f"weight '{PARTS[part]}': 1 of") as told:
-            as_model((model, load_demo_tokenizer()), "inspect takes")
+            Model.open((model, load_demo_tokenizer()), "inspect takes")
     finally:
         tensor[place] = before
     assert f"the first at {list(place)}" in str(told.value)
     check_weights(model)
 
 
-@pytest.mark.parametrize("load", [load_model, load_dense])
+@pytest.mark.parametrize("load", [Model.open, load_dense])
 def test_a_folder_with_nan_is_refused_by_every_loader(folder, load):
     _change(folder, "lm_head.weight", lambda tensors: tensors["lm_head.weight"].fill_(torch.nan))
     with pytest.raises(UnsupportedModelError, match=r"weight 'lm_head.weight': 16,384 of 16,384"):
@@ -84,7 +83,7 @@ def test_missing_tensors_are_named(folder):
     name = "model.layers.1.mlp.gate.weight"
     _change(folder, name, lambda tensors: tensors.pop(name))
     with pytest.raises(UnsupportedModelError, match=rf"lacks 1 tensor \('{name}'\)"):
-        load_model(folder)
+        Model.open(folder)
 
 
 def test_other_shapes_are_named(folder):
@@ -92,7 +91,7 @@ def test_other_shapes_are_named(folder):
     _change(folder, one, lambda tensors: tensors.pop(one))
     words = r"'model.layers.1.mlp.experts.down_proj' has the shape \(7, 32, 32\) instead of \(8"
     with pytest.raises(UnsupportedModelError, match=words):
-        load_model(folder)
+        Model.open(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 2000])
@@ -100,14 +99,14 @@ def test_a_file_that_was_cut_off_is_named(folder, kept):
     file = sorted(folder.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(UnsupportedModelError, match=f"'{file.name}' is damaged or cut off"):
-        load_model(folder)
+        Model.open(folder)
 
 
 def test_a_file_that_is_absent_is_named(folder):
     file = sorted(folder.glob("*.safetensors"))[1]
     file.unlink()
     with pytest.raises(UnsupportedModelError, match=file.name):
-        load_model(folder)
+        Model.open(folder)
 
 
 @pytest.mark.parametrize("lost", ["tokenizer*", "tokenizer.json"])
@@ -115,5 +114,5 @@ def test_a_folder_without_a_tokenizer_is_told_so(folder, lost):
     for file in folder.glob(lost):
         file.unlink()
     with pytest.raises(UnsupportedModelError, match=r"there is no tokenizer.* put tokenizer.json"):
-        load_model(folder)
+        Model.open(folder)
     assert load_dense(folder).tokenizer is None

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import batch, tiny_model
 from tieline.core.errors import TielineError
-from tieline.models import loading
+from tieline.models import model as opening
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.loading import load_model, read_shape
+from tieline.models.model import Model, read_shape
 
 
 @pytest.fixture(scope="module")
@@ -28,53 +28,53 @@ def _offline(monkeypatch):
 
 
 def test_a_folder_is_loaded_as_it_was_saved(checkpoint):
-    loaded = load_model(checkpoint)
+    loaded = Model.open(checkpoint)
     assert loaded.name == str(checkpoint)
-    assert not loaded.model.training
+    assert not loaded.module.training
     assert loaded.tokenizer("a b")["input_ids"] == load_demo_tokenizer()("a b")["input_ids"]
     plain = tiny_model("olmoe")
-    assert torch.equal(loaded.model(input_ids=batch()).logits, plain(input_ids=batch()).logits)
+    assert torch.equal(loaded.module(input_ids=batch()).logits, plain(input_ids=batch()).logits)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_precision_is_the_one_asked_for(checkpoint, dtype, expected):
-    assert {p.dtype for p in load_model(str(checkpoint), dtype=dtype).model.parameters()} == {
+    assert {p.dtype for p in Model.open(str(checkpoint), dtype=dtype).module.parameters()} == {
         expected
     }
 
 
 def test_nothing_named_is_the_demo_model():
-    loaded = load_model(dtype="bf16")
-    assert (loaded.name, loaded.model.dtype) == ("demo", torch.bfloat16)
-    assert load_model().model.dtype == torch.float32
+    loaded = Model.open(dtype="bf16")
+    assert (loaded.name, loaded.module.dtype) == ("demo", torch.bfloat16)
+    assert Model.open().module.dtype == torch.float32
 
 
 def test_demo_is_the_model_in_the_box_unless_a_checkpoint_is_called_so(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()  # a folder of something else
-    assert load_model("demo").name == "demo"
+    assert Model.open("demo").name == "demo"
     assert read_shape("demo").n_experts == 16
     (Path("demo") / "config.json").write_text("{")
     with pytest.raises(TielineError, match="configuration of 'demo'"):
-        load_model("demo")
+        Model.open("demo")
 
 
 def test_a_missing_demo_model_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "DEMO_FOLDER", tmp_path)
+    monkeypatch.setattr(opening, "DEMO_FOLDER", tmp_path)
     with pytest.raises(TielineError, match="demo model is missing"):
-        load_model()
+        Model.open()
 
 
 def test_a_model_without_experts_is_refused_before_its_weights_are_read(tmp_path):
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)  # there are no weights to read
     with pytest.raises(TielineError, match="LlamaForCausalLM is not a Mixture-of-Experts model"):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 def test_a_family_that_cannot_be_captured_is_refused_before_its_weights_are_read(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "switch_transformers"}')
     with pytest.raises(TielineError, match="cannot be captured"):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_family_that_cannot_be_captured_is_refused_before_its_weights_are_read
 def test_configurations_that_make_no_sense_are_refused(tmp_path, config, message):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(TielineError, match=message):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 def test_pickled_weights_are_never_loaded(checkpoint, tmp_path):
@@ -98,7 +98,7 @@ def test_pickled_weights_are_never_loaded(checkpoint, tmp_path):
             (tmp_path / path.name).write_bytes(path.read_bytes())
     torch.save(tiny_model("olmoe").state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(TielineError, match="pickled weights are never loaded"):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "foreign"])
@@ -116,7 +116,7 @@ def test_damaged_weights_are_refused(checkpoint, tmp_path, damage):
         weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
         expected = "does not fit its configuration"
     with pytest.raises(TielineError, match=expected):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 def test_missing_tensors_are_not_replaced_by_random_numbers(checkpoint, tmp_path):
@@ -128,33 +128,33 @@ def test_missing_tensors_are_not_replaced_by_random_numbers(checkpoint, tmp_path
     tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TielineError, match="lacks 1 tensor "):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 def test_a_missing_tokenizer_is_told(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "olmoe"}))
     with pytest.raises(TielineError, match=r"tokenizer|weights"):
-        load_model(tmp_path)
+        Model.open(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "/no/such/folder"}, "no such folder"),
-        ({"name": "./model"}, "no such folder"),
-        ({"name": "a/b/c"}, "no such folder"),
-        ({"name": ""}, "no such folder|no config.json"),
-        ({"name": "nobody/nothing"}, "cannot load the configuration of 'nobody/nothing'"),
+        ({"source": "/no/such/folder"}, "no such folder"),
+        ({"source": "./model"}, "no such folder"),
+        ({"source": "a/b/c"}, "no such folder"),
+        ({"source": ""}, "no such folder|no config.json"),
+        ({"source": "nobody/nothing"}, "cannot load the configuration of 'nobody/nothing'"),
         ({"dtype": "int3"}, "dtype must be one of"),
         ({"device": "warp:9"}, "device 'warp:9' cannot be used"),
     ],
 )
 def test_bad_names_are_refused(arguments, message):
     with pytest.raises(TielineError, match=message):
-        load_model(**arguments)
+        Model.open(**arguments)
 
 
 def test_a_folder_without_configuration_is_refused(tmp_path):
     with pytest.raises(TielineError, match=r"no config\.json in the folder"):
-        load_model(tmp_path)
+        Model.open(tmp_path)

@@ -11,7 +11,8 @@ from transformers import (
 )
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.models.loading import RoutedShape, read_shape, shape_of
+from tieline.models.model import read_shape
+from tieline.models.sizes import RoutedShape, routed_shape
 
 
 @pytest.mark.parametrize(
@@ -26,14 +27,14 @@ from tieline.models.loading import RoutedShape, read_shape, shape_of
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_published_families_tell_their_shape(config, shape):
-    assert shape_of(config) == shape
+    assert routed_shape(config) == shape
 
 
 def test_presets_are_the_defaults_of_their_configurations():
     from tieline.lab.tropical.advisor import PRESETS
 
     for name, config in (("mixtral-8x7b", MixtralConfig()), ("deepseek-v3", DeepseekV3Config())):
-        found = shape_of(config)._asdict()
+        found = routed_shape(config)._asdict()
         assert {field: getattr(PRESETS[name], field) for field in found} == found
 
 
@@ -43,6 +44,6 @@ def test_the_model_in_the_box_tells_its_shape():
 
 def test_dense_models_and_missing_ones_are_refused():
     with pytest.raises(UnsupportedModelError, match="names no n_experts"):
-        shape_of(LlamaConfig())
+        routed_shape(LlamaConfig())
     with pytest.raises(TielineError, match="no-such-folder"):
         read_shape("/no-such-folder/at-all")
