@@ -130,7 +130,7 @@ MUTANTS: list[Mutant] = [
         "trace-3",
         "first = torch.from_numpy(order[np.concatenate(([True], ~same))])",
         "first = torch.from_numpy(order[np.concatenate((~same, [True]))])",
-        "trace/sampling/test_sample.py",
+        "trace/summary/test_sample.py",
         "of a repeated token the largest record wins, not the smallest",
     ),
     _m(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
 from tieline.engines.answers import WorkerAnswer, agreement, check_rows, read_answer, trace_of
-from tieline.trace.check import check_trace
+from tieline.trace.record import check_trace
 
 DOCUMENTS = [np.array([4, 7, 1]), np.array([2, 9])]
 

@@ -36,11 +36,11 @@ from torch import Tensor
 
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.core.errors import TraceError, require
-from tieline.trace.check import check_layer
 from tieline.trace.record import (
     LayerTrace,
     LazyLayers,
     RoutingTrace,
+    check_layer,
     select_layers,
     select_tokens,
     take_tokens,

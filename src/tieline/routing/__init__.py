@@ -2,13 +2,12 @@
 
 routers, gates               tokens → scores → weights
 smooth, projected            gates that are continuous at ties
-experts, dispatch, grouped   the experts of non-zero weight (`buffers`: memory for them)
-layer, losses, baselines     the whole layer, its auxiliary losses, layers to compare with
+dispatch, grouped            the experts of non-zero weight (`buffers`: memory for them)
+layer, losses, baselines     experts and layer, its auxiliary losses, layers to compare with
 """
 
 from tieline.routing.baselines import *  # noqa: F403
 from tieline.routing.dispatch import *  # noqa: F403
-from tieline.routing.experts import *  # noqa: F403
 from tieline.routing.gates import *  # noqa: F403
 from tieline.routing.layer import *  # noqa: F403
 from tieline.routing.losses import *  # noqa: F403

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ShapeError, require
 from tieline.routing.dispatch import ActivationName, dispatch
-from tieline.routing.experts import Experts
 from tieline.routing.gates import Softmax
-from tieline.routing.layer import ROUTERS, check_fit, moe
+from tieline.routing.layer import ROUTERS, Experts, check_fit, moe
 from tieline.routing.routers import Router
 
 __all__ = ["BASELINES", "Smear", "SoftMoE", "baseline"]

@@ -25,8 +25,8 @@ from tieline.core.processes import gathered_plain, gathered_tensors
 from tieline.core.statistics import SequenceSums
 from tieline.models.running import forward, only_running
 from tieline.models.spread import SHARES_TEXT, check_parallel
-from tieline.trace.ranks import merge_layers, merge_traces
 from tieline.trace.record import RoutingTrace
+from tieline.trace.store import gather_layers, gather_traces
 
 Ids = Int[Tensor, "_ _"]
 
@@ -95,8 +95,8 @@ class Ranks:
     def join_trace(self, trace: RoutingTrace) -> RoutingTrace:
         """The trace of all batches and layers, numbered as in one process."""
         if self.parallel in SHARES_TEXT:
-            return merge_traces(replace(trace, documents=trace.documents + self.documents))
-        return merge_layers(trace) if self.parallel == "pp" else trace
+            return gather_traces(replace(trace, documents=trace.documents + self.documents))
+        return gather_layers(trace) if self.parallel == "pp" else trace
 
     @property
     def staged(self) -> bool:

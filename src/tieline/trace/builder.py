@@ -24,14 +24,16 @@ from tieline.trace.record import (
     take_tokens,
     token_hash,
 )
-from tieline.trace.sampling import DistinctSketch, SampleBuffer, rows_of
 from tieline.trace.summary import (
+    DistinctSketch,
     LayerSummary,
     RoutingSummary,
+    SampleBuffer,
     SharedBias,
     TokenKey,
     distinct_sources,
     merge_layers,
+    rows_of,
     sample_trace,
 )
 

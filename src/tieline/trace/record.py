@@ -5,7 +5,8 @@ A *selection score* is the number that a router ranks: logits, or scores plus a 
 are never the same argument: a correction bias moves the choice and not the weight.
 
 `LAYER_TENSORS` gives the type and the axes of every tensor of a layer. It checks records in memory,
-when they are made, and the headers of files; `tieline.trace.check` checks values.
+when they are made, and the headers of files. `check_layer` checks the values of a trace that comes
+from a file or goes into one.
 
     axis        size
     tokens      T, common to all layers
@@ -603,7 +604,7 @@ def identical(first: object, second: object) -> bool:
     """
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return _same_tensor(first, second)
-    if isinstance(first, str | bytes):
+    if isinstance(first, str):
         return first == second
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
@@ -624,3 +625,64 @@ def _same_tensor(first: Tensor, second: Tensor) -> bool:
         return False
     left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
     return torch.equal(left, right)
+
+
+def check_trace(trace: RoutingTrace) -> None:
+    """Refuse a trace with impossible values, naming layer, count and first token."""
+    for layer in trace.layers:
+        check_layer(layer)
+
+
+def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
+    """Refuse a layer with impossible values, naming what, how often and where first.
+
+    Experts lie in 0 ... E - 1 and differ within a token; scores descend and are finite for the
+    chosen ranks, -inf allowed past them; gaps and distances are >= 0 or infinite; counts fit E.
+
+    Args:
+        layer: the layer.
+        broken_tokens: whether tokens with a score that is not finite are allowed, as in the sample
+            of a summary; only their ids are checked.
+    """
+    _check_ids(layer)
+    if broken_tokens and layer.scores is not None:
+        ends = layer.scores[:, [0, layer.facts.k - 1]]
+        layer = take_tokens(layer, ends.isfinite().all(1))
+    if layer.scores is not None:
+        _check_scores(layer, layer.scores)
+    for name, value in layer.tensors().items():
+        if name in ("weights", "faded", "inputs", "bias"):
+            _refuse_any(~value.isfinite(), layer, f"{name} that are not finite")
+        if name in ("group_gap", "distance"):
+            _refuse_any(~(value >= 0), layer, f"{name} negative or not a number")
+
+
+def _check_ids(layer: LayerTrace) -> None:
+    experts, most = layer.experts, layer.facts.n_experts
+    _refuse_any((experts < 0) | (experts >= most), layer, f"experts outside 0 ... {most - 1}")
+    if layer.used is not None:
+        _refuse_any(
+            (layer.used < 1) | (layer.used > most), layer, f"experts in use outside 1 ... {most}"
+        )
+    ordered = experts.sort(dim=1).values
+    _refuse_any(ordered[:, 1:] == ordered[:, :-1], layer, "an expert twice in one token")
+    if layer.near is not None:
+        wrong = (layer.near < 0) | (layer.near > most)
+        _refuse_any(wrong, layer, f"counts near the threshold outside 0 ... {most}")
+
+
+def _check_scores(layer: LayerTrace, scores: Tensor) -> None:
+    bad = scores.isnan() | scores.isposinf()
+    bad[:, : layer.facts.k] |= scores[:, : layer.facts.k].isneginf()
+    _refuse_any(bad, layer, "scores that are not finite")
+    _refuse_any(scores[:, 1:] > scores[:, :-1], layer, "scores that do not descend")
+
+
+def _refuse_any(wrong: Bool[Tensor, "*where"], layer: LayerTrace, what: str) -> None:
+    """Raise if any value of the layer is wrong, with the number and the first of them."""
+    rows = (wrong.any(1) if wrong.ndim == 2 else wrong).nonzero()
+    if len(rows):
+        raise TraceError(
+            f"layer {layer.name!r}: {what}: {len(rows)} of {len(wrong)}, the first at index "
+            f"{int(rows[0])}"
+        )

@@ -11,18 +11,24 @@
 headers of the layers' files. A layer's tensors are mapped into memory when the layer is touched;
 the first time, digest and values are checked. A summary is read whole; counts that do not add up to
 the number of tokens are refused.
+
+`gather_traces` and `gather_layers` make the records of many ranks one, on every rank. Records
+travel as these files: safetensors and JSON, no pickle.
 """
 
+import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.check import check_layer
+from tieline.core.processes import gathered
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
 from tieline.trace.folders import Folder, check_target, open_folder, read_index, write_folder
 from tieline.trace.record import (
@@ -35,13 +41,15 @@ from tieline.trace.record import (
     LazyLayers,
     RoutingTrace,
     check_epsilons,
+    check_layer,
     check_tensor,
     concatenate,
     kind_of,
 )
-from tieline.trace.sampling import CAPACITY, DistinctSketch
 from tieline.trace.summary import (
+    CAPACITY,
     MOST_TOKENS,
+    DistinctSketch,
     LayerSummary,
     RoutingSummary,
     SharedBias,
@@ -426,3 +434,52 @@ def _integer(numbers: Mapping[str, object], name: str, most: int, where: str) ->
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
     return value
+
+
+def gather_traces(trace: RoutingTrace | None) -> RoutingTrace:
+    """Merge the tokens of all ranks, in order of rank; a rank without tokens passes None."""
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / "own"
+        if trace is not None:
+            save_trace(trace, local)
+        merged = concatenate([load_trace(path) for path in _rank_folders(local, Path(folder))])
+        return replace(merged, layers=tuple(merged.layers))  # read while the files are there
+
+
+def gather_layers(trace: RoutingTrace) -> RoutingTrace:
+    """Put the layers of all ranks, which saw the same tokens, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / "own"
+        save_trace(trace, local)
+        traces = [load_trace(path) for path in _rank_folders(local, Path(folder))]
+        return replace(traces[0], layers=tuple(layer for shard in traces for layer in shard.layers))
+
+
+def _rank_folders(local: Path, folder: Path) -> list[Path]:
+    """Return folders with the files of each rank that has any, in order of rank."""
+    if not dist.is_initialized():
+        return [local]
+    folders = []
+    for rank, data in enumerate(gathered(_packed(local))):
+        if data:
+            folders.append(folder / f"rank-{rank}")
+            _unpack(data, folders[-1])
+    require(bool(folders), "no rank has captured a token", TraceError)
+    return folders
+
+
+def _packed(folder: Path) -> bytes:
+    """Pack the files of a folder: one line of JSON with their sizes, then their bytes."""
+    if not folder.is_dir():
+        return b""
+    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    sizes = json.dumps({name: len(data) for name, data in contents.items()})
+    return b"\n".join([sizes.encode(), b"".join(contents.values())])
+
+
+def _unpack(data: bytes, folder: Path) -> None:
+    line, _, rest = data.partition(b"\n")
+    folder.mkdir()
+    for name, size in json.loads(line).items():
+        (folder / Path(name).name).write_bytes(rest[:size])
+        rest = rest[size:]

@@ -28,11 +28,10 @@ from tieline.core.errors import TraceError, require
 from tieline.core.plugins import import_added
 from tieline.trace.folders import parsing
 from tieline.trace.readers.arrays import array_routes, read_array_file
-from tieline.trace.readers.completions import completion_routes, field
+from tieline.trace.readers.completions import ROUTES, completion_routes, field, rollout_routes
 from tieline.trace.readers.containers import NPY_MAGIC, read_arrays, read_values
 from tieline.trace.readers.llamacpp import GGUF_MAGIC, HEADER, moe_trace_routes
 from tieline.trace.readers.megatron import FILES, megatron_routes
-from tieline.trace.readers.rollouts import ROUTES, rollout_routes
 from tieline.trace.readers.routes import Routes, with_tokens
 from tieline.trace.readers.sglang import BOXES, sglang_routes
 from tieline.trace.readers.tables import import_table

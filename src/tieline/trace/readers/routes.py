@@ -26,13 +26,13 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.ranking import ranked_choice
-from tieline.trace.check import check_trace
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
     LayerFacts,
     LayerTrace,
     RoutingTrace,
+    check_trace,
     unanswered,
 )
 

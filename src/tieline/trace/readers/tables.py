@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.records import parse_json
-from tieline.trace.check import check_trace
 from tieline.trace.folders import parsing
 from tieline.trace.record import (
     MOST_EXPERTS,
@@ -31,6 +30,7 @@ from tieline.trace.record import (
     LayerTrace,
     RoutingTrace,
     Units,
+    check_trace,
     unanswered,
 )
 

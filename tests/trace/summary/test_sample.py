@@ -10,7 +10,7 @@ import torch
 
 from tieline.core.errors import TraceError
 from tieline.trace.record import token_hash
-from tieline.trace.sampling import SampleBuffer, smallest_rows
+from tieline.trace.summary import SampleBuffer, smallest_rows
 
 
 def rows(documents, **fields):

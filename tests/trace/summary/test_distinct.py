@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieline.trace import sampling as distinct
+from tieline.trace import summary as distinct
 from tieline.trace.record import identical, token_hash
-from tieline.trace.sampling import DistinctSketch
+from tieline.trace.summary import DistinctSketch
 
 hashes = st.lists(st.integers(0, 12), max_size=9).map(lambda x: np.array(x, dtype=np.int64))
 
