@@ -27,7 +27,8 @@ verdict, but they are our own statements: one that fails or is open marks the cl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -197,6 +198,12 @@ class Evidence:
     figure: FigureData | None = None
     note: str = ""
     fits: Fits | None = None
+
+    @classmethod
+    def of(cls, *checks: Check | Sequence[Check], **fields: Any) -> "Evidence":
+        """Collect checks and lists of checks, such as those of `checks.corrected`."""
+        nested = ([check] if isinstance(check, Check) else check for check in checks)
+        return cls(tuple(chain.from_iterable(nested)), **fields)
 
     def passed(self, part: Part) -> bool | None:
         """Return whether all checks of a part passed, None if there are none."""

@@ -207,7 +207,7 @@ def same_function(
                 at_most(f"{name}: quotient {loss}", left, 1e-9),
             ),
         ]
-    return Evidence([*checks, *others], paper="G = G*", measured=max(gaps), **fields)
+    return Evidence.of(*checks, *others, paper="G = G*", measured=max(gaps), **fields)
 
 
 def least_ratio(
@@ -260,11 +260,10 @@ def flat_bound(gap: float, loss: float, least: float, along: str, apart: str) ->
         along: name of the direction.
         apart: what is held fixed.
     """
-    checks = [
+    return Evidence.of(
         at_least(f"ratio along {along}", gap / loss, FLOOR),
-        *qualified(at_least(f"least ratio, {apart}", least, FLOOR)),
-        *corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
-    ]
-    return Evidence(
-        checks, paper="c > 0", measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it"
+        qualified(at_least(f"least ratio, {apart}", least, FLOOR)),
+        corrected(at_most(f"|f - f*| along {along}", gap, 1e-12)),
+        paper="c > 0",
+        measured=f"{gap / loss:.2g} along {along}, {least:.2g} apart from it",
     )

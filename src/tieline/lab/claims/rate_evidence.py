@@ -243,7 +243,7 @@ def rate_evidence(
     """Checks with the slopes of all studies, the fits and a figure; `fields` of the evidence."""
     measured = "; ".join(f"{name}: {slopes_text(study)}" for name, study in studies.items())
     defaults = {"measured": measured, "figure": rate_chart(studies, losses)}
-    return Evidence(checks, **(defaults | fields), fits=counted(studies))
+    return Evidence.of(checks, **defaults | fields, fits=counted(studies))
 
 
 def counted(studies: Studies) -> Fits:

@@ -61,12 +61,10 @@ def law(run: ClaimRun) -> Evidence:
     products = [ramp_cost(*ramp).product for ramp in random_ramps(run, run.size(300, 3000))]
     straight = ramp_cost(torch.tensor([-0.7, 0.7]).double(), torch.tensor([0.0, 1.0]).double())
     laplace = ramp_cost(*laplace_ramp())
-    return Evidence(
-        [
-            at_least("least D·S of random ramps over the bound", min(products) / LINEAR, 1),
-            near("D·S of the Laplace ramp over the bound", laplace.product / LINEAR, 1, 1e-3),
-            near("D·S of a straight ramp over the bound", straight.product / LINEAR, 4 / 3, 1e-9),
-        ],
+    return Evidence.of(
+        at_least("least D·S of random ramps over the bound", min(products) / LINEAR, 1),
+        near("D·S of the Laplace ramp over the bound", laplace.product / LINEAR, 1, 1e-3),
+        near("D·S of a straight ramp over the bound", straight.product / LINEAR, 4 / 3, 1e-9),
         paper="bound 1/16",
         measured=f"at least {min(products) / LINEAR:.3f} of {len(products)} ramps",
     )
@@ -94,13 +92,11 @@ def frontier(run: ClaimRun) -> Evidence:
     least = torch.tensor([least_moved(r) for r in factors.tolist()], dtype=torch.float64)
     cheapest = (least + 1 / factors).min().item()
     slope = math.pi / 32 * factors
-    return Evidence(
-        [
-            at_least("least D of random ramps over the frontier", min(excess), 1, 5e-3),
-            near("frontier over π/32·R at R = 100", (least[-1] / slope[-1]).item(), 1, 5e-3),
-            at_most("frontier over π/32·R, largest", (least / slope).max().item(), 1),
-            near("least of moved plus remaining", cheapest, 0.54, 0.01),
-        ],
+    return Evidence.of(
+        at_least("least D of random ramps over the frontier", min(excess), 1, 5e-3),
+        near("frontier over π/32·R at R = 100", (least[-1] / slope[-1]).item(), 1, 5e-3),
+        at_most("frontier over π/32·R, largest", (least / slope).max().item(), 1),
+        near("least of moved plus remaining", cheapest, 0.54, 0.01),
         paper="π/32·R",
         measured=f"{min(excess):.3f} of {len(excess)} ramps; {cheapest:.3f} moved plus remaining",
         figure=chart(
@@ -131,16 +127,14 @@ def gates(run: ClaimRun) -> Evidence:
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
     linear, steep = added_cost(), added_cost(1.0, 50.0)
     moved, sensitivity = sampled["projected"]
-    return Evidence(
-        [
-            near("D of the projection over f J² ε/6", moved / predicted.moved, 1, 0.02),
-            near("S over its prediction", sensitivity / predicted.sensitivity, 1, 0.05),
-            near("D·S over the bound", moved * sensitivity / bound, 4 / 3, 0.1),
-            near("D of the ramp over that", sampled["ramp"][0] / moved, 2, 0.05),
-            near("S of the ramp over that", sampled["ramp"][1] / sensitivity, 2, 0.1),
-            near("D·S of b = 1 over the bound", linear.product / LINEAR, 16 / 3, 1e-6),
-            at_least("D·S of b = 50 over the bound", steep.product / LINEAR, 100),
-        ],
+    return Evidence.of(
+        near("D of the projection over f J² ε/6", moved / predicted.moved, 1, 0.02),
+        near("S over its prediction", sensitivity / predicted.sensitivity, 1, 0.05),
+        near("D·S over the bound", moved * sensitivity / bound, 4 / 3, 0.1),
+        near("D of the ramp over that", sampled["ramp"][0] / moved, 2, 0.05),
+        near("S of the ramp over that", sampled["ramp"][1] / sensitivity, 2, 0.1),
+        near("D·S of b = 1 over the bound", linear.product / LINEAR, 16 / 3, 1e-6),
+        at_least("D·S of b = 50 over the bound", steep.product / LINEAR, 100),
         paper="4/3; 16/3",
         measured=f"{moved * sensitivity / bound:.3f}; {linear.product / LINEAR:.3f}; b = 50: "
         f"{steep.product / LINEAR:.0f}",
@@ -196,7 +190,7 @@ def lipschitz(run: ClaimRun) -> Evidence:
         at_least("the same, attained", steepest, 0.5),
         at_least("jump with at most 3 experts", jump, 0.5),
     ]
-    return Evidence(checks, paper="1/ε", measured=f"{steepest:.3f}/ε")
+    return Evidence.of(checks, paper="1/ε", measured=f"{steepest:.3f}/ε")
 
 
 LENGTH, TURNS = 512, 3
@@ -262,7 +256,7 @@ def layers(run: ClaimRun) -> Evidence:
             for check in _layer_checks(row, pair)
         ]
     least, most = min(map(min, ratios)), max(map(max, ratios))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="1; 1 to 2",
         measured=f"predicted over measured {least:.2f} to {most:.2f} in {len(rows)} cases; "

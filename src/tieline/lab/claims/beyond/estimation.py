@@ -66,12 +66,10 @@ def doubling(run: ClaimRun) -> Evidence:
         all_but_one = doubled(model, truth, step, keep=1).expand(1)
         away = regression_distance(model.with_experts(5), all_but_one, model, truth, n=2000).value
         ratios.append((away / quotient_losses(model, all_but_one, truth, "L2", 2).values).item())
-    return Evidence(
-        [
-            at_most("k = 2k*: |f - f*|", gap, 1e-12),
-            at_least("k = 2k*: quotient L_2", loss, 1e-4),
-            at_least("k = 2k* - 1: least ratio", min(ratios), FLOOR),
-        ],
+    return Evidence.of(
+        at_most("k = 2k*: |f - f*|", gap, 1e-12),
+        at_least("k = 2k*: quotient L_2", loss, 1e-4),
+        at_least("k = 2k* - 1: least ratio", min(ratios), FLOOR),
         paper="k < 2k*",
         measured=f"{gap / loss:.1g} at k = 2k*, {min(ratios):.2g} at 2k* - 1",
     )
@@ -120,15 +118,13 @@ def reflection(run: ClaimRun) -> Evidence:
     gaps = [largest_gap(model, with_open_gate(truth, c), truth, x) for c in constants]
     losses = [voronoi_loss(with_open_gate(truth, c), truth, "L3", 4).value for c in constants]
     falls = [-math.log(g) / c for g, c in zip(gaps, constants, strict=True)]
-    return Evidence(
-        [
-            at_most("N* + 2: |f - f*|", gap, 1e-12),
-            at_least("N* + 2: L_3 to the truth", voronoi_loss(exact, truth, "L3", 4).value, 0.5),
-            at_least("N* + 2: distance of every gate from the first of the truth", gates, 0.1),
-            at_most("N* + 2: distance of the nearest expert", experts, 1e-12),
-            near("N* + 1: -log|f - f*| / C at C = 20", falls[2], 1, 0.1),
-            at_least("N* + 1: least L_3 to the truth", min(losses), 0.5),
-        ],
+    return Evidence.of(
+        at_most("N* + 2: |f - f*|", gap, 1e-12),
+        at_least("N* + 2: L_3 to the truth", voronoi_loss(exact, truth, "L3", 4).value, 0.5),
+        at_least("N* + 2: distance of every gate from the first of the truth", gates, 0.1),
+        at_most("N* + 2: distance of the nearest expert", experts, 1e-12),
+        near("N* + 1: -log|f - f*| / C at C = 20", falls[2], 1, 0.1),
+        at_least("N* + 1: least L_3 to the truth", min(losses), 0.5),
         paper="exact with two spare experts",
         measured=f"{gap:.1g} with two, {gaps[1]:.1g} with one at C = 10",
         figure=chart(
@@ -195,14 +191,12 @@ def contact(_run: ClaimRun) -> Evidence:
     uneven = [remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
     signs = [unequal(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
     small = remainder(np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05)
-    return Evidence(
-        [
-            near("order, σ(c*) = 0.3, equal", exponent(sizes, remainders["below"]), 4, 0.15),
-            near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, remainders["special"]), 6, 0.15),
-            near("order, σ(c*) = 0.6, unequal", exponent(sizes, uneven), 5, 0.3),
-            near("leading coefficient over its formula", small / 0.05**4 / leading, 1, 0.05),
-            at_most("σ(c*) = 0.3: largest fourth term, unequal", max(signs), 0),
-        ],
+    return Evidence.of(
+        near("order, σ(c*) = 0.3, equal", exponent(sizes, remainders["below"]), 4, 0.15),
+        near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, remainders["special"]), 6, 0.15),
+        near("order, σ(c*) = 0.6, unequal", exponent(sizes, uneven), 5, 0.3),
+        near("leading coefficient over its formula", small / 0.05**4 / leading, 1, 0.05),
+        at_most("σ(c*) = 0.3: largest fourth term, unequal", max(signs), 0),
         paper="order 2",
         corrected="order 4 below 1 - 1/√3, 5 above",
         measured=f"unequal masses {root:.4f} and {0.6 - root:.4f} at σ(c*) = 0.6",
@@ -323,14 +317,12 @@ def corrected_bound(run: ClaimRun) -> Evidence:
         power: ", ".join(f"{ratio:.2g}" for ratio in ratios)
         for power, ratios in least_by_power.items()
     }
-    return Evidence(
-        [
-            near("exponent of the least ratio, ‖Δb‖⁴", rate, 0, 0.35),
-            at_least("exponent of the least ratio, ‖Δb‖²", exponent(radii, least_by_power[2]), 1.5),
-            at_least("σ(c*) < 1 - 1/√3: least fourth term", least, 1e-9),
-            at_most("σ(c*) > 1 - 1/√3: largest fourth term of halves", max(above), 0),
-            near("σ(c*) = 0.6: its root, polynomial and direct", root, direct, 1e-9),
-        ],
+    return Evidence.of(
+        near("exponent of the least ratio, ‖Δb‖⁴", rate, 0, 0.35),
+        at_least("exponent of the least ratio, ‖Δb‖²", exponent(radii, least_by_power[2]), 1.5),
+        at_least("σ(c*) < 1 - 1/√3: least fourth term", least, 1e-9),
+        at_most("σ(c*) > 1 - 1/√3: largest fourth term of halves", max(above), 0),
+        near("σ(c*) = 0.6: its root, polynomial and direct", root, direct, 1e-9),
         paper="‖Δb‖²",
         corrected="‖Δb‖⁴ for σ(c*) < 1 - 1/√3",
         measured=f"least ratios {listed[4]} with ‖Δb‖⁴, {listed[2]} with ‖Δb‖²",

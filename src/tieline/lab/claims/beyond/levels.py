@@ -92,19 +92,17 @@ def levels(run: ClaimRun) -> Evidence:
         )
         for dim, power in powers.items()
     ]
-    return Evidence(
-        [
-            *checks,
-            none_of("drawn routers above the bound", above),
-            near("moment curve, d = 3, k = 2, N = 9", neighbourly(9, 2, 3), math.comb(9, 2), 0),
-            near("moment curve, d = 5, k = 3, N = 8", neighbourly(8, 3, 5), math.comb(8, 3), 0),
-            at_most("share of C(N, 4), d = 2, N = 2¹⁸", share[-1], 1e-9),
-            at_least(
-                "B* over the new bound, N = 4096, k = 4, H = 8, d = 2",
-                sharp_bound(4096, 4, 8, 2) / pieces,
-                100,
-            ),
-        ],
+    return Evidence.of(
+        checks,
+        none_of("drawn routers above the bound", above),
+        near("moment curve, d = 3, k = 2, N = 9", neighbourly(9, 2, 3), math.comb(9, 2), 0),
+        near("moment curve, d = 5, k = 3, N = 8", neighbourly(8, 3, 5), math.comb(8, 3), 0),
+        at_most("share of C(N, 4), d = 2, N = 2¹⁸", share[-1], 1e-9),
+        at_least(
+            "B* over the new bound, N = 4096, k = 4, H = 8, d = 2",
+            sharp_bound(4096, 4, 8, 2) / pieces,
+            100,
+        ),
         paper="k > d + 1",
         corrected="k > (d+1)/2",
         measured=f"B* {sharp_bound(4096, 4, 8, 2):.3g} against {pieces:.3g} pieces",

@@ -57,12 +57,10 @@ def sphere(run: ClaimRun) -> Evidence:
     tokens = run.size(500, 5000)
     results = [other_ranks(run, n, tokens) for n in range(2, DIM + 2)]
     beyond = other_ranks(run, 2 * DIM, tokens)[1]
-    return Evidence(
-        [
-            at_most("radii differ by", max(spread for spread, _ in results), 1e-9),
-            none_of("share of tokens with another order, E <= D + 1", max(s for _, s in results)),
-            at_least("the same with E = 2D", beyond, 0.5),
-        ],
+    return Evidence.of(
+        at_most("radii differ by", max(spread for spread, _ in results), 1e-9),
+        none_of("share of tokens with another order, E <= D + 1", max(s for _, s in results)),
+        at_least("the same with E = 2D", beyond, 0.5),
         paper="two routers",
         corrected="one up to the softmax's temperature",
         measured=beyond,
@@ -105,13 +103,11 @@ def zero(run: ClaimRun) -> Evidence:
     small = 1e-9 * plain.weight
     jump = (plain.score(small) - plain.score(-small)).diagonal().min().item()
     at_zero = router.score(torch.zeros(1, DIM, dtype=torch.float64)).abs().max().item()
-    return Evidence(
-        [
-            at_most("largest change over the bound", max(ratios), 1 + 1e-6),
-            at_least("the same at 1e-9 from zero", ratios[0], 0.999),
-            none_of("score of the zero vector", at_zero),
-            at_least("jump of the plain cosine times t/2", jump * TEMPERATURE / 2, 1 - 1e-9),
-        ],
+    return Evidence.of(
+        at_most("largest change over the bound", max(ratios), 1 + 1e-6),
+        at_least("the same at 1e-9 from zero", ratios[0], 0.999),
+        none_of("score of the zero vector", at_zero),
+        at_least("jump of the plain cosine times t/2", jump * TEMPERATURE / 2, 1 - 1e-9),
         paper="continuous where a token is zero",
         corrected="‖w‖/((‖w‖ + τ1) τ2 t)",
         measured=max(ratios),
@@ -202,8 +198,9 @@ def soft_slope(run: ClaimRun) -> Evidence:
         at_most(f"{form}, {name}: off by", error, 1e-4 if name == "cubic" else 0.05)
         for (form, name), error in errors.items()
     ]
-    return Evidence(
-        [*checks, at_least("by the gradient alone, at least", min(without), 0.05)],
+    return Evidence.of(
+        checks,
+        at_least("by the gradient alone, at least", min(without), 0.05),
         paper="squared loss of one layer",
         corrected="any loss of its output",
         measured=max(errors.values()),

@@ -66,7 +66,7 @@ def structured_exit(run: ClaimRun) -> Evidence:
         )
     ]
     checks += [*_one_wall_checks(run), *_worst_step_checks(run, states, law)]
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="m = 0, Σ invertible",
         corrected="any m, any Σ ⪰ 0",
@@ -172,7 +172,7 @@ def real_noise(run: ClaimRun) -> Evidence:
     indices = [float(index) for index in range(len(rows))]
     shares = {name: [row[name] for row in rows] for name in rows[0]}
     laws = ("N(m, Σ)", "isotropic")
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="isotropic diffusion",
         corrected="the covariance that the perturbations have",

@@ -39,14 +39,12 @@ def gap(run: ClaimRun) -> Evidence:
     gammas = [1e-4, 1e-3, 1e-2, 1e-1]
     specialised = specialisation_gap(teacher.sample, teacher.labels, gammas)
     cells = torch.bincount(teacher.labels, minlength=3).double() / len(teacher.labels)
-    return Evidence(
-        [
-            at_most("η(0.001) with free parameters", cells.max().item(), 0.1),
-            *qualified(
-                at_most("η(0.001) at the teacher's experts", specialised.etas[1], 0.1),
-                at_most("η falls with γ", specialised.etas[0], specialised.etas[3]),
-            ),
-        ],
+    return Evidence.of(
+        at_most("η(0.001) with free parameters", cells.max().item(), 0.1),
+        qualified(
+            at_most("η(0.001) at the teacher's experts", specialised.etas[1], 0.1),
+            at_most("η falls with γ", specialised.etas[0], specialised.etas[3]),
+        ),
         paper="an assumption",
         measured=f"η(0.001) = {specialised.etas[1]:.4f}; free: {cells.max().item():.3f}",
         figure=chart(
@@ -80,21 +78,19 @@ def velocities(run: ClaimRun) -> Evidence:
     left = bent - columns @ torch.linalg.lstsq(columns, bent[:, None]).solution.squeeze(1)
     joined = torch.cat([columns, x @ run.normal(width, 1, stream=3) + 1.0], dim=1)
     again = torch.linalg.svdvals(joined)
-    return Evidence(
-        [
-            near("dimension of the velocities, D = 4", rank, width, 0),
-            near(
-                "dimension with one more affine velocity",
-                (again > 1e-10 * again[0]).sum().item(),
-                width,
-                0,
-            ),
-            at_least(
-                "share of a quadratic velocity that is not realised",
-                left.norm().item() / bent.norm().item(),
-                0.05,
-            ),
-        ],
+    return Evidence.of(
+        near("dimension of the velocities, D = 4", rank, width, 0),
+        near(
+            "dimension with one more affine velocity",
+            (again > 1e-10 * again[0]).sum().item(),
+            width,
+            0,
+        ),
+        at_least(
+            "share of a quadratic velocity that is not realised",
+            left.norm().item() / bent.norm().item(),
+            0.05,
+        ),
         paper="finite",
         corrected="D: the motion along (n, b) itself leaves the wall in place",
         measured=rank,
@@ -117,19 +113,17 @@ def transfer(run: ClaimRun) -> Evidence:
     off = derivative_transfer(student, teacher, taus)
     limit = offset_curvature(teacher, teacher, taus).limit
     on = [_shift_curvature(teacher, tau) for tau in taus]
-    return Evidence(
-        [
-            at_most("∂²L_τ/∂b² at the teacher, τ = 0.003", on[-1], 10.0),
-            *qualified(
-                at_least(
-                    "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(off.gradient_gaps)), 0.9
-                ),
-                at_least(
-                    "exponent of ‖∇²L_τ - ∇²L_0‖, off", exponent(taus, list(off.hessian_gaps)), 0.9
-                ),
+    return Evidence.of(
+        at_most("∂²L_τ/∂b² at the teacher, τ = 0.003", on[-1], 10.0),
+        qualified(
+            at_least(
+                "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(off.gradient_gaps)), 0.9
             ),
-            *corrected(near("τ ∂²L_τ/∂b² at the teacher", taus[-1] * on[-1] / limit, 1, 0.02)),
-        ],
+            at_least(
+                "exponent of ‖∇²L_τ - ∇²L_0‖, off", exponent(taus, list(off.hessian_gaps)), 0.9
+            ),
+        ),
+        corrected(near("τ ∂²L_τ/∂b² at the teacher", taus[-1] * on[-1] / limit, 1, 0.02)),
         paper="r(τ) → 0",
         corrected=f"{limit:.6f}/τ at the teacher",
         measured=f"{on[-1]:.3f} at τ = 0.003",
@@ -174,15 +168,13 @@ def profiled(run: ClaimRun) -> Evidence:
     critical = _nearby_maximum(teacher, angles[top])
     gradient, least, _, _ = _variation(teacher, critical)
     fixed = min(curvature for *_, curvature in values)
-    return Evidence(
-        [
-            at_most("largest second variation along a neutral motion", worst, 0),
-            *qualified(
-                at_least("α_fr over all walls", fixed, 0.1),
-                near("gradient of Ψ_0 at the critical wall", gradient, 0, 1e-3),
-                at_most("least eigenvalue there", least, -0.1),
-            ),
-        ],
+    return Evidence.of(
+        at_most("largest second variation along a neutral motion", worst, 0),
+        qualified(
+            at_least("α_fr over all walls", fixed, 0.1),
+            near("gradient of Ψ_0 at the critical wall", gradient, 0, 1e-3),
+            at_most("least eigenvalue there", least, -0.1),
+        ),
         paper="λ_nd > 0 at every wall",
         corrected=f"at the critical wall: {-least:.3f}",
         measured=f"neutral second variation up to {worst:.3f}; α_fr = {fixed:.4f}",
@@ -250,4 +242,4 @@ def curvature(run: ClaimRun) -> Evidence:
         near("the bound is attained", bound.least, bound.bound, 1e-12),
         at_most("half of the curvature stays", half.least, values[0].item() / 2, 1e-9),
     ]
-    return Evidence(checks, paper="a bound", measured=f"{violations} violations, attained")
+    return Evidence.of(checks, paper="a bound", measured=f"{violations} violations, attained")

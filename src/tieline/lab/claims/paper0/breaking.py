@@ -61,7 +61,7 @@ def gradient(run: ClaimRun) -> Evidence:
     formula = -4 / tau * (inner[:, None] * x).mean(dim=0)
     difference = (auto - formula).abs().max().item()
     checks = [at_most("largest difference", difference, 1e-12)]
-    return Evidence(checks, paper="equal", measured=difference)
+    return Evidence.of(checks, paper="equal", measured=difference)
 
 
 @claim("p0-eq6.3", "response model, an assumption", expected=Verdict.FAILS, seconds=2)
@@ -84,24 +84,22 @@ def response(run: ClaimRun) -> Evidence:
     closed = (V @ modes.matrix @ contrast).item() / (2 * tau)
     both = symmetry_breaking(V, D, tau=1.0, step_size=0.1, steps=60, covariance=SIGMA)
     value, error = drift.value or 0.0, drift.standard_error or 0.0
-    return Evidence(
-        [
-            near("component of -∇_u L along v at u = 0", value, 0, 4 * error),
-            *corrected(
-                sampled("the drift and M_e δ/2τ", drift, closed),
-                near(
-                    "growth per step and that of the coupled modes",
-                    both.growth,
-                    both.predicted_growth,
-                    0.02,
-                ),
-                at_least(
-                    "growth of the reduced model over the true one",
-                    (both.paper_growth - 1) / (both.growth - 1),
-                    1.2,
-                ),
+    return Evidence.of(
+        near("component of -∇_u L along v at u = 0", value, 0, 4 * error),
+        corrected(
+            sampled("the drift and M_e δ/2τ", drift, closed),
+            near(
+                "growth per step and that of the coupled modes",
+                both.growth,
+                both.predicted_growth,
+                0.02,
             ),
-        ],
+            at_least(
+                "growth of the reduced model over the true one",
+                (both.paper_growth - 1) / (both.growth - 1),
+                1.2,
+            ),
+        ),
         paper=f"no drift; growth {both.paper_growth:.4f} per step",
         corrected=f"drift {closed:.6f}; growth {both.predicted_growth:.4f}",
         measured=f"drift {value:.6f}; growth {both.growth:.4f}",
@@ -154,7 +152,7 @@ def linearisation(run: ClaimRun) -> Evidence:
     name = "relative error of -Mv/τ as a derivative"
     checks += qualified(at_most(f"{name}, dominated response", spread[False], 0.02))
     checks.append(at_most(f"{name}, a jump in a thin slab", spread[True], 0.02))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="M",
         measured=f"within {spread[False]:.2%}; {spread[True]:.0%} off with the jump",
@@ -201,7 +199,7 @@ def moment(run: ClaimRun) -> Evidence:
             near(f"vᵀMv of the closed matrix, {g.kind}", closed, stated, 1e-10),
             at_least(f"κ_g, {g.kind}", response_constant(g, spread), 1e-3),
         ]
-    return Evidence(checks, paper=checks[0].reference, measured=checks[0].measured)
+    return Evidence.of(checks, paper=checks[0].reference, measured=checks[0].measured)
 
 
 @claim("p0-lem6.2", "sign response")
@@ -217,7 +215,7 @@ def sign_response(run: ClaimRun) -> Evidence:
     checks = [
         near(f"κ at scale {s}", k, stated, 1e-9) for s, k in zip((0.1, 1, 7), values, strict=True)
     ]
-    return Evidence(checks, paper=stated, measured=values[1])
+    return Evidence.of(checks, paper=stated, measured=values[1])
 
 
 @claim("p0-eq6.7", "without loss of generality d·Σv > 0", expected=Verdict.FAILS, seconds=2)
@@ -240,17 +238,14 @@ def generality(run: ClaimRun) -> Evidence:
     product = (new_d @ SIGMA @ new_v).item()
     reduced = operator(V, d, SIGMA)
     true = coupled_modes(V, d, 1.0, SIGMA)
-    checks = [
+    return Evidence.of(
         at_least("d·Σv after the relabelling that keeps the teacher", product, 0),
-        *corrected(
+        corrected(
             near("targets of the relabelled teacher", kept, 0, 1e-12),
             at_least("targets when v alone is flipped", (before - flipped).abs().max().item(), 0.1),
             at_most("vᵀMv of the reduced model", reduced.rayleigh, -0.1),
             at_least("growth of the true model all the same", true.rates[0].item(), 0.1),
         ),
-    ]
-    return Evidence(
-        checks,
         paper="d·Σv > 0",
         corrected="swapping sides also flips d",
         measured=f"{product:.6f}; vᵀMv = {reduced.rayleigh:.4f}; true growth {true.rates[0]:.4f}",
@@ -273,7 +268,7 @@ def update(run: ClaimRun) -> Evidence:
     closed = spectrum.eigenvectors @ ((1 + push * spectrum.eigenvalues) ** 50 * components)
     distance = ((u - closed).norm() / closed.norm()).item()
     checks = [at_most("relative distance", distance, 1e-12)]
-    return Evidence(checks, paper="equal", measured=distance)
+    return Evidence.of(checks, paper="equal", measured=distance)
 
 
 @claim("p0-prop6.3", "instability of the symmetric router")
@@ -304,22 +299,20 @@ def instability(run: ClaimRun) -> Evidence:
     slow, quick = (
         alignment_rate(spectrum.eigenvalues, 0.1, tau).amplification for tau in (1.0, 0.1)
     )
-    return Evidence(
-        [
-            none_of("teachers with vᵀMv < 0", stable),
-            *qualified(
-                none_of("teachers with d·Σv > 0 and vᵀMv <= 0", unstable),
-                at_least("smallest leading eigenvalue, d·Σv > 0", worst, 1e-6),
-                at_least("smallest overlap with v", least, 1e-6),
-                near(
-                    "growth per step at τ = 1",
-                    slow,
-                    1 + 0.1 * spectrum.eigenvalues[0].item(),
-                    1e-12,
-                ),
-                at_least("growth at τ = 0.1 over that at τ = 1", quick, slow),
+    return Evidence.of(
+        none_of("teachers with vᵀMv < 0", stable),
+        qualified(
+            none_of("teachers with d·Σv > 0 and vᵀMv <= 0", unstable),
+            at_least("smallest leading eigenvalue, d·Σv > 0", worst, 1e-6),
+            at_least("smallest overlap with v", least, 1e-6),
+            near(
+                "growth per step at τ = 1",
+                slow,
+                1 + 0.1 * spectrum.eigenvalues[0].item(),
+                1e-12,
             ),
-        ],
+            at_least("growth at τ = 0.1 over that at τ = 1", quick, slow),
+        ),
         paper="λ_+ > 0",
         corrected="if d·Σv > 0",
         measured=f"smallest λ_1 = {worst:.4f}; {stable} teachers with vᵀMv < 0",
@@ -344,14 +337,13 @@ def alignment(run: ClaimRun) -> Evidence:
         components = spectrum.eigenvectors.T @ u
         angles.append((components[0].abs() / u.norm()).item())
     stated = (rate.ratio**steps * start[1] / start[0]).item()
-    checks = [
+    return Evidence.of(
         near("ratio of components", (components[1] / components[0]).item() / stated, 1, 1e-9),
         at_least("cosine with the leading eigenvector", angles[-1], 0.999),
         near("the sign condition holds", float(rate.sign_stable), 1, 0),
-    ]
-    figure = chart("step", "|cos(u, w_1)|", line("reduced model", range(1, steps + 1), angles))
-    return Evidence(
-        checks, paper=stated, measured=(components[1] / components[0]).item(), figure=figure
+        paper=stated,
+        measured=(components[1] / components[0]).item(),
+        figure=chart("step", "|cos(u, w_1)|", line("reduced model", range(1, steps + 1), angles)),
     )
 
 
@@ -383,4 +375,4 @@ def rate(run: ClaimRun) -> Evidence:
         near("ρ at τ = 1e-4", curve[-1], 0.25, 1e-3),
     ]
     figure = chart("τ", "ρ(τ)", line("λ = 2, ½; η = 0.1", taus, curve), log="x")
-    return Evidence(checks, paper=0.25, measured=curve[-1], figure=figure)
+    return Evidence.of(checks, paper=0.25, measured=curve[-1], figure=figure)

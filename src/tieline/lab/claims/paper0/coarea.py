@@ -43,15 +43,13 @@ def regular(run: ClaimRun) -> Evidence:
     bad = [(cubic.abs() <= w).double().mean().item() / w for w in widths]
     near_wall = gap.abs() <= widths[-1]
     least, least_bad = steep[near_wall].min().item(), flat[cubic.abs() <= widths[-1]].min().item()
-    return Evidence(
-        [
-            at_least("smallest gradient near x³ = 0", least_bad, 0.1),
-            *qualified(
-                at_least("smallest gradient near the regular wall", least, 1.0),
-                near("exponent of P/w, regular", exponent(widths, good), 0, 0.05),
-            ),
-            *corrected(near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05)),
-        ],
+    return Evidence.of(
+        at_least("smallest gradient near x³ = 0", least_bad, 0.1),
+        qualified(
+            at_least("smallest gradient near the regular wall", least, 1.0),
+            near("exponent of P/w, regular", exponent(widths, good), 0, 0.05),
+        ),
+        corrected(near("exponent of P/w, S = x³", exponent(widths, bad), -2 / 3, 0.05)),
         paper="an assumption",
         measured=f"gradients >= {least:.3f} against {least_bad:.2g}",
         figure=chart(
@@ -96,7 +94,7 @@ def profile(run: ClaimRun) -> Evidence:
         at_most("|F(t) - F(0)| at t = 1e-4", step[1], 1e-4 * max(step[0], 1e-3)),
     ]
     figure = chart("t", "F(t)", line("curved wall", levels, [router.profile(t) for t in levels]))
-    return Evidence(checks, paper=router.mass(width), measured=float(inside), figure=figure)
+    return Evidence.of(checks, paper=router.mass(width), measured=float(inside), figure=figure)
 
 
 @claim("p0-prop3.5", "coarea expansion for two experts", seconds=0.5)
@@ -131,7 +129,7 @@ def expansion(run: ClaimRun) -> Evidence:
         dots("quadrature", taus, [m / t for m, t in zip(masses, taus, strict=True)]),
         log="x",
     )
-    return Evidence(checks, paper=exact, measured=surface.value, figure=figure)
+    return Evidence.of(checks, paper=exact, measured=surface.value, figure=figure)
 
 
 @claim("p0-lem3.6", "tube formula of one wall")
@@ -147,12 +145,10 @@ def tube(run: ClaimRun) -> Evidence:
     bend = (router.profile(h) - 2 * zero + router.profile(-h)) / h**2
     widths = [0.4, 0.2, 0.1, 0.05]
     left = [router.mass(w) - 2 * w * zero for w in widths]
-    return Evidence(
-        [
-            near("order of the remainder", exponent(widths, left), 3, 0.1),
-            near("remainder / w³ at w = 0.05", left[-1] / widths[-1] ** 3, bend / 3, 2e-3),
-            near("P / 2w at w = 0.05 over F(0)", router.mass(0.05) / 0.1 / zero, 1, 1e-3),
-        ],
+    return Evidence.of(
+        near("order of the remainder", exponent(widths, left), 3, 0.1),
+        near("remainder / w³ at w = 0.05", left[-1] / widths[-1] ** 3, bend / 3, 2e-3),
+        near("P / 2w at w = 0.05 over F(0)", router.mass(0.05) / 0.1 / zero, 1, 1e-3),
         paper=zero,
         corrected=f"2wF(0) + w³F''(0)/3, F'' = {bend:.5f}",
         measured=router.mass(0.05) / 0.1,
@@ -180,7 +176,9 @@ def union(run: ClaimRun) -> Evidence:
                 at_most(f"BM_pair, E = {experts}, τ = {tau}", float(mass), bound, 4 * error)
             )
     checks += corrected(at_least("tightness at E = 4, τ = 0.01", ratios[1], 0.9))
-    return Evidence(checks, paper="at most 1", measured=f"{min(ratios):.3f} to {max(ratios):.3f}")
+    return Evidence.of(
+        checks, paper="at most 1", measured=f"{min(ratios):.3f} to {max(ratios):.3f}"
+    )
 
 
 @claim("p0-prop3.7", "linear margin tail")
@@ -203,19 +201,18 @@ def margin(run: ClaimRun) -> Evidence:
     masses = boundary_mass_pair(scores, torch.tensor(widths, dtype=torch.float64))
     excess = (masses.value - 4 * masses.stderr - constant * torch.tensor(widths)).max().item()
     ratio = (masses.value / (constant * torch.tensor(widths))).tolist()
-    checks = [
+    return Evidence.of(
         at_most("largest excess over C_margin δ", excess, 0),
-        *corrected(at_least("tightness at δ = 0.003", ratio[1], 0.9)),
-    ]
-    figure = chart(
-        "δ",
-        "P(Δ_min ≤ δ) / δ",
-        line("C_margin", widths, [constant] * 5, dashed=True),
-        dots("counted", widths, [r * constant for r in ratio]),
-        log="x",
-    )
-    return Evidence(
-        checks, paper=constant, measured=masses.value[0].item() / widths[0], figure=figure
+        corrected(at_least("tightness at δ = 0.003", ratio[1], 0.9)),
+        paper=constant,
+        measured=masses.value[0].item() / widths[0],
+        figure=chart(
+            "δ",
+            "P(Δ_min ≤ δ) / δ",
+            line("C_margin", widths, [constant] * 5, dashed=True),
+            dots("counted", widths, [r * constant for r in ratio]),
+            log="x",
+        ),
     )
 
 
@@ -241,24 +238,22 @@ def linear(run: ClaimRun) -> Evidence:
     square = (normal @ covariance @ normal).item()
     next_term = 1 + radius**2 * (offset**2 / square**2 - 1 / square) / 6
     small = gaussian_boundary_mass(router, 0.02, covariance)
-    return Evidence(
-        [
-            within("P(|S| <= r) by counting", inside, error, mass.exact),
-            near("hyperplane integral in the plane", *_hyperplane_integral(2.0, 0.7), 1e-10),
-            *corrected(
-                near("next order over first", mass.next_order / mass.first_order, next_term, 1e-12),
-                at_most(
-                    "relative error of the next order at r = 0.02",
-                    abs(small.next_order / small.exact - 1),
-                    1e-7,
-                ),
-            ),
+    return Evidence.of(
+        within("P(|S| <= r) by counting", inside, error, mass.exact),
+        near("hyperplane integral in the plane", *_hyperplane_integral(2.0, 0.7), 1e-10),
+        corrected(
+            near("next order over first", mass.next_order / mass.first_order, next_term, 1e-12),
             at_most(
-                "relative error of the first order at r = 0.02",
-                abs(small.first_order / small.exact - 1),
-                1e-3,
+                "relative error of the next order at r = 0.02",
+                abs(small.next_order / small.exact - 1),
+                1e-7,
             ),
-        ],
+        ),
+        at_most(
+            "relative error of the first order at r = 0.02",
+            abs(small.first_order / small.exact - 1),
+            1e-3,
+        ),
         paper=mass.first_order,
         corrected=mass.next_order,
         measured=inside,
@@ -290,22 +285,21 @@ def scaling(run: ClaimRun) -> Evidence:
     bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]
     excess = max(float(m) - b for m, b in zip(mass, bound, strict=True))
     power = exponent(taus[1:], [float(m) for m in mass[1:]])
-    checks = [
+    return Evidence.of(
         at_most("largest excess over the bound", excess, 0),
         near("exponent of BM in τ", power, 1, 0.08),
-    ]
-    figure = chart(
-        "τ",
-        "BM(τ; ε) / τ",
-        line(
-            "sum over pairs",
-            taus,
-            [b / t for b, t in zip(bound, taus, strict=True)],
-            dashed=True,
+        paper=bound[-1] / taus[-1],
+        measured=float(mass[-1]) / taus[-1],
+        figure=chart(
+            "τ",
+            "BM(τ; ε) / τ",
+            line(
+                "sum over pairs",
+                taus,
+                [b / t for b, t in zip(bound, taus, strict=True)],
+                dashed=True,
+            ),
+            dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
+            log="x",
         ),
-        dots("counted", taus, [float(m) / t for m, t in zip(mass, taus, strict=True)]),
-        log="x",
-    )
-    return Evidence(
-        checks, paper=bound[-1] / taus[-1], measured=float(mass[-1]) / taus[-1], figure=figure
     )

@@ -46,15 +46,13 @@ def decomposition(run: ClaimRun) -> Evidence:
         gap = max(gap, abs(values[0] - values[1] - values[2]))
         sharp.append(values[2] / (split.sharp_bound.value or math.nan))
         paper.append(values[2] / (split.paper_bound.value or math.nan))
-    return Evidence(
-        [
-            at_most("whole minus parts", gap, 1e-12),
-            at_most("boundary part over the paper's bound", max(paper), 1),
-            *corrected(
-                at_most("boundary part over (B + B_stu)² BM", max(sharp), 1),
-                at_least("boundary part is there", min(paper), 1e-6),
-            ),
-        ],
+    return Evidence.of(
+        at_most("whole minus parts", gap, 1e-12),
+        at_most("boundary part over the paper's bound", max(paper), 1),
+        corrected(
+            at_most("boundary part over (B + B_stu)² BM", max(sharp), 1),
+            at_least("boundary part is there", min(paper), 1e-6),
+        ),
         paper="at most 1, constant 2B² + 2B_stu²",
         corrected="constant (B + B_stu)², no ε",
         measured=max(sharp),
@@ -81,7 +79,7 @@ def cellwise(run: ClaimRun) -> Evidence:
         at_least("smallest slack", min(slacks), 0),
         *corrected(at_least("largest mass of a dominated cell", max(masses), 0.1)),
     ]
-    return Evidence(checks, paper="at least 0", measured=min(slacks))
+    return Evidence.of(checks, paper="at least 0", measured=min(slacks))
 
 
 @claim("p0-prop5.10", "shape derivative of the hard risk", seconds=1)
@@ -103,23 +101,21 @@ def shape(run: ClaimRun) -> Evidence:
     off = wall_variation(student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64))
     on = wall_variation(teacher, teacher, shift)
     first, second = _swapped_experts_variation()
-    return Evidence(
-        [
-            near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
-            *qualified(
-                near("formula and difference at 0⁺, off", off.right, off.right_difference, 1e-5),
-                near("formula and difference at 0⁺, on", on.right, on.right_difference, 1e-5),
-            ),
-            *corrected(
-                near("formula and difference at 0⁻, on", on.left, on.left_difference, 1e-5),
-                at_most("product of the two sides, on", on.left * on.right, 0),
-            ),
-            *qualified(
-                _sampled_derivative(run),
-                near("first variation, experts exchanged", first, 0, 1e-9),
-                at_most("second variation there", second, -0.1),
-            ),
-        ],
+    return Evidence.of(
+        near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
+        qualified(
+            near("formula and difference at 0⁺, off", off.right, off.right_difference, 1e-5),
+            near("formula and difference at 0⁺, on", on.right, on.right_difference, 1e-5),
+        ),
+        corrected(
+            near("formula and difference at 0⁻, on", on.left, on.left_difference, 1e-5),
+            at_most("product of the two sides, on", on.left * on.right, 0),
+        ),
+        qualified(
+            _sampled_derivative(run),
+            near("first variation, experts exchanged", first, 0, 1e-9),
+            at_most("second variation there", second, -0.1),
+        ),
         paper=on.right,
         corrected=f"0⁺: {on.right:.6f}, 0⁻: {on.left:.6f}",
         measured=f"0⁺: {on.right_difference:.6f}, 0⁻: {on.left_difference:.6f}",
@@ -191,19 +187,17 @@ def misrouting(run: ClaimRun) -> Evidence:
     )
     excess = _corrected_excess(run, n, gamma, eta)
     interior = swap.interior.value or 0.0
-    return Evidence(
-        [
-            at_most(
-                "printed bound less L̃_int, π the identity",
-                same.paper_bound,
-                same.interior.value or 0.0,
-            ),
-            at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
-            *corrected(
-                at_most("largest excess of the corrected bound", max(excess), 0),
-                near("the hypothesis 2ε B_stu <= √γ/2 holds", float(swap.admissible), 1, 0),
-            ),
-        ],
+    return Evidence.of(
+        at_most(
+            "printed bound less L̃_int, π the identity",
+            same.paper_bound,
+            same.interior.value or 0.0,
+        ),
+        at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
+        corrected(
+            at_most("largest excess of the corrected bound", max(excess), 0),
+            near("the hypothesis 2ε B_stu <= √γ/2 holds", float(swap.admissible), 1, 0),
+        ),
         paper=swap.paper_bound,
         corrected=swap.corrected_bound.value,
         measured=interior,
@@ -257,7 +251,7 @@ def matching(run: ClaimRun) -> Evidence:
         none_of("relabellings not found", wrong),
         near("agreement of the match is the largest", chosen, max(sums), 1e-12),
     ]
-    return Evidence(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
+    return Evidence.of(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
 
 
 def _minimiser(run: ClaimRun, tau: float) -> TwoCells:
@@ -295,13 +289,11 @@ def recovery(run: ClaimRun) -> Evidence:
         partition.append(errors.partition.value or 0.0)
         first.append(errors.expert_ratio)
         second.append(errors.partition_ratio)
-    return Evidence(
-        [
-            at_most("C_1 at every τ", max(first), 1.0),
-            at_most("C_2 at every τ", max(second), 1.0),
-            at_most("expert error falls with τ", experts[2], experts[0]),
-            at_most("partition error in the interior", max(partition), 0.05),
-        ],
+    return Evidence.of(
+        at_most("C_1 at every τ", max(first), 1.0),
+        at_most("C_2 at every τ", max(second), 1.0),
+        at_most("expert error falls with τ", experts[2], experts[0]),
+        at_most("partition error in the interior", max(partition), 0.05),
         paper="some C_1, C_2",
         measured=f"C_1 = {max(first):.3f}, C_2 = {max(second):.4f}",
         figure=chart(
@@ -338,16 +330,14 @@ def saddles(run: ClaimRun) -> Evidence:
     far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]
     different = sum(p.misrouted > 1e-4 for p in minima)
     least = max((p.least_eigenvalue for p in far), default=float("nan"))
-    return Evidence(
-        [
-            none_of("minima with another partition than the teacher's", different),
-            *qualified(
-                at_least("critical points found far from the teacher", len(far), 1),
-                at_most("their largest least eigenvalue", least, -1e-3),
-                at_most("their largest drop", max((p.drop for p in far), default=0.0), -1e-4),
-            ),
-            *corrected(at_most("what the minima misroute", max(p.misrouted for p in minima), 0.05)),
-        ],
+    return Evidence.of(
+        none_of("minima with another partition than the teacher's", different),
+        qualified(
+            at_least("critical points found far from the teacher", len(far), 1),
+            at_most("their largest least eigenvalue", least, -1e-3),
+            at_most("their largest drop", max((p.drop for p in far), default=0.0), -1e-4),
+        ),
+        corrected(at_most("what the minima misroute", max(p.misrouted for p in minima), 0.05)),
         paper="all strict saddles",
         corrected="all beyond O(τ) of the teacher",
         measured=f"λ_min = {least:.4f}; minima misroute {max(p.misrouted for p in minima):.4f}",

@@ -69,7 +69,7 @@ def softmax_tail(run: ClaimRun) -> Evidence:
         none_of("violations", violations),
         *corrected(at_least("largest ratio to the bound", tightest, 0.99)),
     ]
-    return Evidence(checks, paper="at most 1", measured=tightest)
+    return Evidence.of(checks, paper="at most 1", measured=tightest)
 
 
 @claim("p0-asm4.2", "margin tail P(Δ <= t) <= C t^α")
@@ -89,15 +89,13 @@ def tail(run: ClaimRun) -> Evidence:
     rooted = margin_tail((x * x.abs()).abs()).fitted
     twins = torch.cat([scores[:, :7], scores[:, :1]], dim=1)
     tied = (top_gap(twins) == 0).double().mean().item()
-    return Evidence(
-        [
-            none_of("chance of Δ = 0 with twin experts", tied),
-            *qualified(
-                sampled("α of normal scores", regular, 1.0, bias=0.06),
-                sampled("α of S = x|x|", rooted, 0.5, bias=0.01),
-            ),
-            *corrected(near("chance that a twin wins", tied, 1 / 7, 0.01)),
-        ],
+    return Evidence.of(
+        none_of("chance of Δ = 0 with twin experts", tied),
+        qualified(
+            sampled("α of normal scores", regular, 1.0, bias=0.06),
+            sampled("α of S = x|x|", rooted, 0.5, bias=0.01),
+        ),
+        corrected(near("chance that a twin wins", tied, 1 / 7, 0.01)),
         paper="an assumption",
         measured=f"α = {regular.value:.3f}, {rooted.value:.3f}; twins: {tied:.3f}",
     )
@@ -120,13 +118,10 @@ def bounded(run: ClaimRun) -> Evidence:
     hard = gaussian_risk(student, teacher).item()
     taus = [0.01, 0.003, 0.001, 0.0003]
     gaps = [gaussian_risk(student, teacher, tau=tau).item() - hard for tau in taus]
-    checks = [
+    return Evidence.of(
         at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
-        *qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
-        *corrected(near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)),
-    ]
-    return Evidence(
-        checks,
+        qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
+        corrected(near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)),
         paper="an assumption",
         corrected="moments are enough here",
         measured=f"grows by {many / few:.2f}; rate stays {exponent(taus, gaps):.3f}",
@@ -153,21 +148,19 @@ def coarea_rate(run: ClaimRun) -> Evidence:
     assert exact.standard_error is not None
     last_error = (gaps[-1].standard_error or 0) / TAUS[-1]
     error = math.hypot(last_error, exact.standard_error)
-    return Evidence(
-        [
-            at_most("|L_τ - L_0|/τ over C_co", max(map(abs, slopes)) / bound, 1),
-            *corrected(
-                within(
-                    "L_τ - L_0 over τ at τ = 0.003 and the exact first order",
-                    slopes[-1],
-                    error,
-                    exact.value,
-                    resolution=0.3,
-                    bias=0.02 * abs(exact.value),
-                )
-            ),
-            *_quadrature_checks(),
-        ],
+    return Evidence.of(
+        at_most("|L_τ - L_0|/τ over C_co", max(map(abs, slopes)) / bound, 1),
+        corrected(
+            within(
+                "L_τ - L_0 over τ at τ = 0.003 and the exact first order",
+                slopes[-1],
+                error,
+                exact.value,
+                resolution=0.3,
+                bias=0.02 * abs(exact.value),
+            )
+        ),
+        _quadrature_checks(),
         paper=bound,
         corrected=exact.value,
         measured=slopes[-1],
@@ -207,20 +200,18 @@ def uniform(run: ClaimRun) -> Evidence:
     student, teacher = crossing_pair()
     hard, exact = gaussian_risk(student, teacher).item(), gaussian_slope(student, teacher).value
     gaps = [gaussian_risk(student, teacher, tau=tau).item() - hard for tau in TAUS]
-    return Evidence(
-        [
-            none_of("violations of the chain of the proof", violations),
-            at_most("largest |L_τ - L_0| over the bound", max(ratios), 1),
-            near("exponent where α = ½", exponent(TAUS, rooted), 0.5, 0.02),
-            *corrected(
-                near(
-                    "(L_τ - L_0)/τ at τ = 0.003 over the exact slope",
-                    gaps[-1] / TAUS[-1] / exact,
-                    1,
-                    0.02,
-                )
-            ),
-        ],
+    return Evidence.of(
+        none_of("violations of the chain of the proof", violations),
+        at_most("largest |L_τ - L_0| over the bound", max(ratios), 1),
+        near("exponent where α = ½", exponent(TAUS, rooted), 0.5, 0.02),
+        corrected(
+            near(
+                "(L_τ - L_0)/τ at τ = 0.003 over the exact slope",
+                gaps[-1] / TAUS[-1] / exact,
+                1,
+                0.02,
+            )
+        ),
         paper="C_sh τ",
         corrected=f"{exact:.6f} τ",
         measured=f"at most {max(ratios):.4f} of the bound",
@@ -276,15 +267,12 @@ def gamma_limit(run: ClaimRun) -> Evidence:
     taus = [0.1, 0.03, 0.01, 0.003]
     done = gamma_convergence(teacher, wall_grid(run.size(60, 360), (-0.1, 0.0)), taus)
     power = exponent(taus[1:], list(done.uniform_gaps[1:]))
-    checks = [
+    figure = chart("τ", "sup |Ψ_τ - Ψ_0|", dots("unit normals", taus, done.uniform_gaps), log="xy")
+    return Evidence.of(
         near("exponent of sup |Ψ_τ - Ψ_0|, unit normals", power, 1, 0.1),
         at_most("|inf Ψ_τ - inf Ψ_0| at τ = 0.01", abs(done.infima[-2] - done.infima[-1]), 0.05),
         at_most("distance of the minimisers at τ = 0.003", done.distances[-1], 0.1),
-        *corrected(at_most("spread of inf L_τ over τ, free scale", spread, 1e-6)),
-    ]
-    figure = chart("τ", "sup |Ψ_τ - Ψ_0|", dots("unit normals", taus, done.uniform_gaps), log="xy")
-    return Evidence(
-        checks,
+        corrected(at_most("spread of inf L_τ over τ, free scale", spread, 1e-6)),
         paper="inf L_τ → inf L_0",
         corrected="with a free scale L_τ(φ) = L_1(φ/τ): inf L_τ does not depend on τ at all",
         measured=f"free scale: inf constant to {spread:.1e}; unit normals: gap ~ τ^{power:.2f}",

@@ -51,7 +51,7 @@ def gauge(run: ClaimRun) -> Evidence:
         near("distinct relabellings", len(copies), math.factorial(4), 0),
         *corrected(at_least("change when scores alone are relabelled", broken, 0.1)),
     ]
-    return Evidence(checks, paper="no change", measured=max(*changes, shifted))
+    return Evidence.of(checks, paper="no change", measured=max(*changes, shifted))
 
 
 @claim("p0-def3.1", "pairwise boundary mass and ambiguity events")
@@ -69,7 +69,7 @@ def pair_events(run: ClaimRun) -> Evidence:
     event = ((share >= EPSILON) & (share <= 1 - EPSILON)).any(dim=1).double().mean().item()
     mass = float(boundary_mass_pair(scores, KAPPA * TAU))
     checks = [near("P(some pair ambiguous) and BM_pair(κτ)", event, mass, 1e-12)]
-    return Evidence(checks, paper=mass, measured=event)
+    return Evidence.of(checks, paper=mass, measured=event)
 
 
 @claim("p0-rem3.2", "ambiguity is a slab", number="Remark 3.2")
@@ -91,13 +91,11 @@ def slab(run: ClaimRun) -> Evidence:
     share = torch.sigmoid(gap / TAU)
     naive = ((share >= tiny) & (share <= 1 - tiny)).double().mean().item()
     slab_mass = (gap.abs() <= TAU * (math.log1p(-tiny) - math.log(tiny))).double().mean().item()
-    return Evidence(
-        [
-            none_of("pairs that differ", differ),
-            *corrected(
-                at_least("excess of the weight as written at ε = 1e-17", naive - slab_mass, 0.05)
-            ),
-        ],
+    return Evidence.of(
+        none_of("pairs that differ", differ),
+        corrected(
+            at_least("excess of the weight as written at ε = 1e-17", naive - slab_mass, 0.05)
+        ),
         paper="equal",
         measured=f"{differ} differ",
         note="In floating point the slab is the safe form: at ε = 1e-17 the weight as written "
@@ -129,7 +127,7 @@ def binary(run: ClaimRun) -> Evidence:
         near("softmax and slab on the same draws", float(ambiguous), float(counted), 0),
         within("counted against quadrature", float(counted), counted.stderr.item(), exact),
     ]
-    return Evidence(checks, paper=exact, measured=float(counted))
+    return Evidence.of(checks, paper=exact, measured=float(counted))
 
 
 @claim("p0-sec2-pair", "BM_pair as a proxy of BM_top")
@@ -149,15 +147,13 @@ def pair_proxy(run: ClaimRun) -> Evidence:
     width = 1e-3
     measured = float(boundary_mass_pair(scores, width)) / 16 / 15 * 2 * math.sqrt(math.pi) / width
     error = math.sqrt(1 / (len(scores) * 120 / math.sqrt(math.pi) * width))
-    return Evidence(
-        [
-            none_of("tokens with a smaller top gap than pair gap", outside),
-            *corrected(
-                near("ratio at E = 16", ratio[3], 38.337, 1e-3),
-                near("ratio at E = 256", ratio[-1], 6514, 1),
-                within("pair density over its formula at E = 16", measured, error, 1.0, bias=0.05),
-            ),
-        ],
+    return Evidence.of(
+        none_of("tokens with a smaller top gap than pair gap", outside),
+        corrected(
+            near("ratio at E = 16", ratio[3], 38.337, 1e-3),
+            near("ratio at E = 256", ratio[-1], 6514, 1),
+            within("pair density over its formula at E = 16", measured, error, 1.0, bias=0.05),
+        ),
         paper="an upper bound",
         corrected="useless for many experts",
         measured=f"{ratio[3]:.2f}× at E=16, {ratio[-1]:.0f}× at E=256",
@@ -187,7 +183,7 @@ def ambiguity(run: ClaimRun) -> Evidence:
         near("mass by weights and by log-odds", odds, written, 1e-12),
         *corrected(near("a gap of 45 is called ambiguous at ε = 1e-17", rounded - tiny, 1, 0)),
     ]
-    return Evidence(checks, paper=written, measured=odds)
+    return Evidence.of(checks, paper=written, measured=odds)
 
 
 @claim("p0-rem5.4", "sandwich of the ambiguity mass", number="Remark 5.4")
@@ -224,4 +220,4 @@ def sandwich(run: ClaimRun) -> Evidence:
         line("BM_top(κ_E τ)", taus, curves["upper"], dashed=True),
         log="x",
     )
-    return Evidence(checks, paper="a chain", measured=f"{violations} violations", figure=figure)
+    return Evidence.of(checks, paper="a chain", measured=f"{violations} violations", figure=figure)

@@ -55,14 +55,11 @@ def hitting(run: ClaimRun) -> Evidence:
         errors.append(
             abs(face_exit(torch.tensor(1.7, dtype=torch.float64), when).item() - 1 + delta)
         )
-    checks = [
+    return Evidence.of(
         within("P(τ <= 1) at distance 1", curve.value[-1].item(), curve.stderr[-1].item(), exact),
         at_most("standard error", curve.stderr[-1].item(), 0.001),
         at_most("quantile put back into the law", max(errors), 1e-12),
-        *corrected(near("without bridges", curve.naive[-1].item(), 0.256, 0.01)),
-    ]
-    return Evidence(
-        checks,
+        corrected(near("without bridges", curve.naive[-1].item(), 0.256, 0.01)),
         paper=exact,
         measured=curve.value[-1].item(),
         note="The law is 2Φ̄(1) = .3173; seen at 16 steps only, a path seems to leave with .256.",
@@ -75,22 +72,19 @@ def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evid
     bounds = exit_bounds(cell.distances, curve.times)
     low = (bounds.lower - curve.value - 4 * curve.stderr).max().item()
     high = (curve.value - 4 * curve.stderr - bounds.upper).max().item()
-    picture = chart(
-        "t",
-        "P(exit by t)",
-        line("lower bound", curve.times, bounds.lower, dashed=True),
-        dots("simulated", curve.times, curve.value, curve.stderr),
-        line("union bound", curve.times, bounds.upper, dashed=True),
-    )
-    return Evidence(
-        [
-            at_most("lower bound less the simulation", low, 0.002),
-            *corrected(at_most("simulation less the union bound", high, 0.002)),
-        ],
+    return Evidence.of(
+        at_most("lower bound less the simulation", low, 0.002),
+        corrected(at_most("simulation less the union bound", high, 0.002)),
         paper=bounds.lower[-1].item(),
         corrected=f"at most {bounds.upper[-1].item():.4f}",
         measured=curve.value[-1].item(),
-        figure=picture,
+        figure=chart(
+            "t",
+            "P(exit by t)",
+            line("lower bound", curve.times, bounds.lower, dashed=True),
+            dots("simulated", curve.times, curve.value, curve.stderr),
+            line("union bound", curve.times, bounds.upper, dashed=True),
+        ),
     )
 
 
@@ -122,10 +116,10 @@ def finite(run: ClaimRun) -> Evidence:
     curve = exit_curve(cell, 400 * least.item() ** 2, 256, run.size(2_000, 20_000), run.seed)
     t = torch.logspace(0, 8, 9, dtype=torch.float64)
     means = [_mean_until(horizon.item()) for horizon in t]
-    checks = [
+    return Evidence.of(
         at_least("lower bound at 10⁶ r²", late, 0.999),
         at_least("simulated by 400 r²", curve.value[-1].item(), 0.95),
-        *corrected(
+        corrected(
             near(
                 "exponent of E[min(τ, T)] in T, one face",
                 exponent(t[4:].tolist(), means[4:]),
@@ -133,9 +127,9 @@ def finite(run: ClaimRun) -> Evidence:
                 0.01,
             )
         ),
-    ]
-    return Evidence(
-        checks, paper=1, corrected="almost surely finite, with infinite mean", measured=late
+        paper=1,
+        corrected="almost surely finite, with infinite mean",
+        measured=late,
     )
 
 
@@ -168,7 +162,7 @@ def boundaries(run: ClaimRun) -> Evidence:
         none_of("ties with one cell around", alone),
         none_of("inputs with two cells within their distance", crossed),
     ]
-    return Evidence(checks, paper="equal sets", measured=f"{alone + crossed} exceptions")
+    return Evidence.of(checks, paper="equal sets", measured=f"{alone + crossed} exceptions")
 
 
 def annulus(run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int) -> float:
@@ -222,7 +216,7 @@ def misses(run: ClaimRun) -> Evidence:
     checks.append(at_most("d = 3, r = 1e-9", hits(3, 1.0, 1e-9, 4.0), 1e-8))
     line_ = annulus(run, 1, 1.0, 0.1, 4.0, n)
     checks += corrected(near("d = 1, r = 0.1", line_, 3 / 3.9, 0.04))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper=0,
         measured=curve[-1],
@@ -254,7 +248,7 @@ def origin(run: ClaimRun) -> Evidence:
         error = math.sqrt(exact * (1 - exact) / n)
         checks.append(within(f"start at {start}", share, error, exact, bias=1e-3, resolution=0.1))
     checks.append(at_most("limit r → 0: r = 1e-300", hits(2, 1.0, 1e-300, 4.0), 0.01))
-    return Evidence(checks, paper=0, measured=checks[-1].measured)
+    return Evidence.of(checks, paper=0, measured=checks[-1].measured)
 
 
 @claim("p1-lemA.29", "linear image of Brownian motion")
@@ -279,7 +273,7 @@ def linear_image(run: ClaimRun) -> Evidence:
     checks = [
         at_most(f"{name}: standard errors", _deviation(*pair), 4) for name, pair in pairs.items()
     ]
-    return Evidence(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
+    return Evidence.of(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
 
 
 def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
@@ -303,13 +297,10 @@ def first_order(run: ClaimRun) -> Evidence:
     widths = [0.2, 0.1, 0.05, 0.025]
     shares = [(exit_orders(exits, epsilon) >= 2).double().mean().item() for epsilon in widths]
     exact = (exit_orders(exits, 1e-9) != 1).sum().item()
-    checks = [
+    figure = chart("ε", "share of exits of order ≥ 2", dots("simulated", widths, shares), log="xy")
+    return Evidence.of(
         none_of("exits whose order at ε = 1e-9 is not 1", exact),
         near("exponent of the share of order 2 and more in ε", exponent(widths, shares), 1, 0.15),
-    ]
-    figure = chart("ε", "share of exits of order ≥ 2", dots("simulated", widths, shares), log="xy")
-    return Evidence(
-        checks,
         paper=0,
         corrected="0 at ε = 0, proportional to ε at a tolerance",
         measured=f"{shares[-1]:.4f} at ε = 0.025",
@@ -334,8 +325,9 @@ def exit_theorem(run: ClaimRun) -> Evidence:
         _exits_between_bounds(run, cell, cell.distances.min().item() ** 2),
         first_order(run),
     )
-    return Evidence(
-        [*bounds.checks, *order.checks],
+    return Evidence.of(
+        *bounds.checks,
+        *order.checks,
         paper=bounds.paper,
         corrected=bounds.corrected,
         measured=bounds.measured,
@@ -378,7 +370,7 @@ def one_flat(run: ClaimRun) -> Evidence:
         ]
         values.append((exact, float(occupation.bound), float(occupation.paper)))
     checks += _start_on_flat_checks(weight, bias)
-    return Evidence(
+    return Evidence.of(
         checks,
         paper=values[1][2],
         corrected=values[1][1],
@@ -463,4 +455,4 @@ def many_flats(run: ClaimRun) -> Evidence:
         dots("simulated, n = 2", widths, twos[::3]),
         log="xy",
     )
-    return Evidence(checks, paper=ones[-1], corrected=ones[-2], measured=ones[-3], figure=figure)
+    return Evidence.of(checks, paper=ones[-1], corrected=ones[-2], measured=ones[-3], figure=figure)

@@ -170,15 +170,13 @@ def figure_four(run: ClaimRun) -> Evidence:
     last, before = routed.between(0.75, 1), routed.between(0.5, 0.75)
     growth = (routed.epsilon[last].mean(dim=0) / 0.05).min().item()
     k = routed.experts[last].mean().item()
-    return Evidence(
-        [
-            *_layer_means("K in the last quarter", routed.experts[last], BUDGET, NEAR),
-            *_layer_means("K in the quarter before", routed.experts[before], BUDGET, NEAR),
-            at_least("ε in the last quarter over its start, least of the layers", growth, 1),
-            at_most("K after the first step", routed.experts[0].max().item(), BUDGET - NEAR),
-            *corrected(at_least("least K of all looks", routed.experts.min().item(), 2)),
-            at_most("last loss over the first", routed.losses[-1] / routed.losses[0], 0.6),
-        ],
+    return Evidence.of(
+        _layer_means("K in the last quarter", routed.experts[last], BUDGET, NEAR),
+        _layer_means("K in the quarter before", routed.experts[before], BUDGET, NEAR),
+        at_least("ε in the last quarter over its start, least of the layers", growth, 1),
+        at_most("K after the first step", routed.experts[0].max().item(), BUDGET - NEAR),
+        corrected(at_least("least K of all looks", routed.experts.min().item(), 2)),
+        at_most("last loss over the first", routed.losses[-1] / routed.losses[0], 0.6),
         paper=BUDGET,
         corrected="K begins at 2, not near 0: the top 2 are always in",
         measured=f"{k:.3f} on text of the run, {routed.held_out:.3f} on held-out text",
@@ -209,13 +207,11 @@ def figure_five(run: ClaimRun) -> Evidence:
     budgets = [schedule(int(step)) for step in routed.steps]
     dead = (routed.epsilon[-1] / width).max().item()
     k = routed.experts[end].mean().item()
-    return Evidence(
-        [
-            *_layer_means("K at the end of the first stage", routed.experts[first], BUDGET, NEAR),
-            *_layer_means("K over the second stage", routed.experts[middle], 2.25, NEAR),
-            *_layer_means("K at the end of the third", routed.experts[end], HARD, 0.06),
-            at_most("ε at the end over that at 2.5, most of the layers", dead, 0.25),
-        ],
+    return Evidence.of(
+        _layer_means("K at the end of the first stage", routed.experts[first], BUDGET, NEAR),
+        _layer_means("K over the second stage", routed.experts[middle], 2.25, NEAR),
+        _layer_means("K at the end of the third", routed.experts[end], HARD, 0.06),
+        at_most("ε at the end over that at 2.5, most of the layers", dead, 0.25),
         paper=HARD,
         corrected="ε tends to 0 and K to 2 without getting there: the pull K - k dies with ε",
         measured=f"{k:.3f}, ε down to {100 * dead:.0f} %",
@@ -264,7 +260,7 @@ def near_experts(run: ClaimRun) -> Evidence:
         series.append(line(f"layer {layer}", grid, mean))
     half = next(e for e, m in zip(grid, series[0].y, strict=True) if m >= k + 0.5)
     figure = chart("ε", "mean number of experts K(ε)", *series, log="x")
-    return Evidence(
+    return Evidence.of(
         checks, paper="grows from k", measured=f"k + ½ by ε = {half} ({source})", figure=figure
     )
 
@@ -297,20 +293,18 @@ def rivals(run: ClaimRun) -> Evidence:
             ("softmax", Softmax()),
         )
     }
-    return Evidence(
-        [
-            near("experts of softmax gates", use["softmax"].mean().item(), 16, 0),
-            at_least("spread of ReLU's number of experts", use["relu"].std().item(), 1),
-            at_most("mean experts of smooth top-k", use["smooth"].mean().item(), 3),
-            at_least("least experts of smooth top-k", use["smooth"].min().item(), 2),
-            at_most(
-                "jump of ReLU, smooth top-k and softmax",
-                max(jumps[name] for name in ("relu", "smooth", "softmax")),
-                1e-6,
-            ),
-            at_least("jump of top-k", jumps["top-k"], 0.1),
-            at_least("influence of a later token in Soft MoE", _soft_moe_influence(run), 1e-3),
-        ],
+    return Evidence.of(
+        near("experts of softmax gates", use["softmax"].mean().item(), 16, 0),
+        at_least("spread of ReLU's number of experts", use["relu"].std().item(), 1),
+        at_most("mean experts of smooth top-k", use["smooth"].mean().item(), 3),
+        at_least("least experts of smooth top-k", use["smooth"].min().item(), 2),
+        at_most(
+            "jump of ReLU, smooth top-k and softmax",
+            max(jumps[name] for name in ("relu", "smooth", "softmax")),
+            1e-6,
+        ),
+        at_least("jump of top-k", jumps["top-k"], 0.1),
+        at_least("influence of a later token in Soft MoE", _soft_moe_influence(run), 1e-3),
         paper="a comparison",
         measured=f"{use['smooth'].mean().item():.2f} experts (smooth), "
         f"{use['relu'].mean().item():.2f} ± {use['relu'].std().item():.2f} (ReLU)",

@@ -45,9 +45,9 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     edge = smoothstep(
         torch.tensor([-1e-12, 1e-12, 1 - 1e-12, 1 + 1e-12], dtype=torch.float64), A, B
     )
-    checks = [
+    return Evidence.of(
         at_least("h at u = 0", log_form.item(), -1e300),
-        *qualified(
+        qualified(
             near(
                 "s(0.05)",
                 smoothstep(torch.tensor(0.05, dtype=torch.float64), A, B).item(),
@@ -57,14 +57,11 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
             at_least("smallest step of s", s.diff().min().item(), 0),
             at_most("jump of s at both ends", (edge[1] - edge[0] + edge[3] - edge[2]).item(), 1e-9),
         ),
-        *corrected(
+        corrected(
             near("10 % of the ramp", ramp[0], 0.0275, 5e-5),
             near("90 % of the ramp", ramp[1], 0.0883, 5e-5),
             near("e^h in log form has no gradient at 0", slope.isnan().item(), 1, 0),
         ),
-    ]
-    return Evidence(
-        checks,
         paper="h continuous",
         corrected="s = e^h continuous; compute s",
         measured=f"ramp on [{ramp[0]:.4f}, {ramp[1]:.4f}]",
@@ -95,16 +92,14 @@ def gate(run: ClaimRun) -> Evidence:
     stated = raw / raw.sum(dim=1, keepdim=True)
     extra = (weights > 0).sum(dim=1) - 2
     tied = SmoothTopK(2, epsilon=epsilon, a=A, b=B)(torch.ones(1, 8, dtype=torch.float64))
-    return Evidence(
-        [
-            at_most("largest error of a weight", (weights - stated).abs().max().item(), 1e-12),
-            none_of(
-                "tokens with more than `order` experts extra",
-                (extra > tie_order(scores, 2, epsilon)).sum().item(),
-            ),
-            at_least("mean number of experts extra", extra.double().mean().item(), 0.1),
-            near("spread of the weights of 8 tied experts", (tied.max() - tied.min()).item(), 0, 0),
-        ],
+    return Evidence.of(
+        at_most("largest error of a weight", (weights - stated).abs().max().item(), 1e-12),
+        none_of(
+            "tokens with more than `order` experts extra",
+            (extra > tie_order(scores, 2, epsilon)).sum().item(),
+        ),
+        at_least("mean number of experts extra", extra.double().mean().item(), 0.1),
+        near("spread of the weights of 8 tied experts", (tied.max() - tied.min()).item(), 0, 0),
         paper="at most n extra",
         measured=f"{extra.double().mean().item():.3f} extra at ε = {epsilon}",
     )
@@ -162,15 +157,13 @@ def continuity(run: ClaimRun) -> Evidence:
         steep[name] = max(walk.jump for walk in walks) * 1_000
     finer = walk_across(layer["smooth"], points[0], normals[0], 1.0, 20_000).jump
     coarse = walk_across(layer["smooth"], points[0], normals[0], 1.0, 2_000).jump
-    return Evidence(
-        [
-            near("exponent of the smooth layer", exponents["smooth"], 1, 0.1),
-            at_most("largest step along a line, ten times finer", finer / coarse, 0.2),
-            *corrected(
-                near("exponent of the hard layer", exponents["hard"], 0, 0.05),
-                at_least("steepness of b = 50 over b = 1", steep["smooth"] / steep["ramp"], 1.5),
-            ),
-        ],
+    return Evidence.of(
+        near("exponent of the smooth layer", exponents["smooth"], 1, 0.1),
+        at_most("largest step along a line, ten times finer", finer / coarse, 0.2),
+        corrected(
+            near("exponent of the hard layer", exponents["hard"], 0, 0.05),
+            at_least("steepness of b = 50 over b = 1", steep["smooth"] / steep["ramp"], 1.5),
+        ),
         paper="continuous",
         corrected=f"continuous; slope up to {steep['smooth']:.1f} (b = 50), {steep['ramp']:.1f} (b "
         f"= 1)",
@@ -195,11 +188,9 @@ def figure_one(run: ClaimRun) -> Evidence:
         name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")
     }
     rest = {name: (d.largest[0] / d.largest[-1]).item() for name, d in differences.items()}
-    return Evidence(
-        [
-            at_least("hard: difference at 1e-9 over that at 1", rest["hard"], 0.01),
-            at_most("smooth: the same", rest["smooth"], 1e-5),
-        ],
+    return Evidence.of(
+        at_least("hard: difference at 1e-9 over that at 1", rest["hard"], 0.01),
+        at_most("smooth: the same", rest["smooth"], 1e-5),
         paper="stays; vanishes",
         measured=f"{rest['hard']:.3f}; {rest['smooth']:.1e}",
         figure=chart(
@@ -228,7 +219,7 @@ def figure_three(run: ClaimRun) -> Evidence:
         for name, stated in (("hard", 0.0), ("smooth", 1.0)):
             power = step_exponent(difference_by_step(layer[name], points, normals))
             checks.append(near(f"layer {number}, {name}", power, stated, 0.1))
-    return Evidence(
+    return Evidence.of(
         checks, paper="0 and 1", measured=f"{checks[0].measured:.3f} and {checks[1].measured:.3f}"
     )
 
@@ -255,15 +246,13 @@ def loss(run: ClaimRun) -> Evidence:
     ) / 2e-4
     limit = 2 / (rise * (1 - math.exp(-target)) ** 2)
     calm, wild = (_settle(rate * limit, target) for rate in (0.75, 1.3))
-    return Evidence(
-        [
-            near("gradient with 2 experts in use", slopes[0], -0.5, 1e-12),
-            near("gradient with 4 experts in use", slopes[1], 1.5, 1e-12),
-            *corrected(
-                at_most("distance from ε* after 400 steps at 0.75 of the limit", calm, 1e-6),
-                at_least("distance from ε* after 400 steps at 1.3 of the limit", wild, 1e-3),
-            ),
-        ],
+    return Evidence.of(
+        near("gradient with 2 experts in use", slopes[0], -0.5, 1e-12),
+        near("gradient with 4 experts in use", slopes[1], 1.5, 1e-12),
+        corrected(
+            at_most("distance from ε* after 400 steps at 0.75 of the limit", calm, 1e-6),
+            at_least("distance from ε* after 400 steps at 1.3 of the limit", wild, 1e-3),
+        ),
         paper="down above k*, up below",
         corrected=f"plain descent settles for ηα < {limit:.2f} here, and never above",
         measured=f"{calm:.1e} below the limit, {wild:.3f} above",

@@ -77,17 +77,16 @@ def table_one(run: ClaimRun) -> Evidence:
         the table; their size in its own standard errors over three seeds.
     """
     gain = gain_in_errors((34.35, 0.22), (35.52, 0.13), 3)
-    checks = [
+    return Evidence.of(
         lower_perplexity(run, "smooth50", "smoe", -3.29),
         lower_perplexity(run, "smooth50", "smoe", -3.01, attacked=True),
-        *corrected(
+        corrected(
             near("gain on validation", 33.79 - 32.72, 1.07, 1e-9),
             near("gain on test", 35.52 - 34.35, 1.17, 1e-9),
             at_least("gain on test in standard errors", gain, 3),
         ),
-    ]
-    return Evidence(
-        checks, paper="-3.3 % in test perplexity", measured=f"{gain:.1f} of its own standard errors"
+        paper="-3.3 % in test perplexity",
+        measured=f"{gain:.1f} of its own standard errors",
     )
 
 
@@ -115,14 +114,11 @@ def table_two(run: ClaimRun) -> Evidence:
     }
     remoe = (73.10, 88.60, 64.9, 92.53, 86.69)
     error = math.sqrt(sum(s**2 for s in (0.85, 0.60, 0.39, 0.12, 0.20)) / 5) / 5
-    checks = [
-        *mean_checks(rows, 0.0051),
-        *corrected(near("average of ReMoE, k = 2, printed as 81.18", sum(remoe) / 5, 81.164, 1e-9)),
+    return Evidence.of(
+        mean_checks(rows, 0.0051),
+        corrected(near("average of ReMoE, k = 2, printed as 81.18", sum(remoe) / 5, 81.164, 1e-9)),
         near("gain, k = 2", 81.65 - 81.18, 0.47, 1e-9),
         near("gain, k = 4", 81.73 - 81.16, 0.57, 1e-9),
-    ]
-    return Evidence(
-        checks,
         paper="+0.47, +0.57",
         corrected="+0.48: ReMoE's row averages 81.164, not 81.18",
         measured=f"+0.47 ± {error * math.sqrt(2):.2f}",
@@ -154,17 +150,15 @@ def table_three(run: ClaimRun) -> Evidence:
         "Expert choice": ((86.6, 79.4, 73.3, 46.0, 48.4), 66.74),
     }
     smooth = (87.6 + 79.9 + 73.46 + 47.5 + 48.8) / 5
-    return Evidence(
-        [
-            higher_accuracy(run, "smooth", "cosine", 0.56),
-            higher_accuracy(run, "smooth", "soft", 1.74),
-            higher_accuracy(run, "smooth", "expert-choice", 0.66),
-            *corrected(*mean_checks(rows, 0.0051)),
-            *corrected(
-                near("average of SmoothGMoE, one digit cut off", smooth, 67.4, 0.06),
-                near("gain on TerraInc", 47.5 - 45.4, 2.1, 1e-9),
-            ),
-        ],
+    return Evidence.of(
+        higher_accuracy(run, "smooth", "cosine", 0.56),
+        higher_accuracy(run, "smooth", "soft", 1.74),
+        higher_accuracy(run, "smooth", "expert-choice", 0.66),
+        corrected(*mean_checks(rows, 0.0051)),
+        corrected(
+            near("average of SmoothGMoE, one digit cut off", smooth, 67.4, 0.06),
+            near("gain on TerraInc", 47.5 - 45.4, 2.1, 1e-9),
+        ),
         paper=67.4,
         corrected=smooth,
         measured=f"gain {smooth - 66.84:.3f} by the rows, 0.56 printed",
@@ -201,16 +195,16 @@ def table_four(run: ClaimRun) -> Evidence:
         (42.21, 41.62, 40.99),
         (44.18, 43.18, 42.85),
     )
-    checks = [
+    return Evidence.of(
         lower_perplexity(run, "annealed", "smoe", -2.53),
         lower_perplexity(run, "smooth50", "annealed", -0.78),
-        *corrected(
+        corrected(
             none_of("columns out of order", sum(not a > b > c for a, b, c in rows)),
             near("text and table", 34.59, 34.62, 0.031),
         ),
-    ]
-    return Evidence(
-        checks, paper="34.59", corrected="34.62 in the table", measured="differs by 0.03"
+        paper="34.59",
+        corrected="34.62 in the table",
+        measured="differs by 0.03",
     )
 
 
@@ -231,7 +225,7 @@ def table_five(run: ClaimRun) -> Evidence:
     wins = sum(a > b for a, b in zip(smooth, hard, strict=True))
     rows = {"SMoE": (hard, 54.53), "SmoothSMoE": (smooth, 55.07), "annealed": (annealed, 54.98)}
     checks = [*mean_checks(rows, 0.0051), at_least("benchmarks won by SmoothSMoE", wins, 6)]
-    return Evidence(checks, paper="+0.54", measured=f"wins on {wins} of 10, one seed")
+    return Evidence.of(checks, paper="+0.54", measured=f"wins on {wins} of 10, one seed")
 
 
 @claim(
@@ -259,7 +253,7 @@ def table_six(run: ClaimRun) -> Evidence:
         lower_perplexity(run, "smooth50", "smoe", -2.13),
         *corrected(near("relative gain", 1 - 1.122 / 1.153, 0.0269, 1e-4)),
     ]
-    return Evidence(checks, paper="-2.7 %", measured="no standard error is printed")
+    return Evidence.of(checks, paper="-2.7 %", measured="no standard error is printed")
 
 
 @claim(
@@ -287,16 +281,14 @@ def table_eight(run: ClaimRun) -> Evidence:
     """
     valid = gain_in_errors((31.97, 0.13), (32.35, 0.16), 3)
     test = gain_in_errors((33.30, 0.07), (33.41, 0.09), 3)
-    return Evidence(
-        [
-            lower_perplexity(run, "smooth50", "smoe", -2.4),
-            lower_perplexity(run, "smooth50", "top3", -0.33),
-            *corrected(
-                at_least("gain over top-5 on validation", 32.35 - 31.97, 0),
-                at_least("gain over top-5 on test", 33.41 - 33.30, 0),
-                at_most("gain over top-5 on test in standard errors", test, 2),
-            ),
-        ],
+    return Evidence.of(
+        lower_perplexity(run, "smooth50", "smoe", -2.4),
+        lower_perplexity(run, "smooth50", "top3", -0.33),
+        corrected(
+            at_least("gain over top-5 on validation", 32.35 - 31.97, 0),
+            at_least("gain over top-5 on test", 33.41 - 33.30, 0),
+            at_most("gain over top-5 on test in standard errors", test, 2),
+        ),
         paper="lower than both",
         corrected="on the test set not beyond two standard errors",
         measured=f"{valid:.1f} (validation) and {test:.1f} (test) standard errors",

@@ -52,7 +52,7 @@ def order_statistics(run: ClaimRun) -> Evidence:
         ranked = stable_topk(scores, k)
         for row, indices in zip(scores.tolist(), ranked.indices.tolist(), strict=True):
             wrong += indices != sorted(range(6), key=lambda i: (-row[i], i))[:k]
-    return Evidence([none_of("rows that differ", wrong)], paper="a sort", measured=wrong)
+    return Evidence.of(none_of("rows that differ", wrong), paper="a sort", measured=wrong)
 
 
 def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
@@ -83,14 +83,12 @@ def orders(run: ClaimRun) -> Evidence:
             differ += loose != strict
             wrong += {order} - {0} != strict
     inside = tie_order(torch.tensor([[2.0, 2.0, 1.0]], dtype=torch.float64), 2, 0.5).item()
-    return Evidence(
-        [
-            none_of("rows on which the two definitions differ", differ),
-            *qualified(
-                none_of("rows on which the maximal order is not that of Def. A.5", wrong),
-                near("order of a tie inside the chosen set", inside, 0, 0),
-            ),
-        ],
+    return Evidence.of(
+        none_of("rows on which the two definitions differ", differ),
+        qualified(
+            none_of("rows on which the maximal order is not that of Def. A.5", wrong),
+            near("order of a tie inside the chosen set", inside, 0, 0),
+        ),
         paper="one order",
         corrected="the maximal order",
         measured=f"definitions differ on {differ} rows",
@@ -117,12 +115,10 @@ def cells(run: ClaimRun) -> Evidence:
     flat, shift = router(run, 6, 1, stream=2)
     line = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
     few = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
-    return Evidence(
-        [
-            near("cells with a ball", sum(r > 0 for r in radii), math.comb(6, 3), 0),
-            at_least("smallest radius", min(radii), 1e-6),
-            *corrected(at_most("cells of 6 experts on a line", few, 19)),
-        ],
+    return Evidence.of(
+        near("cells with a ball", sum(r > 0 for r in radii), math.comb(6, 3), 0),
+        at_least("smallest radius", min(radii), 1e-6),
+        corrected(at_most("cells of 6 experts on a line", few, 19)),
         paper=math.comb(6, 3),
         corrected="only if rank [W 1] = E",
         measured=f"{sum(r > 0 for r in radii)}; {few} on a line",
@@ -149,7 +145,7 @@ def measure_zero(run: ClaimRun) -> Evidence:
         near("exponent of the mass of the tube", exponent(widths[1:], shares[1:]), 1, 0.07),
     ]
     figure = chart("ε", "share within ε of Γ", dots("counted", widths, shares), log="xy")
-    return Evidence(checks, paper=0, measured=ties, figure=figure)
+    return Evidence.of(checks, paper=0, measured=ties, figure=figure)
 
 
 @claim("p1-propA.6", "dimension of order-n sets")
@@ -171,12 +167,10 @@ def dimension(run: ClaimRun) -> Evidence:
         least = min(least, share.value or 0.0)
     narrow, _ = router(run, 6, 2, stream=2)
     rank = torch.linalg.matrix_rank(narrow[1:4] - narrow[0]).item()
-    return Evidence(
-        [
-            none_of("flats of another codimension", wrong),
-            at_least("smallest share of a flat that is a tie", least, 1e-3),
-            *corrected(near("rank of three equations in D = 2", rank, 2, 0)),
-        ],
+    return Evidence.of(
+        none_of("flats of another codimension", wrong),
+        at_least("smallest share of a flat that is a tie", least, 1e-3),
+        corrected(near("rank of three equations in D = 2", rank, 2, 0)),
         paper="D - n",
         corrected="for rows that are linearly independent (the paper's assumption)",
         measured=f"{wrong} wrong; slices >= {least:.3f}",
@@ -199,19 +193,17 @@ def representation(run: ClaimRun) -> Evidence:
     right = torch.stack([scores[:, list(j)].amin(dim=1) for j in sets]).amax(dim=0)
     true = kth_largest(scores, k).squeeze(1)
     smallest = scores.sort(dim=1).values[:, k - 1]
-    return Evidence(
-        [
-            near("largest error of min max", (stated - true).abs().max().item(), 0, 1e-12),
-            *corrected(
-                near("largest error of max min", (right - true).abs().max().item(), 0, 1e-12),
-                near(
-                    "min max and the k-th smallest",
-                    (stated - smallest).abs().max().item(),
-                    0,
-                    1e-12,
-                ),
+    return Evidence.of(
+        near("largest error of min max", (stated - true).abs().max().item(), 0, 1e-12),
+        corrected(
+            near("largest error of max min", (right - true).abs().max().item(), 0, 1e-12),
+            near(
+                "min max and the k-th smallest",
+                (stated - smallest).abs().max().item(),
+                0,
+                1e-12,
             ),
-        ],
+        ),
         paper="min max",
         corrected="max min",
         measured=f"off by up to {(stated - true).abs().max().item():.3f}",
@@ -250,7 +242,7 @@ def thickening(run: ClaimRun) -> Evidence:
         none_of("order-2 points of a lower order", low),
         none_of("order-2 distances below order-1", (second.distance < first.distance).sum().item()),
     ]
-    return Evidence(checks, paper="an infimum", measured=at_tie)
+    return Evidence.of(checks, paper="an infimum", measured=at_tie)
 
 
 def _choice_share(weight: Tensor, tied: tuple[int, ...], above: set[int], run: ClaimRun) -> float:
@@ -283,20 +275,18 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     ]
     lower = slice_bounds(weight, 2, (0, 1)).lower
     unbounded = sampled_slice_density(weight[:2], 1, (0, 1), 1_000, seed=run.seed).value or 0.0
-    return Evidence(
-        [
-            at_most("density without inequalities, E = 2", unbounded, 0.5),
-            *qualified(
-                at_most("largest density of a choice", max(shares), 0.5),
-                at_least(
-                    "densities of the admissible choices over the bound",
-                    max(shares) / max(lower, 1e-300),
-                    1,
-                ),
-                at_least("the lower bound is positive", lower, 1e-12),
+    return Evidence.of(
+        at_most("density without inequalities, E = 2", unbounded, 0.5),
+        qualified(
+            at_most("largest density of a choice", max(shares), 0.5),
+            at_least(
+                "densities of the admissible choices over the bound",
+                max(shares) / max(lower, 1e-300),
+                1,
             ),
-            *corrected(near("the choices share out the flat", sum(shares), 1, 1e-9)),
-        ],
+            at_least("the lower bound is positive", lower, 1e-12),
+        ),
+        corrected(near("the choices share out the flat", sum(shares), 1, 1e-9)),
         paper=f"[{lower:.2e}, 0.5]",
         measured=f"{min(shares):.4f} to {max(shares):.4f}; {unbounded:g} without inequalities",
     )
@@ -327,12 +317,10 @@ def recession(run: ClaimRun) -> Evidence:
                 total += 1
                 inward += bool((products[others].sign() == target[others]).all())
                 outward += bool(((weight @ -u)[others].sign() == target[others]).all())
-    return Evidence(
-        [
-            none_of("choices without a direction", missing),
-            near("choices whose slice the direction u stays in", inward, total, 0),
-            *corrected(none_of("choices whose slice -u stays in", outward)),
-        ],
+    return Evidence.of(
+        none_of("choices without a direction", missing),
+        near("choices whose slice the direction u stays in", inward, total, 0),
+        corrected(none_of("choices whose slice -u stays in", outward)),
         paper="a direction",
         corrected="with the signs of the slice, not their opposites",
         measured=f"{total - missing} of {total}",
@@ -363,7 +351,7 @@ def density_bound(run: ClaimRun) -> Evidence:
     checks += corrected(
         at_most("lower bound and α, E = 5, k = 2, r = 1", bounds.lower, slice_density(5, 2, 1))
     )
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="at most 0.5",
         corrected="at most 1 (the paper's own Thm A.18)",
@@ -400,4 +388,4 @@ def tube_orders(run: ClaimRun) -> Evidence:
         line("formula", [0.0, *widths], [stated] * 3, dashed=True),
         dots("sampled", widths, raw),
     )
-    return Evidence(checks, paper=stated, measured=value, figure=figure)
+    return Evidence.of(checks, paper=stated, measured=value, figure=figure)

@@ -64,7 +64,7 @@ def hyperplane(run: ClaimRun) -> Evidence:
     )
     exact = slab(8, 0.3, 0.1, 1.0)
     checks.append(sampled("sampled, D = 8", estimate, exact))
-    return Evidence(checks, paper=exact, measured=estimate.value)
+    return Evidence.of(checks, paper=exact, measured=estimate.value)
 
 
 def _printed_beta(dim: int, offset: float, epsilon: float, radius: float) -> float:
@@ -95,15 +95,13 @@ def incomplete_beta(run: ClaimRun) -> Evidence:
     radii = [2.0, 4.0, 8.0, 16.0]
     lead = [tube_leading_term(dim=dim, codim=1, epsilon=epsilon, radius=r) for r in radii]
     left = [slab(dim, 0.5, epsilon, r) - t for r, t in zip(radii, lead, strict=True)]
-    return Evidence(
-        [
-            near("δ = -0.5", *sides[-0.5], 1e-11),
-            *qualified(
-                near("δ = 0.05", *sides[0.05], 1e-11),
-                near("δ = 0.5", *sides[0.5], 1e-11),
-                near("order of the remainder in R", exponent(radii[1:], left[1:]), -3, 0.1),
-            ),
-        ],
+    return Evidence.of(
+        near("δ = -0.5", *sides[-0.5], 1e-11),
+        qualified(
+            near("δ = 0.05", *sides[0.05], 1e-11),
+            near("δ = 0.5", *sides[0.5], 1e-11),
+            near("order of the remainder in R", exponent(radii[1:], left[1:]), -3, 0.1),
+        ),
         paper=sides[-0.5][0],
         corrected=sides[-0.5][1],
         measured=tube_fraction(dim=dim, codim=1, offset=0.5, epsilon=epsilon, radius=1.0),
@@ -155,9 +153,9 @@ def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
         line("all flats", widths, flats),
         dots("sampled", widths, shares),
     ]
-    picture = chart("ε", "share of the ball", *series, log="xy")
-    return Evidence(
-        checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=picture
+    figure = chart("ε", "share of the ball", *series, log="xy")
+    return Evidence.of(
+        checks, paper=leads[-1], corrected=flats[-1], measured=shares[-1], figure=figure
     )
 
 
@@ -187,7 +185,7 @@ def any_codimension(run: ClaimRun) -> Evidence:
         dim=7, codim=3, offset=0.2, epsilon=0.3, radius=1.0, samples=n, seed=run.seed
     )
     checks.append(sampled("codimension 3, sampled", estimate, exact))
-    return Evidence(checks, paper=exact, measured=estimate.value)
+    return Evidence.of(checks, paper=exact, measured=estimate.value)
 
 
 def _share_of_codimension_two(dim: int, offset: float, epsilon: float) -> float:
@@ -222,7 +220,7 @@ def flat_expansion(run: ClaimRun) -> Evidence:
         checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
         curves.append(line(f"n = {n}", radii, left))
     figure = chart("R", "relative remainder", *curves, log="xy")
-    return Evidence(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
+    return Evidence.of(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
 
 
 @claim("p1-propA.15", "ratio of two flats' tubes")
@@ -244,7 +242,7 @@ def flat_ratio(run: ClaimRun) -> Evidence:
             errors.append(share[0] / share[1] / (lead[0] / lead[1]) - 1)
         checks.append(near(f"order in R, n = {n}, m = {m}", exponent(radii, errors), -2, 0.1))
         checks.append(at_most(f"error at R = 32, n = {n}, m = {m}", abs(errors[-1]), 5e-3))
-    return Evidence(checks, paper="R⁻²", measured=checks[0].measured)
+    return Evidence.of(checks, paper="R⁻²", measured=checks[0].measured)
 
 
 def _linf_by_programmes(scores: list[float], k: int) -> float:
@@ -288,11 +286,9 @@ def score_distance(run: ClaimRun) -> Evidence:
         [_linf_by_programmes(row, 2) for row in scores.tolist()], dtype=torch.float64
     )
     ours, half = linf_distance(scores, 2), gap(scores, 2) / 2
-    return Evidence(
-        [
-            at_most("programmes and the library", (programmes - ours).abs().max().item(), 1e-8),
-            at_most("programmes and half of the gap", (programmes - half).abs().max().item(), 1e-8),
-        ],
+    return Evidence.of(
+        at_most("programmes and the library", (programmes - ours).abs().max().item(), 1e-8),
+        at_most("programmes and half of the gap", (programmes - half).abs().max().item(), 1e-8),
         paper="an infimum",
         corrected="half of the gap, for W of full row rank",
         measured=programmes[0].item() / half[0].item() / 2,
@@ -312,13 +308,11 @@ def band_test(run: ClaimRun) -> Evidence:
     scores, epsilon = run.normal(run.size(20_000, 200_000), 8, stream=1), 0.1
     inside = linf_distance(scores, 2) <= epsilon
     stated, twice = (gap(scores, 2) < width for width in (epsilon, 2 * epsilon))
-    return Evidence(
-        [
-            none_of("inputs on which they differ", (inside != stated).sum().item()),
-            *corrected(
-                none_of("inputs on which a gap below 2ε differs", (inside != twice).sum().item())
-            ),
-        ],
+    return Evidence.of(
+        none_of("inputs on which they differ", (inside != stated).sum().item()),
+        corrected(
+            none_of("inputs on which a gap below 2ε differs", (inside != twice).sum().item())
+        ),
         paper="gap < ε",
         corrected="gap <= 2ε; the product uses gap < ε and says so",
         measured=f"{(inside != stated).double().mean().item():.4f} of the inputs differ",
@@ -364,9 +358,9 @@ def band_orders(run: ClaimRun) -> Evidence:
         {epsilon: _band_indicators(run, epsilon, n) for epsilon in (0.025, 0.05)}
     )
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
-    checks = [
+    return Evidence.of(
         within("U_2/U_1 over ε/R and the printed formula", value, error, stated.paper, bias=BIAS),
-        *corrected(
+        corrected(
             within(
                 "U_2/U_1 over ε/R and (n+1)/(m+1) times as much",
                 value,
@@ -375,9 +369,6 @@ def band_orders(run: ClaimRun) -> Evidence:
                 bias=BIAS,
             )
         ),
-    ]
-    return Evidence(
-        checks,
         paper=stated.paper,
         corrected=stated.value,
         measured=value,
@@ -405,12 +396,9 @@ def fibre_orders(run: ClaimRun) -> Evidence:
     slices = extrapolated(
         {epsilon: _fibre_indicators(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
     )
-    checks = [
+    return Evidence.of(
         within("U_2/U_1 over ε/R, the definition as written", *flats, stated, bias=BIAS),
-        *qualified(within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)),
-    ]
-    return Evidence(
-        checks,
+        qualified(within("U_2/U_1 over ε/R, fibres over the slice", *slices, stated, bias=BIAS)),
         paper=stated,
         corrected="without α for the definition as written",
         measured=f"{flats[0]:.3f} as written, {slices[0]:.3f} by fibres",

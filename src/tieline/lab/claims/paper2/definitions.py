@@ -52,7 +52,7 @@ def cosine_model(run: ClaimRun) -> Evidence:
     Overturned by: a value that differs
     """
     gap = layer_gap(run, "cosine")
-    return Evidence([at_most("largest difference", gap, 1e-12)], paper=0, measured=gap)
+    return Evidence.of(at_most("largest difference", gap, 1e-12), paper=0, measured=gap)
 
 
 @claim("p2-eq8", "perturbed cosine router regression", number="(7), (8)")
@@ -73,11 +73,9 @@ def perturbed_model(run: ClaimRun) -> Evidence:
         MoEParameters(rows, params.bias, params.experts), x / (x.norm(dim=1, keepdim=True) + 0.2)
     )
     same = float((scores - model.scores(params, x)).abs().max())
-    return Evidence(
-        [
-            at_most("largest difference", gap, 1e-12),
-            *corrected(at_most("scores of the linear router differ by", same, 1e-12)),
-        ],
+    return Evidence.of(
+        at_most("largest difference", gap, 1e-12),
+        corrected(at_most("scores of the linear router differ by", same, 1e-12)),
         paper=0,
         measured=gap,
         note="The perturbed cosine is a linear router on normalised inputs, rows in the unit ball.",
@@ -116,18 +114,16 @@ def radial_equation(run: ClaimRun) -> Evidence:
     vanilla, _ = radial(run, (0.0, 0.0))
     perturbed, closed = radial(run, (0.1, 0.1))
     size = float(perturbed.square().mean().sqrt())
-    return Evidence(
-        [
-            at_most("largest |β·∂H/∂β|, vanilla", float(vanilla.abs().max()), 1e-12),
-            at_least("root mean square, perturbed", size, 1e-3),
-            *corrected(
-                at_most(
-                    "perturbed against its closed form",
-                    float((perturbed - closed).abs().max()),
-                    1e-12,
-                )
-            ),
-        ],
+    return Evidence.of(
+        at_most("largest |β·∂H/∂β|, vanilla", float(vanilla.abs().max()), 1e-12),
+        at_least("root mean square, perturbed", size, 1e-3),
+        corrected(
+            at_most(
+                "perturbed against its closed form",
+                float((perturbed - closed).abs().max()),
+                1e-12,
+            )
+        ),
         paper="0 and not 0",
         corrected="s τ1/(‖β‖ + τ1) H",
         measured=size,
@@ -153,7 +149,7 @@ def radial_orders(run: ClaimRun) -> Evidence:
         (value,) = torch.autograd.grad(value.sum(), step, create_graph=True)
         worst.append(float(value.detach().abs().max()))
     checks = [at_most(f"order {t + 1}", value, 1e-11) for t, value in enumerate(worst)]
-    return Evidence(checks, paper=0, measured=max(worst))
+    return Evidence.of(checks, paper=0, measured=max(worst))
 
 
 def example() -> tuple[MoEParameters, MoEParameters]:
@@ -194,7 +190,7 @@ def cells(run: ClaimRun) -> Evidence:
         none_of("atoms in another cell", wrong),
         near("atoms in all cells", sum(map(len, members_of)), 1000, 0),
     ]
-    return Evidence(checks, paper=0, measured=wrong)
+    return Evidence.of(checks, paper=0, measured=wrong)
 
 
 @claim("p2-L1r", "L_{1,r}", number="section 2")
@@ -210,7 +206,7 @@ def first_loss(run: ClaimRun) -> Evidence:
         near(f"r = {r}", voronoi_loss(fit, truth, "L1", 2, r).value, hand((r, r)), 1e-13)
         for r in (1, 2, 3)
     ]
-    return Evidence(checks, paper=hand((2, 2)), measured=checks[1].measured)
+    return Evidence.of(checks, paper=hand((2, 2)), measured=checks[1].measured)
 
 
 @claim("p2-eq11", "L_2", number="(11)")
@@ -223,7 +219,7 @@ def second_loss(run: ClaimRun) -> Evidence:
     """
     fit, truth = example()
     value = voronoi_loss(fit, truth, "L2", 2).value
-    return Evidence([near("L_2", value, hand((2, 1)), 1e-13)], paper=hand((2, 1)), measured=value)
+    return Evidence.of(near("L_2", value, hand((2, 1)), 1e-13), paper=hand((2, 1)), measured=value)
 
 
 @claim("p2-eq13", "L_3", number="(13)")
@@ -237,7 +233,7 @@ def third_loss(run: ClaimRun) -> Evidence:
     fit, truth = example()
     value = voronoi_loss(fit, truth, "L3", 2).value
     checks = [near("L_3", value, hand((1, 1)), 1e-13), near("digits", value, 0.765631865614, 6e-13)]
-    return Evidence(checks, paper=0.765631865614, measured=value)
+    return Evidence.of(checks, paper=0.765631865614, measured=value)
 
 
 def model_of(expert: str, **changes) -> MoEModel:
@@ -271,23 +267,21 @@ def strong(run: ClaimRun) -> Evidence:
         model = model_of(expert)
         counts[expert] = dependent(rank_test(model, generic_atoms(model, 2), "strong", x))
     linear = counts.pop("linear")
-    return Evidence(
-        [
-            *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-            at_least("dependent derivatives, linear", linear, 1),
-            *corrected(near("tanh: one equation per atom", counts["tanh"], 2, 0)),
-            *split_checks(
-                run,
-                model_of,
-                {
-                    "tanh": "identifiable",
-                    "gelu": "identifiable",
-                    "relu": "up to scale",
-                    "polynomial": "up to scale",
-                    "linear": "not identifiable",
-                },
-            ),
-        ],
+    return Evidence.of(
+        *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
+        at_least("dependent derivatives, linear", linear, 1),
+        corrected(near("tanh: one equation per atom", counts["tanh"], 2, 0)),
+        split_checks(
+            run,
+            model_of,
+            {
+                "tanh": "identifiable",
+                "gelu": "identifiable",
+                "relu": "up to scale",
+                "polynomial": "up to scale",
+                "linear": "not identifiable",
+            },
+        ),
         paper=0,
         corrected="tanh, GELU pass the split test; ReLU, u² up to their scale",
         measured=f"{counts}",
@@ -318,7 +312,7 @@ def weak(run: ClaimRun) -> Evidence:
         checks.append(near(f"dependent at a = 0, {expert}", same, 0, 0))
         if not smooth:
             checks += corrected(near(f"one equation per atom, {expert}", generic, 2, 0))
-    return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
+    return Evidence.of(checks, paper=0, measured=max(c.measured for c in checks))
 
 
 @claim("p2-prop1", "identifiability of the mixing measure", number="Prop. 1, (A.3)")

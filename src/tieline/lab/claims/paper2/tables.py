@@ -50,15 +50,13 @@ def table_two(run: ClaimRun) -> Evidence:
     plain = (1.213, 1.161, 1.310, 1.271, 90.070, 38.018)
     perturbed = (1.197, 1.147, 1.303, 1.251, 89.910, 37.859)
     gains = [100 * (1 - b / a) for a, b in zip(plain, perturbed, strict=True)]
-    return Evidence(
-        [
-            lower_perplexity(run, "perturbed", "cosine", -gains[4], pairs=4 * TEXT_PAIRS),
-            *corrected(
-                none_of("columns out of order", sum(gain <= 0 for gain in gains)),
-                near("largest gain in percent", max(gains), 1.574, 1e-3),
-                near("gain on WikiText-103, small, in percent", gains[4], 0.178, 1e-3),
-            ),
-        ],
+    return Evidence.of(
+        lower_perplexity(run, "perturbed", "cosine", -gains[4], pairs=4 * TEXT_PAIRS),
+        corrected(
+            none_of("columns out of order", sum(gain <= 0 for gain in gains)),
+            near("largest gain in percent", max(gains), 1.574, 1e-3),
+            near("gain on WikiText-103, small, in percent", gains[4], 0.178, 1e-3),
+        ),
         paper="better in all six",
         measured=f"by {min(gains):.2f} to {max(gains):.2f} %, no deviation printed",
     )
@@ -78,8 +76,9 @@ def table_three(run: ClaimRun) -> Evidence:
         "cosine": ((87.22, 78.99, 73.27, 45.55, 48.45), 66.70),
         "perturbed": ((89.36, 80.01, 74.09, 49.87, 48.51), 68.37),
     }
-    return Evidence(
-        [*mean_checks(rows, 0.0051), near("gain over the plain cosine", 68.37 - 66.70, 1.67, 1e-9)],
+    return Evidence.of(
+        mean_checks(rows, 0.0051),
+        near("gain over the plain cosine", 68.37 - 66.70, 1.67, 1e-9),
         paper="+1.67",
         measured=f"half of it by TerraIncognita alone ({(49.87 - 45.55) / 5:.2f})",
     )
@@ -106,11 +105,12 @@ def table_four(run: ClaimRun) -> Evidence:
     }
     pairs = zip(cosine.values(), perturbed.values(), strict=True)
     better = sum(b >= a for old, new in pairs for a, b in zip(old[0], new[0], strict=True))
-    checks = [
-        *mean_checks(cosine | perturbed, 0.011),
+    return Evidence.of(
+        mean_checks(cosine | perturbed, 0.011),
         at_least("domains of twelve where perturbed is at least as good", better, 11),
-    ]
-    return Evidence(checks, paper="behind Table 3", measured=f"at least as good in {better} of 12")
+        paper="behind Table 3",
+        measured=f"at least as good in {better} of 12",
+    )
 
 
 @claim("p2-table5", "per domain: DomainNet")
@@ -128,4 +128,4 @@ def table_five(run: ClaimRun) -> Evidence:
         "cosine": ((68.05, 24.48, 55.75, 17.39, 69.41, 55.59), 48.45),
         "perturbed": ((68.31, 24.52, 55.03, 17.90, 69.46, 55.83), 48.51),
     }
-    return Evidence(mean_checks(rows, 0.011), paper="behind Table 3", measured="as printed")
+    return Evidence.of(mean_checks(rows, 0.011), paper="behind Table 3", measured="as printed")

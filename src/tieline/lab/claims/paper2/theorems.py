@@ -76,7 +76,7 @@ def vanilla_over(run: ClaimRun) -> Evidence:
     Overturned by: a lower bound on the ratio along longer rows
     """
     checks, ratio = vanishing(run, 1)
-    return Evidence(
+    return Evidence.of(
         checks,
         paper=0,
         corrected="positive once the length of a row is quotiented",
@@ -95,7 +95,7 @@ def vanilla_exact(run: ClaimRun) -> Evidence:
     Overturned by: a lower bound on the ratio along longer rows
     """
     checks, ratio = vanishing(run, 0)
-    return Evidence(checks, paper=0, corrected="positive up to length", measured=ratio)
+    return Evidence.of(checks, paper=0, corrected="positive up to length", measured=ratio)
 
 
 @claim("p2-thm4", "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2", seconds=2)
@@ -134,7 +134,7 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     both = [(model.scores(p, x)).softmax(dim=-1) for p in (truth, moved)]
     apart = float((both[0] - both[1]).abs().max())
     checks += corrected(at_most("weights of the moved rows differ by", apart, 1e-12))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="c > 0",
         corrected="tanh and GELU, rows up to a common shift",
@@ -264,16 +264,13 @@ def cosine_exact(run: ClaimRun) -> Evidence:
     radii = (0.003, 0.02, 0.1)
     study = small_study(run, family("cosine"), radii=radii)
     raw = [study.rate("raw", r).slope for r in radii]
-    checks = [
+    return Evidence.of(
         slow("experts, k = k*", study),
-        *corrected(
+        corrected(
             *(parametric(f"quotient slope, start radius {r}", study, "quotient", r) for r in radii),
             at_least("raw slope rises with the radius", raw[2] - raw[0], 0.1),
         ),
-        *at_the_limit(run, EXACT, family("cosine"), study),
-    ]
-    return Evidence(
-        checks,
+        at_the_limit(run, EXACT, family("cosine"), study),
         paper="slower than any power",
         corrected=-0.5,
         measured="; ".join(f"r = {r}: {slopes_text(study, r)}" for r in radii),
@@ -407,12 +404,10 @@ def population(run: ClaimRun) -> Evidence:
     )
     atoms = torch.cat((three.params.router, three.params.experts), dim=-1)
     mass = three.params.bias.softmax(-1).min().item()
-    return Evidence(
-        [
-            at_most("misfit with three experts over that with two", three.misfit / two.misfit, 0.9),
-            at_least("least mass of an atom", mass, 1e-4),
-            at_least("least distance of two atoms", torch.pdist(atoms).min().item(), 1e-2),
-        ],
+    return Evidence.of(
+        at_most("misfit with three experts over that with two", three.misfit / two.misfit, 0.9),
+        at_least("least mass of an atom", mass, 1e-4),
+        at_least("least distance of two atoms", torch.pdist(atoms).min().item(), 1e-2),
         paper="k atoms",
         measured=f"misfit {two.misfit:.2g} with two, {three.misfit:.2g} with three experts",
     )

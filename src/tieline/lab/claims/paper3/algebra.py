@@ -69,19 +69,17 @@ def linear_regions(run: ClaimRun) -> Evidence:
     x = drawn(run, 3).standard_normal((200, 1))
     folded = float(np.abs(line[0].evaluate(x) - x[:, 0]).max())
     neurons = dense_regions(np.array([[1.0], [2.0]]), np.array([0.0, 1.0]))
-    return Evidence(
-        [
-            at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
-            *qualified(
-                at_most("the same, constant gates", constant, 1e-9),
-                at_most("the same, softmax gates, k = 1", single, 1e-9),
-            ),
-            *corrected(
-                at_least("softmax bends the layer", soft, 1e-4),
-                near("relu(x) - relu(-x) is one line", folded, 0, 1e-12),
-                near("pieces of two neurons on a line", neurons, 3, 0),
-            ),
-        ],
+    return Evidence.of(
+        at_most("second difference inside pieces, softmax gates, k = 2", soft, 1e-9),
+        qualified(
+            at_most("the same, constant gates", constant, 1e-9),
+            at_most("the same, softmax gates, k = 1", single, 1e-9),
+        ),
+        corrected(
+            at_least("softmax bends the layer", soft, 1e-4),
+            near("relu(x) - relu(-x) is one line", folded, 0, 1e-12),
+            near("pieces of two neurons on a line", neurons, 3, 0),
+        ),
         paper="affine on each region",
         corrected="pieces: coalition × activation pattern",
         measured=f"bends by {soft:.2g} under softmax, {constant:.1g} without",
@@ -106,12 +104,13 @@ def zaslavsky_function(run: ClaimRun) -> Evidence:
         wrong += dense_regions(V, c) != zaslavsky(n, d)
         listed += len(regions(*dense(V, c), 1)) != zaslavsky(n, d)
     ratio = zaslavsky(3000, 3) * math.factorial(3) / 3000**3
-    checks = [
+    return Evidence.of(
         none_of("counts other than Φ", wrong),
         none_of("listings other than Φ", listed),
         near("Φ(3000, 3) 3!/3000³", ratio, 1, 2e-3),
-    ]
-    return Evidence(checks, paper="Φ(n, d)", measured=f"{len(shapes)} arrangements, {wrong} differ")
+        paper="Φ(n, d)",
+        measured=f"{len(shapes)} arrangements, {wrong} differ",
+    )
 
 
 def two_layers(first: tuple, second: tuple) -> int:
@@ -149,20 +148,18 @@ def two_layer_example(run: ClaimRun) -> Evidence:
     # with m neurons active the second layer sees min(m, 2) dimensions; one pattern of 8 is missing
     bounds = [zaslavsky(3, min(m, 2)) for m in (0, 1, 1, 1, 2, 2, 2, 3)]
     bound = sum(bounds) - min(bounds)
-    return Evidence(
-        [
-            near("largest number that the ranks allow", bound, 49, 0),
-            *qualified(
-                at_most("most regions found, against 49", most, 49),
-                at_most("largest number that the ranks allow, against 49", bound, 49),
-            ),
-            *corrected(
-                at_most("most regions found", most, bound),
-                near("the bound from the ranks", bound, 40, 0),
-                near("regions of one layer", max(counts), 7, 0),
-                near("regions of one layer, fewest", min(counts), 7, 0),
-            ),
-        ],
+    return Evidence.of(
+        near("largest number that the ranks allow", bound, 49, 0),
+        qualified(
+            at_most("most regions found, against 49", most, 49),
+            at_most("largest number that the ranks allow, against 49", bound, 49),
+        ),
+        corrected(
+            at_most("most regions found", most, bound),
+            near("the bound from the ranks", bound, 40, 0),
+            near("regions of one layer", max(counts), 7, 0),
+            near("regions of one layer, fewest", min(counts), 7, 0),
+        ),
         paper=49,
         corrected="at most 40",
         measured=f"7; at most {most} in drawn networks",
@@ -197,7 +194,7 @@ def semiring(run: ClaimRun) -> Evidence:
         "x^{⊗3} = x ⊗ x ⊗ x": (power(a, 3), times(a, times(a, a))),
     }
     checks = [none_of(name, (x != y).sum().item()) for name, (x, y) in laws.items()]
-    return Evidence(checks, paper="a semiring", measured=f"{len(laws)} laws on {n} triples")
+    return Evidence.of(checks, paper="a semiring", measured=f"{len(laws)} laws on {n} triples")
 
 
 @claim("p3-def3.5", "tropical polynomials")
@@ -224,13 +221,11 @@ def polynomials(run: ClaimRun) -> Evidence:
         tuple(P.exponents[i]) for i in P.terms_at(30 * r.standard_normal((40_000, 2))).argmax(1)
     }
     kept = {tuple(row) for row in P.essential().exponents}
-    return Evidence(
-        [
-            at_most("largest violation of convexity", float(convex.max()), 1e-12),
-            none_of("creases off the hypersurface", off),
-            none_of("drawn points on it", int(P.on_hypersurface(x).sum())),
-            none_of("slopes met that are no essential term", len(slopes - kept)),
-        ],
+    return Evidence.of(
+        at_most("largest violation of convexity", float(convex.max()), 1e-12),
+        none_of("creases off the hypersurface", off),
+        none_of("drawn points on it", int(P.on_hypersurface(x).sum())),
+        none_of("slopes met that are no essential term", len(slopes - kept)),
         paper="convex, creased on its hypersurface",
         measured=f"{len(low)} creases, {off} off it",
         note="The paper's exponents are in N^d; a router's weights are real, and nothing changes.",
@@ -269,12 +264,10 @@ def quotients(run: ClaimRun) -> Evidence:
     low = bisect(lambda x: (forward(x) < shift)[:, None], low, high)
     off = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
     terms = len(form.numerator.coefficients), len(Q.coefficients)
-    return Evidence(
-        [
-            at_most("largest error of P - Q", error, 1e-9),
-            at_least("zeros found", n, 100),
-            none_of("zeros off the hypersurface of P ⊕ Q", off),
-        ],
+    return Evidence.of(
+        at_most("largest error of P - Q", error, 1e-9),
+        at_least("zeros found", n, 100),
+        none_of("zeros off the hypersurface of P ⊕ Q", off),
         paper="F = P - Q",
         measured=f"error {error:.1g}; {terms[0]} and {terms[1]} terms",
         note="The set of all zeros may be larger: max(0, x) is zero on a half line, and only x = 0 "
@@ -305,4 +298,4 @@ def symmetric(run: ClaimRun) -> Evidence:
         at_most("error of the recursion", recursion, 1e-12),
         at_most("error of the polynomial", worst, 1e-12),
     ]
-    return Evidence(checks, paper="equal", measured=max(worst, recursion))
+    return Evidence.of(checks, paper="equal", measured=max(worst, recursion))

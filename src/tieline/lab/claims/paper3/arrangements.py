@@ -73,19 +73,17 @@ def general_position(run: ClaimRun) -> Evidence:
     W, b = r.standard_normal((4, 3)), r.standard_normal(4)
     pairs = list(itertools.combinations(range(4), 2))
     walls = np.array([W[i] - W[j] for i, j in pairs]), np.array([b[i] - b[j] for i, j in pairs])
-    return Evidence(
-        [
-            none_of("sets of drawn neurons with zero biases that break it", central),
-            *qualified(none_of("sets of neurons with drawn biases that break it", wrong)),
-            *corrected(
-                near(
-                    "broken sets of the walls of 4 experts in R³",
-                    position_failures(*walls),
-                    4 + 15,
-                    0,
-                )
-            ),
-        ],
+    return Evidence.of(
+        none_of("sets of drawn neurons with zero biases that break it", central),
+        qualified(none_of("sets of neurons with drawn biases that break it", wrong)),
+        corrected(
+            near(
+                "broken sets of the walls of 4 experts in R³",
+                position_failures(*walls),
+                4 + 15,
+                0,
+            )
+        ),
         paper="with probability one",
         corrected="never for the walls of three experts",
         measured=f"{wrong} sets of neurons, {central} without biases, "
@@ -117,7 +115,7 @@ def three_lines(_run: ClaimRun) -> Evidence:
         near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
         near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
     ]
-    return Evidence(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in counts))
+    return Evidence.of(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in counts))
 
 
 @claim("p3-prop4.10", "bound for dense layers")
@@ -142,13 +140,11 @@ def dense_bound(run: ClaimRun) -> Evidence:
         c[1] = c[0] if spoil == "twice" else c[1]
         below.append(len(regions(*dense(V, c), 1)))
     large = [2**n for n in range(10, 14)]
-    return Evidence(
-        [
-            none_of("counts in general position other than Φ", wrong),
-            at_most("most regions out of it", max(below), zaslavsky(6, 2) - 1),
-            near("exponent of Φ(H, 3)", exponent(large, [zaslavsky(h, 3) for h in large]), 3, 0.01),
-            near("Φ(H, 3) 3!/H³", 6 * zaslavsky(large[-1], 3) / large[-1] ** 3, 1, 1e-3),
-        ],
+    return Evidence.of(
+        none_of("counts in general position other than Φ", wrong),
+        at_most("most regions out of it", max(below), zaslavsky(6, 2) - 1),
+        near("exponent of Φ(H, 3)", exponent(large, [zaslavsky(h, 3) for h in large]), 3, 0.01),
+        near("Φ(H, 3) 3!/H³", 6 * zaslavsky(large[-1], 3) / large[-1] ** 3, 1, 1e-3),
         paper=zaslavsky(6, 2),
         measured=f"{zaslavsky(6, 2)} in general position; {below} parallel, meeting, repeated",
         figure=chart(
@@ -177,14 +173,12 @@ def zonotope(run: ClaimRun) -> Evidence:
     hull = len(ConvexHull(signs @ np.column_stack([V, c])).vertices)
     closed = 2 * sum(math.comb(7, j) for j in range(3))
     wide = zonotope_counts(*(drawn(run, 3).standard_normal(s) for s in ((96, 2), 96)))
-    return Evidence(
-        [
-            near("vertices of the hull of 2^8 sums", hull, counts.vertices, 0),
-            near("2 Σ C(H-1, j)", counts.vertices, closed, 0),
-            near("upper vertices are the regions", counts.upper, zaslavsky(8, 2), 0),
-            at_least("not in bijection", counts.vertices - counts.upper, 1),
-            near("vertices per region at H = 96", wide.vertices / wide.upper, 2, 0.05),
-        ],
+    return Evidence.of(
+        near("vertices of the hull of 2^8 sums", hull, counts.vertices, 0),
+        near("2 Σ C(H-1, j)", counts.vertices, closed, 0),
+        near("upper vertices are the regions", counts.upper, zaslavsky(8, 2), 0),
+        at_least("not in bijection", counts.vertices - counts.upper, 1),
+        near("vertices per region at H = 96", wide.vertices / wide.upper, 2, 0.05),
         paper="Θ(H^d)",
         corrected="vertices = 2 regions - regions without biases",
         measured=f"{hull} vertices, {counts.upper} regions; "
@@ -209,7 +203,7 @@ def dense_tight(run: ClaimRun) -> Evidence:
         none_of("drawn layers below Φ", wrong),
         near("neurons on the moment curve", moment, zaslavsky(10, 2), 0),
     ]
-    return Evidence(checks, paper=zaslavsky(10, 2), measured=moment)
+    return Evidence.of(checks, paper=zaslavsky(10, 2), measured=moment)
 
 
 INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7, 8, 8, 3, 2): 1233}
@@ -251,15 +245,13 @@ def top_one_bound(run: ClaimRun) -> Evidence:
     error = float(counts.std()) / math.sqrt(len(counts))
     widths = [4, 16, 64, 256, 1024]
     gain = [expected_regions(8, 1, h, 2) / zaslavsky(h, 2) for h in widths]
-    return Evidence(
-        [
-            at_most("most pieces", int(counts.max()), capacity_bound(8, 1, 8, 2)),
-            near("bound", capacity_bound(8, 1, 8, 2), 8 * zaslavsky(8, 2), 0),
-            *corrected(
-                within("mean", float(counts.mean()), error, expected_regions(8, 1, 8, 2)),
-                near("expected pieces per dense region at H = 1024", gain[-1], 1, 0.02),
-            ),
-        ],
+    return Evidence.of(
+        at_most("most pieces", int(counts.max()), capacity_bound(8, 1, 8, 2)),
+        near("bound", capacity_bound(8, 1, 8, 2), 8 * zaslavsky(8, 2), 0),
+        corrected(
+            within("mean", float(counts.mean()), error, expected_regions(8, 1, 8, 2)),
+            near("expected pieces per dense region at H = 1024", gain[-1], 1, 0.02),
+        ),
         paper=capacity_bound(8, 1, 8, 2),
         corrected=expected_regions(8, 1, 8, 2),
         measured=float(counts.mean()),
@@ -309,7 +301,7 @@ def wide_experts(run: ClaimRun) -> Evidence:
         line("the paper", widths, [1.0] * 3, dashed=True),
         log="x",
     )
-    return Evidence(checks, paper=1, corrected=0.25, measured=share[-1], figure=figure)
+    return Evidence.of(checks, paper=1, corrected=0.25, measured=share[-1], figure=figure)
 
 
 @claim("p3-cor4.16", "the top-1 bound is reached")
@@ -327,7 +319,7 @@ def top_one_tight(run: ClaimRun) -> Evidence:
         near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
         for (n, h), a, z in zip(shapes, counts, bound, strict=True)
     ]
-    return Evidence(checks, paper="N Φ(H, d)", measured=f"{counts} of {bound}")
+    return Evidence.of(checks, paper="N Φ(H, d)", measured=f"{counts} of {bound}")
 
 
 @claim("p3-thm4.17", "bound for top-k", seconds=2)
@@ -353,21 +345,19 @@ def top_k_bound(run: ClaimRun) -> Evidence:
         for h in (1, 3, 8)
         for d in range(1, 7)
     )
-    return Evidence(
-        [
-            at_most("most pieces, N = 8, k = 3, H = 4, d = 2", int(counts.max()), bound),
-            none_of(
-                "specified layers with another count",
-                sum(exact[s] != n for s, n in INSTANCES.items()),
-            ),
-            none_of("listings with another count", listed),
-            near("in fractions", rational, INSTANCES[first], 0),
-            *corrected(
-                at_most("most pieces against B*", int(counts.max()), better),
-                at_most("B* over the bound, all shapes", worst, 1),
-                within("mean", float(counts.mean()), error, expected_regions(8, 3, 4, 2)),
-            ),
-        ],
+    return Evidence.of(
+        at_most("most pieces, N = 8, k = 3, H = 4, d = 2", int(counts.max()), bound),
+        none_of(
+            "specified layers with another count",
+            sum(exact[s] != n for s, n in INSTANCES.items()),
+        ),
+        none_of("listings with another count", listed),
+        near("in fractions", rational, INSTANCES[first], 0),
+        corrected(
+            at_most("most pieces against B*", int(counts.max()), better),
+            at_most("B* over the bound, all shapes", worst, 1),
+            within("mean", float(counts.mean()), error, expected_regions(8, 3, 4, 2)),
+        ),
         paper=bound,
         corrected=f"B* = {better}, expected {expected_regions(8, 3, 4, 2):.1f}",
         measured=float(counts.mean()),

@@ -75,7 +75,7 @@ def saturated(run: ClaimRun) -> Evidence:
         at_least("inputs moved by 1.2 ε that change", beyond, 1),
         at_least("smallest distance", distances.smallest, 1e-9),
     ]
-    return Evidence(checks, paper="locally constant", measured=f"ε = {distances.smallest:.3g}")
+    return Evidence.of(checks, paper="locally constant", measured=f"ε = {distances.smallest:.3g}")
 
 
 @claim("p3-prop5.6", "angular collapse")
@@ -108,14 +108,12 @@ def angular_collapse(run: ClaimRun) -> Evidence:
         for d in (2, 3, 8, 64)
     )
     sines = [0.3, 0.1, 0.03, 0.01]
-    return Evidence(
-        [
-            *checks,
-            at_most("largest angle of the ball", float(angle.max()), math.asin(0.5)),
-            at_most("C(d) against the printed one", printed, 1e-12),
-            near("largest ratio to the leading term", max(ratios), 1, 1e-4),
-            near("smallest ratio", min(ratios), 1, 1e-4),
-        ],
+    return Evidence.of(
+        *checks,
+        at_most("largest angle of the ball", float(angle.max()), math.asin(0.5)),
+        at_most("C(d) against the printed one", printed, 1e-12),
+        near("largest ratio to the leading term", max(ratios), 1, 1e-4),
+        near("smallest ratio", min(ratios), 1, 1e-4),
         paper="C(d) s^{d-1}",
         measured=max(ratios),
         figure=chart(
@@ -153,20 +151,18 @@ def coalitions_left(run: ClaimRun) -> Evidence:
     error = math.sqrt(chance[-1] * (1 - chance[-1]) / n)
     walls = [walls_in_ball(16, 4, dim, s) for s in sines]
     power = exponent(sines[1:], [-math.log1p(-p) for p in chance[1:]])
-    return Evidence(
-        [
-            near("exponent", power, dim - 1, 0.5),
-            *corrected(
-                near("exponent against 1", power, 1, 0.15),
-                near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01),
-                near(
-                    "chance at s = 0.01",
-                    chance[-1],
-                    ball_meets_tie(16, 4, dim, 0.01),
-                    4 * error + 0.01,
-                ),
+    return Evidence.of(
+        near("exponent", power, dim - 1, 0.5),
+        corrected(
+            near("exponent against 1", power, 1, 0.15),
+            near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01),
+            near(
+                "chance at s = 0.01",
+                chance[-1],
+                ball_meets_tie(16, 4, dim, 0.01),
+                4 * error + 0.01,
             ),
-        ],
+        ),
         paper=dim - 1,
         corrected=1,
         measured=power,
@@ -221,7 +217,7 @@ def shared_expert(run: ClaimRun) -> Evidence:
         at_most("what is added, less the expert", error, 1e-9),
         none_of("inputs with another coalition", int((before != after).any(axis=1).sum())),
     ]
-    return Evidence(checks, paper="apart from the router", measured=error)
+    return Evidence.of(checks, paper="apart from the router", measured=error)
 
 
 @claim("p3-prop5.9", "affine carrier and residual")
@@ -242,11 +238,9 @@ def carrier(run: ClaimRun) -> Evidence:
     apart = float(np.abs(carriers[0] - carriers[1]).max())
     fitted = np.column_stack([x, np.ones(len(x))])
     left = carriers[0] - fitted @ np.linalg.lstsq(fitted, carriers[0], rcond=None)[0]
-    return Evidence(
-        [
-            at_most("carriers under two routers differ by", apart, 1e-9),
-            at_most("what an affine fit leaves of the carrier", float(np.abs(left).max()), 1e-9),
-        ],
+    return Evidence.of(
+        at_most("carriers under two routers differ by", apart, 1e-9),
+        at_most("what an affine fit leaves of the carrier", float(np.abs(left).max()), 1e-9),
         paper="F = A + R",
         measured=apart,
         note="The algebra holds and is trivial, as the paper says; that training then avoids a "
@@ -358,17 +352,15 @@ def does_it_centre(run: ClaimRun) -> Evidence:
     trained = coalitions_by_carrier(run)
     gains = {kind: (trained[kind] / trained["none"]).log().tolist() for kind in CARRIERS[1:]}
     means = {kind: f"{trained[kind].mean().item():.1f}" for kind in CARRIERS}
-    return Evidence(
-        [
-            at_least("given router: coalitions with a shared expert", used[1], 0.5 * middle),
-            *corrected(
-                near("given router: with and without it", used[1], used[0], 0),
-                near("given router: with a router bias and centred", biased, middle, 0.02 * middle),
-                at_least("given router: centring multiplies them by", middle / used[0], 10),
-            ),
-            *qualified(_gain("a fitted shared expert", gains["fitted"], least=0)),
-            *corrected(_gain("one from zero", gains["from zero"], most=0.25)),
-        ],
+    return Evidence.of(
+        at_least("given router: coalitions with a shared expert", used[1], 0.5 * middle),
+        corrected(
+            near("given router: with and without it", used[1], used[0], 0),
+            near("given router: with a router bias and centred", biased, middle, 0.02 * middle),
+            at_least("given router: centring multiplies them by", middle / used[0], 10),
+        ),
+        qualified(_gain("a fitted shared expert", gains["fitted"], least=0)),
+        corrected(_gain("one from zero", gains["from zero"], most=0.25)),
         paper="as many as centred data",
         corrected="of a given router by a bias or centred input; of a trained one by a carrier "
         "that is there first",

@@ -71,13 +71,10 @@ def transversality(run: ClaimRun) -> Evidence:
     )
     touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
     side = curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
-    checks = [
+    return Evidence.of(
         at_least("smallest sine at a crossing", sine, 1e-9),
         none_of("pairs of planes that meet on the curve", both),
-        *corrected(none_of("points of the curve beyond a touching plane", int((side > 0).sum()))),
-    ]
-    return Evidence(
-        checks,
+        corrected(none_of("points of the curve beyond a touching plane", int((side > 0).sum()))),
         paper="with probability one",
         corrected="of drawn weights; trained ones may touch",
         measured=f"smallest sine {sine:.2g} of {sum(len(t) for t in crossings)} crossings",
@@ -104,15 +101,13 @@ def effective_dense(run: ClaimRun) -> Evidence:
     way = ends[0] + np.linspace(0, 1, 100_001)[:, None] * (ends[1] - ends[0])
     segment = len(np.unique(way @ flat[0].T + flat[1] > 0, axis=0))
     plane = dense_regions(flat[0] @ r.standard_normal((4, 2)), flat[1])
-    return Evidence(
-        [
-            at_most("regions met by a circle, H = 8", circle, zaslavsky(width, 1)),
-            *qualified(
-                at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1)),
-                at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2)),
-            ),
-            *corrected(near("regions met by the circle", circle, 2 * width, 0)),
-        ],
+    return Evidence.of(
+        at_most("regions met by a circle, H = 8", circle, zaslavsky(width, 1)),
+        qualified(
+            at_most("regions met by a segment in R⁴", segment, zaslavsky(width, 1)),
+            at_most("regions met by a plane in R⁴", plane, zaslavsky(width, 2)),
+        ),
+        corrected(near("regions met by the circle", circle, 2 * width, 0)),
         paper=zaslavsky(width, 1),
         corrected=2 * width,
         measured=circle,
@@ -138,7 +133,7 @@ def effective_order(run: ClaimRun) -> Evidence:
         near("exponent on a plane", exponent(widths, plane), 2, 0.1),
         within("pieces on a segment, H = 128", *means[-1], crofton(1, 1, 128, QUARTER)),
     ]
-    return Evidence(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
+    return Evidence.of(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
 
 
 @claim("p3-thm4.26", "upper bound on a manifold", expected=Verdict.FAILS, seconds=1)
@@ -158,14 +153,12 @@ def effective_upper(run: ClaimRun) -> Evidence:
     bound = [paper_effective_bound(2, 1, h, 1, 8, QUARTER) for h in (narrow, wide)]
     stated = (bound[1] - bound[0]) / (wide - narrow)
     widths = [narrow, 64, wide]
-    return Evidence(
-        [
-            at_most("pieces per neuron", slope, stated, 4 * error),
-            *corrected(
-                within("pieces per neuron, Crofton", slope, error, 0.5),
-                within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER)),
-            ),
-        ],
+    return Evidence.of(
+        at_most("pieces per neuron", slope, stated, 4 * error),
+        corrected(
+            within("pieces per neuron, Crofton", slope, error, 0.5),
+            within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER)),
+        ),
         paper=stated,
         corrected=0.5,
         measured=slope,
@@ -202,18 +195,16 @@ def effective_lower(run: ClaimRun) -> Evidence:
         for n in experts
     ]
     mean, error = along_segment(run, (32, k, width, dim), run.size(200, 2_000))
-    return Evidence(
-        [
-            at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
-            *corrected(
-                within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER)),
-                at_most(
-                    "switches from N = 128 to 512, ratio",
-                    expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0),
-                    4,
-                ),
+    return Evidence.of(
+        at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
+        corrected(
+            within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER)),
+            at_most(
+                "switches from N = 128 to 512, ratio",
+                expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0),
+                4,
             ),
-        ],
+        ),
         paper="a constant",
         corrected=crofton(32, k, width, QUARTER),
         measured=mean,
@@ -234,11 +225,9 @@ def resilience(_run: ClaimRun) -> Evidence:
     n, k, width = 16, 4, 100_000
     ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
     true = crofton(n, k, width, QUARTER) / crofton(1, 1, width, QUARTER)
-    return Evidence(
-        [
-            near("ratio over C(N, k) k³", ratio / (math.comb(n, k) * k**3), 1, 1e-3),
-            *corrected(near("ratio of expected pieces on a curve", true, k, 0.01)),
-        ],
+    return Evidence.of(
+        near("ratio over C(N, k) k³", ratio / (math.comb(n, k) * k**3), 1, 1e-3),
+        corrected(near("ratio of expected pieces on a curve", true, k, 0.01)),
         paper=math.comb(n, k) * k,
         corrected=k,
         measured=true,
@@ -260,16 +249,14 @@ def rank_condition(run: ClaimRun) -> Evidence:
         V, c = r.standard_normal((n, 3)), r.standard_normal(n)
         all_regions.append(dense_regions(V, c))
         bounded.append(all_regions[-1] - dense_regions(V, np.zeros(n)))
-    return Evidence(
-        [
-            none_of("bounded regions of fewer than 3 planes", sum(bounded[:2])),
-            near("regions of 2 planes", all_regions[1], 2**2, 0),
-            *corrected(
-                near("bounded regions of 3 planes", bounded[2], 0, 0),
-                near("bounded regions of 4 planes", bounded[3], 1, 0),
-                near("bounded regions of 5 planes", bounded[4], math.comb(4, 3), 0),
-            ),
-        ],
+    return Evidence.of(
+        none_of("bounded regions of fewer than 3 planes", sum(bounded[:2])),
+        near("regions of 2 planes", all_regions[1], 2**2, 0),
+        corrected(
+            near("bounded regions of 3 planes", bounded[2], 0, 0),
+            near("bounded regions of 4 planes", bounded[3], 1, 0),
+            near("bounded regions of 5 planes", bounded[4], math.comb(4, 3), 0),
+        ),
         paper="none for kH < d_eff",
         corrected="none for kH <= d_eff",
         measured=f"{bounded} bounded for n = 1 ... 5 in R³",

@@ -41,7 +41,7 @@ def top_one(run: ClaimRun) -> Evidence:
         ),
         *corrected(within("mean on the plane", mean, error, exact)),
     ]
-    return Evidence(checks, paper="N = 16", corrected=exact, measured=mean)
+    return Evidence.of(checks, paper="N = 16", corrected=exact, measured=mean)
 
 
 @claim("p3-thm4.5", "an order-k diagram", seconds=1)
@@ -66,14 +66,12 @@ def order_k(run: ClaimRun) -> Evidence:
     first, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
     same = (first == other).all(axis=1)
     broken = int((middle != first).any(axis=1)[same].sum())
-    return Evidence(
-        [
-            near("essential terms and cells", terms, len(listed), 0),
-            near("listed and counted cells", len(listed), int(count_cells(W, b, 3)), 0),
-            none_of("neighbours that differ by more than a swap", swaps),
-            none_of("midpoints that leave a cell", broken),
-            at_least("pairs in one cell", int(same.sum()), 100),
-        ],
+    return Evidence.of(
+        near("essential terms and cells", terms, len(listed), 0),
+        near("listed and counted cells", len(listed), int(count_cells(W, b, 3)), 0),
+        none_of("neighbours that differ by more than a swap", swaps),
+        none_of("midpoints that leave a cell", broken),
+        at_least("pairs in one cell", int(same.sum()), 100),
         paper="an order-k diagram",
         measured=f"{len(listed)} cells of {math.comb(8, 3)} coalitions",
     )
@@ -98,17 +96,15 @@ def number_of_cells(run: ClaimRun) -> Evidence:
     cells_drawn = np.array([int(count_cells(*router, 4)) for router in routers])
     mean, error = float(cells_drawn.mean()), float(cells_drawn.std()) / math.sqrt(len(routers))
     dims, exact = list(counts), expected_cells(16, 4, 2)
-    return Evidence(
-        [
-            none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
-            *qualified(none_of("the same, d = 7", missing[7])),
-            *corrected(
-                none_of("sums over k other than Φ(8, d+1)", sums),
-                within("mean, N = 16, k = 4, d = 2", mean, error, exact),
-                near("expectation, d = 2", exact, 47.74, 0.01),
-                near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01),
-            ),
-        ],
+    return Evidence.of(
+        none_of("coalitions of 8 experts without a cell, d = 2", missing[2]),
+        qualified(none_of("the same, d = 7", missing[7])),
+        corrected(
+            none_of("sums over k other than Φ(8, d+1)", sums),
+            within("mean, N = 16, k = 4, d = 2", mean, error, exact),
+            near("expectation, d = 2", exact, 47.74, 0.01),
+            near("expectation, d = 8", expected_cells(16, 4, 8), 1654.76, 0.01),
+        ),
         paper=1820,
         corrected=exact,
         measured=mean,
@@ -153,12 +149,10 @@ def supports(run: ClaimRun) -> Evidence:
     ramp = np.linspace(-40, 40, 4_001)[:, None]
     mask = chosen(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
     ends = [int(np.abs(np.diff(mask[:, e].astype(int))).sum()) for e in range(3)]
-    return Evidence(
-        [
-            at_least("fewest ends of a support on the line", min(ends), 2),
-            *qualified(near("bent supports of 5 experts in R⁴", bent, 5, 0)),
-            *corrected(near("ends of the first expert's half-line", ends[0], 1, 0)),
-        ],
+    return Evidence.of(
+        at_least("fewest ends of a support on the line", min(ends), 2),
+        qualified(near("bent supports of 5 experts in R⁴", bent, 5, 0)),
+        corrected(near("ends of the first expert's half-line", ends[0], 1, 0)),
         paper="never convex",
         corrected="convex half-lines for two of three experts",
         measured=f"{bent} of 5 bent in R⁴; ends {ends} on a line",
@@ -181,14 +175,12 @@ def three_experts(run: ClaimRun) -> Evidence:
         counts |= {len(listed), int(count_cells(W, np.zeros(3), 2))}
         walls |= {len(listed.neighbours(cell)) for cell in range(len(listed))}
         bent.add(bent_supports(W, b))
-    return Evidence(
-        [
-            near("fewest cells", min(counts), 3, 0),
-            near("most cells", max(counts), 3, 0),
-            near("fewest walls", min(walls), 2, 0),
-            near("most walls", max(walls), 2, 0),
-            near("experts with a bent support, fewest", min(bent), 3, 0),
-        ],
+    return Evidence.of(
+        near("fewest cells", min(counts), 3, 0),
+        near("most cells", max(counts), 3, 0),
+        near("fewest walls", min(walls), 2, 0),
+        near("most walls", max(walls), 2, 0),
+        near("experts with a bent support, fewest", min(bent), 3, 0),
         paper="3 cells of 2 walls",
         measured=f"{sorted(counts)} cells of {sorted(walls)} walls",
     )
@@ -212,4 +204,4 @@ def softmax_keeps(run: ClaimRun) -> Evidence:
         none_of("inputs with another coalition", wrong),
         *corrected(near("logits 110 down tie after softmax in float32", ties, 1, 0)),
     ]
-    return Evidence(checks, paper="the same", measured=wrong)
+    return Evidence.of(checks, paper="the same", measured=wrong)

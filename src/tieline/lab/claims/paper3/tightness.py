@@ -40,15 +40,13 @@ def lower_bound(_run: ClaimRun) -> Evidence:
     summed, best = capacity_bound(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     widths = [256, 1024, 4096]
     means = [expected_regions(6, 2, h, 2) for h in widths]
-    return Evidence(
-        [
-            at_least("B* / (C(N, 4) H²) at N = 4096, H = 8", share[-1], 0.01),
-            at_least("B* against the sum of (6), N = 16, k = 4, H = 5, d = 5", best, summed),
-            *corrected(
-                near("exponent of the share in N", exponent(MANY, share), -1, 0.25),
-                near("exponent of expected pieces in H, N fixed", exponent(widths, means), 2, 0.05),
-            ),
-        ],
+    return Evidence.of(
+        at_least("B* / (C(N, 4) H²) at N = 4096, H = 8", share[-1], 0.01),
+        at_least("B* against the sum of (6), N = 16, k = 4, H = 5, d = 5", best, summed),
+        corrected(
+            near("exponent of the share in N", exponent(MANY, share), -1, 0.25),
+            near("exponent of expected pieces in H, N fixed", exponent(widths, means), 2, 0.05),
+        ),
         paper="a constant",
         corrected="0 as N grows, for every k > (d+1)/2 (`p5-levels`)",
         measured=f"{share[0]:.3g} at N = 64, {share[-1]:.2g} at 4096",
@@ -73,15 +71,13 @@ def tight_order(_run: ClaimRun) -> Evidence:
     many = [sharp_bound(n, 8, 5, 5) / capacity_bound(n, 8, 5, 5) for n in MANY]
     wide = [sharp_bound(16, 4, 2**p, 2) / capacity_bound(16, 4, 2**p, 2) for p in (4, 8, 12)]
     limit = 16**2 / (math.comb(16, 4) * 4**2)
-    return Evidence(
-        [
-            at_least("largest share, k = 8, d = 5, N = 4096", many[-1], 0.01),
-            at_least("largest share, N = 16, k = 4, d = 2, H = 4096", wide[-1], 0.5),
-            *corrected(
-                near("the same against N^d / (C(N, k) k^d)", wide[-1], limit, 0.1 * limit),
-                at_most("share falls with N, k = 8", many[-1] / many[0], 0.1),
-            ),
-        ],
+    return Evidence.of(
+        at_least("largest share, k = 8, d = 5, N = 4096", many[-1], 0.01),
+        at_least("largest share, N = 16, k = 4, d = 2, H = 4096", wide[-1], 0.5),
+        corrected(
+            near("the same against N^d / (C(N, k) k^d)", wide[-1], limit, 0.1 * limit),
+            at_most("share falls with N, k = 8", many[-1] / many[0], 0.1),
+        ),
         paper="Θ",
         corrected=f"at most {limit:.4f} of the bound for wide experts, N = 16, k = 4, d = 2",
         measured=wide[-1],
@@ -109,18 +105,16 @@ def table(_run: ClaimRun) -> Evidence:
     capacities = paper_capacities(n, k, h, d)
     active = sum(math.comb(20, j) for j in range(6))
     best = sharp_bound(n, k, h, d)
-    return Evidence(
-        [
-            at_least("B* against the top-k column", best, capacities.top_k),
-            *qualified(
-                near("dense", capacities.dense, active, 0),
-                near("top-1", capacities.top_1, n * active, 0),
-                near("top-k", capacities.top_k, math.comb(n, k) * active, 0),
-                near("normalised", capacities.normalised, math.comb(n, k) * 2**5, 0),
-                near("B* for dense", sharp_bound(1, 1, 20, d), capacities.dense, 0),
-                near("B* for top-1", sharp_bound(n, 1, 20, d), capacities.top_1, 0),
-            ),
-        ],
+    return Evidence.of(
+        at_least("B* against the top-k column", best, capacities.top_k),
+        qualified(
+            near("dense", capacities.dense, active, 0),
+            near("top-1", capacities.top_1, n * active, 0),
+            near("top-k", capacities.top_k, math.comb(n, k) * active, 0),
+            near("normalised", capacities.normalised, math.comb(n, k) * 2**5, 0),
+            near("B* for dense", sharp_bound(1, 1, 20, d), capacities.dense, 0),
+            near("B* for top-1", sharp_bound(n, 1, 20, d), capacities.top_1, 0),
+        ),
         paper=capacities.top_k,
         corrected=best,
         measured=f"{best / capacities.top_k:.3f} of the top-k column at most",
@@ -165,7 +159,7 @@ def equal_compute(run: ClaimRun) -> Evidence:
     ]
     if not run.fast:
         checks += corrected(near("exact count, seed 0", exact, 161_208, 0))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper=capacities.top_k,
         corrected=f"B* {best}, expected {mean:.0f}",
@@ -208,7 +202,7 @@ def reachability(run: ClaimRun) -> Evidence:
             at_most("the most that Φ leaves", most, zaslavsky(8, 3) - 8),
         ),
     ]
-    return Evidence(checks, paper=70, corrected="fewer than 70", measured=most)
+    return Evidence.of(checks, paper=70, corrected="fewer than 70", measured=most)
 
 
 def law(n: int, k: int, m: int, d_eff: int) -> float:
@@ -239,16 +233,14 @@ def splitting(_run: ClaimRun) -> Evidence:
     split = capacity_bound(64, 8, 4, d) / math.comb(64, 8)
     gain = expected_regions(64, 8, 4, d) / expected_regions(32, 4, 8, d)
     printed = law(32, 4, 2, d)
-    return Evidence(
-        [
-            near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
-            *corrected(
-                near("the same against its limit", over[-1], constant, 1e-6),
-                near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
-                near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
-                at_most("gain of expected pieces, 32 experts", gain, 3),
-            ),
-        ],
+    return Evidence.of(
+        near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
+        corrected(
+            near("the same against its limit", over[-1], constant, 1e-6),
+            near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
+            near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
+            at_most("gain of expected pieces, 32 experts", gain, 3),
+        ),
         paper=printed,
         corrected=gain,
         measured=f"limit {constant:.4f} of the law at k = m = 2; expected pieces ×{gain:.2f}",
@@ -291,21 +283,19 @@ def granularity_limit(run: ClaimRun) -> Evidence:
             for s in range(run.size(30, 300))
         ]
     )
-    return Evidence(
-        [
-            at_most("pieces at m = 4 and 8, past m_max = 2", max(counts[2:]), zaslavsky(8, 3) - 1),
-            *corrected(
-                near("pieces at m = 8", counts[3], zaslavsky(8, 3), 0),
-                near("pieces at m = 1", counts[0], zaslavsky(8, 3), 0),
-                near("splits that lower the expected pieces of top-k", drops, 0, 0),
-                near(
-                    "mean pieces at m = 4, over the expectation",
-                    float(beyond.mean()) / routed[2],
-                    1,
-                    0.1,
-                ),
+    return Evidence.of(
+        at_most("pieces at m = 4 and 8, past m_max = 2", max(counts[2:]), zaslavsky(8, 3) - 1),
+        corrected(
+            near("pieces at m = 8", counts[3], zaslavsky(8, 3), 0),
+            near("pieces at m = 1", counts[0], zaslavsky(8, 3), 0),
+            near("splits that lower the expected pieces of top-k", drops, 0, 0),
+            near(
+                "mean pieces at m = 4, over the expectation",
+                float(beyond.mean()) / routed[2],
+                1,
+                0.1,
             ),
-        ],
+        ),
         paper="m <= 2",
         corrected="kH >= d_eff, which splitting keeps",
         measured=f"{counts} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",

@@ -43,17 +43,15 @@ def heads(run: ClaimRun) -> Evidence:
     soft, sigmoid = (tied.curve("head", kind, kind) for kind in ("softmax", "sigmoid"))
     ratios = tied.sample_ratio("head"), untied.sample_ratio("mixture")
     constants = _constant(soft) / _constant(sigmoid)
-    return Evidence(
-        [
-            at_least("slope of the values of a softmax head", soft.experts_rate.slope, -0.25),
-            *_as_half(soft),
-            *_as_half(sigmoid),
-            *(check for curve in untied.curves for check in _as_predicted(curve)),
-            *corrected(
-                none_of("fits that did not converge", soft.failed + sigmoid.failed),
-                near("function: softmax over sigmoid constant, tied", constants, 1, 1e-9),
-            ),
-        ],
+    return Evidence.of(
+        at_least("slope of the values of a softmax head", soft.experts_rate.slope, -0.25),
+        _as_half(soft),
+        _as_half(sigmoid),
+        *(check for curve in untied.curves for check in _as_predicted(curve)),
+        corrected(
+            none_of("fits that did not converge", soft.failed + sigmoid.failed),
+            near("function: softmax over sigmoid constant, tied", constants, 1, 1e-9),
+        ),
         paper="exp(ε^{-1/τ}) against ε⁻²",
         corrected=f"ε⁻² for both; softmax needs {ratios[0]:.2f} (tied) and {ratios[1]:.2f} "
         "(untied) samples for one of sigmoid",

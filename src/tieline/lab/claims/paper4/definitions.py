@@ -55,7 +55,7 @@ def attention(run: ClaimRun) -> Evidence:
             worst.append(float((mixture.output - rows["own"][i]).abs().max()))
             worst.append(float((mixture(other.flatten()) - rows["other"][i]).abs().max()))
     checks = [at_most("largest difference", max(worst), 1e-12)]
-    return Evidence(checks, paper=0, measured=max(worst))
+    return Evidence.of(checks, paper=0, measured=max(worst))
 
 
 @claim("p4-eq5", "sigmoid gating regression", number="(4), (5), (48)")
@@ -79,7 +79,7 @@ def model(run: ClaimRun) -> Evidence:
             f = (layer(router(x)) * torch.relu(x @ a.T + b)).sum(dim=1)
             worst.append(float((f - family.regression(params, x)).abs().max()))
     checks = [at_most("largest difference", max(worst), 1e-12)]
-    return Evidence(checks, paper=0, measured=max(worst))
+    return Evidence.of(checks, paper=0, measured=max(worst))
 
 
 def core_router(params: MoEParameters, kind) -> QuadraticRouter:
@@ -120,13 +120,11 @@ def equations(run: ClaimRun) -> Evidence:
 
     other = vmap(jacrev(jacrev(with_tanh)), (None, 0))(theta, x)
     worst, every = residuals(second), residuals(other)
-    return Evidence(
-        [
-            *(at_most(name, value, 1e-12) for name, value in worst.items()),
-            *corrected(
-                *(at_most(f"{name}, tanh expert", value, 1e-12) for name, value in every.items())
-            ),
-        ],
+    return Evidence.of(
+        *(at_most(name, value, 1e-12) for name, value in worst.items()),
+        corrected(
+            *(at_most(f"{name}, tanh expert", value, 1e-12) for name, value in every.items())
+        ),
         paper=0,
         measured=max(worst.values()),
         note="All three hold for every function of the score and of α·x + β, so for every ridge "
@@ -170,7 +168,7 @@ def vanishing(run: ClaimRun) -> Evidence:
             at_least("at c = +40 it is", up, 1 - 1e-12),
         ),
     ]
-    return Evidence(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
+    return Evidence.of(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
 
 
 def sigma(c: float) -> float:
@@ -224,7 +222,7 @@ def check(run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = 
     """
     fit, truth = example(full=full)
     value = voronoi_loss(fit, truth, kind, 4, r).value
-    return Evidence([near(kind, value, by_hand, 1e-12)], paper=by_hand, measured=value)
+    return Evidence.of(near(kind, value, by_hand, 1e-12), paper=by_hand, measured=value)
 
 
 @claim("p4-L3", "L_3 and its index", number="section 4.2")
@@ -254,7 +252,7 @@ def third(run: ClaimRun) -> Evidence:
         ),
         *corrected(at_least("printed sum", printed, 0.1)),
     ]
-    return Evidence(checks, paper=printed, corrected=0, measured=value)
+    return Evidence.of(checks, paper=printed, corrected=0, measured=value)
 
 
 @claim("p4-eq52", "L_4", number="(52)")
@@ -312,21 +310,19 @@ def strong(run: ClaimRun) -> Evidence:
     Overturned by: a definition modulo ∂F/∂A ~ ∂²F/∂b∂b, which no expert escapes
     """
     counts = strong_counts(run, "quadratic", LAYERED)
-    return Evidence(
-        [
-            *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-            *corrected(
-                *(
-                    at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6)
-                    for name, n in counts.items()
-                )
-            ),
-            *split_checks(
-                run,
-                partial(family, "quadratic"),
-                dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable"),
-            ),
-        ],
+    return Evidence.of(
+        *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
+        corrected(
+            *(
+                at_least(f"{name}: at least the three of ∂A ~ ∂b∂b", n, 6)
+                for name, n in counts.items()
+            )
+        ),
+        split_checks(
+            run,
+            partial(family, "quadratic"),
+            dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable"),
+        ),
         paper=0,
         corrected="no expert: ∂F/∂A_uv is a multiple of ∂²F/∂b_u∂b_v at A = b = 0",
         measured=f"{counts}",
@@ -357,11 +353,9 @@ def partial_strong(run: ClaimRun) -> Evidence:
         "polynomial": "up to scale",
         "linear": "not identifiable",
     }
-    return Evidence(
-        [
-            *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-            *split_checks(run, partial(family, "partial"), cases),
-        ],
+    return Evidence.of(
+        *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
+        split_checks(run, partial(family, "partial"), cases),
         paper=0,
         corrected="tanh, GELU pass the split test; ReLU, u² up to scale; linear experts do not",
         measured=f"{counts}",
@@ -416,7 +410,7 @@ def weak(run: ClaimRun, gate) -> Evidence:
         same = dependent(rank_test(model, witness_atoms(model), "weak", x))
         checks += qualified(near(f"dependent, {name}", generic, 0, 0))
         checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
-    return Evidence(checks, paper=0, measured=max(c.measured for c in checks))
+    return Evidence.of(checks, paper=0, measured=max(c.measured for c in checks))
 
 
 ONE_MEASURE = (

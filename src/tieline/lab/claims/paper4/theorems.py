@@ -107,7 +107,7 @@ def full_sparse(run: ClaimRun) -> Evidence:
             ),
         ]
     gaps, losses = shown["gelu"]
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="c > 0",
         corrected="the partially quadratic score, or squares of ‖Δb‖² in L_1",
@@ -142,11 +142,9 @@ def polynomial(run: ClaimRun) -> Evidence:
             gap = largest_gap(model, split, truth, x)
             gaps.append(gap)
             ratios += [gap / voronoi_loss(split, truth, "L2", 4, r).value for r in (1, 2, 3)]
-    return Evidence(
-        [
-            at_most("largest ratio", max(ratios), 1e-6),
-            *corrected(at_most("largest |f - f*|", max(gaps), 1e-11)),
-        ],
+    return Evidence.of(
+        at_most("largest ratio", max(ratios), 1e-6),
+        corrected(at_most("largest |f - f*|", max(gaps), 1e-11)),
         paper=0,
         measured=max(ratios),
         note="The functions are equal; r changes only how small the loss is.",
@@ -219,7 +217,7 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     steps[:, 1] = steps[:, 2]  # A stays symmetric
     least = split_ratio(tanh, sparse_truth(run, tanh), steps, "L4", 4)
     checks += qualified(at_least("tanh: least ratio, quotient L_4", least, FLOOR))
-    return Evidence(
+    return Evidence.of(
         checks,
         paper="c > 0",
         corrected="tanh and GELU without outer scale (`p4-def3`), or L_4 up to mass and scale",
