@@ -65,11 +65,11 @@ PLANTED = {
     ),
     # walls whose deviation forgot a factor
     "p5-structured": (
-        "structured.whitened",
+        "models.whitened",
         lambda real: lambda weight, law: 3 * real(weight, law),
     ),
     "p5-real-noise": (
-        "structured.perturbation_law",
+        "models.perturbation_law",
         lambda real: lambda steps: real(3 * steps),
     ),
     "p5-law": ("continuity.laplace_ramp", steeper),

@@ -42,33 +42,33 @@ def inverse(found):
 
 PLANTED = {
     # scores of experts taken for outputs
-    "p0-sec2-gauge": ("model.soft_predictions", lambda real: lambda s, tau: s.scores[:, 0]),
-    "p0-def3.1": ("model.boundary_mass_pair", with_argument(1, 1.1)),
+    "p0-sec2-gauge": ("boundary_mass.soft_predictions", lambda real: lambda s, tau: s.scores[:, 0]),
+    "p0-def3.1": ("boundary_mass.boundary_mass_pair", with_argument(1, 1.1)),
     # the temperature forgotten
-    "p0-rem3.2": ("model.torch.sigmoid", lambda real: lambda x: real(0.3 * x)),
-    "p0-rem3.3": ("model.ambiguity_mass", other_temperature(lambda tau: 1.0)),
-    "p0-eq5.3": ("model.ambiguity_mass", other_temperature(lambda tau: 1.0)),
-    "p0-rem5.4": ("model.ambiguity_mass", with_argument(2, 5.0)),
+    "p0-rem3.2": ("boundary_mass.torch.sigmoid", lambda real: lambda x: real(0.3 * x)),
+    "p0-rem3.3": ("boundary_mass.ambiguity_mass", other_temperature(lambda tau: 1.0)),
+    "p0-eq5.3": ("boundary_mass.ambiguity_mass", other_temperature(lambda tau: 1.0)),
+    "p0-rem5.4": ("boundary_mass.ambiguity_mass", with_argument(2, 5.0)),
     # the widest gap of all pairs for the smallest
-    "p0-sec2-pair": ("model.pair_gap", lambda real: lambda s: s.amax(1) - s.amin(1)),
+    "p0-sec2-pair": ("boundary_mass.pair_gap", lambda real: lambda s: s.amax(1) - s.amin(1)),
     # ∂S/∂x_1 without the slope of x_1 itself
-    "p0-asm3.4": ("coarea.GraphRouter.gradient", lambda real: lambda self, x: (
+    "p0-asm3.4": ("boundary_mass.GraphRouter.gradient", lambda real: lambda self, x: (
         real(self, x) - torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     )),
     # the surface integral of p in place of p/‖∇S‖
-    "p0-eq3.8": ("coarea.GraphRouter.on_surface", lambda real: lambda self, y, level: (
+    "p0-eq3.8": ("boundary_mass.GraphRouter.on_surface", lambda real: lambda self, y, level: (
         density(self.height(y, level))
     )),
     # log(1/ε) for log((1-ε)/ε)
-    "p0-prop3.5": ("coarea.KAPPA", lambda real: math.log(10)),
-    "p0-lem3.6": ("coarea.GraphRouter.mass", scaled(1.01)),
+    "p0-prop3.5": ("boundary_mass.KAPPA", lambda real: math.log(10)),
+    "p0-lem3.6": ("boundary_mass.GraphRouter.mass", scaled(1.01)),
     # one side of each wall
-    "p0-eq3.9": ("coarea.pair_mass", lambda real: lambda *args: (
+    "p0-eq3.9": ("boundary_mass.pair_mass", lambda real: lambda *args: (
         real(*args)[0], real(*args)[1] / 2
     )),
-    "p0-prop3.7": ("coarea.density", scaled(0.5)),
-    "p0-ex3.8": ("coarea.gaussian_boundary_mass", with_argument(1, 1.1)),
-    "p0-lem5.7": ("coarea.ambiguity_mass", other_temperature(lambda tau: tau**2)),
+    "p0-prop3.7": ("boundary_mass.density", scaled(0.5)),
+    "p0-ex3.8": ("boundary_mass.gaussian_boundary_mass", with_argument(1, 1.1)),
+    "p0-lem5.7": ("boundary_mass.ambiguity_mass", other_temperature(lambda tau: tau**2)),
     "p0-lem4.1": ("limit.top_gap", scaled(1.1)),
     # squared margins
     "p0-asm4.2": ("limit.margin_tail", lambda real: lambda gaps: real(gaps.square())),
@@ -99,17 +99,17 @@ PLANTED = {
         replace(point, least_eigenvalue=abs(point.least_eigenvalue)) for point in real(*a, **k)
     )),
     # the right expert counted among the wrong ones
-    "p0-asm5.11": ("assumptions.specialisation_gap", with_field(
+    "p0-asm5.11": ("landscape.specialisation_gap", with_field(
         etas=lambda f: tuple(1.0 for _ in f.etas)
     )),
-    "p0-asm5.12": ("assumptions.torch.linalg.svdvals", lambda real: lambda x: real(x[:2])),
+    "p0-asm5.12": ("landscape.torch.linalg.svdvals", lambda real: lambda x: real(x[:2])),
     # the Hessian of one temperature for all
-    "p0-asm5.13": ("assumptions.derivative_transfer", with_field(
+    "p0-asm5.13": ("landscape.derivative_transfer", with_field(
         hessian_gaps=lambda f: tuple(f.hessian_gaps[0] for _ in f.hessian_gaps)
     )),
     # the gain in place of the risk
-    "p0-asm5.14": ("assumptions.gaussian_profile", with_field(value=lambda f: -f.value)),
-    "p0-lem5.15": ("assumptions.perturbed_curvature", with_field(least=lambda f: 9.0)),
+    "p0-asm5.14": ("landscape.gaussian_profile", with_field(value=lambda f: -f.value)),
+    "p0-lem5.15": ("landscape.perturbed_curvature", with_field(least=lambda f: 9.0)),
     # p_1 of the score u·x in place of 2u·x
     "p0-eq6.2": ("breaking.torch.sigmoid", lambda real: lambda x: real(x / 2)),
     # inputs without their covariance

@@ -109,13 +109,13 @@ PLANTED = {
     "p1-fig1": ("smoothing.SmoothTopK", hard),
     "p1-fig3": ("smoothing.SmoothTopK", hard),
     # the recipe of the other figure
-    "p1-fig4": ("experiments.course", lambda real: lambda run, gate: real(run, "annealed")),
-    "p1-fig5": ("experiments.course", lambda real: lambda run, gate: real(run, "smooth50")),
+    "p1-fig4": ("smoothing.course", lambda real: lambda run, gate: real(run, "annealed")),
+    "p1-fig5": ("smoothing.course", lambda real: lambda run, gate: real(run, "smooth50")),
     # the threshold of rank k + 1
-    "p1-fig6-7": ("experiments.near_counts", lambda real: lambda scores, k, grid: (
+    "p1-fig6-7": ("smoothing.near_counts", lambda real: lambda scores, k, grid: (
         real(scores, k + 1, grid)
     )),
-    "p1-secB.2": ("experiments.SmoothTopK", lambda real: lambda k, epsilon: TopK(k)),
+    "p1-secB.2": ("smoothing.SmoothTopK", lambda real: lambda k, epsilon: TopK(k)),
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),
     # every seed counted twice
     "p1-table8": ("tables.gain_in_errors", with_argument(2, 2)),

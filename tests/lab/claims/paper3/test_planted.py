@@ -76,12 +76,12 @@ PLANTED = {
         replace(form, denominator=form.numerator) for form in real(net)
     ]),
     "p3-sec3.5": ("algebra.elementary_symmetric", scaled(1.001)),
-    "p3-prop4.2": ("routing.expected_cells", scaled(1.2)),
-    "p3-thm4.5": ("routing.count_cells", one_more),
-    "p3-thm4.5-cells": ("routing.count_cells", every_coalition),
-    "p3-thm4.5-supports": ("routing.chosen", of_one),
-    "p3-ex4.6": ("routing.chosen", of_one),
-    "p3-rem4.7": ("routing.np.exp", in_half_precision),
+    "p3-prop4.2": ("arrangements.expected_cells", scaled(1.2)),
+    "p3-thm4.5": ("arrangements.count_cells", one_more),
+    "p3-thm4.5-cells": ("arrangements.count_cells", every_coalition),
+    "p3-thm4.5-supports": ("arrangements.chosen", of_one),
+    "p3-ex4.6": ("arrangements.chosen", of_one),
+    "p3-rem4.7": ("arrangements.np.exp", in_half_precision),
     # offsets that were not looked at
     "p3-def4.8": ("arrangements.position_failures", lambda real: lambda V, c: (
         real(V, 1.0 + np.arange(len(c)) ** 2)

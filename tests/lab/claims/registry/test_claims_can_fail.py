@@ -18,7 +18,7 @@ RUN = ClaimRun(True, 0)
 
 
 def at(place):
-    """The owner and the name of `paper0.model.pair_gap`, `problems.GraphRouter.mass`."""
+    """The owner and the name of `paper0.boundary_mass.pair_gap`, `problems.GraphRouter.mass`."""
     *names, last = place.split(".")
     owner = import_module("tieline.lab.claims")
     for name in names:

@@ -9,8 +9,7 @@ import pytest
 from tieline.lab.claims.claim import ClaimRun, Fits, Verdict
 from tieline.lab.claims.paper2 import theorems as paper2
 from tieline.lab.claims.paper4 import theorems as paper4
-from tieline.lab.claims.paper4.best_measures import NearestBest
-from tieline.lab.claims.rate_evidence import small_plan
+from tieline.lab.claims.rate_evidence import NearestBest, small_plan
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.claims.runner import run_claim
 from tieline.lab.estimation.identifiability import cramer_rao

@@ -1,7 +1,7 @@
 """Tables 1 to 8: what can be checked here, what was measured at small scale, what runs the rest.
 
 Of tables of language modelling and of DomainBed the direction is judged, at the sizes of
-`claims.directions`; the reason says what larger runs gave and which commands run the paper's own.
+`claims.comparisons`; the reason says what larger runs gave and which commands run the paper's own.
 The others need accelerators. Every command runs as it stands, also with `--dry-run`.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence
-from tieline.lab.claims.directions import (
+from tieline.lab.claims.comparisons import (
     GATE_SECONDS,
     IMAGE_GROUP,
     TEXT_GROUP,

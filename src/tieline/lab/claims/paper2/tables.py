@@ -2,7 +2,7 @@
 
 from tieline.lab.claims.checks import at_least, corrected, near, none_of
 from tieline.lab.claims.claim import ClaimRun, Evidence
-from tieline.lab.claims.directions import GATE_SECONDS, TEXT_GROUP, TEXT_PAIRS, lower_perplexity
+from tieline.lab.claims.comparisons import GATE_SECONDS, TEXT_GROUP, TEXT_PAIRS, lower_perplexity
 from tieline.lab.claims.paper1.tables import DECIDED_BY, DIRECTION, mean_checks
 from tieline.lab.claims.registry import claim
 

@@ -35,13 +35,13 @@ from tieline.lab.claims.mixtures import (
     twisted,
     without_row,
 )
-from tieline.lab.claims.paper4.best_measures import nearest_best
 from tieline.lab.claims.rate_evidence import (
     WINDOW,
     counted,
     each_falling,
     each_parametric,
     law_of,
+    nearest_best,
     printed_slopes,
     rate_evidence,
     regression_rate,

@@ -5,7 +5,7 @@ import torch
 
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import TielineError
-from tieline.lab.claims.paper1.experiments import routing_course
+from tieline.lab.claims.paper1.smoothing import routing_course
 from tieline.lab.training.engine import run
 from tieline.lab.training.language import moe_layers
 from tieline.lab.training.recipes import pacs_small

@@ -6,9 +6,9 @@ import pytest
 
 from tests.lab.claims.comparisons.test_domains import SCORE
 from tests.lab.training.images.test_task_images import TINY, domains
-from tieline.lab.claims import comparisons, directions
+from tieline.lab.claims import comparisons
 from tieline.lab.claims.claim import ClaimRun, Verdict
-from tieline.lab.claims.directions import (
+from tieline.lab.claims.comparisons import (
     IMAGE_PAIRS,
     NO_DATA,
     NOT_TRAINED,
@@ -43,7 +43,7 @@ def plant(monkeypatch, averages, spread=0.1, balanced=0.3):
         one = replace(SCORE, gate=gate, seed=seed, balanced=balanced)
         return tuple(replace(one, accuracy=(found + gap) / 100) for gap in (-6, 1, 2, 3))
 
-    monkeypatch.setattr(directions, "_scores", scores)
+    monkeypatch.setattr(comparisons, "_scores", scores)
 
 
 def verdict():
@@ -91,10 +91,12 @@ def test_models_at_chance_decide_nothing(monkeypatch):
 
 @pytest.mark.usefixtures("pacs_is_here")
 def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
-    monkeypatch.setattr(directions, "_average", lambda gate, seed: 10.0 * seed + (gate == "smooth"))
+    monkeypatch.setattr(
+        comparisons, "_average", lambda gate, seed: 10.0 * seed + (gate == "smooth")
+    )
     assert gains(ClaimRun(False, 2), "smooth", "soft") == [1.0] * IMAGE_PAIRS
     seen = []
-    monkeypatch.setattr(directions, "_average", lambda gate, seed: seen.append(seed) or 1.0)
+    monkeypatch.setattr(comparisons, "_average", lambda gate, seed: seen.append(seed) or 1.0)
     gains(ClaimRun(False, 0), "smooth", "soft")
     gains(ClaimRun(False, 1), "smooth", "soft")
     assert sorted(set(seen)) == list(range(2 * IMAGE_PAIRS))
@@ -102,7 +104,7 @@ def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
 
 def test_the_fast_mode_and_absent_data_leave_it_open(tmp_path, monkeypatch):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    monkeypatch.setattr(directions, "_scores", None)  # nothing is trained
+    monkeypatch.setattr(comparisons, "_scores", None)  # nothing is trained
     for run, reason in ((ClaimRun(True, 0), NOT_TRAINED), (FULL, NO_DATA)):
         check = higher_accuracy(run, "smooth", "soft", 1.74)
         assert (check.open, check.passed, check.reference) == (reason, False, 1.74)
@@ -128,10 +130,10 @@ def test_an_average_is_trained_once_and_is_that_of_four_domains(monkeypatch):
 
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     monkeypatch.setattr(comparisons, "pacs_small", small)
-    monkeypatch.setattr(directions, "STEPS", 2)
-    directions._scores.cache_clear()
-    first = directions._average("soft", 0)
-    assert directions._average("soft", 0) == first
-    directions._scores.cache_clear()
+    monkeypatch.setattr(comparisons, "STEPS", 2)
+    comparisons._scores.cache_clear()
+    first = comparisons._average("soft", 0)
+    assert comparisons._average("soft", 0) == first
+    comparisons._scores.cache_clear()
     assert len(trained) == len({out for _, out in trained}) == 4
     assert (first / 100 * 40) % 1 == pytest.approx(0, abs=1e-9)  # ten images a domain

@@ -7,8 +7,8 @@ from tests.lab.claims.registry.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
 from tieline.lab.claims import trained
 from tieline.lab.claims.claim import ClaimRun
-from tieline.lab.claims.paper1 import experiments as courses
-from tieline.lab.claims.paper1.experiments import RoutingCourse
+from tieline.lab.claims.paper1 import smoothing as courses
+from tieline.lab.claims.paper1.smoothing import RoutingCourse
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.claims.runner import run_claim
 from tieline.routing import losses as collect
@@ -83,7 +83,7 @@ def test_a_planted_course_changes_the_verdict(name, what, monkeypatch):
 
 
 def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_axis_checks):
-    from tieline.lab.claims.paper1 import experiments as module
+    from tieline.lab.claims.paper1 import smoothing as module
 
     seen = []
     monkeypatch.setattr(module, "routing_course", lambda config, **how: seen.append((config, how)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.lab.claims.mixtures import largest_gap
-from tieline.lab.claims.paper4.best_measures import nearest_best_losses
+from tieline.lab.claims.rate_evidence import nearest_best_losses
 from tieline.lab.estimation import MoEModel, MoEParameters
 
 WIDTHS = {"partial": 4, "quadratic": 6}
