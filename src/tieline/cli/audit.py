@@ -2,9 +2,8 @@
 
 from tieline.analysis.settings import AuditSettings
 from tieline.cli.app import app, guarded
-from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, ModelName, Overwrite
-from tieline.cli.ranks import joined
 
 
 @app.command()
@@ -20,10 +19,5 @@ def audit(
     """Measure what low precision and noise do to a model's routing, and what to keep in float32."""
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(model, settings.text)
-    with progress_bars() as progress, joined(settings.parallel, "auditing") as parallel:
-        from tieline.analysis.audit import audit as run
-        from tieline.analysis.sources import quiet_transformers
-
-        quiet_transformers()
-        result = run(model, settings=settings, parallel=parallel, progress=progress)
+    result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
     deliver(result, outputs, "add --html audit.html for the page with charts")

@@ -1,14 +1,17 @@
-"""Delivering a result: page, figure, JSON, folder and terminal text, the same for all commands.
+"""Running a job and delivering its result, the same for all commands.
 
 outputs = Outputs(html=html, json=json_to, overwrite=overwrite)
 outputs.check(model, text)  # before any work: with the inputs, which no output may replace
+result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
 deliver(result, outputs)    # nothing is written before every file was made in memory
 """
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,13 @@ from rich.console import Console
 
 from tieline.cli.ending import closed_pipe_ignored, say
 from tieline.cli.progress import progress_bars
-from tieline.cli.ranks import is_first
+from tieline.cli.ranks import is_first, joined
 from tieline.core.errors import require
 from tieline.core.files import check_folder, check_target, same_place, space_on, write_whole
 from tieline.core.records import Result
+from tieline.core.settings import Settings
 
-__all__ = ["Outputs", "deliver", "progress_bars"]
+__all__ = ["Outputs", "deliver", "progress_bars", "run_job"]
 
 STDOUT = Path("-")
 PICTURES = (".html", ".pdf", ".png", ".svg")
@@ -154,6 +158,27 @@ def _ask(existing: list[Path]) -> None:
     names = " and ".join(map(str, existing))
     refusal = f"{names} stays as it is: choose another name, or add --overwrite"
     require(typer.confirm(f"{names} exists. Replace it?", err=True), refusal)
+
+
+def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> Any:
+    """Import and run a job on models, with its progress on stderr.
+
+    Args:
+        job: "module:function".
+        sources: positional arguments of the function.
+        settings: its settings.
+        doing: what the job does ("auditing"), if it may run on several processes.
+    """
+    with progress_bars() as progress, ExitStack() as processes:
+        options: dict[str, Any] = {"settings": settings, "progress": progress}
+        if doing:
+            parallel = getattr(settings, "parallel", None)
+            options["parallel"] = processes.enter_context(joined(parallel, doing))
+        from tieline.analysis.sources import quiet_transformers
+
+        quiet_transformers()
+        module, _, function = job.partition(":")
+        return getattr(import_module(module), function)(*sources, **options)
 
 
 def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:

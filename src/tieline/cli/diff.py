@@ -6,9 +6,9 @@ import typer
 
 from tieline.analysis.settings import DiffSettings
 from tieline.cli.app import CONDITION_HELD, app, guarded, say
-from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, Overwrite
-from tieline.cli.ranks import is_first, joined
+from tieline.cli.ranks import is_first
 from tieline.core.settings import SettingError, Settings, read_share, setting
 
 SIDE = (
@@ -47,12 +47,7 @@ def diff(
     """Compare the experts that two runs choose, and tell whether ties explain differences."""
     outputs = Outputs(html, json_to, overwrite=overwrite)
     outputs.check(a, b, settings.text)
-    with progress_bars() as progress, joined(settings.parallel, "comparing") as parallel:
-        from tieline.analysis.diff import diff as run
-        from tieline.analysis.sources import quiet_transformers
-
-        quiet_transformers()
-        result = run(a, b, settings=settings, parallel=parallel, progress=progress)
+    result = run_job("tieline.analysis.diff:diff", a, b, settings=settings, doing="comparing")
     _check_attributable(limits, result)
     deliver(result, outputs, "add --html diff.html for the page with charts")
     _judge(limits, result.metrics)

@@ -7,9 +7,8 @@ import typer
 
 from tieline.analysis.settings import SmoothSettings
 from tieline.cli.app import app, guarded
-from tieline.cli.deliver import Outputs, deliver, progress_bars
+from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, ModelName, Overwrite
-from tieline.cli.ranks import joined
 
 
 @app.command()
@@ -28,10 +27,5 @@ def smooth(
     """Make routing continuous at ties instead of top-k, and measure what that repairs and costs."""
     outputs = Outputs(html, json_to, model=out, overwrite=overwrite)
     outputs.check(model, settings.text)
-    with progress_bars() as progress, joined(settings.parallel, "smoothing") as parallel:
-        from tieline.analysis.smooth import smooth as run
-        from tieline.analysis.sources import quiet_transformers
-
-        quiet_transformers()
-        result = run(model, settings=settings, parallel=parallel, progress=progress)
+    result = run_job("tieline.analysis.smooth:smooth", model, settings=settings, doing="smoothing")
     deliver(result, outputs, "add -o FOLDER to save the smoothed model")

@@ -6,23 +6,12 @@ The entry point "lab" of the group "tieline.plugins" names this module (`tieline
 from tieline.core.plugins import Plugin, ResultFormat, commands_in
 
 COMMANDS = "tieline.lab.commands"
+ON_MODEL = ("soften", "slice", "walks", "attention", "frontier", "reroute", "upcycle", "design")
 
 PLUGIN = Plugin(
     commands={
-        "Lab": commands_in(
-            COMMANDS,
-            "soften",
-            "slice",
-            "walks",
-            "attention",
-            "frontier",
-            "train",
-            "design",
-            "rates",
-            "reproduce",
-            "reroute",
-            "upcycle",
-        ),
+        "Lab": {name: f"{COMMANDS}.on_model" for name in ON_MODEL}
+        | commands_in(COMMANDS, "train", "rates", "reproduce"),
     },
     results={
         "tieline-softening": ResultFormat(
