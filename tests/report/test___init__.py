@@ -10,10 +10,11 @@ from tieline.core.plugins import result_formats
 
 
 @pytest.mark.parametrize("name", sorted({entry.drawing for entry in result_formats().values()}))
-def test_every_module_of_the_table_draws_in_five_ways(name):
-    module = importlib.import_module(name)
+def test_every_drawing_of_the_table_draws_in_five_ways(name):
+    module, _, views = name.partition(":")
+    drawing = importlib.import_module(module)
     for ability in ("page", "figures", "terminal", "summary", "notebook"):
-        assert callable(getattr(module, ability))
+        assert callable(getattr(getattr(drawing, views) if views else drawing, ability))
 
 
 def test_a_result_is_drawn_by_the_module_of_its_format(result):

@@ -51,7 +51,8 @@ class ResultFormat(NamedTuple):
 
     Attributes:
         record: "module:Class" of the record.
-        drawing: module with `page`, `figures`, `terminal`, `summary` and `notebook`.
+        drawing: "module" or "module:object" with the functions `page`, `figures`, `terminal`,
+            `summary` and `notebook`.
     """
 
     record: str
@@ -111,15 +112,17 @@ INSTRUMENT = Plugin(
             "tieline.analysis.audit_records:PrecisionAudit", "tieline.report.audit"
         ),
         "tieline-smooth": ResultFormat("tieline.analysis.repair:Repair", "tieline.report.smooth"),
-        "tieline-merge": ResultFormat("tieline.analysis.convert:Merged", "tieline.report.made"),
+        "tieline-merge": ResultFormat(
+            "tieline.analysis.convert:Merged", "tieline.report.files:MERGED"
+        ),
         "tieline-conversion": ResultFormat(
-            "tieline.analysis.convert:Converted", "tieline.report.made"
+            "tieline.analysis.convert:Converted", "tieline.report.files:CONVERTED"
         ),
         "tieline-capture": ResultFormat(
-            "tieline.engines.capture:EngineCapture", "tieline.report.made"
+            "tieline.engines.capture:EngineCapture", "tieline.report.files:CAPTURED"
         ),
         "tieline-engines": ResultFormat(
-            "tieline.engines.registry:EngineList", "tieline.report.listings"
+            "tieline.engines.registry:EngineList", "tieline.report.files:ENGINES"
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
     },

@@ -10,7 +10,7 @@ ON_MODEL = ("soften", "slice", "walks", "attention", "frontier", "reroute", "upc
 
 PLUGIN = Plugin(
     commands={
-        "Lab": {name: f"{COMMANDS}.on_model" for name in ON_MODEL}
+        "Lab": dict.fromkeys(ON_MODEL, f"{COMMANDS}.on_model")
         | commands_in(COMMANDS, "train", "rates", "reproduce"),
     },
     results={
@@ -30,10 +30,10 @@ PLUGIN = Plugin(
             "tieline.lab.on_model.frontier_records:Frontier", "tieline.lab.report.frontier"
         ),
         "tieline-reroute": ResultFormat(
-            "tieline.lab.on_model.reroute:Rerouted", "tieline.lab.report.reroute"
+            "tieline.lab.on_model.reroute:Rerouted", "tieline.lab.report.changed_models"
         ),
         "tieline-upcycling": ResultFormat(
-            "tieline.lab.on_model.upcycle:Upcycled", "tieline.lab.report.upcycle"
+            "tieline.lab.on_model.upcycle:Upcycled", "tieline.lab.report.changed_models:UPCYCLED"
         ),
         "tieline-design": ResultFormat(
             "tieline.lab.tropical.advisor:Advice", "tieline.lab.report.design"
@@ -45,16 +45,16 @@ PLUGIN = Plugin(
             "tieline.lab.claims.ledger:Ledger", "tieline.lab.report.ledger"
         ),
         "tieline-claims": ResultFormat(
-            "tieline.lab.claims.ledger:Catalogue", "tieline.lab.report.listings"
+            "tieline.lab.claims.ledger:Catalogue", "tieline.lab.report.ledger:CATALOGUE"
         ),
         "tieline-training": ResultFormat(
             "tieline.lab.training.engine:TrainingResult", "tieline.lab.report.training"
         ),
         "tieline-training-plan": ResultFormat(
-            "tieline.lab.training.engine:TrainingPlan", "tieline.lab.report.listings"
+            "tieline.lab.training.engine:TrainingPlan", "tieline.lab.report.training:PLAN"
         ),
         "tieline-recipes": ResultFormat(
-            "tieline.lab.training.recipes:RecipeList", "tieline.lab.report.listings"
+            "tieline.lab.training.recipes:RecipeList", "tieline.lab.report.training:RECIPES"
         ),
     },
     restorers={

@@ -7,8 +7,9 @@
     notebook    a piece of HTML with table and figures, without script
     sentence    a sentence of a record: the verdict of a result, the text of an answer
 
-`tieline.core.plugins` says which module draws a result, by the name of its format; each defines
-the first five. `SENTENCES` names the function that writes a sentence, by class and property.
+`tieline.core.plugins` says what draws a result, by the name of its format: a module or an object
+with the first five (`tieline.report.frame.views`). `SENTENCES` names the function that writes a
+sentence, by class and property.
 """
 
 import importlib
@@ -30,11 +31,11 @@ SENTENCES = {
     "RoutingDiff.verdict": "tieline.report.words.diff:verdict",
     "RoutingDiff.findings": "tieline.report.words.diff:findings",
     "Alignment.notes": "tieline.report.words.diff:notes",
-    "Pattern.text": "tieline.report.words.causes:pattern",
-    "ChoiceAnswer.text": "tieline.report.words.causes:choice",
-    "FlipAnswer.text": "tieline.report.words.causes:flips",
-    "SizeAnswer.text": "tieline.report.words.causes:size",
-    "ShapeAnswer.text": "tieline.report.words.causes:shape",
+    "Pattern.text": "tieline.report.words.diff:pattern",
+    "ChoiceAnswer.text": "tieline.report.words.diff:choice",
+    "FlipAnswer.text": "tieline.report.words.diff:flips",
+    "SizeAnswer.text": "tieline.report.words.diff:size",
+    "ShapeAnswer.text": "tieline.report.words.diff:shape",
     "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
     "RouteCheck.verdict": "tieline.report.words.check:verdict",
     "RouteFinding.message": "tieline.report.words.check:message",
@@ -57,31 +58,33 @@ def sentence(record: Any, name: str) -> Any:
 
 def page(result: Any) -> str:
     """Return the self-contained HTML page of a result."""
-    return _module(result).page(result)
+    return _drawing(result).page(result)
 
 
 def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
     """Return matplotlib figures by name, each drawn when called; the main one first."""
-    return _module(result).figures(result)
+    return _drawing(result).figures(result)
 
 
 def terminal(result: Any, width: int) -> "RenderableType":
     """Return a result for a terminal that is `width` characters wide."""
-    return _module(result).terminal(result, width)
+    return _drawing(result).terminal(result, width)
 
 
 def summary(result: Any) -> str:
     """Return a result in a few plain lines."""
-    return _module(result).summary(result)
+    return _drawing(result).summary(result)
 
 
 def notebook(result: Any) -> str:
     """Return a piece of HTML with table and figures, without script."""
-    return _module(result).notebook(result)
+    return _drawing(result).notebook(result)
 
 
-def _module(result: Any) -> Any:
+def _drawing(result: Any) -> Any:
     formats = result_formats()
     if result.format not in formats:
         raise ParameterError(f"no report draws {result.format!r}, only {', '.join(formats)}")
-    return importlib.import_module(formats[result.format].drawing)
+    module, _, name = formats[result.format].drawing.partition(":")
+    drawing = importlib.import_module(module)
+    return getattr(drawing, name) if name else drawing

@@ -1,15 +1,22 @@
-"""A precision audit as page, terminal view, summary, notebook view and figures."""
+"""A precision audit: its report, charts, tables and the remedies side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.audit_records import KeepList, PerturbationEffect, PrecisionAudit
+from tieline.analysis.audit_records import (
+    KeepList,
+    PerturbationEffect,
+    PrecisionAudit,
+    Remedy,
+    RemedyEffect,
+    RemedyTable,
+)
 from tieline.core.statistics import Estimate
-from tieline.report import remedies
 from tieline.report.charts import (
     Axis,
     Chart,
@@ -18,10 +25,9 @@ from tieline.report.charts import (
     Symbol,
     above_zero,
     layer_colour,
-    unmeasured,
 )
 from tieline.report.drawing import chart_figure
-from tieline.report.frame import notebook_html, render
+from tieline.report.frame import Report, views
 from tieline.report.tables import (
     Column,
     Grid,
@@ -32,14 +38,9 @@ from tieline.report.tables import (
     rich_table,
     short_names,
     text_table,
-    view,
 )
-from tieline.report.words.audit import notes, remedy_sentences
-from tieline.report.words.numbers import DASH, finite, percent, significant
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from tieline.report.words.audit import notes, remedies_of, remedy_sentences
+from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 FLIPS = Panel(
     "audit-flips",
@@ -66,6 +67,8 @@ LAYERS = Panel(
 )
 KEEP_HEADINGS = ("format", "layers", "of the damage", "of the KL", "bytes more")
 LAYER_HEADINGS = ("layer", "perturbation", "local flips", "predicted", "full flips", "damage")
+REMEDY_HEADINGS = ("remedy", "KL to the original", "KL of two runs", "model moved by", "price")
+SHORT_REMEDY_HEADINGS = ("remedy", "to original", "two runs", "moved", "price")
 Value = Callable[[PerturbationEffect], float | None]
 Uncertain = Callable[[PerturbationEffect], Estimate]
 
@@ -74,63 +77,65 @@ IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
 
 
-def page(result: PrecisionAudit) -> str:
-    """The page: verdict, all perturbations, charts, routers to keep, layers, provenance."""
-    panels = audit_panels(result)
-    return render(
-        "audit.html",
-        panels,
+def _report(result: PrecisionAudit) -> Report:
+    """Verdict, all perturbations, charts, routers to keep, remedies, layers, provenance."""
+    shown = [column for column in COLUMNS if (column.rank or 0) < 7]
+    size = {"width": 6.75, "height": 3.4}
+    return Report(
         kind="precision audit",
-        title=_title(result),
+        name="Precision audit",
+        title=provenance_text(result.provenance, "model") or "unnamed model",
         facts=_subtitle(result),
         verdict=result.verdict,
-        table=grid(COLUMNS, result.effects),
-        notes=notes(result, _short(result)),
-        keeps=Grid(KEEP_HEADINGS, keep_rows(result)),
-        remedies=[] if result.remedies is None else remedies.tables(result.remedies),
-        choices=[] if result.remedies is None else remedy_sentences(result.remedies),
-        ignore=ignore_rows(result),
-        ignore_title=IGNORE_TITLE,
-        layers=Grid(LAYER_HEADINGS, _layer_rows(result)),
-        unmeasured=unmeasured(panels),
-        provenance=origin_rows(result.provenance, result.timings),
+        table=lambda: grid(shown, result.effects),
+        body=partial(_body, result),
+        below=partial(_below, result),
+        figures={
+            "flips": lambda: chart_figure(_flips_chart(result.effects), **size),
+            "kl": lambda: chart_figure(_kl_chart(result.effects), **size),
+        },
     )
 
 
-def terminal(result: PrecisionAudit, width: int) -> RenderableType:
-    """Verdict, one row per perturbation, what to keep and what was left out."""
-    views: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
-    keeps = keep_rows(result)
-    if keeps:
-        table = text_table(KEEP_HEADINGS, keeps, left=2, fold=True)
-        views += [Text("Routers to keep in float32", style="bold"), table, Text()]
-    if result.remedies is not None:
-        views += remedies.terminal(result.remedies)
-    ignored = ignore_rows(result)
-    if ignored:
-        table = text_table(IGNORE_HEADINGS, ignored, left=2, fold=True)
-        views += [Text(IGNORE_TITLE, style="bold"), table, Text()]
-    views += map(Text, notes(result, _short(result)))
-    return view(_title(result), _subtitle(result), result.verdict, *views)
-
-
-def summary(result: PrecisionAudit) -> str:
-    """Name, facts and verdict in plain lines."""
-    return f"Precision audit of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
-
-
-def notebook(result: PrecisionAudit) -> str:
-    """Verdict, table and figures as a piece of HTML."""
-    table = grid([column for column in COLUMNS if (column.rank or 0) < 7], result.effects)
-    return notebook_html(_title(result), _subtitle(result), result.verdict, table, figures(result))
-
-
-def figures(result: PrecisionAudit) -> "dict[str, Callable[[], Figure]]":
-    """Figures by name: flips beside their prediction, and KL beside its floor."""
+def _body(result: PrecisionAudit) -> dict[str, Any]:
+    table = result.remedies
     return {
-        "flips": lambda: chart_figure(_flips_chart(result.effects), 6.75, 3.4),
-        "kl": lambda: chart_figure(_kl_chart(result.effects), 6.75, 3.4),
+        "template": "audit.html",
+        "style": "",
+        "panels": audit_panels(result),
+        "table": grid(COLUMNS, result.effects),
+        "notes": notes(result, _short(result)),
+        "keeps": Grid(KEEP_HEADINGS, keep_rows(result)),
+        "remedies": [] if table is None else remedy_grids(table),
+        "choices": [] if table is None else remedy_sentences(table),
+        "ignore": ignore_rows(result),
+        "ignore_title": IGNORE_TITLE,
+        "layers": Grid(LAYER_HEADINGS, _layer_rows(result)),
+        "provenance": origin_rows(result.provenance, result.timings),
     }
+
+
+def _below(result: PrecisionAudit, width: int) -> list[RenderableType]:
+    """One row per perturbation, what to keep, the remedies and what was left out."""
+    below: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
+    keeps, ignored = keep_rows(result), ignore_rows(result)
+    if keeps:
+        below += _titled("Routers to keep in float32", KEEP_HEADINGS, keeps)
+    if result.remedies is not None:
+        below += remedies_view(result.remedies)
+    if ignored:
+        below += _titled(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
+    return [*below, *map(Text, notes(result, _short(result)))]
+
+
+def _titled(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[RenderableType, ...]:
+    table = text_table(head, rows, left=2, fold=True)
+    return Text(title, style="bold"), table, Text()
+
+
+page, figures, terminal, summary, notebook = views(_report)
 
 
 def audit_panels(result: PrecisionAudit) -> list[Panel]:
@@ -188,10 +193,6 @@ def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _title(result: PrecisionAudit) -> str:
-    return provenance_text(result.provenance, "model") or "unnamed model"
-
-
 def _subtitle(result: PrecisionAudit) -> str:
     facts = [
         f"{len(result.layers)} routed layers",
@@ -200,6 +201,55 @@ def _subtitle(result: PrecisionAudit) -> str:
         precision_text(result.provenance),
     ]
     return " · ".join(filter(None, facts))
+
+
+def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
+    """For each perturbation its name and a table, one row for each remedy.
+
+    The columns are the KL that remains to the clean original, the KL between two perturbed runs,
+    how far the model itself moved, and the price.
+    """
+    return [
+        (
+            name,
+            Grid(REMEDY_HEADINGS, tuple(_remedy_row(*pair) for pair in remedies_of(table, name))),
+        )
+        for name in table.perturbations
+    ]
+
+
+def remedies_view(table: RemedyTable) -> list[RenderableType]:
+    """The tables and sentences of the remedies for a terminal."""
+    below: list[RenderableType] = []
+    for name in table.perturbations:
+        rows = [_short_remedy_row(*pair) for pair in remedies_of(table, name)]
+        title = Text(f"What to do: {name}", style="bold")
+        below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left=1), Text()]
+    return [*below, *map(Text, remedy_sentences(table)), Text()]
+
+
+def _remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
+    estimates = (effect.to_original, effect.two_runs, remedy.moved)
+    values = ("0" if x.value == 0 else with_error(x, 2) for x in estimates)
+    return (remedy.name, *values, _price(remedy, effect))
+
+
+def _short_remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
+    """The same without standard errors, for a narrow terminal."""
+    estimates = (effect.to_original, effect.two_runs, remedy.moved)
+    values = ("0" if x.value == 0 else significant(x.value, 2) for x in estimates)
+    return (remedy.name, *values, _price(remedy, effect).removesuffix(" time"))
+
+
+def _price(remedy: Remedy, effect: RemedyEffect) -> str:
+    if remedy.kind == "nothing":
+        return DASH
+    if remedy.kind == "float32":
+        return f"{effect.bytes:,} bytes"
+    spent = "" if remedy.time is None else f", {remedy.time:.2f} × time"
+    if remedy.kind == "replay":
+        return f"{remedy.bytes_per_token} B a token{spent}"
+    return f"{remedy.experts:.2f} experts{spent}"
 
 
 def _short(result: PrecisionAudit) -> dict[str, str]:
@@ -213,7 +263,7 @@ def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
         _estimates(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
     )
     shares = Axis("tokens that change experts, mean over layers", "log", percent=True)
-    return Chart(Axis("", "category", angle=-40), shares, series, height=520)
+    return Chart(Axis("", "category", angle=-40), shares, series, height=520, margin_below=150)
 
 
 def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
@@ -222,7 +272,7 @@ def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
         _values(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
     )
     nats = Axis("KL to the clean run (nats per token)", "log")
-    return Chart(Axis("", "category", angle=-40), nats, series, height=520)
+    return Chart(Axis("", "category", angle=-40), nats, series, height=520, margin_below=150)
 
 
 def _layers_chart(result: PrecisionAudit) -> Chart | None:

@@ -26,7 +26,12 @@ from tieline.report.words.numbers import finite
 MOST_NAMED = 10
 """Largest number of layers that a legend names one by one; a bar of colours tells more."""
 
-Symbol = Literal["circle", "square-open", "diamond", "diamond-open", "dash", "cross"]
+MOST_TICKS = 8
+"""Largest number of layers that an axis names one by one."""
+
+Symbol = Literal[
+    "circle", "square", "square-open", "diamond", "diamond-open", "triangle-down", "dash", "cross"
+]
 SYMBOLS = {"dash": "line-ew", "cross": "x-thin"}
 """Plotly's names of symbols that it names otherwise."""
 
@@ -43,6 +48,7 @@ class Axis:
         from_zero: whether it begins at zero.
         reverse: whether values grow downwards.
         angle: angle of the ticks' names, in degrees.
+        ticks: names of the values that have a tick; by default those of the scale.
     """
 
     title: str
@@ -52,6 +58,7 @@ class Axis:
     from_zero: bool = False
     reverse: bool = False
     angle: int = 0
+    ticks: Mapping[float, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Series:
         symbol: symbol of points.
         size: size of points, in pixels of a page.
         width: width of lines, in pixels of a page.
-        dash: "" for a solid line, "dash" or "dot".
+        dash: "" for a solid line, "dash", "dot" or "dashdot".
         opacity: 1 for opaque.
         errors: lengths of error bars above and below the values.
         in_legend: whether the legend names it.
@@ -83,7 +90,7 @@ class Series:
     symbol: Symbol = "circle"
     size: int = 8
     width: float = 1.75
-    dash: Literal["", "dash", "dot"] = ""
+    dash: Literal["", "dash", "dot", "dashdot"] = ""
     opacity: float = 1.0
     errors: tuple[Sequence[float], Sequence[float]] | None = None
     in_legend: bool = True
@@ -158,6 +165,7 @@ class Chart:
         layers: names of the layers that colours of the ramp stand for, in order of depth.
         height: pixels of the page.
         stacked: whether bars are stacked.
+        margin_below: pixels of the page below the axes; 0 for as many as usual.
     """
 
     x: Axis
@@ -168,6 +176,7 @@ class Chart:
     layers: tuple[str, ...] = ()
     height: int = 400
     stacked: bool = False
+    margin_below: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +226,12 @@ def layer_colour(index: int, count: int) -> str:
     return f"@ramp:{index / (count - 1) if count > 1 else 0.5:.3f}"
 
 
+def layer_axis(labels: Sequence[str]) -> Axis:
+    """Return an axis of layers at 0, 1, …: all of a few have a name, some of many."""
+    step = max(1, math.ceil(len(labels) / MOST_TICKS))
+    return Axis("layer", ticks={float(i): labels[i] for i in range(0, len(labels), step)})
+
+
 def above_zero(values: Iterable[float | None]) -> list[float | None]:
     """Return values for a logarithmic axis: None for zero and for what is not finite."""
     return [finite(value) or None for value in values]
@@ -230,8 +245,8 @@ def plotly(chart: Chart) -> dict[str, Any]:
     layout: dict[str, Any] = {"xaxis": _axis(chart.x), "yaxis": _axis(chart.y)}
     if chart.stacked:
         layout["barmode"] = "stack"
-    if chart.x.angle:
-        layout["margin"] = {"t": 12, "r": 16, "b": 150, "l": 70}
+    if chart.margin_below:
+        layout["margin"] = {"t": 12, "r": 16, "b": chart.margin_below, "l": 70}
     layout["shapes"] = [shape for guide in chart.guides for shape in _shapes(guide)]
     layout["annotations"] = [_name(guide, chart) for guide in chart.guides if guide.name]
     return figure([*data, *depth_bar(chart.layers)], chart.height, **layout)
@@ -252,6 +267,11 @@ def _axis(spec: Axis) -> dict[str, Any]:
         return share_axis(spec.title) | options
     if spec.percent:
         options["tickformat"] = ".2~p"
+    elif spec.scale == "linear" and not spec.from_zero:
+        options["exponentformat"] = "power"
+    if spec.ticks:
+        options |= {"tickvals": list(spec.ticks), "ticktext": list(spec.ticks.values())}
+        options["dtick"] = None
     return axis(spec.title, "-" if spec.scale == "linear" else spec.scale, **options)
 
 

@@ -1,10 +1,9 @@
-"""A comparison of two runs as page, terminal view, summary, notebook view and figures."""
+"""A comparison of two runs: its report, charts and table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from rich.console import RenderableType
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tieline.analysis.diff_records import (
     Alignment,
@@ -17,20 +16,20 @@ from tieline.analysis.diff_records import (
 )
 from tieline.core.errors import TraceError
 from tieline.core.statistics import Share
-from tieline.report.charts import Axis, Chart, Panel, Series, unmeasured
+from tieline.report.charts import Axis, Chart, Panel, Series
 from tieline.report.drawing import chart_figure
-from tieline.report.frame import notebook_html, render
+from tieline.report.frame import Report, views
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
     grid,
+    metric_rows,
     origin_rows,
     provenance_text,
     rich_table,
     short_names,
-    view,
 )
 from tieline.report.words.numbers import DASH, percent, significant
 
@@ -91,58 +90,51 @@ class DiffRow:
     by_engine: Share | None = None
 
 
-def page(result: RoutingDiff) -> str:
-    """The page: verdict, findings, charts, all layers, alignment, provenance."""
-    panels = diff_panels(result)
-    return render(
-        "diff.html",
-        panels,
+def _report(result: RoutingDiff) -> Report:
+    """Verdict, findings, charts, all layers, alignment, provenance."""
+    shown = [column for column in COLUMNS if column.rank is not None]
+    return Report(
         kind="routing comparison",
+        name="Comparison",
         title=_title(result),
         facts=_subtitle(result),
         verdict=result.verdict,
-        findings=finding_rows(result.findings, _names(result)),
-        shown=MOST_FINDINGS,
-        table=grid(COLUMNS, _rows(result)),
-        alignment=_alignment(result.alignment),
-        unmeasured=unmeasured(panels),
-        provenance=origin_rows(result.provenance, result.timings),
-        metrics=[(name, significant(number, 4)) for name, number in sorted(result.metrics.items())],
+        table=lambda: grid(shown, _rows(result)),
+        body=partial(_body, result),
+        below=lambda width: (
+            rich_table(COLUMNS, _rows(result), width),
+            findings_view(result.findings, _names(result)),
+        ),
+        figures={
+            "layers": lambda: chart_figure(_rates_chart(result)),
+            "causes": partial(_causes_figure, result),
+            "depth": lambda: chart_figure(_depth_chart(result)),
+        },
     )
 
 
-def terminal(result: RoutingDiff, width: int) -> RenderableType:
-    """Verdict, one row per layer and findings for a terminal of so many characters."""
-    table = rich_table(COLUMNS, _rows(result), width)
-    findings = findings_view(result.findings, _names(result))
-    return view(_title(result), _subtitle(result), result.verdict, table, findings)
-
-
-def summary(result: RoutingDiff) -> str:
-    """Names, facts and verdict in plain lines."""
-    return f"Comparison of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
-
-
-def notebook(result: RoutingDiff) -> str:
-    """Verdict, table and figures as a piece of HTML."""
-    table = grid([column for column in COLUMNS if column.rank is not None], _rows(result))
-    return notebook_html(_title(result), _subtitle(result), result.verdict, table, figures(result))
-
-
-def figures(result: RoutingDiff) -> "dict[str, Callable[[], Figure]]":
-    """Figures by name: flip rates by layer, their causes, and their growth with depth."""
-
-    def causes() -> "Figure":
-        chart, status = _causes_chart(result), result.layers[0].attribution_status
-        if chart is None:
-            raise TraceError(f"no figure of the causes: {status}")
-        return chart_figure(chart)
-
+def _body(result: RoutingDiff) -> dict[str, Any]:
     return {
-        "layers": lambda: chart_figure(_rates_chart(result)),
-        "causes": causes,
-        "depth": lambda: chart_figure(_depth_chart(result)),
+        "template": "diff.html",
+        "style": "",
+        "panels": diff_panels(result),
+        "findings": finding_rows(result.findings, _names(result)),
+        "shown": MOST_FINDINGS,
+        "table": grid(COLUMNS, _rows(result)),
+        "alignment": _alignment(result.alignment),
+        "provenance": origin_rows(result.provenance, result.timings),
+        "metrics": metric_rows(result.metrics),
     }
+
+
+page, figures, terminal, summary, notebook = views(_report)
+
+
+def _causes_figure(result: RoutingDiff) -> "Figure":
+    chart = _causes_chart(result)
+    if chart is None:
+        raise TraceError(f"no figure of the causes: {result.layers[0].attribution_status}")
+    return chart_figure(chart)
 
 
 def diff_panels(result: RoutingDiff) -> list[Panel]:

@@ -3,11 +3,8 @@
 The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays text (fonttype 42), and
 the same figure gives the same bytes.
 
-    draw_chart       a `Chart` on axes; chart_figure as a figure of its own
-    canvas           a figure of the project's style with its axes; small_canvas for a single one
-    layer_colours    colours by depth, whose lightness grows and survives a grey printer
-    name_layers      a legend for a few layers, a bar of colours for many
-    percent_axis     percentages at the ticks
+    chart_figure     a figure of a `Chart`, or of several side by side
+    canvas           a figure of the project's style with its axes
     drawn_bytes      a drawing as the bytes of a file
     inline_image     a drawing as the address of an image, for notebooks and pages without script
 """
@@ -20,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import require
-from tieline.report.charts import Axis, Chart, Guide, Heat, Series
+from tieline.report.charts import Axis, Chart, Guide, Heat, Series, layer_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,13 +34,15 @@ MAPS = {"gap": "viridis_r", "load": "RdBu_r"}
 """Colour maps by meaning: nearness to a tie, load of an expert."""
 MARKERS = {
     "circle": "o",
+    "square": "s",
     "square-open": "s",
+    "triangle-down": "v",
     "diamond": "D",
     "diamond-open": "D",
     "dash": "_",
     "cross": "x",
 }
-DASHES = {"": "-", "dash": "--", "dot": ":"}
+DASHES = {"": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 PAPER = 0.55
 """Points of paper for a pixel of a page."""
 
@@ -60,6 +59,9 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "tieline",
 }
 MOST_NAMED = 8
+"""Largest number of layers that a legend names one by one; a bar of colours tells more."""
+LEGEND_LETTERS = 54
+"""Letters of a row of a legend."""
 
 
 def canvas(
@@ -82,14 +84,20 @@ def canvas(
     return figure
 
 
-def small_canvas(draw: "Callable[[Axes], None]") -> "Figure":
-    """Return a figure of one axes for a slide or a notebook."""
-    return canvas(draw, width=4.5, height=3.0)
+def chart_figure(*charts: Chart, width: float = 4.5, height: float = 3.0) -> "Figure":
+    """Return charts side by side as a figure; of charts of layers the last has the legend.
 
+    Args:
+        charts: what to draw.
+        width: inches; by default for a slide or a notebook.
+        height: inches.
+    """
 
-def chart_figure(chart: Chart, width: float = 4.5, height: float = 3.0) -> "Figure":
-    """Return a chart as a figure, by default for a slide or a notebook."""
-    return canvas(lambda axes: draw_chart(chart, axes), width=width, height=height)
+    def draw(*panels: "Axes") -> None:
+        for chart, axes in zip(charts, panels, strict=True):
+            draw_chart(chart, axes, legend=not chart.layers or chart is charts[-1])
+
+    return canvas(draw, len(charts), width, height)
 
 
 def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
@@ -109,10 +117,12 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
         _draw_series(series, axes, chart, bottom if chart.stacked else {})
     _set_axis(axes, "x", chart.x)
     _set_axis(axes, "y", chart.y)
+    names = [series.name for series in chart.series if series.in_legend and series.name]
     if legend and chart.layers:
-        name_layers(axes, chart.layers)
-    elif legend and sum(series.in_legend for series in chart.series) > 1:
-        axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+        _name_layers(axes, chart.layers)
+    elif legend and names:
+        columns = max(1, min(3, LEGEND_LETTERS // max(map(len, names))))
+        axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
 
 
 def _colour(role: str) -> Any:
@@ -178,7 +188,8 @@ def _draw_guide(guide: Guide, axes: "Axes") -> None:
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
         style = {"ha": "right", "va": "bottom", "color": colour, "fontsize": 6.5, "bbox": ground}
         where = ("axes fraction", "data")
-        axes.annotate(guide.name, (0.99, guide.at), xycoords=where, **style)
+        if guide.name:
+            axes.annotate(guide.name, (0.99, guide.at), xycoords=where, **style)
         return
     axes.axvline(guide.at, color="0.6", **line)
     style = {"rotation": 90, "fontsize": 5.5, "ha": "right", "va": "bottom", "color": "0.3"}
@@ -197,22 +208,20 @@ def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
     if spec.from_zero:
         axes.set_ylim(bottom=0)
     if spec.percent:
-        percent_axis(axes.xaxis if letter == "x" else axes.yaxis)
+        from matplotlib.ticker import FuncFormatter
+
+        axis = axes.xaxis if letter == "x" else axes.yaxis
+        axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    if spec.ticks:
+        axes.set_xticks(list(spec.ticks), labels=list(spec.ticks.values()))
+        axes.tick_params(which="minor", labelbottom=False)
     if spec.angle:
         axes.tick_params(axis="x", labelrotation=-spec.angle, labelsize=6.5)
         for label in axes.get_xticklabels():
             label.set(ha="right", rotation_mode="anchor")
 
 
-def layer_colours(count: int) -> list[Any]:
-    """Return one colour per layer, by depth."""
-    from matplotlib import colormaps
-
-    steps = [index / (count - 1) if count > 1 else 0.5 for index in range(count)]
-    return [colormaps[DEPTH](0.8 * step) for step in steps]
-
-
-def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
+def _name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     """Add a legend of what is labelled for a few layers, a bar of colours for many."""
     if len(labels) <= MOST_NAMED:
         axes.legend(fontsize=6.5)
@@ -221,27 +230,13 @@ def name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.figure import Figure
 
-    ramp, last = ListedColormap(layer_colours(len(labels))), len(labels) - 1
+    last = len(labels) - 1
+    ramp = ListedColormap([_colour(layer_colour(i, last + 1)) for i in range(last + 1)])
     figure = axes.figure
     assert isinstance(figure, Figure)
     bar = figure.colorbar(ScalarMappable(Normalize(0, last), ramp), ax=axes, label="layer")
     indices = sorted({0, last // 2, last})
     bar.set_ticks(indices, labels=[labels[index] for index in indices])
-
-
-def name_places(axes: "Axes", labels: Sequence[str]) -> None:
-    """Name 0, 1, … of the horizontal axis by layers: all of a few, some of many."""
-    step = -(-len(labels) // MOST_NAMED)
-    indices = range(0, len(labels), max(1, step))
-    axes.set_xticks(list(indices), labels=[labels[index] for index in indices])
-    axes.set_xlabel("layer")
-
-
-def percent_axis(axis: Any) -> None:
-    """Write the ticks of an axis (`axes.xaxis` or `axes.yaxis`) as percentages."""
-    from matplotlib.ticker import FuncFormatter
-
-    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
 
 
 def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:

@@ -1,9 +1,12 @@
-"""The frame of every page: Jinja2 templates, scripts, style, content policy and size limit.
+"""The frame of every result: its views, and Jinja2 templates, scripts and policy of its page.
 
 A page is one file that opens from a mail, offline, years later. One with charts carries Plotly's
 own script (about 4.8 MB). A content policy forbids every request and every script except the three
 written here, whose hashes it names: text from a model or a file can be shown but never run.
 
+    Report            what the five views of a result show; `views` makes them
+    listing_views     the views of a result that is one table; `line_views` of a few lines
+    Section           a table, a drawing and notes of a page
     render            a template of `templates/` as a whole page
     notebook_html     title, verdict, table and figures as a piece of HTML without script
     embed_json        JSON that cannot end the script element which holds it
@@ -15,23 +18,170 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from tieline.core.errors import TraceError, require
-from tieline.report.charts import Panel
+from tieline.report.charts import Panel, unmeasured
 from tieline.report.drawing import inline_image
-from tieline.report.tables import Grid, compact, visible
+from tieline.report.tables import Grid, compact, grid_table, view, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Drawings = Mapping[str, Callable[[], "Figure"]]
+"""Figures by name, each drawn when called; the main one first."""
 
 LARGEST_PAGE = 6_000_000
 """Bytes; a larger page is refused rather than written."""
 
 PLAIN_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table, a drawing and notes of a page.
+
+    Attributes:
+        heading: its title.
+        table: a table; may be None.
+        draw: draws its figure; may be None.
+        caption: what the figure shows, for readers who cannot see it.
+        notes: sentences below.
+        prose: whether the cells of the table hold sentences, which wrap.
+    """
+
+    heading: str
+    table: Grid | None = None
+    draw: "Callable[[], Figure] | None" = None
+    caption: str = ""
+    notes: Sequence[str] = ()
+    prose: bool = False
+
+    @property
+    def image(self) -> str:
+        """Address of the figure as an image inside the page; empty without one."""
+        return "" if self.draw is None else inline_image(self.draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the views of a result show; what is costly is made when a view asks for it.
+
+    Attributes:
+        kind: what the page is, "routing report"; shown above its title.
+        name: what the result is, "Inspection", for the summary.
+        title: what it is about.
+        facts: one line below the title.
+        verdict: the main result in a sentence; may be empty.
+        table: makes the main table.
+        body: makes the arguments of `render` for the body of the page.
+        below: makes what a terminal of a given width shows below the head, a table first; by
+            default the main table.
+        figures: figures by name.
+    """
+
+    kind: str
+    name: str = ""
+    title: str
+    facts: str
+    verdict: str = ""
+    table: Callable[[], Grid]
+    body: Callable[[], dict[str, Any]]
+    below: Callable[[int], Sequence[RenderableType]] | None = None
+    figures: Drawings = field(default_factory=dict)
+
+    def page(self) -> str:
+        """Return the self-contained HTML page."""
+        body: dict[str, Any] = {"template": "sections.html", "style": "sections.css"}
+        body |= self.body()
+        head = {"kind": self.kind, "title": self.title, "facts": self.facts}
+        return render(**body, **head, verdict=self.verdict)
+
+    def terminal(self, width: int) -> RenderableType:
+        """Return the view for a terminal that is `width` characters wide."""
+        parts = [grid_table(self.table())] if self.below is None else self.below(width)
+        return view(self.title, self.facts, self.verdict, *parts)
+
+    def summary(self) -> str:
+        """Return name, facts and verdict in plain lines."""
+        return f"{self.name} of {self.title}\n{self.facts}\n{self.verdict}"
+
+    def notebook(self) -> str:
+        """Return verdict, table and figures as a piece of HTML."""
+        return notebook_html(self.title, self.facts, self.verdict, self.table(), self.figures)
+
+
+class Views(NamedTuple):
+    """The five views of a result, as `tieline.report` calls them."""
+
+    page: Callable[[Any], str]
+    figures: "Callable[[Any], dict[str, Callable[[], Figure]]]"
+    terminal: Callable[[Any, int], RenderableType]
+    summary: Callable[[Any], str]
+    notebook: Callable[[Any], str]
+
+
+def views(report: Callable[[Any], Report]) -> Views:
+    """Return the views of the results that a function makes a report of."""
+    return Views(
+        lambda result: report(result).page(),
+        lambda result: dict(report(result).figures),
+        lambda result, width: report(result).terminal(width),
+        lambda result: report(result).summary(),
+        lambda result: report(result).notebook(),
+    )
+
+
+def listing_views(
+    report: Callable[[Any], Report], terminal: Callable[[Any], RenderableType]
+) -> Views:
+    """Return the views of a result that is one table.
+
+    Args:
+        report: makes the report of a result.
+        terminal: draws the table for a terminal.
+    """
+
+    def summary(result: Any) -> str:
+        return f"{report(result).title}: {report(result).facts}"
+
+    return views(report)._replace(terminal=lambda result, _: terminal(result), summary=summary)
+
+
+def line_views(lines: Callable[[Any], list[str]]) -> Views:
+    """Return the views of a result that is a few lines and a table of its named numbers.
+
+    Args:
+        lines: makes the lines of a result.
+    """
+
+    def report(result: Any) -> Report:
+        first, *others = lines(result)
+        rows = tuple((name, f"{value:,.6g}") for name, value in result.metrics.items())
+        table = Grid(("number", "value"), rows)
+        return Report(
+            kind=result.format.removeprefix("tieline-"),
+            title=result.output or first.partition(":")[0],
+            facts=first,
+            table=lambda: table,
+            body=lambda: {"sections": [Section("Numbers", table, notes=others)]},
+        )
+
+    def notebook(result: Any) -> str:
+        first, *others = lines(result)
+        return notebook_html(first, " · ".join(others), "", report(result).table(), {})
+
+    return views(report)._replace(
+        terminal=lambda result, _: Group(*map(Text, lines(result))),
+        summary=lambda result: "\n".join(lines(result)),
+        notebook=notebook,
+    )
+
 
 _UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
@@ -51,8 +201,8 @@ def render(
         data: JSON values for `page.js` beside the figures; scripts are left out of a page that
             has neither.
         style: file of `templates/` with more style.
-        content: what the template shows: `kind`, `title`, `facts` and `verdict` of the frame, and
-            its own names.
+        content: what the template shows: `kind`, `title`, `facts`, `verdict` and, at its end,
+            `provenance` and `metrics` of the frame, and its own names.
     """
     figures = {panel.key: panel.figure for panel in panels if panel.figure is not None}
     styles = _source("page.css") + (_source(style) if style else "")
@@ -66,7 +216,8 @@ def render(
             scripts=scripts,
             policy=_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
             data=embed_json(compact({"figures": figures, **(data or {})})),
-            **content,
+            unmeasured=unmeasured(panels),
+            **({"provenance": (), "metrics": (), "sections": ()} | content),
         )
     )
     size = len(page.encode())
@@ -79,7 +230,7 @@ def notebook_html(
     facts: str,
     verdict: str,
     table: Grid,
-    drawings: "Mapping[str, Callable[[], Figure]]",
+    drawings: Drawings,
 ) -> str:
     """Title, verdict, table and figures as a piece of HTML without script.
 

@@ -1,7 +1,9 @@
-"""An inspection as page, terminal view, summary, notebook view and figures."""
+"""An inspection: its report and its table of layers."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -10,14 +12,14 @@ from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.load import ExpertLoad
-from tieline.report.charts import Panel, unmeasured
-from tieline.report.frame import notebook_html, render
+from tieline.report.charts import Panel
+from tieline.report.frame import Report, views
 from tieline.report.inspection_charts import (
     LayerRow,
+    inspection_figures,
     inspection_panels,
     layer_rows,
 )
-from tieline.report.inspection_charts import inspection_figures as figures
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
@@ -25,19 +27,15 @@ from tieline.report.tables import (
     finding_rows,
     findings_view,
     grid,
+    metric_rows,
     origin_rows,
     precision_text,
     provenance_text,
     rich_table,
     short_names,
-    view,
 )
 from tieline.report.words.inspection import calibration_sentence
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
 IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"
@@ -58,58 +56,57 @@ TEXT = Panel("text", "A stretch of the text, coloured by gap", "")
 NO_TEXT = "not answerable: the text of these tokens is not known"
 
 
-def page(result: Inspection) -> str:
-    """The page: verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
-    panels = inspection_panels(result)
-    names = [layer.name for layer in result.measures.layers]
-    return render(
-        "inspection.html",
-        panels,
-        {"text": _text_data(result.sample)},
+def _report(result: Inspection) -> Report:
+    """Verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
+    shown = [column for column in _page_columns(result) if column.rank is not None]
+    return Report(
         kind="routing report",
-        title=_title(result),
+        name="Inspection",
+        title=provenance_text(result.provenance, "model") or "unnamed model",
         facts=_subtitle(result),
         verdict=result.verdict,
-        numbers=_key_numbers(result),
-        findings=finding_rows(result.findings, names),
-        shown=MOST_FINDINGS,
-        text=_text_rows(result),
-        calibration=calibration_grid(result),
-        calibration_words=calibration_sentence(result, _short(result)),
-        text_title=TEXT.title,
-        table=grid(_page_columns(result), layer_rows(result)),
-        unmeasured=unmeasured([*panels, *_missing_text(result)]),
-        provenance=origin_rows(result.provenance, result.timings),
-        metrics=[(name, significant(x, 4)) for name, x in sorted(result.metrics.items())],
+        table=lambda: grid(shown, layer_rows(result)),
+        body=partial(_body, result),
+        below=partial(_below, result),
+        figures=inspection_figures(result),
     )
 
 
-def terminal(result: Inspection, width: int) -> RenderableType:
-    """Verdict, one row per layer and findings for a terminal of so many characters."""
+def _body(result: Inspection) -> dict[str, Any]:
+    return {
+        "template": "inspection.html",
+        "style": "",
+        "panels": [*inspection_panels(result), *_missing_text(result)],
+        "data": {"text": _text_data(result.sample)},
+        "numbers": _key_numbers(result),
+        "findings": finding_rows(result.findings, _names(result)),
+        "shown": MOST_FINDINGS,
+        "text": _text_rows(result),
+        "calibration": calibration_grid(result),
+        "calibration_words": calibration_sentence(result, _short(result)),
+        "text_title": TEXT.title,
+        "table": grid(_page_columns(result), layer_rows(result)),
+        "provenance": origin_rows(result.provenance, result.timings),
+        "metrics": metric_rows(result.metrics),
+    }
+
+
+def _below(result: Inspection, width: int) -> list[RenderableType]:
+    """One row per layer, findings, and how many tokens calibration needs."""
     table = rich_table(COLUMNS, layer_rows(result), width)
-    names = [layer.name for layer in result.measures.layers]
-    findings = findings_view(result.findings, names)
     sentence = calibration_sentence(result, _short(result))
-    below = [Text(sentence)] if sentence else []
-    return view(_title(result), _subtitle(result), result.verdict, table, findings, *below)
+    findings = findings_view(result.findings, _names(result))
+    return [table, findings, *([Text(sentence)] if sentence else [])]
 
 
-def summary(result: Inspection) -> str:
-    """Name, facts and verdict in plain lines."""
-    return f"Inspection of {_title(result)}\n{_subtitle(result)}\n{result.verdict}"
+def _notebook(result: Inspection) -> str:
+    """Verdict, table and the main figures."""
+    report = _report(result)
+    main = {name: report.figures[name] for name in ("routing", "flips", "jumps")}
+    return replace(report, figures=main).notebook()
 
 
-def notebook(result: Inspection) -> str:
-    """Verdict, table and main figures as a piece of HTML."""
-    columns = [column for column in _page_columns(result) if column.rank is not None]
-    rows = grid(columns, layer_rows(result))
-    drawings: dict[str, Callable[[], Figure]] = figures(result)
-    shown = {name: drawings[name] for name in ("routing", "flips", "jumps")}
-    return notebook_html(_title(result), _subtitle(result), result.verdict, rows, shown)
-
-
-def _title(result: Inspection) -> str:
-    return provenance_text(result.provenance, "model") or "unnamed model"
+page, figures, terminal, summary, notebook = views(_report)._replace(notebook=_notebook)
 
 
 def _subtitle(result: Inspection) -> str:
@@ -140,9 +137,12 @@ def calibration_grid(result: Inspection) -> Grid:
     return Grid(("layer", "rarest expert", "its tokens", "needed", "at least", "at most"), rows)
 
 
+def _names(result: Inspection) -> list[str]:
+    return [layer.name for layer in result.measures.layers]
+
+
 def _short(result: Inspection) -> dict[str, str]:
-    names = [layer.name for layer in result.measures.layers]
-    return dict(zip(names, short_names(names), strict=True))
+    return dict(zip(_names(result), short_names(_names(result)), strict=True))
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:

@@ -26,12 +26,11 @@ from tieline.report.charts import (
     above_zero,
     layer_colour,
 )
-from tieline.report.drawing import canvas, chart_figure, draw_chart
+from tieline.report.drawing import chart_figure
 from tieline.report.tables import short_names
 from tieline.report.words.numbers import finite, percent, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Span = tuple[str, float, float]
@@ -562,16 +561,12 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     flips = charted(_format_flips, "flips by format", layers[0].precision.status)
     jumps = charted(_jump_points, "jumps", result.jumps[0].status)
 
-    def routing(left: "Axes", right: "Axes") -> None:
-        draw_chart(gaps(), left, legend=False)
-        draw_chart(near(), right)
-
     height = min(9.0, 1.2 + 0.2 * len(layers))
     return {
-        "routing": lambda: canvas(routing, columns=2),
+        "routing": lambda: chart_figure(gaps(), near(), width=6.75, height=2.6),
         "gaps": lambda: chart_figure(gaps()),
         "near": lambda: chart_figure(near()),
         "flips": lambda: chart_figure(flips()),
         "jumps": lambda: chart_figure(jumps()),
-        "load": lambda: chart_figure(_load_map(result), 6.75, height),
+        "load": lambda: chart_figure(_load_map(result), width=6.75, height=height),
     }

@@ -3,9 +3,9 @@
 Shows ε by layer, then what smoothing repairs under low precision and what it costs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -15,14 +15,10 @@ from tieline.analysis.repair import Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Panel, Series, Symbol, above_zero
 from tieline.report.drawing import chart_figure
-from tieline.report.frame import notebook_html, render
-from tieline.report.tables import Grid, flat, short_names, text_table, view
+from tieline.report.frame import Report, views
+from tieline.report.tables import Grid, flat, grid_table, short_names, view
 from tieline.report.words.numbers import finite, significant, with_error
 from tieline.report.words.smooth import facts, verdict
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
@@ -40,50 +36,38 @@ SIDES: tuple[tuple[int, str, str, Symbol], ...] = (
 """Index, name, colour and symbol of both sides of a repair."""
 
 
-def page(result: Repair) -> str:
-    """The page: what was smoothed, repaired and paid, layer by layer."""
-    return render(
-        "smooth.html",
-        _panels(result),
+def _report(result: Repair) -> Report:
+    """What was smoothed, repaired and paid, layer by layer."""
+    chart = partial(_kl_chart, result.repair.rows)
+    return Report(
         kind="smoothing report",
+        name="Smoothing",
         title=result.model,
         facts=result.smoothing.how,
         verdict=verdict(result),
-        repairs=_repairs(result),
-        sentences=facts(result),
-        layers=_layers(result),
-        provenance=flat(result.provenance),
+        table=partial(_repairs, result),
+        body=lambda: {
+            "template": "smooth.html",
+            "style": "",
+            "panels": [KL.drawn(chart())],
+            "repairs": _repairs(result),
+            "sentences": facts(result),
+            "layers": _layers(result),
+            "provenance": flat(result.provenance),
+        },
+        figures={"repair": lambda: chart_figure(chart())},
     )
 
 
-def terminal(result: Repair, width: int) -> RenderableType:
-    """Facts, one row per layer and one row per precision."""
-    layers, repairs = _layers(result), _repairs(result)
-    below = Padding(text_table(repairs.head, repairs.rows), (0, 0, 1, 0))
+def _terminal(result: Repair, width: int) -> RenderableType:
+    """One row per layer, one row per precision, and the facts, which tell the verdict."""
+    below = Padding(grid_table(_repairs(result)), (0, 0, 1, 0))
     sentences = map(Text, facts(result))
-    table = text_table(layers.head, layers.rows)
+    table = grid_table(_layers(result))
     return view(result.model, result.smoothing.how, "", table, below, *sentences)
 
 
-def summary(result: Repair) -> str:
-    """Name, choice of ε and verdict in plain lines."""
-    return f"Smoothing of {result.model}\n{result.smoothing.how}\n{verdict(result)}"
-
-
-def notebook(result: Repair) -> str:
-    """Verdict, table and figure as a piece of HTML."""
-    how, outcome = result.smoothing.how, verdict(result)
-    return notebook_html(result.model, how, outcome, _repairs(result), figures(result))
-
-
-def figures(result: Repair) -> "dict[str, Callable[[], Figure]]":
-    """Figures by name: KL before and after, by precision."""
-    rows = result.repair.rows
-    return {"repair": lambda: chart_figure(_kl_chart(rows))}
-
-
-def _panels(result: Repair) -> list[Panel]:
-    return [KL.drawn(_kl_chart(result.repair.rows))]
+page, figures, terminal, summary, notebook = views(_report)._replace(terminal=_terminal)
 
 
 def _layers(result: Repair) -> Grid:

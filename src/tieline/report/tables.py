@@ -5,7 +5,7 @@ Grid           a table of plain text: what templates draw
 grid           the table of some columns and rows
 one_form       the cells of a column with one form of numbers
 rich_table     the same for a terminal, with the columns that fit
-text_table     a table of given texts for a terminal
+text_table     a table of given texts for a terminal; grid_table of a `Grid`
 view           title, facts and verdict of a result for a terminal, then its parts
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
@@ -14,7 +14,7 @@ compact        a JSON value with its numbers cut to a few digits, to keep the pa
 short_names    names of layers without the parts that all share
 visible        text with a sign for every control character
 flat           nested provenance as pairs of dotted names and values
-origin_rows    provenance and timings for the end of a page
+origin_rows    provenance and timings for the end of a page; metric_rows named numbers
 provenance_text  one entry of a provenance, which anybody may have written
 """
 
@@ -164,6 +164,11 @@ def text_table(
     for row in rows if quantities == "rows" else _one_form_per_column(rows):
         table.add_row(*map(Text, row))
     return table
+
+
+def grid_table(table: Grid, left: int = 0) -> Table:
+    """A table for a terminal; the texts of the first `left` columns are at the left."""
+    return text_table(table.head, table.rows, left, quantities=table.quantities)
 
 
 def view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
@@ -316,6 +321,11 @@ def origin_rows(
     """Where the numbers of a page come from: its provenance, then its timings."""
     facts = [(n, significant(v, 4) if isinstance(v, float) else v) for n, v in flat(provenance)]
     return [*facts, *timing_rows(timings)]
+
+
+def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The named numbers of a result in the order of their names."""
+    return [(name, significant(number, 4)) for name, number in sorted(metrics.items())]
 
 
 def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -22,8 +22,14 @@ from tieline.lab.claims.claim import (
     Verdict,
 )
 from tieline.lab.claims.ledger import Catalogue, Ledger, LedgerProvenance, PaperTitle
-from tieline.lab.report import listings
-from tieline.lab.report.ledger import check_text, page, terminal, value_text, verdict_text
+from tieline.lab.report.ledger import (
+    CATALOGUE,
+    check_text,
+    page,
+    terminal,
+    value_text,
+    verdict_text,
+)
 
 HOSTILE = '<script>alert(1)</script> & "quotes" [bold]not markup[/bold]'
 CHECK = Check(HOSTILE, 1.5, "<=", 2.0, 0.1, True)
@@ -75,7 +81,7 @@ def printed(view, width):
 def test_setting_and_what_would_change_the_verdict_are_shown_for_a_few_claims(ledger):
     few = printed(terminal(ledger, 160), 160)
     listed = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
-    for text in (few, printed(listings.terminal(listed, 160), 160), page(ledger)):
+    for text in (few, printed(CATALOGUE.terminal(listed, 160), 160), page(ledger)):
         assert text.count("over-specified") == len(ledger.claims)
         assert text.count("a counterexample") == len(ledger.claims)
     many = replace(ledger, claims=ledger.claims * 3)
@@ -94,7 +100,7 @@ def test_the_terminal_names_every_claim_and_what_changed(ledger, width):
 
 def test_the_catalogue(ledger):
     found = Catalogue(TITLES, tuple(outcome.claim for outcome in ledger.claims))
-    assert printed(listings.terminal(found, 100), 100).count("● holds") == 4
+    assert printed(CATALOGUE.terminal(found, 100), 100).count("● holds") == 4
     assert found.to_html().count("● holds") == 4
     assert repr(found) == "Catalogue of claims: 4 claims of 1 papers"
 
@@ -127,7 +133,10 @@ def test_the_page_holds_every_claim_and_one_figure_per_claim_that_has_one(ledger
 def test_a_claim_with_data_is_drawn_by_its_name(ledger):
     axes = ledger.plot("p0-a").axes[0]
     assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "τ", "mass")
-    assert len(axes.containers) == 2
+    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[1.0, 2.0], [0.9, 1.9]]
+    (bars,) = axes.containers[0].lines[2]
+    ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
+    assert ends == [pytest.approx([0.8, 1.0]), pytest.approx([1.8, 2.0])]
     assert ledger._repr_html_().count("<tr>") == 1 + 4
     assert "3 verdicts changed" in repr(ledger)
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tieline.lab.report import listings, training
+from tieline.lab.report import training
 from tieline.lab.training.engine import TrainingPlan, TrainingResult
 from tieline.lab.training.recipes import RecipeList
 
@@ -69,7 +69,7 @@ def test_the_page_holds_scores_and_configuration_and_runs_nothing(result):
 
 def test_a_plan_tells_configuration_size_data_and_time():
     plan = TrainingPlan(CONFIG, 24_929, "a text", 0.0107, 0.214)
-    text = printed(listings.terminal(plan, 80))
+    text = printed(training.PLAN.terminal(plan, 80))
     assert "optim\n  steps  20\n  betas  0.90000, 0.98000\nseed  3\n\nparameters  24,929\n" in text
     assert "time        about 0.214 s here (0.0107 s a step)" in text
     assert "unknown without data" in repr(TrainingPlan(CONFIG, 1, "absent: no", None, None))
@@ -78,7 +78,7 @@ def test_a_plan_tells_configuration_size_data_and_time():
 
 def test_recipes_are_listed_with_their_first_line():
     found = RecipeList({"one": "A model.\n\nMore of it.", "two-2": "Another."})
-    text = printed(listings.terminal(found, 80))
+    text = printed(training.RECIPES.terminal(found, 80))
     assert "A model." in text
     assert "More" not in text
     assert "two-2" in found.to_html()

@@ -7,7 +7,7 @@ import torch
 from tests.analysis import test_attribution as runs
 from tests.analysis.planted import renumbered, without_scores
 from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
-from tests.report.test_remedies import TABLE
+from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_trace
 from tieline.analysis.attribution import Expected, judge_size

@@ -1,66 +1,47 @@
-"""A model's heads as mixtures of experts: page, terminal view, summary, notebook view, figure."""
+"""A model's heads as mixtures of keys: report, chart and table."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from tieline.lab.attention.view import AttentionView, HeadView
-from tieline.report.drawing import ACCENT, INK, WARN, name_places, small_canvas
-from tieline.report.frame import notebook_html
-from tieline.report.tables import Grid, short_names, text_table, view
+from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
+from tieline.report.drawing import chart_figure
+from tieline.report.frame import Report, Section, views
+from tieline.report.tables import Grid, grid_table, short_names
 from tieline.report.words.numbers import percent, significant
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 HEAD = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass", "σ change")
 FEW_KEYS, NEAR_MASS = 4.0, 0.25
 
 
-def page(result: AttentionView) -> str:
-    """The page: verdict, figure and one row per head."""
-    from tieline.report.plain import Section, plain_page
-
+def _report(result: AttentionView) -> Report:
+    """Verdict, figure and one row per head."""
+    table, sentences = _head_table(result), attention_facts(result)
+    figures = {"heads": lambda: chart_figure(_chart(result.heads))}
     caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
-    sections = [
-        Section("Heads as mixtures", draw=partial(_heads_figure, result), words=caption),
-        Section("All heads", _grid(result), notes=attention_facts(result)),
-    ]
-    return plain_page("attention", result.model, _facts_line(result), sections, _verdict(result))
+    layers = len({head.layer for head in result.heads})
+    sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
+    return Report(
+        kind="attention",
+        name="Attention",
+        title=result.model,
+        facts=f"{layers} layers, {len(result.heads)} heads · {sample}",
+        verdict=_verdict(result),
+        table=lambda: table,
+        body=lambda: {
+            "sections": [
+                Section("Heads as mixtures", draw=figures["heads"], caption=caption),
+                Section("All heads", table, notes=sentences),
+            ]
+        },
+        below=lambda width: [grid_table(table), *map(Text, sentences)],
+        figures=figures,
+    )
 
 
-def terminal(result: AttentionView, width: int) -> RenderableType:
-    """One row per head, and what it means."""
-    grid = _grid(result)
-    table = Padding(text_table(grid.head, grid.rows), (0, 0, 1, 0))
-    sentences = map(Text, attention_facts(result))
-    return view(result.model, _facts_line(result), _verdict(result), table, *sentences)
-
-
-def summary(result: AttentionView) -> str:
-    """Name and verdict in plain lines."""
-    return f"Attention of {result.model}\n{_facts_line(result)}\n{_verdict(result)}"
-
-
-def notebook(result: AttentionView) -> str:
-    """Verdict, table and figure as a piece of HTML."""
-    facts, verdict = _facts_line(result), _verdict(result)
-    return notebook_html(result.model, facts, verdict, _grid(result), figures(result))
-
-
-def figures(result: AttentionView) -> "dict[str, Callable[[], Figure]]":
-    """Figures by name: keys in use and mass of sigmoid weights, by layer."""
-    return {"heads": partial(_heads_figure, result)}
-
-
-def _heads_figure(result: AttentionView) -> "Figure":
-    return small_canvas(partial(_draw, result.heads))
+page, figures, terminal, summary, notebook = views(_report)
 
 
 def attention_facts(result: AttentionView) -> list[str]:
@@ -81,7 +62,8 @@ def attention_facts(result: AttentionView) -> list[str]:
 
 def _verdict(result: AttentionView) -> str:
     heads = result.heads
-    keys, carry, near = (fmean(column) for column in zip(*map(_shares, heads), strict=True))
+    keys, carry = fmean(head.seen for head in heads), fmean(head.effective for head in heads)
+    near = fmean(head.near for head in heads)
     few = sum(head.effective < FEW_KEYS for head in heads)
     fits = sum(abs(head.mass - 1) < NEAR_MASS for head in heads)
     change = result.sigmoid_change.value or 0.0
@@ -97,17 +79,7 @@ def _verdict(result: AttentionView) -> str:
     )
 
 
-def _shares(head: HeadView) -> tuple[float, float, float]:
-    return head.seen, head.effective, head.near
-
-
-def _facts_line(result: AttentionView) -> str:
-    layers = len({head.layer for head in result.heads})
-    sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
-    return f"{layers} layers, {len(result.heads)} heads · {sample}"
-
-
-def _grid(result: AttentionView) -> Grid:
+def _head_table(result: AttentionView) -> Grid:
     labels = dict(zip(_layers(result.heads), short_names(_layers(result.heads)), strict=True))
     rows = (
         (
@@ -130,15 +102,13 @@ def _layers(heads: Sequence[HeadView]) -> list[str]:
     return list(dict.fromkeys(head.layer for head in heads))
 
 
-def _draw(heads: Sequence[HeadView], axes: "Axes") -> None:
+def _chart(heads: Sequence[HeadView]) -> Chart:
     layers = _layers(heads)
     positions = [layers.index(head.layer) for head in heads]
     left, right = [x - 0.12 for x in positions], [x + 0.12 for x in positions]
-    effective = [head.effective for head in heads]
-    mass = [head.mass for head in heads]
-    axes.plot(left, effective, "o", color=ACCENT, markersize=4, label="keys that carry the mass")
-    axes.plot(right, mass, "D", color=WARN, markersize=4, label="mass of sigmoid weights")
-    axes.axhline(1, color=INK, linewidth=0.8)
-    name_places(axes, short_names(layers))
-    axes.set(yscale="log", ylabel="keys, or sum of weights")
-    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    effective, weights = [head.effective for head in heads], [head.mass for head in heads]
+    keys = Series(left, effective, "keys that carry the mass")
+    mass = Series(right, weights, "mass of sigmoid weights", "@warn", symbol="diamond")
+    y = Axis("keys, or sum of weights", "log")
+    guides = (Guide("y", 1.0, colour="@ink", dash="dash"),)
+    return Chart(layer_axis(short_names(layers)), y, (keys, mass), guides=guides)

@@ -1,7 +1,6 @@
-"""The design advisor's numbers as page, figure, terminal view, summary and notebook view."""
+"""The design advisor's numbers: report, figure and tables."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,14 +11,13 @@ from rich.text import Text
 
 from tieline.lab.tropical.advisor import Advice, Entry
 from tieline.lab.tropical.collapse import RouterMeasurement
-from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas
-from tieline.report.frame import notebook_html
-from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, short_names, text_table, view
+from tieline.report.charts import Axis, Chart, Series
+from tieline.report.drawing import chart_figure
+from tieline.report.frame import Report, Section, views
+from tieline.report.tables import Grid, grid_table, short_names, view
 from tieline.report.words.numbers import DASH, percent, significant, with_error
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -52,52 +50,64 @@ SHARES = {"bf16_flips"}
 WHOLE = 10**7
 """Integers below are written with all their digits."""
 
-Curve = tuple[str, str, str, str, str]
-"""Quantity, label, colour, line style and marker."""
-PIECES: tuple[Curve, ...] = (
-    ("paper_bound", "paper's bound C(N, k) Φ(kH, d)", WARN, "--", "o"),
-    ("sharp_bound", "rigorous bound B*", NOTICE, "-.", "s"),
-    ("expected_regions", "expected, Gaussian layer", ACCENT, "-", "D"),
-    ("expected_cells", "expected coalitions alone", ACCENT, ":", "v"),
-)
-TIES: tuple[Curve, ...] = (
-    ("switches", "switches per radian", ACCENT, "-", "D"),
-    ("gap_density", "tie density $f_{gap}(0)$", NOTICE, "-.", "s"),
-    ("bf16_flips", "flips by bf16 (share of tokens)", WARN, "--", "o"),
-)
+LINE = Series((), (), kind="line+points", size=7, symbol="diamond")
+PIECES = {
+    "paper_bound": replace(
+        LINE, name="paper's bound C(N, k) Φ(kH, d)", colour="@warn", dash="dash", symbol="circle"
+    ),
+    "sharp_bound": replace(
+        LINE, name="rigorous bound B*", colour="@notice", dash="dashdot", symbol="square"
+    ),
+    "expected_regions": replace(LINE, name="expected, Gaussian layer"),
+    "expected_cells": replace(
+        LINE, name="expected coalitions alone", dash="dot", symbol="triangle-down"
+    ),
+}
+TIES = {
+    "switches": replace(LINE, name="switches per radian"),
+    "gap_density": replace(
+        LINE, name="tie density $f_{gap}(0)$", colour="@notice", dash="dashdot", symbol="square"
+    ),
+    "bf16_flips": replace(
+        LINE, name="flips by bf16 (share of tokens)", colour="@warn", dash="dash", symbol="circle"
+    ),
+}
+"""The curve of each quantity."""
 
 
-def page(result: Advice) -> str:
-    """The page: numbers by split, figure, and where each number holds."""
+def _report(result: Advice) -> Report:
+    """Numbers by split, figure, and where each number holds."""
+    table = _grid(result)
+    figures = {"design": partial(_figure, result)}
+    return Report(
+        kind="design",
+        title=f"Design of {result.source}",
+        facts=_facts(result),
+        table=lambda: table,
+        body=lambda: {"sections": _sections(result, table, figures["design"])},
+        figures=figures,
+    )
+
+
+def _sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
     meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
-    sections = [
-        Section("Granularities side by side", _grid(result), notes=_notes(result)),
-        Section(
-            "Bounds, expectation and ties",
-            draw=partial(_draw, result),
-            words="Decimal logarithms of bounds, expectation and tie densities by split",
-        ),
+    measured = Section("Measured on the model's own hidden states", measured_grid(result))
+    caption = "Decimal logarithms of bounds, expectation and tie densities by split"
+    return [
+        Section("Granularities side by side", table, notes=_notes(result)),
+        *([replace(measured, notes=MEASURED)] if result.measured else []),
+        Section("Bounds, expectation and ties", draw=draw, caption=caption),
         Section(
             "What each number is, and where it holds",
             Grid(("quantity", "what it is", "where it holds"), tuple(meanings)),
             prose=True,
         ),
     ]
-    if result.measured:
-        measured = Section("Measured on the model's own hidden states", measured_grid(result))
-        sections.insert(1, replace(measured, notes=MEASURED))
-    return plain_page("design", f"Design of {result.source}", _facts_line(result), sections)
 
 
-def figures(result: Advice) -> "dict[str, Callable[[], Figure]]":
-    """Return "design": pieces and ties against the split."""
-    return {"design": partial(_draw, result)}
-
-
-def terminal(result: Advice, width: int) -> RenderableType:
+def _terminal(result: Advice, width: int) -> RenderableType:
     """Numbers by split, notes on single entries, and where each number holds."""
-    grid = _grid(result)
-    table = text_table(grid.head, grid.rows, left=1, quantities=grid.quantities)
+    table = grid_table(_grid(result), left=1)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
     meanings = Table.grid(padding=(0, 2))
     meanings.add_column(no_wrap=True)
@@ -107,21 +117,19 @@ def terminal(result: Advice, width: int) -> RenderableType:
     notes = Text("\n".join(_notes(result)) + "\n")
     measured: list[RenderableType] = []
     if result.measured:
-        rows = measured_grid(result)
-        measured = [text_table(rows.head, rows.rows, left=1), Text("\n".join(MEASURED) + "\n")]
-    return view(result.source, _facts_line(result), "", table, notes, *measured, meanings)
+        measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
+    return view(result.source, _facts(result), "", table, notes, *measured, meanings)
 
 
-def summary(result: Advice) -> str:
+def _summary(result: Advice) -> str:
     """Source, shape and splits in two lines."""
     splits = ", ".join(str(row.split) for row in result.rows)
-    return f"Design of {result.source}, splits {splits}\n{_facts_line(result)}"
+    return f"Design of {result.source}, splits {splits}\n{_facts(result)}"
 
 
-def notebook(result: Advice) -> str:
-    """Numbers by split, and the figure."""
-    title = f"Design of {result.source}"
-    return notebook_html(title, _facts_line(result), "", _grid(result), figures(result))
+page, figures, terminal, summary, notebook = views(_report)._replace(
+    terminal=_terminal, summary=_summary
+)
 
 
 def measured_grid(result: Advice) -> Grid:
@@ -161,7 +169,7 @@ def cell_text(name: str, entry: Entry) -> str:
     return significant(float(entry.value))
 
 
-def _facts_line(result: Advice) -> str:
+def _facts(result: Advice) -> str:
     """The shape in one line."""
     first = result.rows[0]
     shape = first.shape
@@ -210,26 +218,17 @@ def _notes(result: Advice) -> list[str]:
     return [*marks, *result.notes]
 
 
-def _draw(result: Advice) -> "Figure":
+def _figure(result: Advice) -> "Figure":
     """Pieces (left) and ties (right) by split, as powers of ten."""
-
-    def draw(left: "Axes", right: "Axes") -> None:
-        _draw_curves(left, result, PIECES)
-        left.set(ylabel=f"$\\log_{{10}}$ of the number, $d_{{eff}}={result.d_eff}$")
-        _draw_curves(right, result, TIES)
-        right.set(ylabel="$\\log_{10}$ of the number")
-
-    return canvas(draw, columns=2, height=2.9)
+    pieces = _chart(result, PIECES, f"$\\log_{{10}}$ of the number, $d_{{eff}}={result.d_eff}$")
+    ties = _chart(result, TIES, "$\\log_{10}$ of the number")
+    return chart_figure(pieces, ties, width=6.75, height=2.9)
 
 
-def _draw_curves(axes: "Axes", result: Advice, curves: Sequence[Curve]) -> None:
-    positions = range(len(result.rows))
-    for name, label, colour, line, marker in curves:
-        logs = [row.entries[name].log10 for row in result.rows]
-        heights = [math.nan if log10 is None else log10 for log10 in logs]
-        style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
-        axes.plot(positions, heights, label=label, **style)
-    axes.set_xticks(list(positions), labels=[str(row.split) for row in result.rows])
-    axes.set_xlabel("split m  (mN experts, mk chosen, width H/m)")
-    axes.margins(x=0.08, y=0.08)
-    axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)
+def _chart(result: Advice, curves: Mapping[str, Series], title: str) -> Chart:
+    splits = [str(row.split) for row in result.rows]
+    logs = {name: [row.entries[name].log10 for row in result.rows] for name in curves}
+    series = tuple(replace(curve, x=splits, y=logs[name]) for name, curve in curves.items())
+    return Chart(
+        Axis("split m  (mN experts, mk chosen, width H/m)", "category"), Axis(title), series
+    )

@@ -1,11 +1,12 @@
-"""The claims ledger as page, figures, terminal view, summary and notebook view.
+"""The claims ledger and the catalogue of claims: reports, charts and tables.
 
 Verdicts have a sign that needs no colour, and each claim with data has a chart of its own, whose
-figure is named after the claim.
+figure is named after the claim. `CATALOGUE` has the views of the catalogue.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, FigureSeries, Verdict
-from tieline.lab.claims.ledger import Ledger, PaperTitle
-from tieline.report.charts import Panel, axis, figure, layer_colour
-from tieline.report.drawing import ACCENT, INK, MUTED, NOTICE, WARN, canvas, layer_colours
-from tieline.report.frame import notebook_html, render
+from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, Verdict
+from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
+from tieline.report.charts import Axis, Chart, Panel, Series, layer_colour
+from tieline.report.drawing import chart_figure
+from tieline.report.frame import Report, Section, listing_views, views
 from tieline.report.tables import Grid, text_table
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -52,49 +52,56 @@ CLASSES = {
 
 PARTS = {"paper": "as stated", "condition": "under the condition", "corrected": "ours"}
 VALUES = ("the paper", "corrected", "measured")
-COLOURS = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@muted": MUTED}
-"""Colours of up to five series: roles of the page, and the same for matplotlib."""
+COLOURS = ("@accent", "@warn", "@notice", "@ink", "@muted")
+"""Roles of the colours of up to five series."""
+CATALOGUE_HEADINGS = ("claim", "number", "what", "expected")
 NARROW = 100
 """A terminal with fewer characters shows verdicts without values."""
 FEW = 8
 """Up to this number of claims, a terminal shows every claim in full."""
 
 
-def page(result: Ledger) -> str:
-    """The page: a table of all claims, then each claim with its checks and chart."""
-    panels = {
-        outcome.claim.id: _panel(outcome.claim.id, outcome.claim.title, outcome.evidence.figure)
-        for outcome in result.claims
-        if outcome.evidence.figure is not None
-    }
-    return render(
-        "ledger.html",
-        list(panels.values()),
-        style="ledger.css",
+def _report(result: Ledger) -> Report:
+    """A table of all claims, then each claim with its checks and chart."""
+    rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
+    return Report(
         kind="reproduction",
         title="Claims ledger",
-        facts=_facts_line(result),
+        facts=_facts(result),
         verdict=_counts(result),
-        papers=[(paper, _of_paper(result, paper)) for paper in result.papers],
-        charts=panels,
-        parts=PARTS,
-        value_text=value_text,
-        verdict_text=verdict_text,
-        verdict_class=_verdict_class,
-        check_text=check_text,
+        table=lambda: Grid(("claim", "what", *VALUES, "verdict"), rows),
+        body=partial(_body, result),
+        figures={
+            outcome.claim.id: partial(_figure, outcome.evidence.figure)
+            for outcome in result.claims
+            if outcome.evidence.figure is not None
+        },
     )
 
 
-def figures(result: Ledger) -> "dict[str, Callable[[], Figure]]":
-    """One figure per claim that has data, by the id of the claim."""
-    return {
-        outcome.claim.id: partial(_draw, outcome.evidence.figure)
+def _body(result: Ledger) -> dict[str, Any]:
+    panels = {
+        outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").drawn(
+            _chart(outcome.evidence.figure)
+        )
         for outcome in result.claims
         if outcome.evidence.figure is not None
     }
+    return {
+        "template": "ledger.html",
+        "style": "ledger.css",
+        "panels": list(panels.values()),
+        "papers": [(paper, _of_paper(result, paper)) for paper in result.papers],
+        "charts": panels,
+        "parts": PARTS,
+        "value_text": value_text,
+        "verdict_text": verdict_text,
+        "verdict_class": _verdict_class,
+        "check_text": check_text,
+    }
 
 
-def terminal(result: Ledger, width: int) -> RenderableType:
+def _terminal(result: Ledger, width: int) -> RenderableType:
     """One row per claim, paper by paper, then the claims that changed and the counts."""
     blocks: list[RenderableType] = []
     for paper in result.papers:
@@ -112,16 +119,16 @@ def terminal(result: Ledger, width: int) -> RenderableType:
     return Group(*blocks, Text(_counts(result)))
 
 
-def summary(result: Ledger) -> str:
-    """Provenance and counts in two lines."""
-    return f"Claims ledger ({_facts_line(result)})\n{_counts(result)}"
-
-
-def notebook(result: Ledger) -> str:
+def _notebook(result: Ledger) -> str:
     """A table of all claims, without charts; `plot` draws those."""
-    rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
-    table = Grid(("claim", "what", *VALUES, "verdict"), rows)
-    return notebook_html("Claims ledger", _facts_line(result), _counts(result), table, {})
+    return replace(_report(result), figures={}).notebook()
+
+
+page, figures, terminal, summary, notebook = views(_report)._replace(
+    terminal=_terminal,
+    summary=lambda result: f"Claims ledger ({_facts(result)})\n{_counts(result)}",
+    notebook=_notebook,
+)
 
 
 def claim_text(claim: Claim) -> RenderableType:
@@ -179,7 +186,7 @@ def _measured_text(check: Check) -> str:
     return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
-def _facts_line(result: Ledger) -> str:
+def _facts(result: Ledger) -> str:
     run = result.provenance
     return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
 
@@ -239,55 +246,58 @@ def _changed_text(outcome: ClaimOutcome) -> Text:
     return Text("\n".join(lines), style="bold red")
 
 
-def _panel(name: str, title: str, chart: FigureData) -> Panel:
-    """A claim's chart by Plotly."""
-    count = len(chart.series)
-    roles = (
-        list(COLOURS) if count <= len(COLOURS) else [layer_colour(i, count) for i in range(count)]
+def _chart(figure: FigureData) -> Chart:
+    """A claim's chart; more than five series are coloured by a ramp."""
+    count = len(figure.series)
+    ramp = [layer_colour(index, count) for index in range(count)]
+    series = tuple(
+        Series(
+            series.x,
+            series.y,
+            series.name,
+            colour,
+            "points" if series.kind == "dots" else "line",
+            size=7,
+            dash="dash" if series.kind == "dashed" else "",
+            errors=None if series.errors is None else (series.errors, series.errors),
+            hover="%{x:.4~g}, %{y:.4~g}<extra>%{fullData.name}</extra>",
+        )
+        for series, colour in zip(figure.series, COLOURS if count <= 5 else ramp, strict=False)
     )
-    traces = [_trace(series, role) for series, role in zip(chart.series, roles, strict=False)]
-    x, y = (axis(chart_axis.title, scale=chart_axis.scale) for chart_axis in (chart.x, chart.y))
-    margin = {"t": 12, "r": 16, "b": 60 + 20 * count, "l": 60}
-    drawing = figure(traces, 300 + 20 * count, xaxis=x, yaxis=y, showlegend=True, margin=margin)
-    return Panel(f"figure-{name}", title, "", drawing)
+    x, y = (
+        Axis(axis.title, "log" if axis.scale == "log" else "linear")
+        for axis in (figure.x, figure.y)
+    )
+    return Chart(x, y, series, height=300 + 20 * count, margin_below=60 + 20 * count)
 
 
-def _trace(series: FigureSeries, colour: str) -> dict[str, Any]:
-    trace: dict[str, Any] = {
-        "type": "scatter",
-        "name": series.name,
-        "x": series.x,
-        "y": series.y,
-        "mode": "markers" if series.kind == "dots" else "lines",
-        "line": {"color": colour, "dash": "dash" if series.kind == "dashed" else "solid"},
-        "marker": {"color": colour, "size": 7},
-    }
-    if series.errors is not None:
-        trace |= {"error_y": {"type": "data", "array": series.errors, "color": colour}}
-    return trace
+def _figure(figure: FigureData) -> "Figure":
+    return chart_figure(_chart(figure), height=3.2)
 
 
-def _draw(chart: FigureData) -> "Figure":
-    """A claim's chart by matplotlib."""
-    count = len(chart.series)
-    colours = list(COLOURS.values()) if count <= len(COLOURS) else layer_colours(count)
+def _catalogue_rows(result: Catalogue) -> list[tuple[str, ...]]:
+    return [(c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims]
 
-    def draw(axes: "Axes") -> None:
-        for series, colour in zip(chart.series, colours, strict=False):
-            style = "none" if series.kind == "dots" else "--" if series.kind == "dashed" else "-"
-            marker = "o" if series.kind == "dots" else ""
-            axes.errorbar(
-                series.x,
-                series.y,
-                series.errors,
-                color=colour,
-                linestyle=style,
-                marker=marker,
-                markersize=3.5,
-                label=series.name,
-            )
-        axes.set(xlabel=chart.x.title, ylabel=chart.y.title)
-        axes.set(xscale=chart.x.scale, yscale=chart.y.scale)
-        axes.legend(fontsize=6.5)
 
-    return canvas(draw, width=4.5, height=3.2)
+def _catalogue_report(result: Catalogue) -> Report:
+    table = Grid(CATALOGUE_HEADINGS, tuple(_catalogue_rows(result)))
+    return Report(
+        kind="reproduction",
+        title="Catalogue of claims",
+        facts=f"{len(result.claims)} claims of {len(result.papers)} papers",
+        table=lambda: table,
+        body=lambda: {"sections": [Section("", table, prose=True)]},
+    )
+
+
+def _catalogue_view(result: Catalogue) -> RenderableType:
+    """One row per claim; a few claims are shown in full."""
+    table = text_table(CATALOGUE_HEADINGS, (), len(CATALOGUE_HEADINGS), fold=True)
+    table.columns[0].no_wrap = True
+    for claim, cells in zip(result.claims, _catalogue_rows(result), strict=True):
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=STYLES[claim.expected]))
+    in_full = map(claim_text, result.claims) if len(result.claims) <= FEW else ()
+    return Group(table, *in_full)
+
+
+CATALOGUE = listing_views(_catalogue_report, _catalogue_view)

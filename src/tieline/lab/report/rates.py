@@ -1,4 +1,4 @@
-"""A rate study as page, figure, terminal view, summary and notebook view.
+"""A rate study: report, figure and table.
 
 The figure shows the loss as the paper defines it, the same without the directions that the data
 cannot determine, and the distance of the functions, against the sample size, one colour per start
@@ -7,7 +7,7 @@ a ridge picks the fit, are points without a line.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,8 @@ from rich.text import Text
 
 from tieline.lab.estimation.rates import LossSeries, RateStudy
 from tieline.report.drawing import canvas
-from tieline.report.frame import notebook_html
-from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, one_form, text_table, view
+from tieline.report.frame import Report, Section, views
+from tieline.report.tables import Grid, grid_table, one_form
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
@@ -37,46 +36,41 @@ PANELS = (
 MARKERS = "oDsv^P"
 
 
-def page(result: RateStudy) -> str:
-    """The page: figure, slopes with all sample sizes, and notes on the fits."""
-    sections = [
-        Section(
-            "Losses against the sample size",
-            draw=partial(_draw, result),
-            words="Mean losses with fitted power laws, one panel per loss, one colour per start",
-        ),
-        Section("Slopes", _grid(result, result.sizes), notes=_notes(result)),
-    ]
-    return plain_page("rates", result.name, _facts_line(result), sections, _verdict(result))
+def _report(result: RateStudy) -> Report:
+    """Figure, slopes with all sample sizes, and notes on the fits."""
+    table = _slopes(result, result.sizes)
+    figures = {"rates": partial(_draw, result)}
+    caption = "Mean losses with fitted power laws, one panel per loss, one colour per start"
+    return Report(
+        kind="rates",
+        name="Rates",
+        title=result.name,
+        facts=_facts(result),
+        verdict=_verdict(result),
+        table=lambda: table,
+        body=lambda: {
+            "sections": [
+                Section("Losses against the sample size", draw=figures["rates"], caption=caption),
+                Section("Slopes", table, notes=_notes(result)),
+            ]
+        },
+        below=partial(_below, result),
+        figures=figures,
+    )
 
 
-def figures(result: RateStudy) -> "dict[str, Callable[[], Figure]]":
-    """Return "rates": losses against the sample size with fitted lines."""
-    return {"rates": partial(_draw, result)}
-
-
-def terminal(result: RateStudy, width: int) -> RenderableType:
+def _below(result: RateStudy, width: int) -> list[RenderableType]:
     """Slopes with some sample sizes, and notes on the fits."""
     last = len(result.sizes) - 1
     indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
-    grid = _grid(result, [result.sizes[index] for index in indices])
-    table = text_table(grid.head, grid.rows, left=2, quantities=grid.quantities)
-    notes = Text("\n".join(_notes(result)))
-    return view(result.name, _facts_line(result), _verdict(result), table, notes)
+    table = _slopes(result, [result.sizes[index] for index in indices])
+    return [grid_table(table, left=2), Text("\n".join(_notes(result)))]
 
 
-def summary(result: RateStudy) -> str:
-    """Setting, facts and main slope in three lines."""
-    return f"Rates of {result.name}\n{_facts_line(result)}\n{_verdict(result)}"
+page, figures, terminal, summary, notebook = views(_report)
 
 
-def notebook(result: RateStudy) -> str:
-    """Slopes and the figure."""
-    grid = _grid(result, result.sizes)
-    return notebook_html(result.name, _facts_line(result), _verdict(result), grid, figures(result))
-
-
-def _facts_line(result: RateStudy) -> str:
+def _facts(result: RateStudy) -> str:
     model = result.model
     fitted, true = model.n_experts, result.true_experts
     facts = [
@@ -108,7 +102,7 @@ def _verdict(result: RateStudy) -> str:
     return verdict
 
 
-def _grid(result: RateStudy, sizes: Sequence[int]) -> Grid:
+def _slopes(result: RateStudy, sizes: Sequence[int]) -> Grid:
     """One row per loss and start, with the mean losses at these sample sizes."""
     head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
     rows = tuple(_row(series, sizes) for series in result.series)

@@ -9,18 +9,19 @@ cell_colours    one colour per cell, different from those of its neighbours
 """
 
 import colorsys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.pictures import Slice, SliceCell
 from tieline.report.drawing import INK, MUTED, WARN, canvas
-from tieline.report.frame import notebook_html, render
-from tieline.report.tables import Grid, text_table, view, visible
+from tieline.report.frame import Report, render, views
+from tieline.report.tables import Grid, text_table, visible
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:
@@ -60,44 +61,42 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
     return canvas(draw, width=4.2, height=4.6)
 
 
-def page(result: RouterSlice) -> str:
-    """The page: the plane with its cells, how it was checked, the largest cells."""
+def _report(result: RouterSlice) -> Report:
+    """The plane with its cells, how it was checked, the largest cells."""
     sentences = slice_words(result)
-    return slice_page(result.cut, result.model, _facts(result), sentences[1], sentences)
+    return Report(
+        kind="slice",
+        title=result.model,
+        facts=f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts",
+        verdict=sentences[1],
+        table=partial(_largest_cells, result.cut),
+        body=lambda: _body(result.cut, sentences),
+        below=lambda width: [_points_table(result), *map(Text, sentences[2:])],
+        figures={"slice": partial(_named_figure, result)},
+    )
 
 
-def terminal(result: RouterSlice, width: int) -> RenderableType:
-    """The three tokens, and what the slice shows."""
-    head = ("token", "document", "position", "experts")
+def _points_table(result: RouterSlice) -> Table:
     rows = [
         (visible(p.text) or "◦", str(p.document), str(p.position), ", ".join(map(str, p.experts)))
         for p in result.points
     ]
-    sentences = slice_words(result)
-    table = text_table(head, rows)
-    return view(result.model, _facts(result), sentences[1], table, *map(Text, sentences[2:]))
+    return text_table(("token", "document", "position", "experts"), rows)
 
 
-def summary(result: RouterSlice) -> str:
+def _summary(result: RouterSlice) -> str:
     """Name and sentences in plain lines."""
     return "\n".join([f"Slice of {result.model}", *slice_words(result)])
 
 
-def notebook(result: RouterSlice) -> str:
-    """Sentences, the largest cells and the figure as a piece of HTML."""
-    verdict = " ".join(slice_words(result)[1:])
-    return notebook_html(
-        result.model, _facts(result), verdict, _largest_cells(result.cut), figures(result)
-    )
+def _notebook(result: RouterSlice) -> str:
+    """Sentences, the largest cells and the figure."""
+    return replace(_report(result), verdict=" ".join(slice_words(result)[1:])).notebook()
 
 
-def figures(result: RouterSlice) -> "dict[str, Callable[[], Figure]]":
-    """Figures by name: the slice with its three tokens named."""
-    return {"slice": partial(_named_figure, result)}
-
-
-def _facts(result: RouterSlice) -> str:
-    return f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts"
+page, figures, terminal, summary, notebook = views(_report)._replace(
+    summary=_summary, notebook=_notebook
+)
 
 
 def _named_figure(drawn: RouterSlice) -> "Figure":
@@ -134,38 +133,25 @@ def slice_words(drawn: RouterSlice) -> list[str]:
     ]
 
 
-def slice_page(
-    cut: Slice,
-    title: str = "Slice of a router",
-    facts: str = "",
-    verdict: str = "",
-    sentences: Sequence[str] = (),
-) -> str:
-    """One HTML page without script.
+def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
+    """Return one HTML page without script, of a slice of any router."""
+    facts = f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}"
+    return render(**_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
 
-    Args:
-        cut: the slice.
-        title: heading of the page.
-        facts: one line below it; by default the numbers of experts and coalitions.
-        verdict: the main result in a sentence; may be empty.
-        sentences: below the drawing.
-    """
-    return render(
-        "slice.html",
-        style="sections.css",
-        kind="slice",
-        title=title,
-        facts=facts or f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}",
-        verdict=verdict,
-        side=SIDE,
-        cells=list(_svg_cells(cut)),
-        lines=list(_svg_lines(cut)),
-        marks=[_pixel(mark, cut) for mark in cut.marks],
-        legend=_legend(cut),
-        sentences=sentences,
-        heading=f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
-        table=_largest_cells(cut),
-    )
+
+def _body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
+    return {
+        "template": "slice.html",
+        "style": "sections.css",
+        "side": SIDE,
+        "cells": list(_svg_cells(cut)),
+        "lines": list(_svg_lines(cut)),
+        "marks": [_pixel(mark, cut) for mark in cut.marks],
+        "legend": _legend(cut),
+        "sentences": sentences,
+        "heading": f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
+        "table": _largest_cells(cut),
+    }
 
 
 def _largest_cells(cut: Slice) -> Grid:

@@ -1,100 +1,92 @@
-"""A training run as page, figures, terminal view, summary and notebook view."""
+"""A training run, its plan and the recipes: reports and curves.
+
+PLAN       views of the plan of a run
+RECIPES    views of the list of recipes; those of a run are names of the module
+"""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.report.drawing import ACCENT, NOTICE, WARN, canvas, percent_axis
-from tieline.report.frame import notebook_html
-from tieline.report.plain import Section, plain_page
-from tieline.report.tables import Grid, flat
+from tieline.report.charts import Axis, Chart, Series
+from tieline.report.drawing import chart_figure
+from tieline.report.frame import Report, Section, listing_views, views
+from tieline.report.tables import Grid, flat, text_table
 from tieline.report.words.numbers import duration, significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tieline.lab.training.engine import TrainingResult
+    from tieline.lab.training.engine import TrainingPlan, TrainingResult
+    from tieline.lab.training.recipes import RecipeList
 
 
-LOSSES = (("loss", "with the router's losses", ACCENT), ("task_loss", "of the task", WARN))
+LOSSES = (("loss", "with the router's losses", "@accent"), ("task_loss", "of the task", "@warn"))
 GAPS = (
-    ("routing/gap_p50", "median", ACCENT),
-    ("routing/gap_p10", "10 %", NOTICE),
-    ("routing/gap_p1", "1 %", WARN),
+    ("routing/gap_p50", "median", "@accent"),
+    ("routing/gap_p10", "10 %", "@notice"),
+    ("routing/gap_p1", "1 %", "@warn"),
 )
 FLIPS = (
-    ("routing/flip_bf16", "flip in bf16", WARN),
-    ("routing/near_bf16", "within a bf16 step of a tie", ACCENT),
+    ("routing/flip_bf16", "flip in bf16", "@warn"),
+    ("routing/near_bf16", "within a bf16 step of a tie", "@accent"),
 )
 """Logged value, label and colour of each curve."""
 
 
-def page(result: "TrainingResult") -> str:
-    """The page: scores, curves of losses and routing, configuration."""
-    drawn = {"loss": "Training loss", "routing": "Gaps and flips of the routing during training"}
-    sections = [
-        Section("Scores", pairs("score", result.scores)),
-        *(
-            Section(drawn[name], draw=draw, words=f"{drawn[name]} against the step")
-            for name, draw in figures(result).items()
-        ),
-        Section("Configuration", pairs("setting", result.config), prose=True),
+STEP = Axis("step")
+TITLES = {"loss": "Training loss", "routing": "Gaps and flips of the routing during training"}
+RECIPE_HEADINGS = ("recipe", "what it trains")
+
+
+def _report(result: "TrainingResult") -> Report:
+    """Scores, curves of losses and routing, configuration."""
+    figures = _figures(result)
+    scores = _pairs("score", result.scores)
+    curves = [
+        Section(TITLES[name], draw=draw, caption=f"{TITLES[name]} against the step")
+        for name, draw in figures.items()
     ]
-    return plain_page("training", result.recipe, _facts_line(result), sections)
+    settings = Section("Configuration", _pairs("setting", result.config), prose=True)
+    return Report(
+        kind="training",
+        title=result.recipe,
+        facts=f"{_size_text(result)} · {result.data}",
+        table=lambda: scores,
+        body=lambda: {"sections": [Section("Scores", scores), *curves, settings]},
+        figures=figures,
+    )
 
 
-def figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
-    """Return "loss", and "routing" if the run was monitored, against the step."""
-    logged = {name for entry in result.history for name in entry}
-    curves = {"loss": LOSSES, "routing": (*GAPS, *FLIPS)}
-    draw = {"loss": _draw_losses, "routing": _draw_routing}
-    return {
-        name: partial(draw[name], result)
-        for name, drawn_curves in curves.items()
-        if logged & {field for field, _, _ in drawn_curves}
-    }
-
-
-def terminal(result: "TrainingResult", width: int) -> RenderableType:
+def _terminal(result: "TrainingResult", width: int) -> RenderableType:
     """Size, time, data, scores and folder, a line each."""
     head = [f"{result.recipe}, {_size_text(result)}", f"data  {result.data}"]
     where = [f"in    {result.folder}"] if result.folder else []
-    return Text("\n".join([*head, *indented(result.scores), *where]))
+    return Text("\n".join([*head, *_indented(result.scores), *where]))
 
 
-def summary(result: "TrainingResult") -> str:
-    """Recipe, size, time and data in a line."""
-    return f"Training of {result.recipe}, {_facts_line(result)}"
+page, figures, terminal, summary, notebook = views(_report)._replace(
+    terminal=_terminal,
+    summary=lambda result: f"Training of {result.recipe}, {_report(result).facts}",
+)
 
 
-def notebook(result: "TrainingResult") -> str:
-    """Scores and curves."""
-    scores = pairs("score", result.scores)
-    return notebook_html(result.recipe, _facts_line(result), "", scores, figures(result))
-
-
-def indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Nested fields as lines, each level indented; empty fields are left out."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}"
-            yield from indented(value, indent + "  ")
+            yield from _indented(value, indent + "  ")
         elif not _is_empty(value):
             yield f"{indent}{name}  {_text(value)}"
 
 
-def pairs(heading: str, record: Mapping[str, Any]) -> Grid:
+def _pairs(heading: str, record: Mapping[str, Any]) -> Grid:
     """Nested fields as a table of dotted names and values; empty fields are left out."""
     rows = [(name, _text(value)) for name, value in flat(record) if not _is_empty(value)]
     return Grid((heading, "value"), tuple(rows))
-
-
-def _facts_line(result: "TrainingResult") -> str:
-    return f"{_size_text(result)} · {result.data}"
 
 
 def _size_text(result: "TrainingResult") -> str:
@@ -116,31 +108,80 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _draw_losses(result: "TrainingResult") -> "Figure":
-    def draw(axes: "Axes") -> None:
-        _draw_curves(axes, result, LOSSES)
-        axes.set(xlabel="step", ylabel="loss")
-
-    return canvas(draw)
-
-
-def _draw_routing(result: "TrainingResult") -> "Figure":
-    def draw(left: "Axes", right: "Axes") -> None:
-        _draw_curves(left, result, GAPS)
-        left.set(xlabel="step", ylabel="quantile of the gap", yscale="log")
-        _draw_curves(right, result, FLIPS)
-        right.set(xlabel="step", ylabel="share of tokens")
-        percent_axis(right.yaxis)
-
-    return canvas(draw, columns=2)
+def _figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
+    """The loss, and the routing if the run was monitored, against the step."""
+    losses, gaps, flips = (_curves(result, curves) for curves in (LOSSES, GAPS, FLIPS))
+    figures: dict[str, Callable[[], Figure]] = {}
+    if losses:
+        loss = Chart(STEP, Axis("loss"), losses)
+        figures["loss"] = lambda: chart_figure(loss, width=6.75, height=2.6)
+    if gaps or flips:
+        quantiles = Chart(STEP, Axis("quantile of the gap", "log"), gaps)
+        shares = Chart(STEP, Axis("share of tokens", percent=True), flips)
+        figures["routing"] = lambda: chart_figure(quantiles, shares, width=6.75, height=2.6)
+    return figures
 
 
-def _draw_curves(
-    axes: "Axes", result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
-) -> None:
-    for name, label, colour in curves:
-        if points := result.curve(name):
-            steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, color=colour, marker="o", markersize=2.5, label=label)
-    if axes.lines:
-        axes.legend(fontsize=6.5)
+def _curves(
+    result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
+) -> tuple[Series, ...]:
+    """The curves of the values that were logged."""
+    logged = [(result.curve(name), label, colour) for name, label, colour in curves]
+    return tuple(
+        Series([x for x, _ in points], [y for _, y in points], label, colour, "line+points", size=5)
+        for points, label, colour in logged
+        if points
+    )
+
+
+def _plan_report(result: "TrainingPlan") -> Report:
+    settings = _pairs("setting", result.config)
+    table = Grid(settings.head, (*_plan_facts(result), *settings.rows))
+    return Report(
+        kind="training",
+        title="Training plan",
+        facts=f"{result.parameters:,} parameters, {_time_text(result)}",
+        table=lambda: table,
+        body=lambda: {"sections": [Section("", table, prose=True)]},
+    )
+
+
+def _plan_view(result: "TrainingPlan") -> Text:
+    facts = (f"{name:10}  {value}" for name, value in _plan_facts(result))
+    return Text("\n".join([*_indented(result.config), "", *facts]))
+
+
+def _plan_facts(result: "TrainingPlan") -> list[tuple[str, str]]:
+    parameters = f"{result.parameters:,}"
+    return [("parameters", parameters), ("data", result.data), ("time", _time_text(result))]
+
+
+def _time_text(result: "TrainingPlan") -> str:
+    if result.seconds is None:
+        return "unknown without data"
+    return f"about {duration(result.seconds)} here ({significant(result.step_seconds)} s a step)"
+
+
+def _recipe_rows(result: "RecipeList") -> tuple[tuple[str, str], ...]:
+    return tuple((name, text.partition("\n")[0]) for name, text in result.recipes.items())
+
+
+def _recipes_report(result: "RecipeList") -> Report:
+    table = Grid(RECIPE_HEADINGS, _recipe_rows(result))
+    return Report(
+        kind="training",
+        title="Recipes",
+        facts=f"{len(table.rows)} recipes",
+        table=lambda: table,
+        body=lambda: {"sections": [Section("", table, prose=True)]},
+    )
+
+
+def _recipes_view(result: "RecipeList") -> RenderableType:
+    table = text_table(RECIPE_HEADINGS, _recipe_rows(result), 2, fold=True)
+    table.columns[0].no_wrap = True
+    return table
+
+
+PLAN = listing_views(_plan_report, _plan_view)
+RECIPES = listing_views(_recipes_report, _recipes_view)

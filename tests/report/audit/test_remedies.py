@@ -2,7 +2,7 @@
 
 from tieline.analysis.audit_records import Remedy, RemedyEffect, RemedyTable
 from tieline.core.statistics import Estimate
-from tieline.report.remedies import tables, terminal
+from tieline.report.audit import remedies_view, remedy_grids
 from tieline.report.words.audit import remedy_sentences
 
 
@@ -33,7 +33,7 @@ TABLE = RemedyTable(
 
 
 def test_a_row_names_what_remains_what_was_moved_and_the_price():
-    (name, first), (_, second) = tables(TABLE)
+    (name, first), (_, second) = remedy_grids(TABLE)
     assert name == "router bf16"
     assert first.rows[0] == ("nothing", "2.0e-4 ± 2.0e-5", "1.0e-4 ± 1.0e-5", "0", "–")
     assert first.rows[1][-1] == "16,384 bytes"
@@ -43,4 +43,4 @@ def test_a_row_names_what_remains_what_was_moved_and_the_price():
 
 
 def test_the_terminal_fits_eighty_columns():
-    assert len(terminal(TABLE)) == 3 * 2 + len(remedy_sentences(TABLE)) + 1
+    assert len(remedies_view(TABLE)) == 3 * 2 + len(remedy_sentences(TABLE)) + 1

@@ -1,0 +1,92 @@
+"""What `capture`, `convert` and `merge` made, in a few lines, and the list of engines."""
+
+from collections.abc import Iterable
+
+from rich.console import Group
+from rich.text import Text
+
+from tieline.analysis.convert import Converted, Merged
+from tieline.engines.capture import EngineCapture
+from tieline.engines.registry import EngineEntry, EngineList
+from tieline.report.frame import Report, Section, line_views, listing_views
+from tieline.report.tables import Grid, text_table
+
+ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
+
+
+def _merged_lines(result: Merged) -> list[str]:
+    several = "summaries" if result.kind == "summary" else "traces"
+    counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
+    return [f"{result.output}: {counts}, {len(result.layers)} layers"]
+
+
+def _converted_lines(result: Converted) -> list[str]:
+    size = f"{result.tokens:,} tokens of {result.documents:,} documents"
+    shape = f"{len(result.layers)} routed layers, k = {result.k}"
+    first = f"{result.output}: {size}, {shape}, {result.producer} → {result.form}"
+    return [first, *result.said]
+
+
+def _captured_lines(result: EngineCapture) -> list[str]:
+    """Size, number format, versions and what the verification found."""
+    size = f"{result.tokens:,} tokens of {result.documents:,} documents"
+    shape = f"{len(result.layers)} routed layers, top-{result.k} of {result.n_experts}"
+    weights = "" if result.bits is None else f", {result.bits:.3g} bits per weight"
+    lines = [
+        f"{result.output or result.model}: {size}, {shape}, by {result.engine} "
+        f"({result.dtype}{weights})",
+        _versions_text(result.versions.items()),
+    ]
+    if not result.has_scores:
+        return [*lines, "ids only: no scores to verify the choice with"]
+    choices = result.tokens * len(result.layers)
+    if result.off_scores:
+        return [*lines, f"{result.off_scores:,} of {choices:,} choices are not the largest scores"]
+    return [*lines, f"all {choices:,} choices are the largest scores, {result.tied:,} by a tie"]
+
+
+def _versions_text(versions: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions)
+
+
+def _engines_report(result: EngineList) -> Report:
+    rows = ((*_engine_row(engine), "; ".join(engine.install)) for engine in result.engines)
+    table = Grid((*ENGINE_HEADINGS, "to install"), tuple(rows))
+    installed = sum(bool(engine.python) for engine in result.engines)
+    return Report(
+        kind="engines",
+        title="Inference engines",
+        facts=f"{installed} of {len(result.engines)} found",
+        table=lambda: table,
+        body=lambda: {"sections": [Section("", table, prose=True)]},
+    )
+
+
+def _engine_row(engine: EngineEntry) -> tuple[str, ...]:
+    found = engine.python or "not found"
+    return engine.name, engine.takes, found, _versions_text(engine.versions.items())
+
+
+def _engines_view(result: EngineList) -> Group:
+    """The table, then the shell commands that install each engine."""
+    rows = [_engine_row(engine) for engine in result.engines]
+    table = text_table(ENGINE_HEADINGS, rows, len(ENGINE_HEADINGS), fold=True)
+    table.columns[0].no_wrap = True
+    steps = [
+        line
+        for engine in result.engines
+        if engine.folder
+        for line in (
+            "",
+            f"# {engine.name}, {engine.size}",
+            f"VENV={engine.folder}",
+            *engine.install,
+        )
+    ]
+    return Group(table, Text("\n".join(steps), no_wrap=True, overflow="ignore"))
+
+
+MERGED = line_views(_merged_lines)
+CONVERTED = line_views(_converted_lines)
+CAPTURED = line_views(_captured_lines)
+ENGINES = listing_views(_engines_report, _engines_view)
