@@ -98,9 +98,8 @@ class Report:
     def page(self) -> str:
         """Return the self-contained HTML page."""
         body: dict[str, Any] = {"template": "sections.html", "style": "sections.css"}
-        body |= self.body()
-        head = {"kind": self.kind, "title": self.title, "facts": self.facts}
-        return render(**body, **head, verdict=self.verdict)
+        body |= {"kind": self.kind, "title": self.title, "facts": self.facts}
+        return render(**(body | self.body()), verdict=self.verdict)
 
     def terminal(self, width: int) -> RenderableType:
         """Return the view for a terminal that is `width` characters wide."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.analysis import test_attribution as runs
+from tests.analysis.attribution import test_attribution as runs
 from tests.analysis.planted import renumbered, without_scores
 from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.audit.test_remedies import TABLE
