@@ -36,8 +36,7 @@ import tieline as tl
 from harness import machine
 from tieline.analysis.smooth import NOISE, Calibration, noise_perturbation
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
-from tieline.lab.on_model.frontier_records import LayerLaw
-from tieline.lab.on_model.layer_law import layer_laws
+from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
 from tieline.models.replay import replay

@@ -27,7 +27,7 @@ PLUGIN = Plugin(
             "tieline.lab.attention.view:AttentionView", "tieline.lab.report.attention"
         ),
         "tieline-frontier": ResultFormat(
-            "tieline.lab.on_model.frontier_records:Frontier", "tieline.lab.report.frontier"
+            "tieline.lab.on_model.frontier:Frontier", "tieline.lab.report.frontier"
         ),
         "tieline-reroute": ResultFormat(
             "tieline.lab.on_model.reroute:Rerouted", "tieline.lab.report.changed_models"

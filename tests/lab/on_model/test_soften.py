@@ -20,6 +20,7 @@ from tieline.lab.on_model.soften import (
 )
 from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
 from tieline.lab.on_model.subject import Subject
+from tieline.lab.report.soften import soften_sentences
 from tieline.models import find_routers
 from tieline.run.corpus import tokenise
 
@@ -51,9 +52,9 @@ MODELS = {"one": top1, "two": lambda: louder(lively(tiny_model("mixtral")))}
 @pytest.fixture(scope="module", params=list(MODELS))
 def work(request):
     model = MODELS[request.param]()
-    made = module._Work(subject(model, SMALL.tokens, SMALL.length), SMALL, 8, None)
-    sample, sampler = made._clean(tuple(find_routers(model)))
-    return model, made, sample, sampler
+    names = tuple(find_routers(model))
+    sample = subject(model, SMALL.tokens, SMALL.length)
+    return model, module._SoftenRun(sample, names, SMALL, 8, None)
 
 
 @pytest.mark.parametrize("form", list(MOMENTS))
@@ -66,30 +67,30 @@ def test_moments_are_those_of_the_share(form):
 
 
 def test_the_gradient_is_the_slope_of_a_single_swap(work):
-    _, made, sample, sampler = work
-    layer = sample.trace.layers[0]
+    _, run = work
+    layer = run._sample.trace.layers[0]
     form = "softmax" if layer.facts.k == 1 else "projection"
-    gradient = made._gradients(sample, sampler, [layer])[layer.name]
-    walls = made._walls(sample, sampler, layer, gradient, form)
+    gradient = run._gradients([layer])[layer.name]
+    walls = run._walls(layer, gradient, form)
     some = torch.arange(0, len(walls.tokens), 12)
     tiny = 0.01
-    seen = made._changes(sample, layer, walls.tokens[some], tiny) / tiny
+    seen = run._changes(layer, walls.tokens[some], tiny) / tiny
     scale = walls.first.abs().median().item()
     assert torch.isclose(seen, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
 
 
 def test_a_softened_run_is_the_sum_of_its_tokens(work):
-    model, made, sample, _ = work
-    layer = sample.trace.layers[-1]
+    model, run = work
+    layer = run._sample.trace.layers[-1]
     k, gaps = layer.facts.k, layer.gap
     width = gaps.quantile(0.05).item() * (1.0 if k > 1 else 0.1)
     near = (gaps < width * (1.0 if k > 1 else 12.0)).nonzero().squeeze(1)
     total = 0.0
     for token in near:
         share = soft_share(gaps[token], width, k).item()
-        total += made._changes(sample, layer, token[None], share).item()
+        total += run._changes(layer, token[None], share).item()
     with softened(model, {layer.name: width}), torch.inference_mode():
-        moved = (made._losses() - sample.losses).sum().item()
+        moved = (run._losses() - run._sample.losses).sum().item()
     assert moved == pytest.approx(total, rel=0.1, abs=1e-4)
 
 
@@ -116,7 +117,7 @@ def test_the_predicted_slope_is_that_of_the_smallest_widths(name):
     assert all(level.agrees for level in found.together)
     total = sum(x.predicted.value * x.levels[0].width for x in found.layers)
     assert found.predicted.value == pytest.approx(total)
-    assert "oft choice would" in found.conclusions[0]
+    assert "oft choice would" in soften_sentences(found)[0]
 
 
 def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near_ones():
@@ -144,7 +145,7 @@ def test_a_model_in_low_precision_is_told_to_run_in_float32():
     sizes = SoftenSizes(levels=1, exact=4)
     for model in (MODELS["two"](), MODELS["two"]().bfloat16()):
         found = soften_sample(subject(model, 240, 24), sizes)
-        assert ("--dtype fp32" in found.conclusions[-1]) == (model.dtype == torch.bfloat16)
+        assert ("--dtype fp32" in soften_sentences(found)[-1]) == (model.dtype == torch.bfloat16)
 
 
 def test_groups_are_measured_and_not_predicted():
@@ -181,5 +182,5 @@ def test_a_softening_of_a_model_is_a_result():
     assert math.isclose(found.tokens, 240)
     assert any(stage.startswith("soften, about") for stage, *_ in steps)
     assert "Soft or hard" in found.to_html()
-    assert found.conclusions[0] in found.to_html()
+    assert soften_sentences(found)[0] in found.to_html()
     assert found.metrics["loss"] == found.loss.value

@@ -8,12 +8,13 @@ import pytest
 
 from tests.lab.report.zoo import make_softening
 from tieline.core.statistics import Estimate
-from tieline.lab.on_model.soften_words import direction, soften_words
 from tieline.lab.report.soften import (
     deciding_table,
+    direction,
     figures,
     notebook,
     page,
+    soften_sentences,
     soften_table,
     summary,
     terminal,
@@ -50,12 +51,12 @@ def test_the_tables_name_layers_and_tokens(result):
 
 def test_words_follow_the_sign_of_the_slope(result):
     found = result
-    assert soften_words(found)[0].startswith("A soft choice would help this model")
+    assert soften_sentences(found)[0].startswith("A soft choice would help this model")
     worse = replace(found, predicted=Estimate(1e-4, 4e-5))
-    assert soften_words(worse)[0].startswith("A soft choice would hurt this model")
+    assert soften_sentences(worse)[0].startswith("A soft choice would hurt this model")
     unclear = replace(found, predicted=Estimate(1e-5, 4e-5))
-    assert "cannot be told" in soften_words(unclear)[0]
-    assert "in 12 of 12 cases" in soften_words(found)[-1]
+    assert "cannot be told" in soften_sentences(unclear)[0]
+    assert "in 12 of 12 cases" in soften_sentences(found)[-1]
     assert direction(Estimate(None)) == "tell"
 
 
@@ -64,13 +65,13 @@ def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):
     first, *others = found.together
     for error, told in ((0.05, True), (0.4, False)):
         level = replace(first, ratio=Estimate(0.97, error))
-        said = soften_words(replace(found, together=(level, *others)))[-1]
+        said = soften_sentences(replace(found, together=(level, *others)))[-1]
         assert ("0.97 ± 0.05 times what their gradients" in said) == told
 
 
 def test_every_view_tells_the_verdict(result):
-    assert result.conclusions[0] in summary(result)
-    assert result.conclusions[0] in notebook(result)
+    assert soften_sentences(result)[0] in summary(result)
+    assert soften_sentences(result)[0] in notebook(result)
     assert terminal(result, 80)
     (axes,) = figures(result)["soften"]().axes
     assert len(axes.containers) == 4

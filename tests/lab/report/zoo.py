@@ -1,12 +1,9 @@
 """Results of the laboratory to draw, on the routed model of the instrument's zoo."""
 
-from dataclasses import replace
-
 from tests.report.zoo import HOSTILE, make_trace
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.slice import RouterSlice, SlicePoint
 from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
-from tieline.lab.on_model.soften_words import soften_words
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks, LayerWalk
 from tieline.lab.tropical.pictures import slice_router
 from tieline.measure.boundary import margin_tail
@@ -48,8 +45,7 @@ def make_softening():
     loss = Estimate(2.5, 0.1)
     slope = Estimate(-1e-4, 4e-5)
     sizes = (loss, 200, 10, 7.0, (), {"text": "a.txt"})
-    softening = Softening("zoo/moe", tuple(layers), levels, slope, *sizes)
-    return replace(softening, conclusions=soften_words(softening))
+    return Softening("zoo/moe", tuple(layers), levels, slope, *sizes)
 
 
 def make_walks():

@@ -1,6 +1,5 @@
 """The design of a model measured on its own hidden states, beside the formulas of the advisor."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -9,6 +8,7 @@ import torch
 from tieline.analysis.linear import linear_choice, linear_weights, router_offset
 from tieline.core.errors import require
 from tieline.core.settings import takes_settings
+from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
 from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 30
 def design(
     *,
     settings: DesignSettings | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     **options: Unpack[DesignOptions],
 ) -> Advice:
     """Compare a layer at several granularities, and measure the layers of a model if asked to.
@@ -83,7 +83,7 @@ def measure_design(
     tokens: int = 4096,
     batch_size: int = 8,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     **loading: Any,
 ) -> tuple[RouterMeasurement, ...]:
     """Coalitions met along real hidden states, saturation and centring, layer by layer.

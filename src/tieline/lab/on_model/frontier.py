@@ -17,8 +17,8 @@ to be repaired: at the optimum D_l/S_l is equal in all layers, which for straigh
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Literal, NamedTuple, Unpack
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, Unpack
 
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
 from tieline.analysis.smooth import SCALES, Calibration, TextSplit, split_text
 from tieline.core.errors import UnsupportedModelError
+from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.lab.limits.continuity import least_moved
-from tieline.lab.on_model.frontier_records import Frontier, FrontierPoint, LayerLaw
-from tieline.lab.on_model.layer_law import layer_laws
+from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import FrontierOptions, FrontierSettings
 from tieline.models.demo import DEMO
@@ -40,6 +40,71 @@ from tieline.run.corpus import Corpus
 
 COMPARED = (2.0, 8.0, 32.0)
 """c = ε/σ beside which an equal number of experts in every layer is measured."""
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A smoothed form of the model.
+
+    Attributes:
+        spread: how ε differs between layers: "noise", in proportion to the noise of each, or
+            "budget", with an equal number of experts in each.
+        scale: c = ε/σ of the first; mean experts per token of the second.
+        epsilons: ε by router name.
+        table: what it repairs and costs.
+        factor: how many times lower the flip part of the KL is under the noise; None if none is
+            left to be seen.
+        least: KL that every continuous gate must move the model by for that factor.
+        over: moved / least: how near the gate comes.
+    """
+
+    spread: Literal["noise", "budget"]
+    scale: float
+    epsilons: dict[str, float]
+    table: RepairTable
+    factor: float | None
+    least: float | None
+    over: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Frontier(Result):
+    """Smoothed forms of a model from little to much repair, measured on held-out text.
+
+    Attributes:
+        model: name of the model.
+        noise: the precision whose flips are repaired, such as "router bf16".
+        gate: of all points.
+        by_flips: KL of the original under the noise that goes away with the flips.
+        sigmas: noise of the gap by router name, on the calibration text.
+        points: in order of their widths, for each spread.
+        layers: what the law says of each layer by itself; empty where it was not measured.
+        provenance: text, seed and batch size.
+    """
+
+    format: ClassVar[str] = "tieline-frontier"
+
+    model: str
+    noise: str
+    gate: str
+    by_flips: float
+    sigmas: dict[str, float]
+    points: tuple[FrontierPoint, ...]
+    layers: tuple[LayerLaw, ...]
+    provenance: dict[str, object]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "by_flips", and "factor@c", "moved@c" for each ε = c σ."""
+        numbers = {"by_flips": self.by_flips}
+        for point in self.of("noise"):
+            named = {"factor": point.factor, "moved": point.table.moved.value}
+            numbers |= {f"{n}@{point.scale:g}": v for n, v in named.items() if v is not None}
+        return numbers
+
+    def of(self, spread: str) -> tuple[FrontierPoint, ...]:
+        """The points of one spread."""
+        return tuple(point for point in self.points if point.spread == spread)
 
 
 @takes_settings(FrontierSettings)

@@ -17,7 +17,7 @@ inside a narrow band would say less of it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from tieline.analysis.smooth import SCALES, Calibration
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
-from tieline.lab.on_model.frontier_records import LawPoint, LayerLaw
+from tieline.lab.on_model.subject import Progress
 from tieline.measure.boundary import gap_density
 from tieline.models.router_call import Choice, read_output
 from tieline.models.running import forward
@@ -54,11 +54,62 @@ TINY = 1e-9
 """ε of top-k, over the spread of the scores."""
 
 Ids = Int[Tensor, "_ _"]
-Progress = Callable[[str, int, int], None]
 Squares = Float[Tensor, " tokens"]
 
 
-class _Seen(NamedTuple):
+@dataclass(frozen=True)
+class LawPoint:
+    """A layer by itself with a band of one width; squares in units of the output's mean square.
+
+    Attributes:
+        scale: c = ε/σ.
+        epsilon: ε.
+        inside: share of tokens whose gap is below ε.
+        moved: D, the mean square change of the layer's output by smoothing.
+        predicted_moved: the same from density, jump, their slope and ε.
+        sensitivity: S, its mean square change under noise of the choice.
+        predicted_sensitivity: the same from density, jump, their slope, σ and ε.
+        factor: S of top-k over S.
+        over: D over the least that any continuous gate needs for that factor, at finite σ.
+    """
+
+    scale: float
+    epsilon: float
+    inside: float
+    moved: Estimate
+    predicted_moved: float
+    sensitivity: Estimate
+    predicted_sensitivity: float
+    factor: float | None
+    over: Estimate
+
+
+@dataclass(frozen=True)
+class LayerLaw:
+    """What the law says of a layer, and what was measured.
+
+    Attributes:
+        name: its router.
+        density: f of the signed margin at 0, from the calibration text.
+        jump: J over the root mean square of the output, likewise.
+        sigma: noise of the margin.
+        slope: relative slope of f J² with the gap, likewise from the calibration text.
+        hard: S of top-k.
+        predicted_hard: the same from density, jump and σ.
+        points: one per width.
+    """
+
+    name: str
+    density: float
+    jump: float
+    sigma: float
+    slope: float
+    hard: Estimate
+    predicted_hard: float
+    points: tuple[LawPoint, ...]
+
+
+class _LayerCall(NamedTuple):
     """One call of a layer: inputs of its block, what its router returned and ranked."""
 
     plan: LayerPlan
@@ -76,14 +127,14 @@ class _Seen(NamedTuple):
         weights = column_weights(plan.family, plan.router, self.logits, ids, columns.share)
         return self.block.run(self.rows, Choice(weights, ids)).double()
 
-    def take(self, tokens: Int[Tensor, " some"]) -> "_Seen":
+    def take(self, tokens: Int[Tensor, " some"]) -> "_LayerCall":
         """Some of the tokens."""
         logits, scores = self.logits[tokens], self.scores[tokens]
         return self._replace(rows=self.rows.take(tokens), logits=logits, scores=scores)
 
     @property
     def hard_width(self) -> float:
-        """An ε of which top-k is not told apart."""
+        """An ε too small to distinguish from top-k."""
         return TINY * (self.scores.amax() - self.scores.amin()).item() + 1e-30
 
     @property
@@ -96,9 +147,9 @@ class _Seen(NamedTuple):
         return last[:, self.plan.k - 1] - last[:, self.plan.k]
 
 
-def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Seen]:
+def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_LayerCall]:
     """Run a batch and return the calls of its layers."""
-    calls: list[_Seen] = []
+    calls: list[_LayerCall] = []
     state: dict[str, Any] = {}
 
     def routed(
@@ -113,7 +164,9 @@ def _watched(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list[_Se
         plan: LayerPlan, block: Block, module: nn.Module, args: Any, named: Any, output: Any
     ) -> None:
         call = BlockCall(args, named, output)
-        calls.append(_Seen(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name]))
+        calls.append(
+            _LayerCall(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name])
+        )
 
     with ExitStack() as stack:
         for plan in plans:
@@ -142,7 +195,7 @@ class _Tie(NamedTuple):
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 
-def _tie(calls: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
+def _tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_Tie, float]:
     """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
     gaps = torch.cat([call.gaps for call in calls])
     width = gaps.quantile(NEAR).item()
@@ -156,7 +209,7 @@ def _tie(calls: Sequence[_Seen], sigma: float) -> tuple[_Tie, float]:
     return _Tie(density, weighted / size / max(density, 1e-30), sigma, slope), width
 
 
-def _weighted_jumps(call: _Seen, width: float) -> Float[Tensor, "tokens 2"]:
+def _weighted_jumps(call: _LayerCall, width: float) -> Float[Tensor, "tokens 2"]:
     """For each token two numbers whose means are f J² at the tie and its slope with the gap."""
     gaps = call.gaps
     near = (gaps < width).nonzero().squeeze(1)
@@ -174,7 +227,7 @@ def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
     return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
 
 
-def _jump_squares(call: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
+def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
     """‖y_swapped - y‖² of some tokens, weights those of the scores as they are."""
     some = call.take(tokens)
     k, plan = call.plan.k, call.plan
@@ -190,21 +243,17 @@ def _jump_squares(call: _Seen, tokens: Int[Tensor, " near"]) -> Squares:
     return (sides[0] - sides[1]).square().sum(dim=1)
 
 
-def _empty() -> dict[float, SequenceSums]:
-    return defaultdict(SequenceSums)
-
-
 @dataclass
-class _Sums:
-    """What is counted of a layer; `width` is that which jumps near ties are taken from."""
+class _LayerSums:
+    """Sums over the tokens of a layer; jumps near ties are taken from gaps below `width`."""
 
     width: float
     size: SequenceSums = field(default_factory=SequenceSums)
     jumps: SequenceSums = field(default_factory=SequenceSums)
     hard: SequenceSums = field(default_factory=SequenceSums)
-    inside: dict[float, SequenceSums] = field(default_factory=_empty)
-    moved: dict[float, SequenceSums] = field(default_factory=_empty)
-    left: dict[float, SequenceSums] = field(default_factory=_empty)
+    inside: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
+    moved: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
+    left: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
 
 
 def layer_laws(
@@ -231,25 +280,25 @@ def layer_laws(
         progress: called with stage, done and total.
     """
     plans = [plan for plan in widths.plans if widths.sigmas[plan.name] > 0]
-    first = [_watched(model, plans, ids) for ids in calibration]
+    first = [_layer_calls(model, plans, ids) for ids in calibration]
     ties, sums = {}, {}
     for index, plan in enumerate(plans):
         tie, width = _tie([calls[index] for calls in first], widths.sigmas[plan.name])
-        ties[plan.name], sums[plan.name] = tie, _Sums(width)
+        ties[plan.name], sums[plan.name] = tie, _LayerSums(width)
     del first
     for number, ids in enumerate(batches):
-        for index, call in enumerate(_watched(model, plans, ids)):
+        for index, call in enumerate(_layer_calls(model, plans, ids)):
             name, shape = call.plan.name, tuple(ids.shape)
             source = noise_generator(seed, number, index)
-            _count(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
+            _add_batch(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
         if progress is not None:
             progress("law", number + 1, len(batches))
     return tuple(_law(name, ties[name], sums[name], scales) for name in ties)
 
 
-def _count(
-    call: _Seen,
-    sums: _Sums,
+def _add_batch(
+    call: _LayerCall,
+    sums: _LayerSums,
     sigma: float,
     how: tuple[Sequence[float], int],
     source: torch.Generator,
@@ -277,7 +326,7 @@ def _count(
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
-def _change(call: _Seen, width: float, clean: Tensor, noises: Tensor) -> Squares:
+def _change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
     """Mean over draws of ‖y(c + n) - y(c)‖²."""
     changes = [
         (call.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
@@ -285,16 +334,16 @@ def _change(call: _Seen, width: float, clean: Tensor, noises: Tensor) -> Squares
     return torch.stack(changes).mean(dim=0)
 
 
-def _law(name: str, tie: _Tie, sums: _Sums, scales: Sequence[float]) -> LayerLaw:
+def _law(name: str, tie: _Tie, sums: _LayerSums, scales: Sequence[float]) -> LayerLaw:
     size = sums.size.mean().value or 1.0
-    hard = _over(sums.hard.mean(), size)
+    hard = sums.hard.mean().times(1 / size)
     points = tuple(_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
     predicted = hard_sensitivity(*tie.arguments)
     return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
 
 
-def _point(tie: _Tie, sums: _Sums, scale: float, size: float, hard: float) -> LawPoint:
-    moved, left = (_over(kept[scale].mean(), size) for kept in (sums.moved, sums.left))
+def _point(tie: _Tie, sums: _LayerSums, scale: float, size: float, hard: float) -> LawPoint:
+    moved, left = (kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.left))
     width = scale * tie.sigma
     cost = projected_cost(*tie.arguments, width, tie.slope)
     return LawPoint(
@@ -310,7 +359,7 @@ def _point(tie: _Tie, sums: _Sums, scale: float, size: float, hard: float) -> La
     )
 
 
-def _above_frontier(sums: _Sums, scale: float, sigma: float) -> Estimate:
+def _above_frontier(sums: _LayerSums, scale: float, sigma: float) -> Estimate:
     """D over the least for this S, with a standard error from leaving out groups of sequences.
 
     S_hard is f J² σ √(2/π) with f J² of the same text: many more tokens tell it than those that
@@ -337,7 +386,3 @@ def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:
     if not 0 < left < hard:
         return None
     return moved / (least_moved(hard / left) * hard)
-
-
-def _over(estimate: Estimate, size: float) -> Estimate:
-    return estimate.times(1 / size)

@@ -15,7 +15,6 @@ one chose, and is compared with the original on the tokens that follow:
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Unpack
@@ -32,6 +31,7 @@ from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import RouterFit, Watched, fit_router, is_softmax, watch
+from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
@@ -44,8 +44,6 @@ from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
 from tieline.run.corpus import as_text, default_length, tokenise
 from tieline.trace.record import RoutingTrace
-
-Progress = Callable[[str, int, int], None]
 
 NEAR_ZERO = 1e-6
 """Norm of the tokens whose scores are compared with those of the zero vector."""

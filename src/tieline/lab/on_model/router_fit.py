@@ -20,7 +20,7 @@ general position; then the temperature alone is fitted. Otherwise the rows are f
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, require
+from tieline.lab.on_model.subject import Progress
 from tieline.models.changes import Call
 from tieline.models.emulate import logits_matrix
 from tieline.models.selection import at_least_single, combine_rule, true_logits
@@ -38,7 +39,6 @@ from tieline.models.smooth_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
 
 Ids = Int[Tensor, "rows length"]
-Progress = Callable[[str, int, int], None]
 
 MOST_BYTES = 2 << 30
 """Largest size of the router inputs that are kept for a fit."""

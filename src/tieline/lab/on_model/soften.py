@@ -47,7 +47,6 @@ from tieline.lab.on_model.soften_walls import (
     shell_constant,
     slope_parts,
 )
-from tieline.lab.on_model.soften_words import soften_words
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
@@ -187,17 +186,18 @@ def soften_sample(
         cost: of all this, as `soften_cost` gave it.
         progress: called with stage, done and total.
     """
-    work = _Work(subject, settings, batch_size, progress)
     softenable = {plan.name for plan in plan_layers(subject.model, None)[0]}
-    return work.run([name for name in subject.routers if name in softenable], cost)
+    names = [name for name in subject.routers if name in softenable]
+    return _SoftenRun(subject, names, settings, batch_size, progress).softening(cost)
 
 
-class _Work:
-    """One softening under way."""
+class _SoftenRun:
+    """The clean run of a sample, and the softened runs and predictions beside it."""
 
     def __init__(
         self,
         subject: Subject,
+        names: Sequence[str],
         settings: SoftenSizes,
         batch_size: int,
         progress: Progress | None,
@@ -207,45 +207,32 @@ class _Work:
         self._sequences = tuple(s for s in subject.text.sequences if len(s) > 1)
         require(len(self._sequences) > 1, "softening needs two sequences of two tokens or more")
         self._pieces, self._progress = token_texts(subject.text), progress
-        self._done = self._total = 0
+        self._done, self._total = 0, 4 + settings.levels * (len(names) + 1) + len(names)
+        self._sample, self._sampler = self._clean(names)
 
-    def run(self, names: Sequence[str], cost: float) -> Softening:
-        """Run everything."""
-        self._total = 4 + self._settings.levels * (len(names) + 1) + len(names)
-        sample, sampler = self._clean(names)
-        layers = [x for x in sample.trace.layers if scored(x) == "ok"]
+    def softening(self, cost: float) -> Softening:
+        """Soften every layer by itself, then all of them."""
+        sample = self._sample
+        layers = [layer for layer in sample.trace.layers if scored(layer) == "ok"]
         require(bool(layers), "no layer has a choice that could be softened")
-        gradients = self._gradients(sample, sampler, layers)
-        done, forecasts = [], []
-        for layer in layers:
-            record, forecast = self._layer(sample, sampler, layer, gradients)
-            done.append(record)
-            forecasts.append(forecast)
-        widths = {record.name: record.levels[0].width for record in done}
-        both = _Forecast.of_all(forecasts, list(widths.values()))
-        together = self._levels(sample, widths, 1.0, both)
-        softening = Softening(
+        gradients = self._gradients(layers)
+        pairs = [self._layer(layer, gradients) for layer in layers]
+        records, forecasts = zip(*pairs, strict=True)
+        widths = {record.name: record.levels[0].width for record in records}
+        forecast = _Forecast.of_all(forecasts, list(widths.values()))
+        dtypes = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
+        return Softening(
             model=self._subject.name,
-            layers=tuple(done),
-            together=together,
-            predicted=_mean(both.slope, sample),
+            layers=records,
+            together=self._levels(widths, 1.0, forecast),
+            predicted=_mean(forecast.slope, sample),
             loss=clustered_mean(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
             cost=cost,
-            conclusions=(),
+            rounded_formats=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
             provenance=self._subject.provenance,
         )
-        return replace(softening, conclusions=(*soften_words(softening), *self._rounded()))
-
-    def _rounded(self) -> list[str]:
-        """A warning if rounding hides what a soft choice does."""
-        kinds = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
-        formats = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        text = (
-            f"The model runs in {formats}, whose rounding changes losses by as much: --dtype fp32."
-        )
-        return [text] if kinds else []
 
     def _step(self, steps: int = 1) -> None:
         self._done += steps
@@ -269,24 +256,21 @@ class _Work:
 
     def _losses(self) -> Float[Tensor, " sequences"]:
         """Summed loss of every sequence."""
-        losses = []
-        for ids in batches(self._sequences, self._batch_size):
-            losses.append(
-                next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1)
-            )
+        losses = [
+            next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1)
+            for ids in batches(self._sequences, self._batch_size)
+        ]
         self._step()
         return torch.cat(losses)
 
-    def _gradients(
-        self, sample: _Sample, sampler: BlockSampler, layers: Sequence[LayerTrace]
-    ) -> dict[str, Tensor]:
+    def _gradients(self, layers: Sequence[LayerTrace]) -> dict[str, Tensor]:
         """Gradient of the summed loss by the output of every block, at its near tokens."""
-        samples = {x.name: sampler.near(x.name) for x in layers}
+        samples = {x.name: self._sampler.near(x.name) for x in layers}
         near = {name: s.tokens.sort().values for name, s in samples.items() if s is not None}
-        blocks = {name: sampler.block(name) for name in near}
+        blocks = {name: self._sampler.block(name) for name in near}
         gradients: dict[str, list[Tensor]] = {name: [] for name in near}
         begin = 0
-        for ids in batches(sample.sequences, self._batch_size):
+        for ids in batches(self._sequences, self._batch_size):
             with _probes(self._model, blocks) as probes:
                 logits = _logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
                 targets = ids[:, 1:].flatten().to(logits.device)
@@ -302,67 +286,48 @@ class _Work:
         return {name: torch.cat(chunks) for name, chunks in gradients.items()}
 
     def _layer(
-        self,
-        sample: _Sample,
-        sampler: BlockSampler,
-        layer: LayerTrace,
-        gradients: dict[str, Tensor],
+        self, layer: LayerTrace, gradients: dict[str, Tensor]
     ) -> tuple[SoftLayer, "_Forecast"]:
         """The record of one layer, and what is predicted of it by sequence."""
-        gaps, k = layer.gap, layer.facts.k
-        form = "softmax" if k == 1 else "projection"
+        gaps, form = layer.gap, "softmax" if layer.facts.k == 1 else "projection"
         band = gaps[gaps > 0].quantile(self._settings.first).item()
         width = band * MOMENTS["projection"][0] / MOMENTS[form][0]
-        status, walls, forecast = self._predictable(layer, sampler), None, _Forecast()
+        status, walls, forecast = self._predictable(layer), None, _Forecast()
         if status == "ok":
-            walls = self._walls(sample, sampler, layer, gradients[layer.name], form)
-            forecast = _Forecast.of_layer(sample, walls, form)
+            walls = self._walls(layer, gradients[layer.name], form)
+            forecast = _Forecast.of_layer(self._sample, walls, form)
         self._step()
-        levels = self._levels(sample, {layer.name: width}, width, forecast)
-        tail = margin_tail(gaps)
         record = SoftLayer(
             name=layer.name,
             form=form,
-            levels=levels,
-            predicted=_mean(forecast.slope, sample),
-            by_gradient=None,
+            levels=self._levels({layer.name: width}, width, forecast),
+            predicted=_mean(forecast.slope, self._sample),
             density=gap_density(gaps),
-            tail=tail,
-            constant=None,
-            near=0,
-            exact=0,
-            deciding=(),
-            half=0,
+            tail=margin_tail(gaps),
             status=status,
         )
-        complete = record if walls is None else self._with_walls(record, sample, layer, walls)
-        return complete, forecast
+        return (record if walls is None else self._with_walls(record, layer, walls)), forecast
 
-    def _with_walls(
-        self, record: SoftLayer, sample: _Sample, layer: LayerTrace, walls: Walls
-    ) -> SoftLayer:
+    def _with_walls(self, record: SoftLayer, layer: LayerTrace, walls: Walls) -> SoftLayer:
+        """Add what the tokens at the walls say."""
         first, curved = slope_parts(walls, record.form)
         sizes = (first + curved).abs()
         order = sizes.sort(descending=True).indices
         running = sizes[order].cumsum(0)
         half = int((running < running[-1] / 2).sum()) + 1 if float(running[-1]) > 0 else 0
+        largest = order[:DECIDING].tolist()
         return replace(
             record,
-            by_gradient=(first.sum() / sample.counts.sum()).item(),
+            by_gradient=(first.sum() / self._sample.counts.sum()).item(),
             constant=shell_constant(record, layer, walls),
             near=len(walls.tokens),
             exact=len(walls.exact),
-            deciding=tuple(
-                self._deciding(sample.trace, layer, walls, i, record.form)
-                for i in order[:DECIDING].tolist()
-            ),
+            deciding=tuple(self._deciding(layer, walls, i, record.form) for i in largest),
             half=half,
         )
 
-    def _deciding(
-        self, trace: RoutingTrace, layer: LayerTrace, walls: Walls, index: int, form: str
-    ) -> DecidingToken:
-        token, k = int(walls.tokens[index]), layer.facts.k
+    def _deciding(self, layer: LayerTrace, walls: Walls, index: int, form: str) -> DecidingToken:
+        trace, token, k = self._sample.trace, int(walls.tokens[index]), layer.facts.k
         first, second, _ = MOMENTS[form]
         effect = first * walls.first[index] + second * walls.bend[index]
         return DecidingToken(
@@ -376,27 +341,22 @@ class _Work:
             effect=effect.item(),
         )
 
-    def _predictable(self, layer: LayerTrace, sampler: BlockSampler) -> str:
+    def _predictable(self, layer: LayerTrace) -> str:
+        """Return "ok" if the slope of a layer can be predicted, else the reason."""
         family = family_of(self._model.get_submodule(layer.name))
         if layer.facts.n_groups > 1:
             return "not answerable: ties between groups of experts are not swaps of two"
         if family is None or family.counts_columns:
             return "not answerable: the block of this family counts the slots of a token"
-        if sampler.near(layer.name) is None:
-            return sampler.status(layer.name)
+        if self._sampler.near(layer.name) is None:
+            return self._sampler.status(layer.name)
         return "ok"
 
-    def _walls(
-        self,
-        sample: _Sample,
-        sampler: BlockSampler,
-        layer: LayerTrace,
-        gradient: Tensor,
-        form: str,
-    ) -> Walls:
-        near = sampler.near(layer.name)
+    def _walls(self, layer: LayerTrace, gradient: Tensor, form: str) -> Walls:
+        """Run the near tokens with their experts swapped, and some of their sequences."""
+        near = self._sampler.near(layer.name)
         assert near is not None
-        router, block = self._model.get_submodule(layer.name), sampler.block(layer.name)
+        router, block = self._model.get_submodule(layer.name), self._sampler.block(layer.name)
         # gradients come batch by batch, that is in the order of the tokens
         order = near.tokens.sort().indices
         tokens, rows = near.tokens[order], near.rows.take(order)
@@ -405,20 +365,22 @@ class _Work:
             swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
         jump = swapped - plain
         slope = (gradient * jump).sum(dim=1)
-        draw = torch.randperm(len(tokens), generator=_source(self._settings.seed))
+        source = torch.Generator().manual_seed(self._settings.seed)
+        draw = torch.randperm(len(tokens), generator=source)
         exact = draw[: self._settings.exact].sort().values
         _, second, third = MOMENTS[form]
         share = third / second
-        change = self._changes(sample, layer, tokens[exact], share)
+        change = self._changes(layer, tokens[exact], share)
         bend = torch.zeros_like(slope)
         bend[exact] = (change - share * slope[exact]) / share**2
         sizes = gradient.norm(dim=1), jump.norm(dim=1)
         return Walls(tokens, layer.gap[tokens], *sizes, slope, bend, exact)
 
     def _changes(
-        self, sample: _Sample, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
+        self, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
     ) -> Float[Tensor, " exact"]:
         """ℓ(a): change of the summed loss when the second expert of a token has the share a."""
+        sample = self._sample
         documents, positions = sample.trace.documents.long(), sample.trace.positions.long()
         router = self._model.get_submodule(layer.name)
         lengths = torch.tensor([len(sample.sequences[d]) for d in documents[tokens].tolist()])
@@ -436,10 +398,10 @@ class _Work:
         return changes
 
     def _levels(
-        self, sample: _Sample, widths: dict[str, float], unit: float, forecast: "_Forecast"
+        self, widths: dict[str, float], unit: float, forecast: "_Forecast"
     ) -> tuple[SoftLevel, ...]:
         """Softened runs at doubling widths, each beside what was predicted."""
-        levels = []
+        sample, levels = self._sample, []
         for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
             with softened(self._model, wider), only_running(self._model):
@@ -512,10 +474,6 @@ def _sum(terms: Sequence[Tensor | None]) -> Tensor | None:
 
 def _mean(sums: Tensor | None, sample: _Sample) -> Estimate:
     return NOTHING if sums is None else clustered_mean(sums, sample.counts)
-
-
-def _source(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @contextmanager

@@ -74,9 +74,10 @@ class SoftLayer:
         form: "softmax" at a temperature, or "projection" with a band.
         levels: measured losses, the smallest width first.
         predicted: slope of the loss at width 0, from the tokens at the walls.
-        by_gradient: its part that is linear in the jump: density × jump × gradient of the loss.
         density: density of the gap at zero.
         tail: margin tail P(gap <= t) ~ C t^α (Paper 0, eq. 4.4).
+        by_gradient: part of `predicted` that is linear in the jump: density × jump × gradient of
+            the loss.
         constant: C_sh with |change| <= C_sh width^α (Theorem 4.5), from the largest gradient and
             jump seen; None where the tail is not known.
         near: tokens at the walls that carry the prediction.
@@ -90,14 +91,14 @@ class SoftLayer:
     form: str
     levels: tuple[SoftLevel, ...]
     predicted: Estimate
-    by_gradient: float | None
     density: Estimate
     tail: MarginTail
-    constant: float | None
-    near: int
-    exact: int
-    deciding: tuple[DecidingToken, ...]
-    half: int
+    by_gradient: float | None = None
+    constant: float | None = None
+    near: int = 0
+    exact: int = 0
+    deciding: tuple[DecidingToken, ...] = ()
+    half: int = 0
     status: str = "ok"
 
 
@@ -114,7 +115,7 @@ class Softening(Result):
         tokens: tokens of the sample.
         sequences: its sequences.
         cost: what all of this cost, in forward passes over 16,384 tokens, estimated.
-        conclusions: what it comes to, in sentences.
+        rounded_formats: formats of fewer bits than float32 that the model has weights in.
         provenance: text, tokens, batch size and seed.
     """
 
@@ -128,7 +129,7 @@ class Softening(Result):
     tokens: int
     sequences: int
     cost: float
-    conclusions: tuple[str, ...]
+    rounded_formats: tuple[str, ...]
     provenance: dict[str, object]
 
     @property

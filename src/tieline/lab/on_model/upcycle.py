@@ -9,24 +9,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
-from tieline.lab.on_model.text_loss import TextLoss, text_loss
+from tieline.core.statistics import SequenceSums, next_token_losses
+from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.model import Model, ModelSource, load_dense
-from tieline.run.corpus import as_text
+from tieline.models.running import batches, forward, only_running
+from tieline.run.corpus import as_text, tokenise
 
-Progress = Callable[[str, int, int], None]
+
+class TextLoss(NamedTuple):
+    """Mean loss in nats per token, its standard error clustered by sequence, tokens predicted.
+
+    None for a single sequence.
+    """
+
+    value: float
+    error: float | None
+    tokens: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,3 +185,40 @@ def probe_output(
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (rows, length), generator=generator)
     return model(input_ids=ids)[0]
+
+
+def text_loss(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int = 16384,
+    length: int = 256,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextLoss:
+    """Compute the mean of -log P(x_t | x_<t) on a text in independent sequences, in nats.
+
+    The standard error is clustered by sequence, because its tokens are not independent.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        text: any text.
+        tokens: how many of its tokens.
+        length: tokens per sequence.
+        batch_size: sequences per forward pass.
+        progress: called with the sequences done and their number.
+    """
+    sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
+    require(bool(sequences), "the text is too short: it has no token to predict")
+    sums, done = SequenceSums(), 0
+    with only_running(model):
+        for ids in batches(sequences, batch_size):
+            sums.add(next_token_losses(forward(model, ids).logits, ids))
+            done += len(ids)
+            if progress is not None:
+                progress(done, len(sequences))
+    mean = sums.mean()
+    assert mean.value is not None
+    return TextLoss(mean.value, mean.standard_error, sum(len(row) - 1 for row in sequences))

@@ -4,7 +4,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.lab.on_model.frontier_records import Frontier
+from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Panel, Series
 from tieline.report.drawing import chart_figure
 from tieline.report.frame import Report, Section, views

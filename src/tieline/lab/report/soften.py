@@ -7,6 +7,7 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
+from tieline.core.statistics import Estimate
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Panel, Series, layer_colour
 from tieline.report.drawing import chart_figure
@@ -40,23 +41,25 @@ HEAD = (
     "C_sh",
     "half by",
 )
+MOST_RATIO_ERROR = 0.2
+"""Largest error of a ratio that is worth a sentence."""
 TOKENS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
 
 
 def _report(result: Softening) -> Report:
     """The chart, slopes layer by layer, the tokens that decide."""
-    rows = partial(soften_table, result)
+    rows, (verdict, *sentences) = partial(soften_table, result), soften_sentences(result)
     return Report(
         kind="softening report",
         title=result.model,
         facts=_facts(result),
-        verdict=result.conclusions[0],
+        verdict=verdict,
         table=rows,
         body=lambda: {
             "template": "soften.html",
             "style": "",
             "panels": [SOFTEN.drawn(_chart(result))],
-            "sentences": result.conclusions[1:],
+            "sentences": sentences,
             "table": rows(),
             "deciding": deciding_table(result),
             "provenance": flat(result.provenance),
@@ -70,17 +73,17 @@ def _below(result: Softening, width: int) -> list[RenderableType]:
     """Width and slopes of each layer, and what they come to."""
     rows = soften_table(result)
     head, *cells = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
-    return [text_table(head, cells), *map(Text, result.conclusions[1:])]
+    return [text_table(head, cells), *map(Text, soften_sentences(result)[1:])]
 
 
 def _summary(result: Softening) -> str:
     """Name and sentences in plain lines."""
-    return "\n".join([f"Softening of {result.model}", _facts(result), *result.conclusions])
+    return "\n".join([f"Softening of {result.model}", _facts(result), *soften_sentences(result)])
 
 
 def _notebook(result: Softening) -> str:
     """All sentences, the table and the figure."""
-    return replace(_report(result), verdict=" ".join(result.conclusions)).notebook()
+    return replace(_report(result), verdict=" ".join(soften_sentences(result))).notebook()
 
 
 page, figures, terminal, summary, notebook = views(_report)._replace(
@@ -185,3 +188,101 @@ def deciding_table(softening: Softening) -> Grid:
         for token in layer.deciding
     )
     return Grid(TOKENS, tuple(rows))
+
+
+def soften_sentences(softening: Softening) -> list[str]:
+    """Whether softening would help or hurt, by how much, and which tokens decide it."""
+    sentences = [_verdict(softening), _best_width(softening)]
+    decided = [layer for layer in softening.layers if layer.deciding]
+    if decided:
+        sentences += [_deciding_tokens(decided), _agreement(softening)]
+    if softening.rounded_formats:
+        formats = " and ".join(softening.rounded_formats)
+        sentences.append(
+            f"The model runs in {formats}, whose rounding changes losses by as much: --dtype fp32."
+        )
+    return sentences
+
+
+def direction(slope: Estimate) -> str:
+    """Return "help" or "hurt" if the slope is below or above zero by two errors, else "tell"."""
+    value, error = slope.value, slope.standard_error
+    if value is None or error is None or abs(value) <= 2 * error:
+        return "tell"
+    return "help" if value < 0 else "hurt"
+
+
+def _verdict(softening: Softening) -> str:
+    first = softening.together[0]
+    slope = softening.predicted if softening.predicted.value is not None else first.slope
+    sentence = {
+        "help": "A soft choice would help this model",
+        "hurt": "A soft choice would hurt this model",
+        "tell": "Whether a soft choice would help or hurt cannot be told from this sample",
+    }[direction(slope)]
+    change = f"{_signed(first.change)} nats per token at the first width"
+    predicted = f", predicted {_signed(slope)}" if softening.predicted.value is not None else ""
+    return f"{sentence}: all layers together change the loss by {change}{predicted}."
+
+
+def _best_width(softening: Softening) -> str:
+    best = min(softening.together, key=lambda level: level.change.value or 0.0)
+    last = softening.together[-1]
+    if direction(best.change) == "help":
+        wider = f"at {last.width:g} times them it is {_signed(last.change)}"
+        beyond = "the widest that was tried" if best is last else wider
+        return (
+            f"The loss is lowest at {best.width:g} times the first widths "
+            f"({_signed(best.change)} nats per token); {beyond}. What to do: train or fine-tune "
+            "with a soft choice of about that width, or smooth the model after training "
+            "(`tieline smooth`)."
+        )
+    return (
+        f"No width lowers the loss for sure; at {last.width:g} times the first widths it changes "
+        f"by {_signed(last.change)} nats per token. What to do: keep the hard choice, or smooth "
+        "only for stability."
+    )
+
+
+def _deciding_tokens(layers: list[SoftLayer]) -> str:
+    tokens = [token for layer in layers for token in layer.deciding]
+    first = max(tokens, key=lambda token: abs(token.effect))
+    half, near = sum(x.half for x in layers), sum(x.near for x in layers)
+    way = "gains" if first.effect < 0 else "loses"
+    return (
+        f"{half} of the {near} tokens nearest to a wall carry half of it; the first among them is "
+        f"{first.text!r} (document {first.document}, position {first.position}), whose sequence "
+        f"{way} {abs(first.effect):.2g} nats as expert {first.entering} shares the seat of "
+        f"{first.leaving} in {first.layer}."
+    )
+
+
+def _agreement(softening: Softening) -> str:
+    rows = [*(layer.levels for layer in softening.layers), softening.together]
+    judged = [level.agrees for levels in rows for level in levels[:3] if level.missed is not None]
+    sentence = (
+        f"The slope predicted from the walls is within 15 % or 3 standard errors of the measured "
+        f"one in {sum(map(bool, judged))} of {len(judged)} cases at the three smallest widths."
+    )
+    return " ".join([sentence, *_paired_change(softening.together[0])])
+
+
+def _paired_change(first: SoftLevel) -> list[str]:
+    """Measured and expected change of the same tokens, all layers together."""
+    if first.ratio is None or first.ratio.value is None:
+        return []
+    error = first.ratio.standard_error
+    if error is None or error > MOST_RATIO_ERROR:
+        return []
+    shown = f"{first.ratio.value:.2f} ± {error:.1g}"
+    return [
+        f"On the tokens of this sample alone the loss changes by {shown} times what their "
+        "gradients and curvatures give at the first width."
+    ]
+
+
+def _signed(estimate: Estimate) -> str:
+    if estimate.value is None:
+        return "an unknown amount"
+    error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.1g}"
+    return f"{estimate.value:+.2g}{error}"

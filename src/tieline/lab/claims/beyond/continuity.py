@@ -18,8 +18,7 @@ from tieline.lab.limits.continuity import (
     projected_cost,
     ramp_cost,
 )
-from tieline.lab.on_model.frontier_records import LawPoint, LayerLaw
-from tieline.lab.on_model.layer_law import layer_laws
+from tieline.lab.on_model.layer_law import LawPoint, LayerLaw, layer_laws
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.models.running import batches, only_running
 from tieline.routing import ProjectedTopK, SmoothTopK, TopK, project

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
-from tieline.lab.on_model.text_loss import text_loss
+from tieline.lab.on_model.upcycle import text_loss
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 
 
