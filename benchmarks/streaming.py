@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ from tieline.analysis.inspect import inspect
 from tieline.core.settings import read_memory
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
-from tieline.models.lockstep import ParkedPass
 from tieline.models.model import Model, read_shape
 from tieline.models.running import forward, only_running
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
+from tieline.run.lockstep import ParkedPass, PassJob, lead_passes
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
@@ -357,10 +358,10 @@ def plain_pass(folder: Path, options: argparse.Namespace) -> tuple[float, float]
     def job(part: torch.Tensor) -> None:
         forward(loaded.module, part)
 
-    jobs = [lambda part=part: job(part) for part in ids.split(options.batch_size)]
+    jobs = [PassJob(partial(job, part)) for part in ids.split(options.batch_size)]
     with only_running(loaded.module), Timed() as timed:
         began = time.perf_counter()
-        loaded.stream.run(jobs)
+        lead_passes(loaded.stream, jobs)
         whole = time.perf_counter() - began
     return timed.seconds, whole - timed.seconds
 

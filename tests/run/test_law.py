@@ -8,7 +8,7 @@ data         batches shared by two processes
 import pytest
 import torch
 
-from tests.models.test_streaming import in_groups, saved, some_batches
+from tests.models.streaming.test_passes import in_groups, saved, some_batches
 from tests.ranks import Ranks as Processes
 from tests.run.on_ranks import audited, repaired
 from tests.run.test_recorder import SMALL, TOKENS

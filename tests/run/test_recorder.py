@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.test_streaming import in_groups, saved
+from tests.models.streaming.test_passes import in_groups, saved
 from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings

@@ -9,12 +9,11 @@ import time
 
 import pytest
 
-from tests.models.test_streaming import FAMILIES, saved
+from tests.models.streaming.test_passes import FAMILIES, saved
 from tests.models.tiny_whole import WHOLE
 from tests.run.test_recorder import SMALL
 from tieline.analysis.inspect import inspect
 from tieline.core.errors import NoSpaceError
-from tieline.models import stream_resume
 from tieline.models.model import Model
 from tieline.run import resume
 from tieline.trace.record import identical
@@ -84,8 +83,7 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypat
         return save
 
     with monkeypatch.context() as full:
-        for module in (resume, stream_resume):
-            full.setattr(module, "save_file", fills(module.save_file))
+        full.setattr(resume, "save_file", fills(resume.save_file))
         with pytest.raises(NoSpaceError, match=r"no space left .* go on with --resume"):
             inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
     kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.test_streaming import saved
+from tests.models.streaming.test_passes import saved
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums, kl_divergence

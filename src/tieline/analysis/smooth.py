@@ -53,7 +53,7 @@ from tieline.models.smooth_calibration import (
 )
 from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.models.spread import check_parallel
-from tieline.models.stream_smoothing import StreamedModel
+from tieline.models.streaming import StreamedModel
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns
 from tieline.run.condition import CLEAN, Condition, Perturbation

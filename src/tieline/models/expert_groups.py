@@ -2,21 +2,19 @@
 
 The eager experts of transformers go through the experts that tokens chose, one by one in ascending
 order, and take the weights of each by its index. Here these weights are read when they are indexed:
-a pass that comes to an expert outside the group in memory parks until its group is there. So all
+a pass that comes to an expert outside the group in memory waits until its group is there. So all
 batches go through the first group, then through the second, and every batch makes its own matrix
 products and sums, in their own order.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tieline.core.errors import ParameterError, require
-from tieline.models.lockstep import Lockstep, current_pass
 from tieline.models.stream_weights import Stack, Weights
 
 USED = 0.75
@@ -28,13 +26,6 @@ INTERFACE = "_is_expert_parallel"
 
 Change = Callable[[nn.Module, Tensor], Tensor]
 """Makes other weights (experts, rows, columns) of those of a module."""
-
-
-class GroupPlace(NamedTuple):
-    """Where a pass waits for experts: the unit, and the number of the group."""
-
-    unit: str
-    group: int
 
 
 class LazyExperts:
@@ -58,15 +49,24 @@ class LazyExperts:
 
 
 class ExpertGroups:
-    """The experts of one unit, some of which are in memory."""
+    """The experts of one unit, some of which are in memory.
+
+    Attributes:
+        unit: name of the unit.
+        count: experts that are in memory at once.
+        stacks: parameters that are read in groups.
+        obtain: brings a group into memory for whoever indexes an expert of it; by default reads it.
+            `run.lockstep` lets passes wait for the group instead.
+    """
 
     def __init__(self, weights: Weights, unit: str, count: int) -> None:
         """Read `count` experts of `unit` at a time."""
-        self._weights, self._unit, self.count = weights, unit, count
+        self._weights, self.unit, self.count = weights, unit, count
         self.stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
         self._rooms: list[Tensor] = []
         self._changed: list[Tensor] = []
-        self._here: int | None = None
+        self._group: int | None = None
+        self.obtain: Callable[[int], None] = self.read
 
     @property
     def targets(self) -> frozenset[str]:
@@ -91,20 +91,17 @@ class ExpertGroups:
         for stack in self.stacks:
             module, leaf = self._module(stack)
             module.__dict__.pop(leaf, None)
-        self._rooms, self._here = [], None
+        self._rooms, self._group = [], None
 
     def _module(self, stack: Stack) -> tuple[nn.Module, str]:
         path, _, leaf = stack.target.rpartition(".")
         return self._weights.model.get_submodule(path), leaf
 
     def weights_of(self, expert: int, stack: int) -> Tensor:
-        """Return an expert's weights in one stack; a pass waits for them, others read them."""
-        group, waiting = expert // self.count, current_pass()
-        while group != self._here:
-            if waiting is None:
-                self.read(group)
-            else:
-                waiting.park(GroupPlace(self._unit, group))
+        """Return an expert's weights in one stack, once its group is in memory."""
+        group = expert // self.count
+        while group != self._group:
+            self.obtain(group)
         return (self._changed or self._rooms)[stack][expert - group * self.count]
 
     @contextmanager
@@ -126,7 +123,7 @@ class ExpertGroups:
             self._rooms = [self._room(stack) for stack in self.stacks]
         for stack, room in zip(self.stacks, self._rooms, strict=True):
             self._weights.fill(stack, room[: min(self.count, total - first)], first)
-        self._here = group
+        self._group = group
         following = range(first + self.count, min(first + 2 * self.count, total))
         keys = [
             key
@@ -141,17 +138,6 @@ class ExpertGroups:
         meta = self._weights.meta[stack.target]
         shape = (min(self.count, len(meta)), *meta.shape[1:])
         return torch.empty(shape, dtype=self._weights.dtype(stack.target))
-
-    def lead(self, together: Lockstep) -> None:
-        """Bring all passes that wait for experts of this unit through their groups."""
-        while waiting := self._waiting(together):
-            first = min(waiting)
-            self.read(first.group)
-            together.go_all(first)
-
-    def _waiting(self, together: Lockstep) -> list[GroupPlace]:
-        waiting = [stop for stop in together.places if isinstance(stop, GroupPlace)]
-        return [stop for stop in waiting if stop.unit == self._unit]
 
 
 def can_group(weights: Weights, stack: Stack) -> bool:

@@ -49,8 +49,7 @@ from tieline.models.precision import DTYPES, computed_dtype, remember_stored, st
 from tieline.models.sizes import RoutedShape, routed_shape
 from tieline.models.smooth import FEATURE as SMOOTH
 from tieline.models.spread import check_parallel, distributed_config
-from tieline.models.stream_loading import open_stream, too_large
-from tieline.models.streaming import ModelStream
+from tieline.models.streaming import ModelStream, open_stream, too_large
 
 OWN_LAYERS = '"tieline_switch"'
 """The model type, in a config.json, of a decoder of Tieline's own layers (`lab.training`)."""

@@ -1,52 +1,63 @@
-"""Run a model that does not fit: all batches go through one part of it before the next is read.
+"""Models whose weights are read when they are needed: open one, and save one that was changed.
 
-    stream = ModelStream(model, weights)
-    stream.run([lambda: forward(model, first), lambda: forward(model, second)])
+    stream = open_stream(folder, read)           the skeleton, and where its weights are
+    StreamedModel(stream).save_pretrained(new)   its files without a copy of the weights
 
-Each batch is the model's own forward in lockstep with the others (`models.lockstep`). Where a pass
-enters a unit (`models.stream_weights`) it parks; when all are there, the unit's weights are read,
-all go through, the weights are dropped, and whatever needs them runs before that. So each byte is
-read once, whatever the number of batches, and masks, rotary tables, dense first layers and hybrids
-stay the model's business.
+Whether a model is streamed unasked is decided by its size in the precision that it computes in,
+against the memory that is free: that of the machine, or of the control group of this process.
+`run.lockstep` brings passes through a streamed model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import huggingface_hub
+import torch
 from transformers import PreTrainedModel
 
-from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.changes import subclass, swapped_class
-from tieline.models.expert_groups import Change, ExpertGroups
-from tieline.models.lockstep import Lockstep, Scope, current_pass
-from tieline.models.stream_resume import Journal, Replay
-from tieline.models.stream_weights import Weights
+from tieline.core.errors import StreamingWarning, UnsupportedModelError, require
+from tieline.core.settings import require_setting
+from tieline.models.changes import VARIANT
+from tieline.models.expert_groups import Change, ExpertGroups, plan_groups
+from tieline.models.precision import stored_in
+from tieline.models.shards import (
+    INDEX,
+    FetchedShards,
+    Shards,
+    open_shards,
+    parse_header,
+    shard_names,
+)
+from tieline.models.stream_weights import Weights, skeleton
 
-Done = Callable[[str], None]
-"""Called with the name of a unit that all passes have left, while its weights are there."""
+NOT_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
+"""Files that are not fetched with the configuration."""
 
-Told = Callable[[int, int], None]
-"""Called with the bytes read so far and those of a whole pass over the checkpoint."""
+USABLE = 0.9
+"""Part of the free memory that weights may take: the rest is for what they compute."""
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 
-Job = tuple[Callable[[], Any], Scope]
-"""A function, and what is in force while it runs."""
-
-
-def _under(job: Callable[[], Any], scope: Scope) -> Any:
-    with scope():
-        return job()
+GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 class ModelStream:
-    """Runs passes over a model whose weights are read when they are needed.
+    """A model whose weights are read when they are needed.
 
     Attributes:
         model: the model, its weights on the meta device between runs.
         weights: where they come from.
         groups: experts that are read in groups, by unit.
+        first: name of the unit of the embeddings; None without one.
+        head: name of the unit of the output head; None without one.
     """
 
     def __init__(
@@ -54,7 +65,7 @@ class ModelStream:
     ) -> None:
         """Stream `model` from `weights`, the experts of some units in groups."""
         self.model, self.weights, self.groups = model, weights, groups
-        self._first = self._unit_named(model.get_input_embeddings())
+        self.first = self._unit_named(model.get_input_embeddings())
         self.head = self._unit_named(model.get_output_embeddings())
 
     def _unit_named(self, module: Any) -> str | None:
@@ -72,94 +83,6 @@ class ModelStream:
         size = self.weights.size(unit)
         return size if groups is None else size - groups.left_out
 
-    def run(
-        self,
-        jobs: Sequence[Callable[[], Any]],
-        *,
-        done: Done | None = None,
-        told: Told | None = None,
-        scopes: Sequence[Scope | None] | None = None,
-        settings: Sequence[Scope | None] | None = None,
-        head: bool = True,
-        journal: Journal | None = None,
-        replay: Replay | None = None,
-        begun: Callable[[], None] | None = None,
-        at_head: Callable[[Lockstep], None] | None = None,
-    ) -> list[Any]:
-        """Run all jobs in lockstep and return what they return.
-
-        Args:
-            jobs: functions that call the model once, each in a thread of its own.
-            done: called with each unit that all jobs have left, while its weights are there.
-            told: called with the bytes read so far and those of the whole.
-            scopes: what is in force while a job runs and not while it waits, for each job.
-            settings: what is made ready outside its thread before a job goes on, for each job;
-                neighbours that have the same one share it within a unit.
-            head: whether the output head is read and run; without it the logits mean nothing.
-            journal: keeps what a later run needs to go on.
-            replay: units that an earlier run has left, which are not read again.
-            begun: called once all jobs stand at the first unit that is read.
-            at_head: given the passes when all wait for the output head, which is there; it brings
-                them through, by default one after the other.
-        """
-        together, led = Lockstep(jobs, scopes, settings), _Led(self, done, told)
-        with ExitStack() as stack:
-            stack.callback(led.drop)
-            stack.callback(together.close)
-            skipped = set() if replay is None else {*replay.left}
-            stack.enter_context(self._parking(skipped | (set() if head else {self.head})))
-            if journal is not None:
-                stack.enter_context(journal.watching())
-            if replay is not None:
-                stack.enter_context(replay.in_force())
-            if not head:
-                stack.enter_context(self._headless())
-            if self._first is not None and self._first not in skipped:
-                led.enter(self._first)  # forwards look at the device of the embedding
-            together.go_all()
-            if begun is not None:
-                begun()
-            while together.places:
-                if at_head is not None and together.places == [self.head]:
-                    led.enter(str(self.head))
-                    at_head(together)
-                else:
-                    self._lead(together, led)
-            led.leave()
-            return together.results
-
-    def _lead(self, together: Lockstep, led: "_Led") -> None:
-        """Bring all passes through the unit where they are parked."""
-        stops = together.places
-        require(
-            len(stops) == 1,
-            f"the batches take different ways through the model, to {stops}: it cannot be "
-            "streamed; batches of one length may go the same way",
-            UnsupportedModelError,
-        )
-        unit = str(stops[0])
-        led.enter(unit)
-        together.go_all(unit)
-        if unit in self.groups:
-            self.groups[unit].lead(together)
-
-    def run_inside(self, unit: str, jobs: Sequence[Job]) -> list[Any]:
-        """Run jobs on a unit whose weights are there, side by side if its experts are grouped.
-
-        Args:
-            unit: its name.
-            jobs: functions, each with what is in force while it runs.
-        """
-        if unit not in self.groups:
-            return [_under(job, scope) for job, scope in jobs]
-        together = Lockstep([job for job, _ in jobs], [scope for _, scope in jobs])
-        try:
-            together.go_all()
-            self.groups[unit].lead(together)
-            return together.results
-        finally:
-            together.close()
-
     @contextmanager
     def changed_experts(self, change: Change) -> Iterator[None]:
         """Inside the block, experts that are read in groups are what `change` makes of them."""
@@ -168,86 +91,188 @@ class ModelStream:
                 stack.enter_context(groups.changed(change))
             yield
 
-    @contextmanager
-    def _parking(self, without: set[Any]) -> Iterator[None]:
-        """Let passes park where they enter a unit, except these."""
 
-        def park(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: object) -> None:
-                here = current_pass()
-                if here is not None:
-                    here.park(name)
-
-            return hook
-
-        with ExitStack() as stack:
-            for name, module in self.weights.units.items():
-                if name in without:
-                    continue
-                # before all other hooks: those may look at the weights
-                handle = module.register_forward_pre_hook(park(name), prepend=True)
-                stack.callback(handle.remove)
-            yield
-
-    @contextmanager
-    def _headless(self) -> Iterator[None]:
-        """Replace the output head, whose weights are not read, by its first input column."""
-        head = self.model.get_output_embeddings()
-        if head is None or self.head is None:
-            yield
-            return
-
-        def first_column(self: nn.Module, states: Any, *args: Any, **kwargs: Any) -> Any:
-            return states[..., :1]
-
-        with swapped_class(head, subclass(type(head), forward=first_column)):
-            yield
+def free_memory() -> int:
+    """Bytes that can be allocated here; a very large number where nothing tells."""
+    limits = []
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) << 10)
+    limit, used = _lines(GROUP_LIMIT), _lines(GROUP_USED)
+    if limit and used and limit[0].isdigit():
+        limits.append(int(limit[0]) - int(used[0]))
+    return min(limits, default=1 << 62)
 
 
-class _Led:
-    """Which unit's weights are in memory while passes are led through."""
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
-    def __init__(self, stream: ModelStream, done: Done | None, told: Told | None) -> None:
-        self._weights, self._groups = stream.weights, stream.groups
-        self._done, self._told = done, told
-        self._start, self._size = stream.weights.shards.bytes_read, stream.size
-        self._here: str | None = None
 
-    def enter(self, unit: str) -> None:
-        """Read a unit, and drop the one before."""
-        if unit == self._here:
-            return
-        self.leave()
-        self._here = unit
-        if unit in self._groups:
-            self._weights.load(unit, without=self._groups[unit].targets)
-            self._groups[unit].install()
-        else:
-            self._weights.load(unit)
-            self._ahead(unit)
-        if self._told is not None:
-            read = self._weights.shards.bytes_read - self._start
-            self._told(read, max(read, self._size))
+def resident_memory() -> int:
+    """Bytes of memory that this process takes; 0 where nothing tells."""
+    for line in _lines(Path("/proc/self/status")):
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    return 0
 
-    def leave(self) -> None:
-        """Drop the unit that is there, which all passes have left."""
-        if self._here is not None and self._done is not None:
-            self._done(self._here)
-        self.drop()
 
-    def drop(self) -> None:
-        """Drop the unit that is there, if any."""
-        if self._here is not None:
-            if self._here in self._groups:
-                self._groups[self._here].remove()
-            self._weights.free(self._here)
-            self._here = None
+def too_large(source: str | Path, dtype: str | torch.dtype) -> bool:
+    """Whether the weights in a folder exceed the free memory; says so if they do.
 
-    def _ahead(self, unit: str) -> None:
-        """Have the next layer read ahead."""
-        names = list(self._weights.units)
-        rest = names[names.index(unit) + 1 :]
-        parent = unit.rpartition(".")[0]
-        following = next((name for name in rest if name in self._weights.layers), None)
-        if following is not None and following.startswith(parent):
-            self._weights.shards.prefetch(self._weights.plans[following].keys)
+    Args:
+        source: a folder; of a hub id nothing is known before its files are here.
+        dtype: precision that they are loaded in; "auto" for that of the files.
+    """
+    if not isinstance(source, Path) or not (source / INDEX).is_file():
+        return False
+    shards = open_shards(source)
+    width = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+    needed = sum(
+        stored.size
+        if not width or stored.kind not in FLOATS
+        else stored.size // stored.dtype.itemsize * width
+        for stored in shards.tensors.values()
+    )
+    free = free_memory()
+    if needed <= USABLE * free:
+        return False
+    warnings.warn(
+        f"streaming: the weights need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are "
+        "free; they are read layer by layer",
+        StreamingWarning,
+        stacklevel=4,
+    )
+    return True
+
+
+def open_stream(
+    source: str | Path,
+    read: Callable[..., Any],
+    *,
+    revision: str | None = None,
+    memory: int | None = None,
+    keep: bool = True,
+    copies: int = 1,
+) -> ModelStream:
+    """Open a model to be streamed.
+
+    Args:
+        source: folder or hub id.
+        read: loads the model of a folder by `from_pretrained`.
+        revision: branch, tag or commit on the hub.
+        memory: bytes that may be taken, by default what is free.
+        keep: whether files that are fetched stay.
+        copies: how often the weights of a layer are in memory at once.
+    """
+    if isinstance(source, Path):
+        require_setting(
+            keep,
+            "only files that are fetched from the hub can be dropped: leave {keep_downloads} on",
+        )
+        files = lambda names: open_shards(source, [Path(name).name for name in names])  # noqa: E731
+        model, weights = skeleton(lambda: read(source, local_files_only=True), files)
+    else:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                source, revision=revision, ignore_patterns=NOT_WEIGHTS, **_hub_location()
+            )
+        )
+        shards = hub_shards(source, folder, revision, keep)
+        model, weights = skeleton(lambda: read(folder, local_files_only=True), lambda names: shards)
+    taken = resident_memory()
+    budget = taken + free_memory() if memory is None else memory
+    return ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
+
+
+def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool = True) -> Shards:
+    """The files of a hub id, of which only headers are fetched now.
+
+    Args:
+        name: the hub id.
+        folder: with its configuration and index.
+        revision: branch, tag or commit.
+        keep: whether a file stays once it was used.
+    """
+    require(
+        (folder / INDEX).is_file(),
+        f"{name!r} has no {INDEX}: a model in one file is loaded, not streamed",
+        UnsupportedModelError,
+    )
+    client, headers = huggingface_hub.HfApi(endpoint=_hub_location()["endpoint"]), {}
+    for file in shard_names(folder):
+        metadata = client.parse_safetensors_file_metadata(name, file, revision=revision)
+        facts = {
+            key: {"dtype": t.dtype, "shape": t.shape, "data_offsets": t.data_offsets}
+            for key, t in metadata.tensors.items()
+        }
+        headers[file] = parse_header(file, facts, 0)  # places are known once the file is here
+
+    def fetch(file: str) -> Path:
+        return Path(
+            huggingface_hub.hf_hub_download(name, file, revision=revision, **_hub_location())
+        )
+
+    return FetchedShards(folder, headers, fetch, _remove, keep)
+
+
+def _hub_location() -> dict[str, Any]:
+    """Where the hub and its cache are, as the environment says now."""
+    return {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": os.environ.get("HF_HUB_CACHE")}
+
+
+def _remove(path: Path) -> None:
+    """Remove a file from the cache of the hub: the link to it and its content."""
+    content = path.resolve()
+    path.unlink(missing_ok=True)
+    content.unlink(missing_ok=True)
+
+
+class StreamedModel:
+    """A streamed model that was changed in its configuration alone, to be saved.
+
+    Its files are linked where the new folder is on the same disk, and copied elsewhere, in the
+    precision that they are stored in.
+    """
+
+    def __init__(self, stream: ModelStream) -> None:
+        """Save the model of this stream."""
+        self._stream = stream
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write configuration, index and weights into a folder that is there."""
+        model, shards = self._stream.model, self._stream.weights.shards
+        kept = not isinstance(shards, FetchedShards) or shards.keep
+        require_setting(
+            kept, "the files of the model were not kept ({keep_downloads}): it cannot be saved"
+        )
+        config: Any = copy.deepcopy(model.config)
+        config.dtype = stored_in(model) or config.dtype
+        config.architectures = config.architectures or [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        files = sorted({stored.file for stored in shards.tensors.values()})
+        names = {file: _file_name(number, len(files)) for number, file in enumerate(files, 1)}
+        for file, name in names.items():
+            _link(shards.path(file).resolve(), Path(folder) / name)
+        if len(files) > 1:
+            weight_map = {tensor: names[stored.file] for tensor, stored in shards.tensors.items()}
+            index = {"metadata": {"total_size": shards.size}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (Path(folder) / f"model.safetensors.index.{VARIANT}.json").write_text(text)
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return f"model.{VARIANT}.safetensors"
+    return f"model.{VARIANT}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)

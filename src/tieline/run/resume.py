@@ -5,24 +5,205 @@
 
 The digest is that of everything the numbers depend on: the files of the model, the text, batches,
 settings, threads and versions. Every folder is whole or absent. A run that ends removes its own.
+
+A parked pass cannot be saved. Kept are what each unit before the layers returned, what the last
+layer returned, and which arguments of the next unit are not those of the first layer (`Journal`).
+To go on, the passes run from the beginning: units that were left return what was kept, without
+weights, and the next unit is given the kept arguments (`Replay`). In between nothing is computed
+but masks and tables.
 """
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tieline.core.errors import NoSpaceError
 from tieline.core.files import cache_folder, space_on, whole_folder
 from tieline.core.records import LONGEST_RESULT, canonical, parse_json
+from tieline.models.changes import subclass, swapped_class
 from tieline.models.shards import Shards
-from tieline.models.stream_resume import Journal, Replay
 from tieline.models.stream_weights import Weights
+from tieline.run.lockstep import current_pass
 from tieline.run.observers import Observer
+
+TENSORS, INDEX = "state.safetensors", "state.json"
+
+
+class Journal:
+    """Keeps what units return and are given, by pass.
+
+    Attributes:
+        usable: whether all of it can be saved: tensors, and tuples of tensors and nothing.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        """Keep a run over these weights."""
+        self._weights, self.usable = weights, True
+        self._outputs: dict[str, dict[int, Any]] = {}
+        self._first: dict[int, list[Any]] = {}
+        self._changed: dict[int, dict[int, Tensor]] = {}
+        self.next = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at all units inside the block."""
+        with ExitStack() as stack:
+            for name, module in self._weights.units.items():
+                given = self._given(name)  # before the pass parks here
+                before = module.register_forward_pre_hook(given, prepend=True, with_kwargs=True)
+                after = module.register_forward_hook(self._returned(name))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def _given(self, unit: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            here = current_pass()
+            if here is None:
+                return
+            leaves, _ = tree_flatten((args, kwargs))
+            first = self._first.get(here.number)
+            if first is None and unit in self._weights.layers:
+                self._first[here.number] = first = leaves
+            same = first if first is not None and len(first) == len(leaves) else None
+            self._changed[here.number] = {
+                index: leaf
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and not (same and same[index] is leaf)
+            }
+            self.next = unit
+
+        return hook
+
+    def _returned(self, unit: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            here = current_pass()
+            if here is None:
+                return
+            if unit in self._weights.layers:  # the last one stands for all
+                for other in [n for n in self._outputs if n in self._weights.layers and n != unit]:
+                    del self._outputs[other]
+            self._outputs.setdefault(unit, {})[here.number] = output
+            self.usable &= _shape(output) is not None
+
+        return hook
+
+    def save(self, folder: Path, left: list[str]) -> None:
+        """Write what is needed to go on after the units in `left`.
+
+        Args:
+            folder: where to.
+            left: units that all passes have left, in order.
+        """
+        tensors: dict[str, Tensor] = {}
+        shapes: dict[str, list[Any]] = {}
+        for unit, by_pass in self._outputs.items():
+            shapes[unit] = [_shape(by_pass[number]) for number in sorted(by_pass)]
+            for number, output in by_pass.items():
+                leaves_of = output if isinstance(output, tuple | list) else (output,)
+                for index, part in enumerate(leaves_of):
+                    if isinstance(part, Tensor):
+                        tensors[f"{unit}|{number}|{index}"] = part.detach().clone().contiguous()
+        for number, leaves in self._changed.items():
+            for index, leaf in leaves.items():
+                tensors[f"|{number}|{index}"] = leaf.detach().clone().contiguous()
+        save_file(tensors, folder / TENSORS)
+        (folder / INDEX).write_text(
+            json.dumps({"left": left, "next": self.next, "outputs": shapes})
+        )
+
+
+def _shape(output: Any) -> Any:
+    """How tensors make up an output: "tensor", or a list of 1 and 0; None for anything else."""
+    if isinstance(output, Tensor):
+        return "tensor"
+    if type(output) in (tuple, list) and all(x is None or isinstance(x, Tensor) for x in output):
+        return [int(leaf is not None) for leaf in output]
+    return None
+
+
+class Replay:
+    """Units that were left, and what they returned.
+
+    Attributes:
+        left: their names, in order.
+    """
+
+    def __init__(self, folder: Path, weights: Weights) -> None:
+        """Read what `Journal.save` wrote."""
+        index = json.loads((folder / INDEX).read_text())
+        self.left: list[str] = list(index["left"])
+        self._next, self._shapes = str(index["next"]), index["outputs"]
+        # copies lie in memory as what torch computes does: products round by that
+        self._tensors = {n: tensor.clone() for n, tensor in load_file(folder / TENSORS).items()}
+        self._weights = weights
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside the block, units that were left return what they did, and need no weights."""
+        last = [name for name in self.left if name in self._weights.layers][-1:]
+        with ExitStack() as stack:
+            for name in self.left:
+                source = last[0] if name in self._weights.layers else name
+                module = self._weights.units[name]
+                returning = subclass(type(module), forward=self._returning(source))
+                stack.enter_context(swapped_class(module, returning))
+                stack.enter_context(self._stand_ins(name))
+            unit, giving = self._weights.units[self._next], self._giving(set())
+            handle = unit.register_forward_pre_hook(giving, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            yield
+
+    @contextmanager
+    def _stand_ins(self, unit: str) -> Iterator[None]:
+        """Weights that take no memory, for forwards that look at their device."""
+        names = [n for n in self._weights.meta if self._weights.unit_of(n) == unit]
+        for name in names:
+            meta = self._weights.meta[name]
+            self._weights.put(name, torch.zeros((), dtype=meta.dtype).expand(meta.shape))
+        try:
+            yield
+        finally:
+            for name in names:
+                self._weights.put(name, self._weights.meta[name])
+
+    def _returning(self, unit: str) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            here = current_pass()
+            assert here is not None
+            shape = self._shapes[unit][here.number]
+            if shape == "tensor":
+                return self._tensors[f"{unit}|{here.number}|0"]
+            return tuple(
+                self._tensors[f"{unit}|{here.number}|{index}"] if there else None
+                for index, there in enumerate(shape)
+            )
+
+        return forward
+
+    def _giving(self, done: set[int]) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            here = current_pass()
+            if here is None or here.number in done:
+                return None
+            done.add(here.number)
+            leaves, spec = tree_flatten((args, kwargs))
+            for key, tensor in self._tensors.items():
+                unit, number, index = key.split("|")
+                if not unit and int(number) == here.number:
+                    leaves[int(index)] = tensor
+            return tree_unflatten(leaves, spec)
+
+        return hook
 
 
 class RunState:

@@ -8,7 +8,7 @@ the output head batch by batch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -19,18 +19,32 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.models.changes import Call
-from tieline.models.lockstep import Lockstep, ParkedPass, Scope
+from tieline.models.emulate import (
+    Region,
+    RoundingBuffers,
+    format_named,
+    rounded_in_pieces,
+    rounded_weights,
+    weight_axis,
+)
 from tieline.models.model import Model
 from tieline.models.running import forward, text_config
-from tieline.models.stream_loading import free_memory, resident_memory
-from tieline.models.stream_resume import Journal, Replay
-from tieline.models.stream_rounding import StreamRounding, in_memory
 from tieline.models.stream_weights import Weights
-from tieline.models.streaming import ModelStream
+from tieline.models.streaming import ModelStream, free_memory, resident_memory
 from tieline.run.choices import RunningPass, chosen_output, replayed_output
 from tieline.run.condition import REPLAYS, Rounded
+from tieline.run.lockstep import (
+    Lockstep,
+    ParkedPass,
+    PassJob,
+    Scope,
+    StreamEvents,
+    lead_passes,
+    run_in_unit,
+)
 from tieline.run.observers import Observer, Outcome, Site, Watch, run_blocks, sites_of, watching
 from tieline.run.plan import Budget, Ids, Pass, Phase, Ran
+from tieline.run.resume import Journal, Replay
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
@@ -184,10 +198,10 @@ class ByPass(Schedule):
         """Batches whose logits are kept at once."""
         if self._budget.is_limited:
             return 1
-        config = text_config(self.models[0].module)
-        words = getattr(config, "vocab_size", None)
+        vocabulary = getattr(text_config(self.models[0].module), "vocab_size", None)
+        vocabulary = vocabulary if isinstance(vocabulary, int) else 1 << 17
         largest = max((ids.numel() for ids in self.phase.batches.values()), default=1)
-        size = 4 * largest * (words if isinstance(words, int) else 1 << 17) * self.phase.most_kept
+        size = 4 * largest * vocabulary * self.phase.most_kept
         return max(1, WINDOW // size) if size else max(1, len(self.phase.batches))
 
     def _run_window(
@@ -261,8 +275,6 @@ class ByUnit(Schedule):
         self._threads: dict[Pass, ParkedPass] = {}
         self._roundings = [StreamRounding(stream) for stream in self._streams]
         self._scopes: dict[tuple[int, Rounded], Scope] = {}
-        self._left: list[str] = []
-        self._journal: Journal | None = None
 
     def run(self, on_progress: Progress | None) -> Ran:
         """Read the weights once and run every pass."""
@@ -285,24 +297,18 @@ class ByUnit(Schedule):
 
     def _stream(self, number: int, on_progress: Progress | None) -> None:
         """Bring the passes of a model to its head, and then those of the models after it."""
-        stream = self._streams[number]
-        runs = [run for run in self.phase.passes if run.model == number]
-        replay = None
+        stream, journal, replay = self._streams[number], None, None
         if self._resume is not None:
-            replay = self._resume.replay(stream.weights)
-            self._journal, self._left = Journal(stream.weights), [*replay.left] if replay else []
-        stream.run(
-            [partial(self._job, self._running[run]) for run in runs],
-            scopes=[partial(self.scope, self._running[run]) for run in runs],
-            settings=[self._rounded(run) for run in runs],
-            done=partial(self._unit_done, stream),
-            told=partial(self._told, number, on_progress),
-            head=self.phase.logits != "none",
-            journal=self._journal,
-            replay=replay,
-            begun=self._begun,
-            at_head=partial(self._at_head, number, on_progress),
-        )
+            replay, journal = self._resume.replay(stream.weights), Journal(stream.weights)
+        runs = [run for run in self.phase.passes if run.model == number]
+        jobs = [
+            PassJob(partial(self._job, state), partial(self.scope, state), self._rounded(state.run))
+            for state in map(self._running.__getitem__, runs)
+        ]
+        left = [] if replay is None else [*replay.left]
+        events = _UnitEvents(self, number, on_progress, journal, left)
+        head = self.phase.logits != "none"
+        lead_passes(stream, jobs, events, head=head, journal=journal, replay=replay)
 
     def _job(self, state: RunningPass) -> Any:
         logits = self.logits(state)
@@ -315,43 +321,37 @@ class ByUnit(Schedule):
         every = self._sites[run.model]
         return {name: site for name, site in every.items() if in_memory(site.module)}
 
-    def _rounded(self, run: Pass) -> Scope | None:
+    def _rounded(self, run: Pass) -> Scope:
         """What is made ready for a pass in each unit: one object per rounding, to be shared."""
         rounded = run.condition.rounded
         if rounded is None:
-            return None
+            return nullcontext
         key = run.model, rounded
         if key not in self._scopes:
             self._scopes[key] = partial(self._roundings[run.model].rounded, *rounded)
         return self._scopes[key]
 
-    def _begun(self) -> None:
+    def restore(self, units: list[str]) -> None:
+        """Give observers back what an earlier run kept of these units."""
         if self._resume is not None:
-            self._resume.restore(self._left)
+            self._resume.restore(units)
 
-    def _unit_done(self, stream: ModelStream, unit: str) -> None:
+    def unit_done(self, number: int, unit: str, left: list[str], journal: Journal | None) -> None:
+        """Show observers a unit that all passes of a model have left, and keep its state."""
         for observer in self.observers:
-            observer.on_unit_done(unit, partial(stream.run_inside, unit))
-        self._left.append(unit)
-        if self._resume is not None and self._journal is not None:
-            self._resume.keep(unit, self._left, self._journal)
+            observer.on_unit_done(unit, partial(run_in_unit, self._streams[number], unit))
+        if self._resume is not None and journal is not None:
+            self._resume.keep(unit, left, journal)
 
-    def _told(self, number: int, on_progress: Progress | None, done: int, total: int) -> None:
-        if on_progress is not None:
-            size = sum(stream.size for stream in self._streams)
-            before = sum(stream.size for stream in self._streams[:number])
-            whole = total if len(self._streams) == 1 else size
-            on_progress(STREAMING, min(before + done, whole), whole)
+    def bytes_before(self, number: int) -> tuple[int, int]:
+        """Bytes of the models before this one, and of all."""
+        sizes = [stream.size for stream in self._streams]
+        return sum(sizes[:number]), sum(sizes)
 
-    def _at_head(
-        self,
-        number: int,
-        on_progress: Progress | None,
-        together: Lockstep,
-    ) -> None:
+    def at_head(self, number: int, passes: Lockstep, on_progress: Progress | None) -> None:
         """Wait for the other models, then bring batch after batch through the heads."""
         runs = [run for run in self.phase.passes if run.model == number]
-        self._threads |= dict(zip(runs, together.passes, strict=True))
+        self._threads |= dict(zip(runs, passes.passes, strict=True))
         if number + 1 < len(self._streams):
             self._stream(number + 1, on_progress)
             return
@@ -359,7 +359,7 @@ class ByUnit(Schedule):
             mine = [run for run in self.phase.passes if run.batch == batch]
             for _, group in groupby(mine, key=lambda run: (run.model, run.condition.rounded)):
                 same = list(group)
-                with (self._rounded(same[0]) or nullcontext)():
+                with self._rounded(same[0])():
                     for run in same:
                         self._end(run)
 
@@ -369,6 +369,77 @@ class ByUnit(Schedule):
         thread.go()
         logits, thread.result = thread.result, None  # large
         self.finish(self._running[run], logits)
+
+
+class _UnitEvents(StreamEvents):
+    """Tells a schedule what happens while the passes of one of its models are led."""
+
+    def __init__(
+        self,
+        schedule: ByUnit,
+        number: int,
+        on_progress: Progress | None,
+        journal: Journal | None,
+        left: list[str],
+    ) -> None:
+        self._schedule, self._number, self._on_progress = schedule, number, on_progress
+        self._journal, self._left = journal, left
+
+    def on_begun(self) -> None:
+        self._schedule.restore(self._left)
+
+    def on_unit_done(self, unit: str) -> None:
+        self._left.append(unit)
+        self._schedule.unit_done(self._number, unit, self._left, self._journal)
+
+    def on_read(self, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            before, size = self._schedule.bytes_before(self._number)
+            total = total if len(self._schedule.models) == 1 else size
+            self._on_progress(STREAMING, min(before + done, total), total)
+
+    def at_head(self, passes: Lockstep, head: str) -> None:
+        self._schedule.at_head(self._number, passes, self._on_progress)
+
+
+class StreamRounding:
+    """Rounds what is in memory, into memory that is used again for the next layer."""
+
+    def __init__(self, stream: ModelStream) -> None:
+        """Round weights of this model."""
+        self._stream = stream
+        self._buffers, self._expert_buffers = RoundingBuffers(), RoundingBuffers()
+
+    @contextmanager
+    def rounded(
+        self, number_format: str, region: Region, keep: Collection[str] = ()
+    ) -> Iterator[None]:
+        """Inside the block, the weights in memory are rounded, experts in groups too.
+
+        Args:
+            number_format: name of the format.
+            region: "router", "all" or "others".
+            keep: names of routers that stay in full precision.
+        """
+        model, grid = self._stream.model, format_named(number_format).weights
+        with rounded_weights(model, number_format, region, keep, self._buffers):
+            if region == "router":
+                yield
+                return
+            with self._expert_buffers.borrow() as allocate_like:
+
+                def change(module: nn.Module, experts: Tensor) -> Tensor:
+                    return rounded_in_pieces(
+                        experts, grid, weight_axis(module, experts), allocate_like
+                    )
+
+                with self._stream.changed_experts(change):
+                    yield
+
+
+def in_memory(module: nn.Module) -> bool:
+    """Whether no weight of a module is on the meta device."""
+    return not any(parameter.is_meta for parameter in module.parameters())
 
 
 class HiddenStatesError(ParameterError):

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tieline.models.lockstep import Lockstep, current_pass
+from tieline.run.lockstep import Lockstep, PassJob, current_pass
 
 
 def test_neighbours_share_what_is_made_ready_and_nothing_is_before_the_first_place():
@@ -29,9 +29,11 @@ def test_neighbours_share_what_is_made_ready_and_nothing_is_before_the_first_pla
         return name
 
     together = Lockstep(
-        [lambda: job("a"), lambda: job("b"), lambda: job("c")],
-        scopes=[None, inside, None],
-        settings=[ready, ready, None],
+        [
+            PassJob(lambda: job("a"), setting=ready),
+            PassJob(lambda: job("b"), inside, ready),
+            PassJob(lambda: job("c")),
+        ]
     )
     together.go_all()
     assert seen == ["a", "in", "b", "out", "c"]

@@ -9,12 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from tests.models.test_streaming import first, saved, some_batches
+from tests.models.streaming.test_passes import first, saved, some_batches
 from tieline.core.errors import StreamingWarning, UnsupportedModelError
-from tieline.models import stream_loading
+from tieline.models import streaming
 from tieline.models.changes import load_pretrained
 from tieline.models.running import forward, only_running
-from tieline.models.stream_loading import free_memory, open_stream, resident_memory, too_large
+from tieline.models.streaming import free_memory, open_stream, resident_memory, too_large
+from tieline.run.lockstep import PassJob, lead_passes
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -91,7 +92,7 @@ def hub(tmp_path, monkeypatch):
 def run(stream):
     with only_running(stream.model):
         jobs = [lambda ids=ids: first(forward(stream.model, ids)) for ids in some_batches()]
-        return stream.run(jobs)
+        return lead_passes(stream, list(map(PassJob, jobs)))
 
 
 def read(folder, **options):
@@ -124,7 +125,7 @@ def test_a_model_is_streamed_unasked_where_it_exceeds_the_free_memory(tmp_path, 
     assert free_memory() > resident_memory() // 100 > 0
     assert not too_large(folder, torch.float32)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    monkeypatch.setattr(stream_loading, "free_memory", lambda: int(1.5 * size))
+    monkeypatch.setattr(streaming, "free_memory", lambda: int(1.5 * size))
     assert not too_large(folder, torch.bfloat16)
     with pytest.warns(StreamingWarning, match="are read layer by layer"):
         assert too_large(folder, torch.float32)

@@ -14,6 +14,7 @@ from tieline.models.demo import load_demo_tokenizer
 from tieline.models.expert_groups import ExpertGroups, plan_groups
 from tieline.models.model import Model
 from tieline.models.running import forward, only_running
+from tieline.run.lockstep import PassJob, StreamEvents, lead_passes
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -59,11 +60,11 @@ def ordinary(folder, dtype="fp32"):
     return outputs, recorder.trace()
 
 
-def streamed(loaded, **options):
+def streamed(loaded, events=None, **options):
     model = loaded.module
     with only_running(model), capture(model, layers=watched(model)) as recorder:
         jobs = [lambda ids=ids: first(forward(model, ids)) for ids in some_batches()]
-        outputs = loaded.stream.run(jobs, **options)
+        outputs = lead_passes(loaded.stream, list(map(PassJob, jobs)), events, **options)
     return outputs, recorder.trace()
 
 
@@ -110,11 +111,15 @@ def test_units_are_told_while_their_weights_are_there(tmp_path):
     loaded, seen, told = Model.open(saved(tmp_path / "model", "olmoe"), stream=True), [], []
     weights = loaded.stream.weights
 
-    def done(unit):
-        seen.append(unit)
-        assert not any(tensor.is_meta for tensor in tensors_of(weights, unit))
+    class Events(StreamEvents):
+        def on_unit_done(self, unit):
+            seen.append(unit)
+            assert not any(tensor.is_meta for tensor in tensors_of(weights, unit))
 
-    streamed(loaded, done=done, told=lambda *numbers: told.append(numbers), head=False)
+        def on_read(self, done, total):
+            told.append((done, total))
+
+    streamed(loaded, Events(), head=False)
     assert seen == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] == loaded.stream.size
@@ -127,8 +132,9 @@ def test_an_error_in_one_batch_ends_all_and_frees_the_weights(tmp_path):
     def wrong():
         forward(model, torch.tensor([[10**6]]))
 
+    jobs = [PassJob(lambda: forward(model, some_batches()[0])), PassJob(wrong)]
     with pytest.raises(IndexError), only_running(model):
-        loaded.stream.run([lambda: forward(model, some_batches()[0]), wrong])
+        lead_passes(loaded.stream, jobs)
     assert all(tensor.is_meta for name in weights.units for tensor in tensors_of(weights, name))
 
 
