@@ -160,7 +160,7 @@ def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
     for options, words in (
         ({"replay": True}, "replay"),
         ({"batch_b": 2}, "batch_b"),
-        ({"experts_impl_b": "eager"}, "experts and revision"),
+        ({"experts_impl_b": "eager"}, "experts_impl_b and revision_b"),
         ({"dtype_b": "bf16"}, "not computed by twin"),
         ({"engine_python": tmp_path / "none"}, "no such file"),
     ):
@@ -174,7 +174,7 @@ def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
 
 def test_two_files_without_a_tokenizer_need_one(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain, gguf=True)
-    with pytest.raises(TielineError, match="--tokenizer"):
+    with pytest.raises(TielineError, match="that has one by tokenizer"):
         tl.diff("twin:a.gguf", "twin:b.gguf", **SIZE)
     found = tl.diff("twin:a.gguf", "twin:b.gguf", tokenizer="demo", **SIZE)
     assert found.metrics["flip:any"] == 0

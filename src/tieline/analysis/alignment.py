@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.core.errors import TraceError, require
+from tieline.core.settings import TraceSettingError
 from tieline.trace.record import (
     LayerTrace,
     LazyLayers,
@@ -394,12 +395,16 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
             TraceError,
         )
     k_a, k_b = first.facts.k, second.facts.k
-    require(
-        partial or k_a == k_b,
-        f"different k: {where[0]} chooses {k_a} experts, {where[1]} {k_b}; partial (--partial) "
-        f"compares the first {min(k_a, k_b)} of both",
-        TraceError,
-    )
+    if not partial and k_a != k_b:
+        raise TraceSettingError(
+            "different k: {in_a} chooses {k_a} experts, {in_b} {k_b}; {partial} compares the first "
+            "{least} of both",
+            in_a=where[0],
+            in_b=where[1],
+            k_a=k_a,
+            k_b=k_b,
+            least=min(k_a, k_b),
+        )
     return max(counts)
 
 
@@ -445,10 +450,10 @@ def check_tokens(
         held = torch.zeros(trace.n_tokens, dtype=torch.bool)
         held[kept] = True
         first = int((~held).float().argmax())
-        raise TraceError(
+        raise TraceSettingError(
             f"{there} lacks {lacking} of the {trace.n_tokens} tokens of {here}, the first at "
             f"document {int(trace.documents[first])}, position {int(trace.positions[first])}: "
-            "truncated? partial (--partial) compares what both have"
+            "truncated? {partial} compares what both have"
         )
 
 

@@ -6,7 +6,7 @@ flips and the shape of its noise (`noise_shapes`).
 
 compare      align B with A and compare them layer by layer
 token_diff   flips over all layers: first divergent layer, compounding
-summed_up    the `RoutingDiff` with its causes, observations and metrics
+diff_result    the `RoutingDiff` with its causes, observations and metrics
 """
 
 from collections.abc import Sequence
@@ -342,7 +342,7 @@ def compare(
     return Compared(align(a, b, partial=partial), reference=baseline)
 
 
-def summed_up(
+def diff_result(
     compared: Compared,
     logits: LogitsDiff | None,
     timings: dict[str, float],

@@ -11,7 +11,6 @@ are apart is measured token by token (`token_distances`).
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -21,13 +20,12 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.attribution import Expected, expected_format, read_format, recorded_format
-from tieline.analysis.comparison import compare, summed_up
-from tieline.analysis.diff_records import RoutingDiff
+from tieline.analysis.comparison import compare, diff_result
+from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspection import Observation
-from tieline.analysis.replay_split import ReplaySplit, replay_split
 from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.sources import read_routes, source_kind
-from tieline.analysis.token_distances import DistanceObserver, Rows, logits_of
+from tieline.analysis.token_distances import DistanceObserver, Rows, logits_of, replay_split
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
@@ -39,7 +37,7 @@ from tieline.models.running import batches
 from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
 from tieline.models.streaming import ModelStream
 from tieline.run.condition import CLEAN, Condition, Perturbation
-from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, tokenise
 from tieline.run.observers import Observer
 from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.processes import Ranks
@@ -52,6 +50,7 @@ Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
 
 EMULATED = "-emulated"
+ALL: Region = "all"
 
 
 @takes_settings(DiffSettings)
@@ -87,51 +86,30 @@ def diff(
     if settings.expect is not None:
         read_format(settings.expect)
     if "engine" in kinds:
-        comparison = _beside_engine(sides, settings, progress)
+        from tieline.analysis.engine_diff import diff_engines
+
+        result = diff_engines(sides, settings, progress)
     else:
-        comparison = _in_this_process(sides, kinds, settings, progress)
-    return _with_names(comparison, sides)
+        result = _diff_in_process(sides, kinds, settings, progress)
+    processes = Ranks(settings.parallel, ()).provenance()
+    facts: dict[str, Any] = dict(result.provenance) | processes
+    for key, side in zip("ab", sides, strict=True):
+        facts[key] = facts[key] | side.provenance
+    return replace(result, provenance=facts)
 
 
 def _named_side(name: str, source: Source, settings: DiffSettings) -> "NamedSide":
     """One of the two runs, with the settings that are its own."""
-    load = {name: getattr(settings, name) for name in ("device", "trust_remote_code", "stream")}
-    load["parallel"] = settings.parallel
+    shared = ("device", "trust_remote_code", "stream", "parallel")
     dtype, experts_impl, revision = (
         getattr(settings, f"{field}_{name.lower()}")
         for field in ("dtype", "experts_impl", "revision")
     )
+    load = {field: getattr(settings, field) for field in shared}
     return NamedSide(name, source, dtype, experts_impl, revision, load)
 
 
-def _beside_engine(
-    sides: "tuple[NamedSide, NamedSide]", settings: DiffSettings, progress: Progress | None
-) -> RoutingDiff:
-    """Compare two runs of which an engine makes one or both."""
-    from tieline.analysis.engine_diff import EngineSettings, diff_engines
-
-    require_setting(
-        not settings.replay, "{replay} is for two models: an engine's routes are not replayed"
-    )
-    require_setting(
-        settings.batch_b is None, "{batch_b} is for two models: engines run documents one by one"
-    )
-    engine = EngineSettings(
-        settings.tokenizer, settings.engine_python, settings.engine_defaults, settings.dequantise
-    )
-    return diff_engines(
-        sides,
-        settings.text,
-        settings.tokens,
-        settings.sequence_length,
-        Running(settings.batch_size, settings.expect, progress),
-        engine,
-        partial=settings.partial,
-        shape=(settings.n_experts, settings.k),
-    )
-
-
-def _in_this_process(
+def _diff_in_process(
     sides: "tuple[NamedSide, NamedSide]",
     kinds: Sequence[str],
     settings: DiffSettings,
@@ -144,27 +122,19 @@ def _in_this_process(
         of_engines == (None, None, False),
         "{tokenizer}, {engine_python} and {engine_defaults} are for sides such as vllm:MODEL",
     )
-    require(
-        settings.text is None or all(models),
-        "a text is for two models: a model beside a trace runs on the tokens of the trace",
-    )
-    require_setting(
-        all(models) or not settings.replay, "{replay} is for two models: a trace cannot be run"
-    )
-    require_setting(
-        all(models) or settings.batch_b is None,
-        "{batch_b} is for two models: a trace has no batches",
-    )
-    size, expect, shape = settings.batch_size, settings.expect, (settings.n_experts, settings.k)
     if all(models):
-        run = Running(size, expect, progress, settings.batch_b, settings.parallel)
-        text = (settings.text, settings.tokens, settings.sequence_length)
-        return _two_models(sides, *text, run, settings.replay)
+        return _diff_named_models(sides, settings, progress)
+    require_setting(
+        settings.text is None,
+        "{text}: a text is for two models: a model beside a trace runs on the tokens of the trace",
+    )
+    require_setting(not settings.replay, "{replay} is for two models: a trace cannot be run")
+    require_setting(settings.batch_b is None, "{batch_b} is for two models: a trace has no batches")
     if any(models):
-        run = Running(size, expect, progress, parallel=settings.parallel)
-        return _beside(sides, models.index(True), *shape, settings.partial, run)
+        return _diff_model_and_trace(sides, models.index(True), settings, progress)
+    shape = settings.n_experts, settings.k
     first, second = (side.trace(*shape) for side in sides)
-    return _diff_traces(first, second, settings.partial, expect)
+    return _diff_traces(first, second, settings)
 
 
 def _check_parallel(
@@ -181,37 +151,17 @@ def _check_parallel(
             check_rounding(parallel, f"the dtype {side.dtype!r} of {side.side}")
 
 
-def _with_names(found: RoutingDiff, sides: "tuple[NamedSide, NamedSide]") -> RoutingDiff:
-    """The result with the names of both sides and the processes in its provenance."""
-    processes = Ranks(sides[0].load["parallel"], ()).provenance()
-    facts: dict[str, Any] = dict(found.provenance) | processes
-    for key, side in zip("ab", sides, strict=True):
-        facts[key] = facts[key] | side.told()
-    return replace(found, provenance=facts)
-
-
 def _diff_traces(
     a: RoutingTrace,
     b: RoutingTrace,
-    partial: bool,
-    expect: str | None,
+    settings: DiffSettings,
     reference: RoutingTrace | None = None,
 ) -> RoutingDiff:
     started = time.perf_counter()
     with one_thread():  # many small operations
-        found = compare(a, b, partial=partial, reference=reference)
-    expected = expected_format(expect, a.provenance, b.provenance)
-    return summed_up(found, None, {"compare": time.perf_counter() - started}, expected)
-
-
-class Running(NamedTuple):
-    """How models are run: sequences per pass, the format that is expected, who is told."""
-
-    batch_size: int = 8
-    expect: str | None = None
-    progress: Progress | None = None
-    batch_b: int | None = None
-    parallel: str | None = None
+        compared = compare(a, b, partial=settings.partial, reference=reference)
+    expected = expected_format(settings.expect, a.provenance, b.provenance)
+    return diff_result(compared, None, {"compare": time.perf_counter() - started}, expected)
 
 
 class NamedSide(NamedTuple):
@@ -238,14 +188,19 @@ class NamedSide(NamedTuple):
         read_dtype(self.dtype)
         kind, settings = self.kind, (self.dtype, self.experts, self.revision)
         require(kind != "result", f"{self.source} is a saved result: diff takes traces and models")
+        end = self.side.lower()
         if kind == "engine":
-            words = f"experts and revision of {self.side} are for models, not engines"
-            require(settings[1:] == (None, None), words)
+            require_setting(
+                settings[1:] == (None, None),
+                f"{{experts_impl_{end}}} and {{revision_{end}}} are for models, not engines",
+            )
             return kind
-        require(
+        require_setting(
             kind == "model" or settings == ("auto", None, None),
-            f"dtype, experts and revision of {self.side} are for models, and {self.source!s:.80} "
-            f"is a {kind}",
+            f"{{dtype_{end}}}, {{experts_impl_{end}}} and {{revision_{end}}} are for models, and "
+            "{source} is a {kind}",
+            source=f"{self.source!s:.80}",
+            kind=kind,
         )
         return kind
 
@@ -255,109 +210,107 @@ class NamedSide(NamedTuple):
             return self.source
         return read_routes(self.source, n_experts, k)
 
-    def opened(self) -> tuple["Side", Model]:
+    def opened(self) -> "Side":
         """The model, ready to run."""
         dtype, emulated = read_dtype(self.dtype)
-        named = isinstance(self.source, str | Path)
-        require(
-            named or emulated is not None or dtype == "auto",
-            f"dtype {dtype!r} of {self.side} is for a model that is loaded by its name",
+        is_name = isinstance(self.source, str | Path)
+        require_setting(
+            is_name or emulated is not None or dtype == "auto",
+            f"{{dtype_{self.side.lower()}}} {dtype!r} is for a model that is loaded by its name",
         )
         options = {"dtype": dtype, "revision": self.revision, **self.load}
-        loaded = Model.open(self.source, "diff takes a trace, a file of routes, or", **options)
-        use_experts(loaded.module, self.experts)
-        return Side(loaded.module, emulated, stream=loaded.stream), loaded
+        model = Model.open(self.source, "diff takes a trace, a file of routes, or", **options)
+        use_experts(model.module, self.experts)
+        return Side(model.module, emulated, stream=model.stream, tokenizer=model.tokenizer)
 
-    def told(self) -> dict[str, object]:
+    @property
+    def provenance(self) -> dict[str, object]:
         """The name of the side, for the record."""
         if not isinstance(self.source, str | Path):
             return {}
-        named = self.kind in ("model", "engine")
-        return {"model" if named else "file": str(self.source)}
+        is_model = self.kind in ("model", "engine")
+        return {"model" if is_model else "file": str(self.source)}
 
 
-def _two_models(
-    sides: tuple[NamedSide, NamedSide],
-    text: Text,
-    tokens: int,
-    length: int,
-    run: Running,
-    replay: bool,
+def _diff_named_models(
+    sides: tuple[NamedSide, NamedSide], settings: DiffSettings, progress: Progress | None
 ) -> RoutingDiff:
-    words, origin = as_text(text)
-    ready, cut = [], []
-    for named in sides:
-        side, loaded = named.opened()
-        most = default_length(loaded.module, length)
-        ready.append(side)
-        cut.append(tokenise(loaded.tokenizer, words, tokens, most).sequences)
-    same_tokens(cut[0], cut[1])
-    if any(side.stream is not None for side in ready):
-        _check_streams(ready, run, replay)
-    found = diff_models(ready[0], ready[1], cut[0], **run._asdict())
-    facts = {"text": origin, "tokens": sum(map(len, cut[0]))}
-    if run.batch_b is not None:
-        facts["sequences per pass"] = f"{run.batch_size} in A, {run.batch_b} in B"
-    found = replace(found, provenance=found.provenance | facts)
-    if not replay:
-        return found
-    ranks = Ranks.of(run.parallel, list(batches(cut[0], run.batch_size)))
-    return with_split(found, replay_split(ready[0], ready[1], ranks))
+    """Compare two models on a text, and split their KL by replay if asked for."""
+    text, origin = as_text(settings.text)
+    a, b = (side.opened() for side in sides)
+    sequences, others = (
+        tokenise(
+            side.tokenizer,
+            text,
+            settings.tokens,
+            default_length(side.model, settings.sequence_length),
+        ).sequences
+        for side in (a, b)
+    )
+    check_same_tokens(sequences, others)
+    if a.stream is not None or b.stream is not None:
+        _check_streams((a, b), settings)
+    run = {name: getattr(settings, name) for name in ("batch_size", "expect", "batch_b")}
+    result = diff_models(a, b, sequences, progress=progress, parallel=settings.parallel, **run)
+    facts: dict[str, object] = {"text": origin, "tokens": sum(map(len, sequences))}
+    if settings.batch_b is not None:
+        facts["sequences per pass"] = f"{settings.batch_size} in A, {settings.batch_b} in B"
+    result = replace(result, provenance=result.provenance | facts)
+    if not settings.replay:
+        return result
+    ranks = Ranks.of(settings.parallel, list(batches(sequences, settings.batch_size)))
+    return _with_replay(result, replay_split(a, b, ranks))
 
 
-def _check_streams(sides: Sequence["Side"], run: Running, replay: bool) -> None:
+def _check_streams(sides: Sequence["Side"], settings: DiffSettings) -> None:
     """Refuse what needs models in memory, of models that are read layer by layer."""
     both = all(side.stream is not None for side in sides)
     require_setting(both, "both models are streamed, or none ({stream})")
-    plain = all(side.emulated is None for side in sides) and not replay and run.batch_b is None
+    emulated = any(side.emulated is not None for side in sides)
     require_setting(
-        plain,
+        not emulated and not settings.replay and settings.batch_b is None,
         "emulated formats, {replay} and {batch_b} need the models in memory: leave out {stream}",
     )
 
 
-def with_split(found: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
+def _with_replay(result: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
     """Return a result that says how much of the KL replaying A's routes removes."""
-    named = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
+    numbers = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
     observation = Observation("replay", "info", split.by_ids)
     return replace(
-        found,
+        result,
         replay=split,
-        metrics=found.metrics | named,
-        observations=(*found.observations, observation),
+        metrics=result.metrics | numbers,
+        observations=(*result.observations, observation),
     )
 
 
-def _beside(
+def _diff_model_and_trace(
     sides: tuple[NamedSide, NamedSide],
-    place: int,
-    n_experts: int | None,
-    k: int | None,
-    partial: bool,
-    run: Running,
+    model_side: int,
+    settings: DiffSettings,
+    progress: Progress | None,
 ) -> RoutingDiff:
-    """Compare a model, at this place, with a trace: the model runs on the tokens of the trace."""
-    trace = sides[1 - place].trace(n_experts, k)
-    sequences, documents = token_sequences(trace)
-    side, _ = sides[place].opened()
-    own = trace_model(
-        side,
-        sequences,
-        documents=documents,
-        batch_size=run.batch_size,
-        progress=run.progress,
-        parallel=run.parallel,
-    )
-    traces = (own, trace) if place == 0 else (trace, own)
-    expected = expected_format(run.expect, traces[0].provenance, traces[1].provenance)
+    """Compare a model, side 0 or 1, with a trace: the model runs on the tokens of the trace."""
+    saved = sides[1 - model_side].trace(settings.n_experts, settings.k)
+    sequences, documents = token_sequences(saved)
+    side, parallel = sides[model_side].opened(), settings.parallel
+    run = {"documents": documents, "batch_size": settings.batch_size}
+    recorded = trace_model(side, sequences, **run, progress=progress, parallel=parallel)
+    traces = (recorded, saved) if model_side == 0 else (saved, recorded)
+    expected = expected_format(settings.expect, traces[0].provenance, traces[1].provenance)
     reference = None
-    if run.parallel not in UNROUNDED:
-        reference = reference_run((side,), (own,), sequences, expected, run.batch_size)
+    if parallel not in UNROUNDED:
+        size = settings.batch_size
+        reference = reference_run((side,), (recorded,), sequences, expected, size)
     if reference is not None:
-        reference = replace(
-            reference, documents=torch.tensor(documents)[reference.documents.long()]
-        )
-    return _diff_traces(*traces, partial, run.expect, reference)
+        reference = _renumbered(reference, documents)
+    return _diff_traces(*traces, settings, reference)
+
+
+def _renumbered(trace: RoutingTrace, documents: Sequence[int]) -> RoutingTrace:
+    """The trace with other numbers for its documents 0, 1, ...."""
+    return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
 
 
 REFERENCE_TOKENS = 4096
@@ -385,12 +338,14 @@ def reference_run(
         parts: what is in that format; by default what a side emulates in it, else all.
     """
     exact = [
-        place for place, trace in enumerate(traces) if recorded_format(trace.provenance) == "fp32"
+        side
+        for side, trace in zip(sides, traces, strict=True)
+        if recorded_format(trace.provenance) == "fp32"
     ]
     if expected is None or expected.name not in FORMATS or not exact:
         return None
-    told: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
-    side = Side(sides[exact[0]].model, expected.name, parts or (told[0] if told else "all"))
+    emulated: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
+    side = Side(exact[0].model, expected.name, parts or (*emulated, ALL)[0])
     lengths = np.cumsum([len(sequence) for sequence in sequences])
     count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
     try:
@@ -408,12 +363,14 @@ class Side(NamedTuple):
             model must be in float32 then.
         parts: what is in that format: "all", "router" or "others".
         stream: reads the weights when they are needed; None if they are in memory.
+        tokenizer: its tokenizer, where text is to be cut.
     """
 
     model: nn.Module
     emulated: str | None = None
     parts: Region = "all"
     stream: ModelStream | None = None
+    tokenizer: Any = None
 
     @property
     def opened(self) -> Model:
@@ -432,11 +389,7 @@ class Side(NamedTuple):
         """Records the passes of this side, the model of that number in its plan."""
         name = self.emulated if self.parts == "all" else f"{self.emulated} {self.parts}"
         facts = {} if self.emulated is None else {"emulated": name}
-        return RouteRecorder(self.model, of=partial(_is_of, number), provenance=facts)
-
-
-def _is_of(number: int, run: Pass) -> bool:
-    return run.model == number
+        return RouteRecorder(self.model, of=lambda run: run.model == number, provenance=facts)
 
 
 def diff_models(
@@ -466,19 +419,19 @@ def diff_models(
     started, sizes = time.perf_counter(), (batch_size, batch_b or batch_size)
     ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
     plan, split = _side_by_side((a, b), ranks, sizes)
-    recorders, compared = (a.recorder(0), b.recorder(1)), DistanceObserver(split)
+    recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split)
     runner = Runner(a.opened, b.opened, ranks=ranks)
-    runner.run(plan, [*recorders, compared], progress)
-    traces, distances = [recorder.trace() for recorder in recorders], compared.distances
+    runner.run(plan, [*recorders, predictions], progress)
+    traces, distances = [recorder.trace() for recorder in recorders], predictions.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     reference = None
     if parallel not in UNROUNDED and a.stream is None:
         reference = reference_run((a, b), traces, sequences, expected, batch_size)
     ran = time.perf_counter()
     with one_thread():
-        found = compare(*traces, reference=reference)
+        compared = compare(*traces, reference=reference)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
-    return summed_up(found, logits_of(found, distances), timings, expected)
+    return diff_result(compared, logits_of(compared, distances), timings, expected)
 
 
 def _side_by_side(
@@ -552,33 +505,27 @@ def trace_model(
     """
     ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
     trace = trace_side(side, ranks, progress=progress)
-    if documents is None:
-        return trace
-    return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
+    return trace if documents is None else _renumbered(trace, documents)
 
 
-def read_dtype(words: str) -> tuple[str, str | None]:
+def read_dtype(dtype: str) -> tuple[str, str | None]:
     """Return the dtype to load a model in, and the format to emulate in it, if any."""
-    if not words.endswith(EMULATED):
-        return words, None
-    name = words.removesuffix(EMULATED)
-    known = ", ".join(f"{known}{EMULATED}" for known in FORMATS)
-    require(name in FORMATS, f"no format {words!r}: emulated are {known}")
+    if not dtype.endswith(EMULATED):
+        return dtype, None
+    name = dtype.removesuffix(EMULATED)
+    names = ", ".join(f"{format_name}{EMULATED}" for format_name in FORMATS)
+    require(name in FORMATS, f"no format {dtype!r}: emulated are {names}")
     return "fp32", name
 
 
-def same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
+def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
     """Raise if the sequences differ; the error names the first token that does."""
     for number, (first, second) in enumerate(zip(a, b, strict=False)):
-        for place, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
-            require(
-                x == y,
-                f"different tokenisations: sequence {number}, token {place} is {x} in A, {y} in B",
-                TraceError,
-            )
-        _same_length(f"sequence {number}", len(first), len(second), "tokens")
-    _same_length("the text", len(a), len(b), "sequences")
+        for position, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
+            _require_equal(f"sequence {number}, token {position} is", x, y)
+        _require_equal(f"sequence {number} has", len(first), len(second), " tokens")
+    _require_equal("the text has", len(a), len(b), " sequences")
 
 
-def _same_length(what: str, a: int, b: int, unit: str) -> None:
-    require(a == b, f"different tokenisations: {what} has {a} {unit} in A, {b} in B", TraceError)
+def _require_equal(fact: str, a: int, b: int, unit: str = "") -> None:
+    require(a == b, f"different tokenisations: {fact} {a}{unit} in A, {b} in B", TraceError)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.analysis.inspection import Finding, Observation
-from tieline.analysis.replay_split import ReplaySplit
 from tieline.core.records import Result, Worded
 from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
@@ -494,6 +493,48 @@ class LogitsDiff:
     loss_a: float
     loss_b: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """Mean KL(A ‖ B) over predicted tokens, in nats.
+
+    Attributes:
+        kl: the mean.
+        error: standard error, clustered by document; None for one document.
+    """
+
+    kl: float
+    error: float | None
+
+
+@dataclass(frozen=True)
+class ReplaySplit:
+    """The distance of two runs with and without A's routes replayed in B.
+
+    Attributes:
+        live: B as it is.
+        ids: B with A's experts.
+        both: B with A's experts and combine weights.
+        tokens: predicted tokens.
+        changed: choices of all layers that replay changed.
+    """
+
+    live: SplitPart
+    ids: SplitPart
+    both: SplitPart
+    tokens: int
+    changed: int
+
+    @property
+    def by_ids(self) -> float:
+        """Share of the KL that replaying experts removes."""
+        return 1 - self.ids.kl / self.live.kl if self.live.kl else 0.0
+
+    @property
+    def by_both(self) -> float:
+        """Share of the KL that replaying experts and weights removes."""
+        return 1 - self.both.kl / self.live.kl if self.live.kl else 0.0
 
 
 @dataclass(frozen=True)

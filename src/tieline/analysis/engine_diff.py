@@ -32,44 +32,30 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tieline.analysis.attribution import ROUNDING, Expected, read_format, recorded_format
-from tieline.analysis.comparison import Compared, compare, summed_up
-from tieline.analysis.diff import NamedSide, Running, Side, reference_run, trace_side
+from tieline.analysis.comparison import compare, diff_result
+from tieline.analysis.diff import NamedSide, Side, reference_run, trace_side
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspection import Observation
+from tieline.analysis.settings import DiffSettings
 from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
+from tieline.core.settings import require_setting
 from tieline.engines import RunOptions, dequantised, engine_named
 from tieline.engines.registry import find_python, split_side
 from tieline.engines.sources import EngineSource, TokenDocuments, engine_model, vocabulary_sample
 from tieline.models.emulate import FORMATS, Region
-from tieline.models.model import Model, load_tokenizer
+from tieline.models.model import load_tokenizer
 from tieline.models.running import batches
-from tieline.run.corpus import Text, default_length
+from tieline.run.corpus import default_length
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
 from tieline.run.processes import Ranks
+from tieline.run.schedule import Progress
 from tieline.trace.record import RoutingTrace
 
 MOST_PREDICTIONS = 1 << 28
 """Log-probabilities that are held per side, 1 GiB; beyond that no KL is measured."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the engines of a comparison run.
-
-    Attributes:
-        tokenizer: model whose tokenizer cuts the text, where no side has one.
-        python: the Python of the engine.
-        defaults: whether engines keep their own settings.
-        dequantise: whether quantised weights are also run by transformers.
-    """
-
-    tokenizer: str | None = None
-    python: str | Path | None = None
-    defaults: bool = False
-    dequantise: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,102 +69,96 @@ class _SideRun:
 
 @dataclass(frozen=True)
 class _Job:
-    """What both sides run, and how."""
+    """What both sides run, and how.
+
+    Attributes:
+        documents: the tokens.
+        predictions: whether log-probabilities are kept.
+        settings: options of the comparison.
+        progress: called with stage, done and total.
+    """
 
     documents: TokenDocuments
     predictions: bool
-    run: Running
-    settings: EngineSettings
+    settings: DiffSettings
+    progress: Progress | None
 
 
 def diff_engines(
-    sides: tuple[NamedSide, NamedSide],
-    text: Text,
-    tokens: int,
-    length: int,
-    run: Running,
-    settings: EngineSettings,
-    partial: bool = False,
-    shape: tuple[int | None, int | None] = (None, None),
+    sides: tuple[NamedSide, NamedSide], settings: DiffSettings, progress: Progress | None = None
 ) -> RoutingDiff:
-    """Compare two sides of which at least one is an engine; see `diff`.
-
-    Args:
-        sides: A and B as they were named.
-        text: what to run, unless a side is a trace.
-        tokens: how many tokens of it.
-        length: tokens per document.
-        run: batch size, expected format, progress.
-        settings: of the engines.
-        partial: compare what both have.
-        shape: number of experts and k, for files that do not tell.
-    """
+    """Compare two sides of which at least one is an engine; see `diff`."""
     started = time.perf_counter()
     _check_engines(sides, settings)
+    shape = settings.n_experts, settings.k
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
-    loaded = {x.side: x.opened() for x in sides if x.kind == "model"}
-    job = _job(sides, traces, loaded, text, (tokens, length), run, settings)
-    ran = []
+    models = {x.side: x.opened() for x in sides if x.kind == "model"}
+    job = _job(sides, traces, models, settings, progress)
+    runs = []
     for side in sides:
         if side.side in traces:
-            ran.append(_SideRun(traces[side.side]))
-        elif side.side in loaded:
-            ran.append(_run_model(loaded[side.side][0], job))
+            runs.append(_SideRun(traces[side.side]))
+        elif side.side in models:
+            runs.append(_run_model(models[side.side], job))
         else:
-            ran.append(_run_side(side, job))
+            runs.append(_run_engine(side, job))
     before = time.perf_counter()
-    compared = _compared(sides, ran[0], ran[1], job, partial)
+    result = _compared(sides, runs[0], runs[1], job)
     timings = {"run": before - started, "compare": time.perf_counter() - before}
     facts = {"text": job.documents.origin, "tokens": job.documents.tokens}
-    return replace(compared, timings=timings, provenance=compared.provenance | facts)
+    return replace(result, timings=timings, provenance=result.provenance | facts)
 
 
-def _check_engines(sides: Sequence[NamedSide], settings: EngineSettings) -> None:
-    """Find every engine before anything is loaded."""
-    engines = [split_side(x.source) for x in sides]
-    named_engines = [x for x in engines if x is not None]
-    single = len({engine for engine, _ in named_engines}) == 1
-    require(
-        settings.python is None or single,
-        "engine_python is for one engine: name the others by their environment variables "
+def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
+    """Refuse settings of models, and find every engine before anything is loaded."""
+    require_setting(
+        not settings.replay, "{replay} is for two models: an engine's routes are not replayed"
+    )
+    require_setting(
+        settings.batch_b is None, "{batch_b} is for two models: engines run documents one by one"
+    )
+    engines = {engine for engine, _ in filter(None, (split_side(x.source) for x in sides))}
+    require_setting(
+        settings.engine_python is None or len(engines) == 1,
+        "{engine_python} is for one engine: name the others by their environment variables "
         "(tieline capture --list-engines)",
     )
-    for engine, _ in named_engines:
-        find_python(engine_named(engine), settings.python)
+    for engine in sorted(engines):
+        find_python(engine_named(engine), settings.engine_python)
 
 
 def _job(
     sides: Sequence[NamedSide],
     traces: dict[str, RoutingTrace],
-    loaded: dict[str, tuple[Side, Model]],
-    text: Text,
-    size: tuple[int, int],
-    run: Running,
-    settings: EngineSettings,
+    models: dict[str, Side],
+    settings: DiffSettings,
+    progress: Progress | None,
 ) -> _Job:
     """The tokens of the trace, or of the text cut by the tokenizer of a side."""
-    tokenizer = _tokenizer(sides, loaded, settings.tokenizer)
+    tokenizer = _tokenizer(sides, models, settings.tokenizer)
     if traces:
-        require(text is None, "a text is for models: an engine beside a trace runs its tokens")
+        require_setting(
+            settings.text is None,
+            "{text}: a text is for models: an engine beside a trace runs its tokens",
+        )
         vocabulary = None if tokenizer is None else vocabulary_sample(tokenizer)
         documents = TokenDocuments.of_trace(next(iter(traces.values())), vocabulary)
-        return _Job(documents, False, run, settings)
-    require(
+        return _Job(documents, False, settings, progress)
+    require_setting(
         tokenizer is not None,
-        "no side has a tokenizer of transformers: name a model that has it with --tokenizer",
+        "no side has a tokenizer of transformers: name a model that has one by {tokenizer}",
     )
     assert tokenizer is not None
-    most = min([size[1], *_contexts(sides, loaded)])
-    documents = TokenDocuments.of_text(tokenizer, text, size[0], most)
-    return _Job(documents, documents.tokens * len(tokenizer) <= MOST_PREDICTIONS, run, settings)
+    most = min([settings.sequence_length, *_contexts(sides, models)])
+    documents = TokenDocuments.of_text(tokenizer, settings.text, settings.tokens, most)
+    predictions = documents.tokens * len(tokenizer) <= MOST_PREDICTIONS
+    return _Job(documents, predictions, settings, progress)
 
 
-def _tokenizer(
-    sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, Model]], asked: str | None
-) -> Any:
+def _tokenizer(sides: Sequence[NamedSide], models: dict[str, Side], asked: str | None) -> Any:
     if asked is not None:
         return load_tokenizer(asked)
-    for _, model in loaded.values():
+    for model in models.values():
         return model.tokenizer
     for side in sides:
         engine_side = split_side(side.source)
@@ -187,9 +167,9 @@ def _tokenizer(
     return None
 
 
-def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, Model]]) -> list[int]:
+def _contexts(sides: Sequence[NamedSide], models: dict[str, Side]) -> list[int]:
     """Longest documents that the models take, as far as they tell."""
-    lengths = [default_length(model.module, 1 << 30) for _, model in loaded.values()]
+    lengths = [default_length(side.model, 1 << 30) for side in models.values()]
     for side in sides:
         engine = split_side(side.source)
         path = Path(engine_model(engine[1])) / "config.json" if engine else Path()
@@ -199,28 +179,28 @@ def _contexts(sides: Sequence[NamedSide], loaded: dict[str, tuple[Side, Model]])
     return lengths
 
 
-def _run_side(side: NamedSide, job: _Job) -> _SideRun:
+def _run_engine(side: NamedSide, job: _Job) -> _SideRun:
     """Run an engine."""
     engine_side = split_side(side.source)
     assert engine_side is not None
     engine, model = engine_side
     options = RunOptions(
-        job.settings.python,
+        job.settings.engine_python,
         "fp32" if side.dtype == "auto" else side.dtype,
-        job.settings.defaults,
+        job.settings.engine_defaults,
         logprobs=job.predictions,
     )
-    done = EngineSource(model, engine, options).run(job.documents, job.run.progress)
+    done = EngineSource(model, engine, options).run(job.documents, job.progress)
     logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
     return _SideRun(done.trace, logprobs)
 
 
 def _run_model(side: Side, job: _Job) -> _SideRun:
-    """Run a model of transformers and keep its log-probabilities, if they are wanted."""
-    ranks = Ranks.of(None, list(batches(job.documents.sequences, job.run.batch_size)))
+    """Run a model of transformers and keep its log-probabilities, if they are asked for."""
+    ranks = Ranks.of(None, list(batches(job.documents.sequences, job.settings.batch_size)))
     predictions = _Predictions()
     observers = [predictions] if job.predictions else []
-    trace = trace_side(side, ranks, observers, job.run.progress)
+    trace = trace_side(side, ranks, observers, job.progress)
     rows = predictions.rows
     return _SideRun(job.documents.numbered(trace), torch.cat(rows) if rows else None, side)
 
@@ -238,15 +218,13 @@ class _Predictions(Observer):
             self.rows.append(rows.float().cpu())
 
 
-def _compared(
-    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job, partial: bool
-) -> RoutingDiff:
-    expected = _expected(job.run.expect, a.trace, b.trace)
+def _compared(sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job) -> RoutingDiff:
+    expected = _expected(job.settings.expect, a.trace, b.trace)
     dequantised = _dequantised_run(sides, a, b, job)
     reference = _noise(a, b, dequantised, expected, job)
     with one_thread():
-        compared = compare(a.trace, b.trace, partial=partial, reference=reference)
-    result = summed_up(compared, logits_of(compared, _distances(a, b, job)), {}, expected)
+        compared = compare(a.trace, b.trace, partial=job.settings.partial, reference=reference)
+    result = diff_result(compared, logits_of(compared, _distances(a, b, job)), {}, expected)
     if dequantised is None:
         return result
     return _with_mismatched(_with_split(result, a, b, dequantised, job), dequantised)
@@ -285,14 +263,12 @@ def _noise(
     exact = any(recorded_format(x.trace.provenance) == "fp32" for x in models)
     if not exact or any(x.trace.provenance.get("rounded") == "cache" for x in (a, b)):
         return None  # nothing emulates a cache alone in another format
-    rounded = expected is not None and expected.name in FORMATS
-    if dequantised is not None and not (
-        rounded and expected is not None and FORMATS[expected.name].activations is not None
-    ):
+    chosen = None if expected is None else FORMATS.get(expected.name)
+    if dequantised is not None and (chosen is None or chosen.activations is None):
         return dequantised.ran.trace
     sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
-    size, emulated = job.run.batch_size, _emulated_parts(a, b, expected)
+    size, emulated = job.settings.batch_size, _emulated_parts(a, b, expected)
     sequences = job.documents.sequences
     reference = reference_run(sides, traces, sequences, expected, size, emulated)
     return None if reference is None else job.documents.numbered(reference)
@@ -321,12 +297,8 @@ def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected |
 
 def _rounding(trace: RoutingTrace) -> str | None:
     """The format whose noise the products of a side make; an engine may store another."""
-    stated = trace.provenance.get("rounding")
-    return (
-        stated
-        if isinstance(stated, str) and stated in ROUNDING
-        else recorded_format(trace.provenance)
-    )
+    stated = str(trace.provenance.get("rounding"))
+    return stated if stated in ROUNDING else recorded_format(trace.provenance)
 
 
 def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Region | None:
@@ -354,23 +326,20 @@ def _dequantised_run(
     sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job
 ) -> _DequantisedRun | None:
     """The dequantised weights in transformers; None if no side is quantised or none is a model."""
+    if not job.settings.dequantise:
+        return None
     for side, run, other in ((sides[0], a, b), (sides[1], b, a)):
         engine_side = split_side(side.source)
         quantised = str(recorded_format(run.trace.provenance)).startswith("int")
-        if (
-            engine_side is None
-            or not quantised
-            or other.side is None
-            or not job.settings.dequantise
-        ):
+        if engine_side is None or not quantised or other.side is None:
             continue
         if other.side.emulated is not None or not can_dequantise(other.side.model):
             continue
-        source = engine_model(engine_side[1])
-        rebuilt = dequantised_model(other.side.model, engine_side[0], source, job.settings.python)
-        return _DequantisedRun(
-            _run_model(Side(rebuilt.model), job), rebuilt.bits, side.side, rebuilt.mismatched
-        )
+        engine, source = engine_side[0], engine_model(engine_side[1])
+        python = job.settings.engine_python
+        rebuilt = dequantised_model(other.side.model, engine, source, python)
+        ran = _run_model(Side(rebuilt.model), job)
+        return _DequantisedRun(ran, rebuilt.bits, side.side, rebuilt.mismatched)
     return None
 
 
@@ -387,39 +356,35 @@ def _with_split(
     with one_thread():
         by_format = compare(original.trace, ran.trace)
         by_engine = compare(ran.trace, engine.trace)
-    logits = [
+    logits = (
         logits_of(by_format, _distances(original, ran, job)),
         logits_of(by_engine, _distances(ran, engine, job)),
-    ]
-    kls = [None if x is None else x.kl for x in logits]
+    )
+    format_kl, engine_kl = (None if x is None else x.kl for x in logits)
     split = DequantisedSplit(
         side=side,
         bits=dequantised.bits,
-        format_flips=_flips(by_format),
-        engine_flips=_flips(by_engine),
+        format_flips=tuple(layer.flip for layer in by_format.layers),
+        engine_flips=tuple(layer.flip for layer in by_engine.layers),
         format_any=by_format.tokens.anywhere,
         engine_any=by_engine.tokens.anywhere,
-        format_kl=kls[0],
-        engine_kl=kls[1],
+        format_kl=format_kl,
+        engine_kl=engine_kl,
     )
-    format_share, engine_share = (x.value or 0.0 for x in (split.format_any, split.engine_any))
-    numbers = {"flip:format": format_share, "flip:engine": engine_share}
-    numbers |= {
-        key: value
-        for key, value in (("kl:format", kls[0]), ("kl:engine", kls[1]))
-        if value is not None
+    numbers = {
+        "flip:format": split.format_any.value or 0.0,
+        "flip:engine": split.engine_any.value or 0.0,
+        "kl:format": format_kl,
+        "kl:engine": engine_kl,
     }
-    observation = Observation("dequantised", "info", engine_share)
+    metrics = {name: value for name, value in numbers.items() if value is not None}
+    observation = Observation("dequantised", "info", metrics["flip:engine"])
     return replace(
         result,
         dequantised=split,
-        metrics=result.metrics | numbers,
+        metrics=result.metrics | metrics,
         observations=(*result.observations, observation),
     )
-
-
-def _flips(compared: Compared) -> tuple[Any, ...]:
-    return tuple(layer.flip for layer in compared.layers)
 
 
 LARGEST_ERROR = 0.7
@@ -482,11 +447,9 @@ def _mismatched(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[s
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
             for key in set(stored.keys()) & set(arrays):
-                stored_tensor = stored.get_tensor(key).double()
-                error = (
-                    torch.from_numpy(arrays[key]).double() - stored_tensor
-                ).norm() / stored_tensor.norm()
-                errors[key] = float(error)
+                original = stored.get_tensor(key).double()
+                change = torch.from_numpy(arrays[key]).double() - original
+                errors[key] = float(change.norm() / original.norm())
     odd = {key: error for key, error in errors.items() if not error <= LARGEST_ERROR}
     return tuple(sorted(odd.items(), key=lambda pair: -pair[1]))
 

@@ -36,8 +36,8 @@ from tieline.analysis.repair import (
     smoothing_latency,
 )
 from tieline.analysis.settings import SmoothOptions, SmoothSettings
-from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.settings import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
 from tieline.models.changes import Call
 from tieline.models.demo import DEMO
@@ -214,26 +214,30 @@ def chosen_scale(
     """
     if max_moved is not None:
         moved = {c: table.moved.value or 0.0 for c, table in points.items()}
-        return _crossing(moved, max_moved, "--max-moved", "KL to the original")
+        return _crossing(moved, max_moved, "max_moved", "KL to the original")
     assert factor is not None
-    found = {c: table.rows[0].flip_factor for c, table in points.items()}
-    ratios = sorted(value / flip_reduction(c) for c, value in found.items() if value and c >= 1)
-    require(bool(ratios), "no flips are left to be seen at any width: give --max-moved instead")
+    factors = {c: table.rows[0].flip_factor for c, table in points.items()}
+    ratios = sorted(value / flip_reduction(c) for c, value in factors.items() if value and c >= 1)
+    require_setting(
+        bool(ratios), "no flips are left to be seen at any width: give {max_moved} instead"
+    )
     middle = ratios[len(ratios) // 2]
-    return _crossing({c: middle * flip_reduction(c) for c in found}, factor, "--factor", "factor")
+    return _crossing({c: middle * flip_reduction(c) for c in factors}, factor, "factor", "factor")
 
 
-def _crossing(values: Mapping[float, float], target: float, option: str, what: str) -> float:
-    """Where increasing values reach the target first."""
-    require(0 < target < math.inf, f"{option} must be positive and finite, got {target:g}")
+def _crossing(values: Mapping[float, float], target: float, setting: str, quantity: str) -> float:
+    """Where increasing values first reach the target that a setting gives."""
+    name = f"{{{setting}}}"
+    require_setting(
+        0 < target < math.inf, name + " must be positive and finite, got {target:g}", target=target
+    )
     scales = sorted(values)
     first, best = values[scales[0]], max(values.values())
     if target < first or target > best:
-        side = "least" if target < first else "largest"
-        end = first if target < first else best
-        raise ParameterError(
-            f"no ε between {scales[0]:g} and {scales[-1]:g} times the noise reaches {option} "
-            f"{target:g}: the {side} {what} is {end:.3g}"
+        side, end = ("least", first) if target < first else ("largest", best)
+        raise SettingError(
+            f"no ε between {scales[0]:g} and {scales[-1]:g} times the noise reaches {name} "
+            f"{target:g}: the {side} {quantity} is {end:.3g}"
         )
     for low, high in itertools.pairwise(scales):
         below, above = values[low], values[high]

@@ -7,22 +7,36 @@ With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d:
 
 All terms of the sum of k3 are nonnegative, so distances far below the rounding of the
 log-probabilities are not lost in it. All in float64.
+
+How much of the KL is routing, from runs of B that replay A's routes:
+
+    KL(A ‖ B)         B as it is
+    KL(A ‖ B_ids)     B takes the experts that A chose, weighted by B's own router
+    KL(A ‖ B_both)    B takes A's experts and A's combine weights
+
+What the first loses to the second is the share of flips, what the second loses to the third that of
+combine weights, and the rest is everything else: attention, experts, norms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tieline.analysis.comparison import Compared
-from tieline.analysis.diff_records import LogitsDiff
+from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
+from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import clustered_error, k3
+from tieline.models.families import find_routers
+from tieline.run.condition import ChoiceMode
 from tieline.run.observers import Observer, Outcome
-from tieline.run.plan import Pass
+from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.processes import Ranks
+from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 
 ROWS = 128
 """Tokens at a time whose distributions are held in float64."""
@@ -98,16 +112,6 @@ def _mean(values: Tensor) -> float | None:
     return values.mean().item() if len(values) else None
 
 
-def with_distances(
-    distances: list[TokenDistances], a: Any, b: Any, ids: Tensor
-) -> list[TokenDistances] | None:
-    """The distances of one more batch; None for models that do not predict the same tokens."""
-    able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
-    if not able or a.shape[:2] != ids.shape:
-        return None
-    return [*distances, token_distances(a, b, ids)]
-
-
 Rows = tuple[tuple[Pass, ...], tuple[Pass, ...]]
 """Passes of A and of B over the same sequences."""
 
@@ -141,8 +145,12 @@ class DistanceObserver(Observer):
             self._compare(logits_a, logits_b, torch.cat([x.ids for x in ended[0]]))
 
     def _compare(self, a: Any, b: Any, ids: Tensor) -> None:
-        if self.distances is not None:
-            self.distances = with_distances(self.distances, a, b, ids)
+        """Add the distances of a batch; None for models that do not predict the same tokens."""
+        able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+        if not able or a.shape[:2] != ids.shape:
+            self.distances = None
+        elif self.distances is not None:
+            self.distances.append(token_distances(a, b, ids))
 
     def join(self, ranks: Ranks) -> None:
         """Gather the distances of all batches from all processes."""
@@ -167,3 +175,94 @@ def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> Log
     tokens = compared.aligned.common.in_a
     of_tokens = TokenDistances(*(column[tokens] for column in joined))
     return logits_diff(of_tokens, compared.flips.any(0), compared.documents)
+
+
+CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}
+"""Whose experts B takes, with which weights, by part of the split."""
+
+
+def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None) -> ReplaySplit:
+    """Measure KL(A ‖ B) live, with A's experts, and with A's experts and weights replayed in B.
+
+    Args:
+        a: the run whose routes are replayed, with `opened` and `condition` as `diff.Side` has them.
+        b: the other run; may be the same model in another format.
+        ranks: the batches, each row a document, and how processes share them.
+        progress: called with stage, done and total.
+    """
+    _check_routers(a.model, b.model)
+    passes: list[Pass] = []
+    names: dict[Pass, str] = {}
+    for number in ranks.numbered:
+        first = Pass(number, a.condition)
+        runs = {
+            Pass(number, b.condition.taking(choice), first, model=1): name
+            for name, choice in CHOICES.items()
+        }
+        passes += [first, *runs]
+        names |= runs
+    distances = _SplitDistances(names, ranks.documents)
+    plan = Plan((Phase("replay", ranks.numbered, tuple(passes)),))
+    Runner(a.opened, b.opened, ranks=ranks).run(plan, [distances], progress)
+    return distances.split()
+
+
+def _check_routers(a: nn.Module, b: nn.Module) -> None:
+    """Refuse models whose routers have other names: routes are replayed by name."""
+    others = sorted({*find_routers(a)} ^ {*find_routers(b)})
+    require(
+        not others,
+        f"routes are replayed by the names of routers, and {others[:3]} are in one model only",
+        UnsupportedModelError,
+    )
+
+
+class _SplitDistances(Observer):
+    """KL(A ‖ B) at every token, by the way in which B runs."""
+
+    def __init__(self, names: Mapping[Pass, str], first_document: int) -> None:
+        self._names, self._documents = names, first_document
+        empty = torch.empty(0, dtype=torch.float64)
+        self._columns = {name: [empty] for name in CHOICES}
+        self._rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        self._changed = 0
+        self._joined: dict[str, Tensor] = {}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Compare a pass of B with that of A."""
+        name = self._names.get(run)
+        if name is None or run.reference is None:
+            return
+        assert outcome.logits is not None
+        logits = outcome.references[run.reference][:, :-1], outcome.logits[:, :-1]
+        self._columns[name].append(_kl(logits[0].flatten(0, 1), logits[1].flatten(0, 1)))
+        if name == "ids":
+            self._changed += sum(outcome.changed.values())
+            rows, length = outcome.ids.shape
+            numbers = torch.arange(self._documents, self._documents + rows)
+            self._rows.append(numbers[:, None].expand(-1, length - 1).reshape(-1))
+            self._documents += rows
+
+    def join(self, ranks: Ranks) -> None:
+        """Gather the distances of all processes."""
+        local = {name: torch.cat(values) for name, values in self._columns.items()}
+        local |= {"documents": torch.cat(self._rows), "changed": torch.tensor([self._changed])}
+        self._joined = ranks.join_rows(local)
+
+    def split(self) -> ReplaySplit:
+        """The means, once all passes have ended."""
+        groups = self._joined["documents"]
+        columns = {name: self._joined[name] for name in CHOICES}
+        means = {
+            name: SplitPart(values.mean().item(), clustered_error(values, groups))
+            for name, values in columns.items()
+        }
+        changed = int(self._joined["changed"].sum())
+        return ReplaySplit(**means, tokens=len(groups), changed=changed)
+
+
+def _kl(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:
+    """KL(A ‖ B) of each row of logits, in float64."""
+    chunks = zip(a.split(ROWS), b.split(ROWS), strict=True)
+    logs = ([x.double().cpu().log_softmax(1) for x in pair] for pair in chunks)
+    return torch.cat([(log_a.exp() * k3(log_a, log_b)).sum(1) for log_a, log_b in logs])

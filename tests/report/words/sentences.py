@@ -19,10 +19,16 @@ from tieline.analysis.audit_records import (
     SigmaForFlips,
 )
 from tieline.analysis.diff import diff as diff_of
-from tieline.analysis.diff_records import Alignment, DequantisedSplit, LayerPair, Pattern
+from tieline.analysis.diff_records import (
+    Alignment,
+    DequantisedSplit,
+    LayerPair,
+    Pattern,
+    ReplaySplit,
+    SplitPart,
+)
 from tieline.analysis.findings import judge, observe
 from tieline.analysis.noise_shapes import NoiseShape
-from tieline.analysis.replay_split import ReplaySplit, SplitPart
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.measure.measures import measure

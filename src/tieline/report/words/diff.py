@@ -10,12 +10,12 @@ from tieline.analysis.diff_records import (
     DequantisedSplit,
     FlipAnswer,
     Pattern,
+    ReplaySplit,
     RoutingDiff,
     ShapeAnswer,
     SizeAnswer,
 )
 from tieline.analysis.inspection import Finding, Observation
-from tieline.analysis.replay_split import ReplaySplit
 from tieline.report.words.numbers import percent
 
 REPLAY = (

@@ -8,7 +8,7 @@ import torch
 import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import Side, diff_models
-from tieline.analysis.replay_split import replay_split
+from tieline.analysis.token_distances import replay_split
 from tieline.run.processes import Ranks
 
 
