@@ -21,7 +21,7 @@ from tieline.analysis.diff import Side, diff, diff_models
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
 from tieline.run.corpus import tokenise
-from tieline.trace import import_routed_experts
+from tieline.trace import import_trace
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,6 +53,6 @@ for name, ids in (("sound", array), ("late", late), ("renumbered", renumbered)):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "engine.safetensors"
         save_file({"routed_experts": np.ascontiguousarray(ids), **keys}, file)
-        result = diff(trainer, import_routed_experts(file, n_experts=16))
+        result = diff(trainer, import_trace(file, n_experts=16))
     notes = [note for note in result.alignment.notes if "only" not in note]
     print(f"{name:11s} {100 * result.metrics['flip']:.1f} % flips in the worst layer; {notes}")

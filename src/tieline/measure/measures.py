@@ -27,7 +27,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.records import to_plain
 from tieline.core.statistics import (
     Estimate,
     Quantiles,
@@ -109,10 +108,6 @@ class LayerMeasures:
     angular: Measurement[AngularSpread]
     used: float | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
-
 
 @dataclass(frozen=True)
 class ModelRate:
@@ -169,10 +164,6 @@ class RoutingMeasures:
     layers: tuple[LayerMeasures, ...]
     model: ModelMeasures
     provenance: dict[str, object]
-
-    def to_dict(self) -> dict[str, object]:
-        """JSON values; numbers that are not finite become None."""
-        return to_plain(self)
 
 
 def measure_layer(
@@ -373,13 +364,11 @@ def _clustered(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
 
 
 def measure_summary(
-    summary: RoutingSummary,
-    settings: MeasureSettings | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    summary: RoutingSummary, settings: MeasureSettings | None = None
 ) -> RoutingMeasures:
     """All measures of every layer and of the model, from a streaming summary.
 
-    Arguments as for `measure`; noise, rounding and products are measured on the sample.
+    Arguments as for `measure`; noise and rounding are measured on the sample.
     """
     for layer in summary.layers:
         require(
@@ -389,7 +378,7 @@ def measure_summary(
             TraceError,
         )
     chosen = settings or MeasureSettings()
-    sampled = measure(summary.sample, chosen, weights)
+    sampled = measure(summary.sample, chosen)
     layers = tuple(
         _counted_layer(counted, sampled_layer, summary.epsilons, chosen)
         for counted, sampled_layer in zip(summary.layers, sampled.layers, strict=True)
@@ -415,9 +404,9 @@ def histogram_quantiles(histogram: LogHistogram, settings: MeasureSettings) -> Q
     return Quantiles(settings.probabilities, *zip(*rows, strict=True))
 
 
-def histogram_density(histogram: LogHistogram, mass: float = 0.2) -> Estimate:
-    """Density at zero, w the largest grid point with F(2w) <= mass (Def. 3.2)."""
-    n = histogram.total
+def histogram_density(histogram: LogHistogram) -> Estimate:
+    """Density at zero, w the largest grid point with F(2w) <= 0.2 (Def. 3.2)."""
+    n, mass = histogram.total, 0.2
     middle = (histogram.below() + histogram.at_most()).double() / (2 * n)
     wide = middle[OCTAVE:]
     fitting = int((wide <= mass).sum())

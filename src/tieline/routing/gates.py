@@ -27,7 +27,7 @@ implemented for comparison; every other gate treats each token alone.
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import group_scores, stable_topk, topk_mask
 
 __all__ = [
+    "ChoiceOptions",
     "ExpertChoice",
     "GShardTopK",
     "Gate",
@@ -183,6 +184,17 @@ class Groups:
             f"k = {k} exceeds the {self.chosen * size} experts of the chosen groups",
             ShapeError,
         )
+
+
+class ChoiceOptions(TypedDict, total=False):
+    """Keyword arguments of `SelectiveGate`, for gates that pass them on."""
+
+    scoring: Literal["softmax", "sigmoid"]
+    order: Literal["before", "after"]
+    renormalize: bool
+    selection_bias: Tensor | None
+    groups: Groups | None
+    scale: float
 
 
 class SelectiveGate(Gate):

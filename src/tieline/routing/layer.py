@@ -194,14 +194,14 @@ def moe(
     require(router in ROUTERS, f"{router=} is not one of {sorted(ROUTERS)}")
     require(gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=}, {n_experts=}")
-    chosen_gate = GATES[gate]
-    choice = {"k": k} if issubclass(chosen_gate, TopK | BandGate | ExpertChoice) else {}
+    options: dict[str, Any] = dict(gate_options or {})
+    choice = (k,) if issubclass(GATES[gate], TopK | BandGate | ExpertChoice) else ()
     shared = None
     if shared_hidden is not None:
         shared = SharedExpert(d_model, shared_hidden, activation=activation, bias=bias)
     return MoE(
         ROUTERS[router](d_model, n_experts, **(router_options or {})),
-        chosen_gate(**choice, **(gate_options or {})),
+        GATES[gate](*choice, **options),
         Experts(n_experts, d_model, d_hidden, activation=activation, bias=bias),
         shared,
     )

@@ -20,10 +20,9 @@ scores outside [-1, 1] do not matter. Sorting the knees gives the piece with the
     ProjectedTopK        the gate
     projected_columns    the same shares for programs with slots per token
     project              the projection, with its own backward
-    LaplaceTopK          the ramp of least cost between two experts; not sparse
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,7 +33,7 @@ from tieline.core.ranking import stable_topk, top_values
 from tieline.routing.gates import Groups, Scores, Share
 from tieline.routing.smooth import BandGate, Columns
 
-__all__ = ["LaplaceTopK", "ProjectedTopK", "project", "projected_columns"]
+__all__ = ["ProjectedTopK", "project", "projected_columns"]
 
 Caps = Float[Tensor, "*batch experts"]
 
@@ -55,35 +54,8 @@ class ProjectedTopK(BandGate):
         budget: experts per token that the boundary loss aims at, k* = k + 0.5 by default.
         detach_ramp: block the gradient through the shares, except to ε, as training wants; set
             False for gradient checks.
-        renormalize, selection_bias, scoring, order, groups, scale: see `SelectiveGate`.
+        options: see `SelectiveGate`.
     """
-
-    def __init__(
-        self,
-        k: int,
-        *,
-        epsilon: float | None = None,
-        renormalize: bool = True,
-        selection_bias: Tensor | None = None,
-        scoring: Literal["softmax", "sigmoid"] = "softmax",
-        order: Literal["before", "after"] = "before",
-        groups: Groups | None = None,
-        scale: float = 1.0,
-        budget: float | None = None,
-        detach_ramp: bool = True,
-    ) -> None:
-        super().__init__(
-            k,
-            epsilon=epsilon,
-            budget=budget,
-            detach_ramp=detach_ramp,
-            renormalize=renormalize,
-            selection_bias=selection_bias,
-            scoring=scoring,
-            order=order,
-            groups=groups,
-            scale=scale,
-        )
 
     def share(self, selection: Scores) -> Share:
         """The projection of the selection scores."""
@@ -255,70 +227,3 @@ def _level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
     share = _clipped(y, level, caps)
     inside = ((share > 0) & (share < caps)).sum(dim=-1, keepdim=True)
     return level + (share.sum(dim=-1, keepdim=True) - k) / inside.clamp(min=1) * (inside > 0)
-
-
-class LaplaceTopK(BandGate):
-    r"""Shares L(c_i/ε - τ) with L the Laplace distribution function and Σ = k: not sparse.
-
-        L(s) = ½ e^s for s < 0,  1 - ½ e^{-s} for s >= 0
-
-    Of all ramps between two experts this one has the least product of E(change of the output)² and
-    sensitivity to small noise; a straight ramp has 4/3 of it. It uses every expert for every token,
-    so it is here to compare with, not to serve. With m scores above τ and the others below, u = e^τ
-    solves a u² + 2(k - m) u - b = 0, a = Σ_{above} e^{-x_i}, b = Σ_{below} e^{x_i}, x = c/ε;
-    sorting gives m.
-
-    Args:
-        k: seats, 1 <= k < E.
-        epsilon: scale ε > 0 of the distribution, in units of the selection scores.
-        detach_ramp: block the gradient through the shares.
-        options: see `SelectiveGate`; groups are not supported.
-    """
-
-    def __init__(self, k: int, *, epsilon: float, detach_ramp: bool = True, **options: Any) -> None:
-        super().__init__(k, epsilon=epsilon, budget=None, detach_ramp=detach_ramp, **options)
-        require(self.groups is None, "LaplaceTopK has no groups: use ProjectedTopK")
-
-    def share(self, selection: Scores) -> Share:
-        """L(x - τ)."""
-        if self.detach_ramp:
-            selection = selection.detach()
-        x = selection / self.epsilon.to(selection)
-        with torch.no_grad():
-            level = _laplace_level(x, self.k)
-            share, slope = _laplace(x - level)
-            total = slope.sum(dim=-1, keepdim=True)
-        if not x.requires_grad:
-            return share
-        # one Newton step, which is zero, carries the derivative of τ
-        level = level + (_laplace(x - level)[0].sum(dim=-1, keepdim=True) - self.k) / total
-        return _laplace(x - level)[0]
-
-
-def _laplace(s: Tensor) -> tuple[Tensor, Tensor]:
-    """L(s) and L'(s)."""
-    tail = 0.5 * (-s.abs()).exp()
-    return torch.where(s < 0, tail, 1 - tail), tail
-
-
-def _laplace_level(x: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
-    experts = x.shape[-1]
-    require(1 <= k < experts, f"need 1 <= k < experts, got {k=}, {experts=}", ShapeError)
-    ranked = top_values(x, experts)
-    centre = ranked[..., k - 1 : k]
-    ranked = ranked - centre
-    above = (-ranked).logcumsumexp(dim=-1)  # log Σ_{i <= m} e^{-x_i}
-    from_below = ranked.flip(-1).logcumsumexp(dim=-1).flip(-1)  # log Σ_{i >= m} e^{x_i}
-    ranks = torch.arange(1, experts + 1, dtype=x.dtype, device=x.device)
-    # the sum of the shares at τ = x_[m], which is itself in both sums: hence the last ½
-    height = ranks - 0.5 * (above + ranked).exp() + 0.5 * (from_below - ranked).exp() - 0.5
-    m = (height < k).sum(dim=-1, keepdim=True)
-    log_a = above.gather(-1, (m - 1).clamp(min=0)).masked_fill(m == 0, -torch.inf)
-    log_b = from_below.gather(-1, m.clamp(max=experts - 1)).masked_fill(m == experts, -torch.inf)
-    open_seats = (k - m).to(x)
-    root = (open_seats.square() + (log_a + log_b).exp()).sqrt()
-    rising = log_b - (root + open_seats).log()  # u = b / (root + k - m), for k > m
-    falling = (root - open_seats).log() - log_a  # u = (root - (k - m)) / a, for k < m
-    even = (log_b - log_a) / 2  # for k = m, where both may divide by a root that underflows
-    level = torch.where(open_seats > 0, rising, falling)
-    return torch.where(open_seats == 0, even, level) + centre

@@ -17,7 +17,7 @@ slots per token: those of the first k_max ranks and the experts that hold them, 
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import kth_largest, stable_topk, topk_mask
-from tieline.routing.gates import Groups, Law, Scores, SelectiveGate, Share, laws_of_choice
+from tieline.routing.gates import (
+    ChoiceOptions,
+    Groups,
+    Law,
+    Scores,
+    SelectiveGate,
+    Share,
+    laws_of_choice,
+)
 
 __all__ = ["BandGate", "Columns", "SmoothTopK", "lower_groups", "smooth_columns", "smoothstep"]
 
@@ -80,10 +88,10 @@ class BandGate(SelectiveGate):
         self,
         k: int,
         *,
-        epsilon: float | None,
-        budget: float | None,
-        detach_ramp: bool,
-        **options: Any,
+        epsilon: float | None = None,
+        budget: float | None = None,
+        detach_ramp: bool = True,
+        **options: Unpack[ChoiceOptions],
     ) -> None:
         super().__init__(k, **options)
         require(
@@ -129,8 +137,7 @@ class SmoothTopK(BandGate):
         k_max: at most this many experts per token. The band narrows per token to
             ε_t = min(ε, c_[k] - c_[k_max+1]), which keeps continuity; only where more than
             k_max - k + 1 experts tie exactly does a jump remain, and the lower indices are taken.
-        scoring, order, renormalize, selection_bias, groups, scale: see `SelectiveGate`. The choice
-            of groups is smoothed in the same way (`lower_groups`).
+        options: see `SelectiveGate`; the choice of groups is smoothed too (`lower_groups`).
     """
 
     def __init__(
@@ -140,28 +147,12 @@ class SmoothTopK(BandGate):
         epsilon: float | None = None,
         a: float = 1.0,
         b: float = 1.0,
-        renormalize: bool = True,
-        selection_bias: Tensor | None = None,
-        scoring: Literal["softmax", "sigmoid"] = "softmax",
-        order: Literal["before", "after"] = "before",
-        groups: Groups | None = None,
-        scale: float = 1.0,
-        budget: float | None = None,
         k_max: int | None = None,
+        budget: float | None = None,
         detach_ramp: bool = True,
+        **options: Unpack[ChoiceOptions],
     ) -> None:
-        super().__init__(
-            k,
-            epsilon=epsilon,
-            budget=budget,
-            detach_ramp=detach_ramp,
-            scoring=scoring,
-            order=order,
-            renormalize=renormalize,
-            selection_bias=selection_bias,
-            groups=groups,
-            scale=scale,
-        )
+        super().__init__(k, epsilon=epsilon, budget=budget, detach_ramp=detach_ramp, **options)
         positive = 0 < a < math.inf and 0 < b < math.inf
         require(positive, f"a and b must be positive and finite: {a=}, {b=}")
         require(k_max is None or k_max >= k, f"k_max must be >= k, got {k_max} for {k=}")

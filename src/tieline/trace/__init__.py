@@ -3,7 +3,6 @@
 from tieline.trace.builder import SummaryBuilder, summarise
 from tieline.trace.readers import (
     imatrix_load,
-    import_routed_experts,
     import_table,
     import_trace,
     read_routes,
@@ -40,7 +39,6 @@ __all__ = [
     "export",
     "folder_kind",
     "imatrix_load",
-    "import_routed_experts",
     "import_table",
     "import_trace",
     "load_summary",

@@ -388,15 +388,6 @@ class RoutingSummary:
         hashes = token_hash(self.sample.documents, self.sample.positions)
         return distinct_count(hashes, self.sample_size)
 
-    def layer(self, name: str) -> LayerSummary:
-        """Return the layer whose router has this name."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise TraceError(
-            f"no layer {name!r} in the summary; it has {[x.name for x in self.layers]}"
-        )
-
 
 def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
     """Merge summaries; the result equals the summary of one run over all tokens."""

@@ -117,7 +117,7 @@ def test_ids_alone_answer_the_load_and_nothing_else():
 
 def test_every_kind_of_layer_is_measured_and_written_as_json():
     found = measure(make_trace(tokens=60), FEW)
-    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    written = json.loads(json.dumps(to_plain(found), allow_nan=False))
     assert [layer["name"] for layer in written["layers"]] == [x.name for x in found.layers]
     every = {layer.name: layer for layer in found.layers}
     assert every["layers.2"].gap.status.endswith("no tie is possible")

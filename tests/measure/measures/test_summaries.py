@@ -9,6 +9,7 @@ import torch
 from tests.measure.problems import layer_of, linear_router, trace_of
 from tests.trace.zoo import make_trace
 from tieline.core.errors import TraceError
+from tieline.core.records import to_plain
 from tieline.measure.boundary import gap_density, near_counts
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import (
@@ -55,7 +56,7 @@ def test_counts_give_what_the_trace_gives(trace):
             assert gap < 2 * (mine.density.standard_error + theirs.density.standard_error)
     assert found.model.gap.value.tokens == 12_000
     assert (found.model.dead, found.model.evenness) == (whole.model.dead, whole.model.evenness)
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(to_plain(found), allow_nan=False)
 
 
 def test_profile_of_a_summary_is_exact_at_its_widths(trace):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tieline.core.errors import TraceError
-from tieline.trace import import_routed_experts, import_trace, load_trace, save_trace, unanswered
-from tieline.trace.readers.arrays import routed_experts_trace
+from tieline.trace import import_trace, load_trace, save_trace, unanswered
+from tieline.trace.readers import Routes, trace_of
 from tieline.trace.record import identical
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -29,6 +29,10 @@ IDS = np.array(
     ],
     dtype=np.int32,
 )
+
+
+def routed_experts_trace(ids, n_experts=None, layer_names=None):
+    return trace_of(Routes(ids, "array", "routed_experts"), n_experts, layer_names)
 
 
 def written(path, array, **others):
@@ -50,7 +54,7 @@ def written(path, array, **others):
     ],
 )
 def test_ids_layers_and_padding_are_read(tmp_path, suffix, dtype):
-    trace = import_routed_experts(written(tmp_path / f"a.{suffix}", IDS.astype(dtype)), 6)
+    trace = import_trace(written(tmp_path / f"a.{suffix}", IDS.astype(dtype)), 6)
     assert [layer.name for layer in trace.layers] == ["layers.0", "layers.2"]
     assert trace.layers[0].experts.tolist() == [[0, 1], [3, 0], [2, 1]]
     assert trace.layers[1].experts.tolist() == [[4, 2], [1, 0], [0, 3]]
@@ -68,7 +72,7 @@ def test_ids_layers_and_padding_are_read(tmp_path, suffix, dtype):
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
 def test_a_fortran_array_is_the_same_array(tmp_path, name):
     path = written(tmp_path / name, np.asfortranarray(IDS))
-    assert identical(import_routed_experts(path).layers[1], routed_experts_trace(IDS).layers[1])
+    assert identical(import_trace(path).layers[1], routed_experts_trace(IDS).layers[1])
 
 
 def test_an_ids_only_trace_says_what_it_cannot_answer_and_can_be_saved(tmp_path):
@@ -97,7 +101,7 @@ def test_ids_of_tokens_are_read_and_cut_alike(tmp_path):
         "positions": np.arange(4) % 2,
     }
     for suffix in ("npz", "safetensors"):
-        trace = import_routed_experts(written(tmp_path / f"a.{suffix}", IDS, **ids))
+        trace = import_trace(written(tmp_path / f"a.{suffix}", IDS, **ids))
         assert trace.tokens.tolist() == [0, 1, 3]
         assert trace.documents.tolist() == [7, 7, 8]
         assert trace.positions.tolist() == [0, 1, 1]
@@ -258,16 +262,16 @@ def test_files_that_lie_are_refused_without_taking_memory(tmp_path, name, conten
 
 def test_other_arrays_in_a_file_are_told_apart(tmp_path):
     np.savez(tmp_path / "a.npz", anything=IDS, other=np.zeros(4))
-    assert import_routed_experts(tmp_path / "a.npz").n_tokens == 3
+    assert import_trace(tmp_path / "a.npz").n_tokens == 3
     np.savez(tmp_path / "b.npz", one=IDS, two=IDS)
     with pytest.raises(TraceError, match="one called routed_experts"):
-        import_routed_experts(tmp_path / "b.npz")
+        import_trace(tmp_path / "b.npz")
     np.savez(tmp_path / "c.npz", routed_experts=IDS, tokens=np.zeros(3, dtype=int))
     with pytest.raises(TraceError, match="tokens must be 4 integers"):
-        import_routed_experts(tmp_path / "c.npz")
+        import_trace(tmp_path / "c.npz")
     np.savez(tmp_path / "d.npz", **{str(place): IDS for place in range(1025)})
     with pytest.raises(TraceError, match="1025 arrays"):
-        import_routed_experts(tmp_path / "d.npz")
+        import_trace(tmp_path / "d.npz")
 
 
 def test_missing_files_and_unknown_suffixes(tmp_path):

@@ -20,24 +20,30 @@ exact frontier has the Fourier transform of H over 1 + λm, m(ω) = 2(1 - e^{-σ
     projected_cost       D and S of `ProjectedTopK` from f, J, σ and ε
     ramp_cost            D and S of a ramp that is straight between points
     added_cost           D and S of paper 1's ramp, which adds experts
+    LaplaceTopK          the gate with the ramp that attains the bound; not sparse
     least_moved          the frontier: D over S_hard that makes flips R times cheaper
 """
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from scipy.integrate import quad, simpson
 from scipy.optimize import brentq
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.core.ranking import top_values
 from tieline.measure.flips import MEAN_ABSOLUTE, RAMP_REACH, straight_change
+from tieline.routing.gates import ChoiceOptions, Scores, Share
+from tieline.routing.smooth import BandGate
 
 __all__ = [
     "ContinuityCost",
+    "LaplaceTopK",
     "added_cost",
     "continuity_bound",
     "hard_sensitivity",
@@ -233,3 +239,72 @@ def _on_frontier(price: float) -> ContinuityCost:
 def _check_tie(density: float, jump: float, sigma: float) -> None:
     for name, value in {"density": density, "jump": jump, "sigma": sigma}.items():
         require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value!r}")
+
+
+class LaplaceTopK(BandGate):
+    r"""Shares L(c_i/ε - τ) with L the Laplace distribution function and Σ = k: not sparse.
+
+        L(s) = ½ e^s for s < 0,  1 - ½ e^{-s} for s >= 0
+
+    Of all ramps between two experts this one has the least product of E(change of the output)² and
+    sensitivity to small noise; a straight ramp has 4/3 of it. It uses every expert for every token,
+    so it is here to compare with, not to serve. With m scores above τ and the others below, u = e^τ
+    solves a u² + 2(k - m) u - b = 0, a = Σ_{above} e^{-x_i}, b = Σ_{below} e^{x_i}, x = c/ε;
+    sorting gives m.
+
+    Args:
+        k: seats, 1 <= k < E.
+        epsilon: scale ε > 0 of the distribution, in units of the selection scores.
+        detach_ramp: block the gradient through the shares.
+        options: see `SelectiveGate`; groups are not supported.
+    """
+
+    def __init__(
+        self, k: int, *, epsilon: float, detach_ramp: bool = True, **options: Unpack[ChoiceOptions]
+    ) -> None:
+        super().__init__(k, epsilon=epsilon, detach_ramp=detach_ramp, **options)
+        require(self.groups is None, "LaplaceTopK has no groups: use ProjectedTopK")
+
+    def share(self, selection: Scores) -> Share:
+        """L(x - τ)."""
+        if self.detach_ramp:
+            selection = selection.detach()
+        x = selection / self.epsilon.to(selection)
+        with torch.no_grad():
+            level = _laplace_level(x, self.k)
+            share, slope = _laplace(x - level)
+            total = slope.sum(dim=-1, keepdim=True)
+        if not x.requires_grad:
+            return share
+        # one Newton step, which is zero, carries the derivative of τ
+        level = level + (_laplace(x - level)[0].sum(dim=-1, keepdim=True) - self.k) / total
+        return _laplace(x - level)[0]
+
+
+def _laplace(s: Tensor) -> tuple[Tensor, Tensor]:
+    """L(s) and L'(s)."""
+    tail = 0.5 * (-s.abs()).exp()
+    return torch.where(s < 0, tail, 1 - tail), tail
+
+
+def _laplace_level(x: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
+    experts = x.shape[-1]
+    require(1 <= k < experts, f"need 1 <= k < experts, got {k=}, {experts=}", ShapeError)
+    ranked = top_values(x, experts)
+    centre = ranked[..., k - 1 : k]
+    ranked = ranked - centre
+    above = (-ranked).logcumsumexp(dim=-1)  # log Σ_{i <= m} e^{-x_i}
+    from_below = ranked.flip(-1).logcumsumexp(dim=-1).flip(-1)  # log Σ_{i >= m} e^{x_i}
+    ranks = torch.arange(1, experts + 1, dtype=x.dtype, device=x.device)
+    # the sum of the shares at τ = x_[m], which is itself in both sums: hence the last ½
+    height = ranks - 0.5 * (above + ranked).exp() + 0.5 * (from_below - ranked).exp() - 0.5
+    m = (height < k).sum(dim=-1, keepdim=True)
+    log_a = above.gather(-1, (m - 1).clamp(min=0)).masked_fill(m == 0, -torch.inf)
+    log_b = from_below.gather(-1, m.clamp(max=experts - 1)).masked_fill(m == experts, -torch.inf)
+    open_seats = (k - m).to(x)
+    root = (open_seats.square() + (log_a + log_b).exp()).sqrt()
+    rising = log_b - (root + open_seats).log()  # u = b / (root + k - m), for k > m
+    falling = (root - open_seats).log() - log_a  # u = (root - (k - m)) / a, for k < m
+    even = (log_b - log_a) / 2  # for k = m, where both may divide by a root that underflows
+    level = torch.where(open_seats > 0, rising, falling)
+    return torch.where(open_seats == 0, even, level) + centre

@@ -3,7 +3,6 @@
     read_routes              routes of any format, as they were written
     trace_of                 their trace, validated
     import_trace             both at once
-    import_routed_experts    an array (tokens, layers, k): npy, npz, safetensors
     import_table             CSV and JSONL of (layer, token, experts[, scores])
     imatrix_load             the load of experts in an importance matrix of llama.cpp
     recognise                the name of a file's format
@@ -16,7 +15,6 @@ that says where.
 from pathlib import Path
 from typing import Any
 
-from tieline.trace.readers.arrays import import_routed_experts, routed_experts_trace
 from tieline.trace.readers.formats import (
     FORMATS,
     SUFFIXES,
@@ -40,14 +38,12 @@ __all__ = [
     "ReadOptions",
     "Routes",
     "imatrix_load",
-    "import_routed_experts",
     "import_table",
     "import_trace",
     "read_routes",
     "read_tokens",
     "recognise",
     "register_reader",
-    "routed_experts_trace",
     "routes_of_trace",
     "token_documents",
     "trace_of",

@@ -27,8 +27,8 @@ import numpy as np
 
 from tieline.core.errors import TraceError, require
 from tieline.trace.readers.containers import read_arrays
-from tieline.trace.readers.routes import Request, Routes, assemble, trace_of
-from tieline.trace.record import TOKEN_KEYS, RoutingTrace
+from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.record import TOKEN_KEYS
 
 ARRAY = "routed_experts"
 ROLLOUT = "rollout_routed_experts"
@@ -185,44 +185,3 @@ def _last_shown(shown: np.ndarray) -> np.ndarray:
     """Mask of the last shown position of each row."""
     after = shown[:, ::-1].cumsum(1)[:, ::-1]
     return shown & (after == 1)
-
-
-def import_routed_experts(
-    path: str | Path, n_experts: int | None = None, layer_names: Sequence[str] | None = None
-) -> RoutingTrace:
-    """Read the trace in an npy, npz or safetensors file with an array (tokens, layers, k).
-
-    In npz and safetensors files the array is called `routed_experts`, or is the only one of three
-    axes; `tokens`, `documents` and `positions` of shape (tokens,) are optional.
-
-    Args:
-        path: the file.
-        n_experts: number of experts E; by default one more than the largest id.
-        layer_names: a name for each layer of the array; by default "layers.0", "layers.1", ...
-    """
-    routes = read_array_file(path)
-    provenance = {"source": ARRAY, "producer": routes.producer, "file": Path(path).name}
-    return trace_of(routes, n_experts, layer_names, provenance)
-
-
-def routed_experts_trace(
-    array: np.ndarray,
-    n_experts: int | None = None,
-    layer_names: Sequence[str] | None = None,
-    token_ids: Mapping[str, np.ndarray] | None = None,
-    provenance: Mapping[str, object] | None = None,
-    name: str = ARRAY,
-) -> RoutingTrace:
-    """Return the trace of an array (tokens, layers, k), as `import_routed_experts`.
-
-    Args:
-        array: experts chosen.
-        n_experts: number of experts E.
-        layer_names: a name for each layer of the array.
-        token_ids: `tokens`, `documents` and `positions` where known.
-        provenance: where the array comes from.
-        name: name of the array in errors.
-    """
-    tokens, documents, positions = ((token_ids or {}).get(key) for key in TOKEN_KEYS)
-    routes = Routes(array, "array", name, tokens, documents, positions)
-    return trace_of(routes, n_experts, layer_names, provenance)
