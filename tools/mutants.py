@@ -543,8 +543,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "cli-2",
-        'if word == "--json" and following != "-" and not following.endswith(".json"):',
-        'if word == "--json" and not following.endswith(".json"):',
+        'if argument == "--json" and following != "-" and not following.endswith(".json"):',
+        'if argument == "--json" and not following.endswith(".json"):',
         "cli/app/test_input.py",
         "--json - gets a second dash",
     ),

@@ -188,7 +188,7 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     if isinstance(problem, TielineError):
         return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):
-        return BAD_INPUT, f"error: no space left on the disk of {_place(problem)}"
+        return BAD_INPUT, f"error: no space left on the disk of {_full_file(problem)}"
     if isinstance(problem, OSError):
         return BAD_INPUT, f"error: {problem}"
     if isinstance(problem, MemoryError) or NO_MEMORY in str(problem):
@@ -201,14 +201,14 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     return OUR_BUG, f"this is a bug of tieline: {type(problem).__name__}: {problem}"
 
 
-def _place(problem: BaseException) -> str:
+def _full_file(problem: BaseException) -> str:
     """The file that an error of the operating system names."""
-    named = getattr(problem, "filename", None) or getattr(problem.__cause__, "filename", None)
-    return str(named or "the output")
+    name = getattr(problem, "filename", None) or getattr(problem.__cause__, "filename", None)
+    return str(name or "the output")
 
 
-def _show_version(wanted: bool | None) -> None:
-    if wanted:
+def _show_version(asked: bool | None) -> None:
+    if asked:
         print(f"tieline {__version__}")
         raise typer.Exit(FINE)
 
@@ -225,24 +225,23 @@ def _root(
     """Options of `tieline` itself."""
 
 
-def with_json_target(words: Sequence[str]) -> list[str]:
+def with_json_target(arguments: Sequence[str]) -> list[str]:
     """Insert "-" (stdout) after each --json that names no file.
 
     Only "-" and names that end in .json are taken as its value, so a model or an option may follow
     a bare --json; what can be neither a model nor a file is refused, not looked for on the hub.
     """
-    done: list[str] = []
-    for place, word in enumerate(words):
-        done.append(word)
-        following = words[place + 1] if place + 1 < len(words) else "--"
-        if word == "--json" and following != "-" and not following.endswith(".json"):
+    complete: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        complete.append(argument)
+        if argument == "--json" and following != "-" and not following.endswith(".json"):
             require(
-                following.startswith("-") or not _looks_like_file(following, words[0]),
+                following.startswith("-") or not _looks_like_file(following, arguments[0]),
                 f"--json {following}: a file of JSON ends in .json; write --json={following} for "
                 "this name, or --json - for stdout",
             )
-            done.append("-")
-    return done
+            complete.append("-")
+    return complete
 
 
 def _looks_like_file(word: str, command: str) -> bool:

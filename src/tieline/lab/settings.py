@@ -28,33 +28,6 @@ from tieline.run.settings import (
     TextSettings,
 )
 
-__all__ = [
-    "AttentionOptions",
-    "AttentionSettings",
-    "DesignOptions",
-    "DesignSettings",
-    "FrontierOptions",
-    "FrontierSettings",
-    "JobSettings",
-    "RatesSettings",
-    "ReproduceOptions",
-    "ReproduceSettings",
-    "RerouteOptions",
-    "RerouteSettings",
-    "SliceOptions",
-    "SliceSettings",
-    "SoftenOptions",
-    "SoftenSettings",
-    "SubjectOptions",
-    "SubjectSettings",
-    "TrainOptions",
-    "TrainSettings",
-    "UpcycleOptions",
-    "UpcycleSettings",
-    "WalksOptions",
-    "WalksSettings",
-]
-
 HIDDEN = 2048
 """Width of a model that is not stated otherwise."""
 
@@ -65,6 +38,17 @@ ROUTER_KINDS = {
     "quadratic": "quadratic",
 }
 """The kind of router (`tieline.routing.ROUTERS`) behind each name of `reroute`."""
+
+
+class TextOptions(TypedDict, total=False):
+    """Keyword arguments of jobs that run a model on a text, such as `attention_view`."""
+
+    text: Text
+    tokens: int
+    batch_size: int
+    device: str
+    revision: str | None
+    trust_remote_code: bool
 
 
 class TrainSettings(SeedSettings):
@@ -126,16 +110,10 @@ class DesignSettings(HubSettings, SeedSettings, TextSettings):
         require_setting(not missing, f"also give {missing}")
 
 
-class DesignOptions(TypedDict, total=False):
+class DesignOptions(TextOptions, total=False):
     """Keyword arguments of `design`."""
 
-    text: Text
-    tokens: int
-    batch_size: int
     seed: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
     n_experts: int | None
     k: int | None
     expert_width: int | None
@@ -264,17 +242,11 @@ class SubjectSettings(HubSettings, SeedSettings, SequenceSettings):
     )
 
 
-class SubjectOptions(TypedDict, total=False):
-    """Keyword arguments of the jobs that ask a paper's question of a model."""
+class SubjectOptions(TextOptions, total=False):
+    """Keyword arguments of the jobs that ask a paper's question of a model, such as `walks`."""
 
-    text: Text
-    tokens: int
-    batch_size: int
     sequence_length: int | None
     seed: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
     dtype: str
     layers: Collection[str | int] | str | None
 
@@ -339,10 +311,6 @@ class WalksSettings(SubjectSettings):
     )
 
 
-class WalksOptions(SubjectOptions, total=False):
-    """Keyword arguments of `walks`."""
-
-
 class FrontierSettings(HubSettings, SeedSettings, TextSettings):
     """Options of `frontier` and `tieline frontier`."""
 
@@ -368,16 +336,10 @@ class FrontierSettings(HubSettings, SeedSettings, TextSettings):
         return "ramp" if self.gate == "ramp" else "projected"
 
 
-class FrontierOptions(TypedDict, total=False):
+class FrontierOptions(TextOptions, total=False):
     """Keyword arguments of `frontier`."""
 
-    text: Text
-    tokens: int
-    batch_size: int
     seed: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
     noise: str
     gate: str | None
     calibration: int
@@ -388,17 +350,6 @@ class AttentionSettings(HubSettings, TextSettings):
     """Options of `attention_view` and `tieline attention`."""
 
     tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments of `attention_view`."""
-
-    text: Text
-    tokens: int
-    batch_size: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
 
 
 class RerouteSettings(HubSettings, SeedSettings, TextSettings):
@@ -452,16 +403,10 @@ class RerouteSettings(HubSettings, SeedSettings, TextSettings):
         return {"rank": self.rank or 8} if self.router == "quadratic" else {}
 
 
-class RerouteOptions(TypedDict, total=False):
+class RerouteOptions(TextOptions, total=False):
     """Keyword arguments of `reroute`."""
 
-    text: Text
-    tokens: int
-    batch_size: int
     seed: int
-    device: str
-    revision: str | None
-    trust_remote_code: bool
     router: str
     fit: Text
     fit_tokens: int

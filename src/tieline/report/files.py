@@ -8,7 +8,7 @@ from rich.text import Text
 from tieline.analysis.convert import Converted, Merged
 from tieline.engines.capture import EngineCapture
 from tieline.engines.registry import EngineEntry, EngineList
-from tieline.report.frame import Report, Section, line_views, listing_views
+from tieline.report.frame import Listing, line_views, listing_views
 from tieline.report.tables import Grid, text_table
 
 ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
@@ -49,22 +49,17 @@ def _versions_text(versions: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions)
 
 
-def _engines_report(result: EngineList) -> Report:
+def _engines_listing(result: EngineList) -> Listing:
     rows = ((*_engine_row(engine), "; ".join(engine.install)) for engine in result.engines)
-    table = Grid((*ENGINE_HEADINGS, "to install"), tuple(rows))
     installed = sum(bool(engine.python) for engine in result.engines)
-    return Report(
-        kind="engines",
-        title="Inference engines",
-        facts=f"{installed} of {len(result.engines)} found",
-        table=lambda: table,
-        body=lambda: {"sections": [Section("", table, prose=True)]},
-    )
+    facts = f"{installed} of {len(result.engines)} found"
+    table = Grid((*ENGINE_HEADINGS, "to install"), tuple(rows))
+    return Listing("engines", "Inference engines", facts, table)
 
 
 def _engine_row(engine: EngineEntry) -> tuple[str, ...]:
-    found = engine.python or "not found"
-    return engine.name, engine.takes, found, _versions_text(engine.versions.items())
+    python = engine.python or "not found"
+    return engine.name, engine.takes, python, _versions_text(engine.versions.items())
 
 
 def _engines_view(result: EngineList) -> Group:
@@ -89,4 +84,4 @@ def _engines_view(result: EngineList) -> Group:
 MERGED = line_views(_merged_lines)
 CONVERTED = line_views(_converted_lines)
 CAPTURED = line_views(_captured_lines)
-ENGINES = listing_views(_engines_report, _engines_view)
+ENGINES = listing_views(_engines_listing, _engines_view)

@@ -103,8 +103,8 @@ class Report:
 
     def terminal(self, width: int) -> RenderableType:
         """Return the view for a terminal that is `width` characters wide."""
-        parts = [grid_table(self.table())] if self.below is None else self.below(width)
-        return view(self.title, self.facts, self.verdict, *parts)
+        below = [grid_table(self.table())] if self.below is None else self.below(width)
+        return view(self.title, self.facts, self.verdict, *below)
 
     def summary(self) -> str:
         """Return name, facts and verdict in plain lines."""
@@ -113,6 +113,15 @@ class Report:
     def notebook(self) -> str:
         """Return verdict, table and figures as a piece of HTML."""
         return notebook_html(self.title, self.facts, self.verdict, self.table(), self.figures)
+
+
+class Listing(NamedTuple):
+    """A result that is one table: what its page is, title, facts below it, and the table."""
+
+    kind: str
+    title: str
+    facts: str
+    table: Grid
 
 
 class Views(NamedTuple):
@@ -137,17 +146,22 @@ def views(report: Callable[[Any], Report]) -> Views:
 
 
 def listing_views(
-    report: Callable[[Any], Report], terminal: Callable[[Any], RenderableType]
+    listing: Callable[[Any], Listing], terminal: Callable[[Any], RenderableType]
 ) -> Views:
     """Return the views of a result that is one table.
 
     Args:
-        report: makes the report of a result.
-        terminal: draws the table for a terminal.
+        listing: makes the table of a result.
+        terminal: draws it for a terminal.
     """
 
+    def report(result: Any) -> Report:
+        kind, title, facts, table = listing(result)
+        body = {"sections": [Section("", table, prose=True)]}
+        return Report(kind=kind, title=title, facts=facts, table=lambda: table, body=lambda: body)
+
     def summary(result: Any) -> str:
-        return f"{report(result).title}: {report(result).facts}"
+        return f"{listing(result).title}: {listing(result).facts}"
 
     return views(report)._replace(terminal=lambda result, _: terminal(result), summary=summary)
 

@@ -35,7 +35,7 @@ from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
-from tieline.lab.settings import AttentionOptions, AttentionSettings
+from tieline.lab.settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
 from tieline.models.running import batches, forward, only_running
@@ -208,7 +208,7 @@ def attention_view(
     *,
     settings: AttentionSettings | None = None,
     progress: Progress | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[TextOptions],
 ) -> AttentionView:
     """Look at a model's heads as mixtures of experts, and at what sigmoid attention would change.
 

@@ -26,7 +26,7 @@ from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject
-from tieline.lab.settings import WalksOptions, WalksSettings
+from tieline.lab.settings import SubjectOptions, WalksSettings
 from tieline.measure.flips import logit_view
 from tieline.measure.measure_records import Measurement
 from tieline.models.demo import DEMO
@@ -112,7 +112,7 @@ def walks(
     *,
     settings: WalksSettings | None = None,
     progress: Progress | None = None,
-    **options: Unpack[WalksOptions],
+    **options: Unpack[SubjectOptions],
 ) -> FlipWalks:
     """Simulate how long the tokens of a model keep their experts under its own rounding.
 

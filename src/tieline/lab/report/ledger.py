@@ -19,7 +19,7 @@ from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, Ver
 from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
 from tieline.report.charts import Axis, Chart, Panel, Series, layer_colour
 from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, listing_views, views
+from tieline.report.frame import Listing, Report, listing_views, views
 from tieline.report.tables import Grid, text_table
 from tieline.report.words.numbers import DASH, significant
 
@@ -27,34 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-SIGNS = {
-    Verdict.HOLDS: "●",
-    Verdict.CONDITION: "◐",
-    Verdict.FAILS: "○",
-    Verdict.UNDECIDED: "?",
-    Verdict.UNTESTABLE: "·",
-}
-STYLES = {
-    Verdict.HOLDS: "green",
-    Verdict.CONDITION: "yellow",
-    Verdict.FAILS: "red",
-    Verdict.UNDECIDED: "cyan",
-    Verdict.UNTESTABLE: "dim",
-}
-CLASSES = {
-    Verdict.HOLDS: "holds",
-    Verdict.CONDITION: "condition",
-    Verdict.FAILS: "fails",
-    Verdict.UNDECIDED: "undecided",
-    Verdict.UNTESTABLE: "untestable",
-}
-"""CSS class of each verdict."""
+SIGNS = dict(zip(Verdict, "●◐○?·", strict=True))
+STYLES = dict(zip(Verdict, ("green", "yellow", "red", "cyan", "dim"), strict=True))
+CLASSES = dict(
+    zip(Verdict, ("holds", "condition", "fails", "undecided", "untestable"), strict=True)
+)
+"""Sign, style on a terminal and CSS class of each verdict."""
 
 PARTS = {"paper": "as stated", "condition": "under the condition", "corrected": "ours"}
 VALUES = ("the paper", "corrected", "measured")
 COLOURS = ("@accent", "@warn", "@notice", "@ink", "@muted")
 """Roles of the colours of up to five series."""
-CATALOGUE_HEADINGS = ("claim", "number", "what", "expected")
 NARROW = 100
 """A terminal with fewer characters shows verdicts without values."""
 FEW = 8
@@ -275,29 +258,22 @@ def _figure(figure: FigureData) -> "Figure":
     return chart_figure(_chart(figure), height=3.2)
 
 
-def _catalogue_rows(result: Catalogue) -> list[tuple[str, ...]]:
-    return [(c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims]
-
-
-def _catalogue_report(result: Catalogue) -> Report:
-    table = Grid(CATALOGUE_HEADINGS, tuple(_catalogue_rows(result)))
-    return Report(
-        kind="reproduction",
-        title="Catalogue of claims",
-        facts=f"{len(result.claims)} claims of {len(result.papers)} papers",
-        table=lambda: table,
-        body=lambda: {"sections": [Section("", table, prose=True)]},
-    )
+def _catalogue_listing(result: Catalogue) -> Listing:
+    rows = ((c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims)
+    facts = f"{len(result.claims)} claims of {len(result.papers)} papers"
+    table = Grid(("claim", "number", "what", "expected"), tuple(rows))
+    return Listing("reproduction", "Catalogue of claims", facts, table)
 
 
 def _catalogue_view(result: Catalogue) -> RenderableType:
     """One row per claim; a few claims are shown in full."""
-    table = text_table(CATALOGUE_HEADINGS, (), len(CATALOGUE_HEADINGS), fold=True)
+    listing = _catalogue_listing(result).table
+    table = text_table(listing.head, (), len(listing.head), fold=True)
     table.columns[0].no_wrap = True
-    for claim, cells in zip(result.claims, _catalogue_rows(result), strict=True):
+    for claim, cells in zip(result.claims, listing.rows, strict=True):
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=STYLES[claim.expected]))
     in_full = map(claim_text, result.claims) if len(result.claims) <= FEW else ()
     return Group(table, *in_full)
 
 
-CATALOGUE = listing_views(_catalogue_report, _catalogue_view)
+CATALOGUE = listing_views(_catalogue_listing, _catalogue_view)

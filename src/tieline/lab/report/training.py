@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, listing_views, views
+from tieline.report.frame import Listing, Report, Section, listing_views, views
 from tieline.report.tables import Grid, flat, text_table
 from tieline.report.words.numbers import duration, significant
 
@@ -38,7 +38,6 @@ FLIPS = (
 
 STEP = Axis("step")
 TITLES = {"loss": "Training loss", "routing": "Gaps and flips of the routing during training"}
-RECIPE_HEADINGS = ("recipe", "what it trains")
 
 
 def _report(result: "TrainingResult") -> Report:
@@ -134,16 +133,11 @@ def _curves(
     )
 
 
-def _plan_report(result: "TrainingPlan") -> Report:
+def _plan_listing(result: "TrainingPlan") -> Listing:
     settings = _pairs("setting", result.config)
+    facts = f"{result.parameters:,} parameters, {_time_text(result)}"
     table = Grid(settings.head, (*_plan_facts(result), *settings.rows))
-    return Report(
-        kind="training",
-        title="Training plan",
-        facts=f"{result.parameters:,} parameters, {_time_text(result)}",
-        table=lambda: table,
-        body=lambda: {"sections": [Section("", table, prose=True)]},
-    )
+    return Listing("training", "Training plan", facts, table)
 
 
 def _plan_view(result: "TrainingPlan") -> Text:
@@ -162,26 +156,18 @@ def _time_text(result: "TrainingPlan") -> str:
     return f"about {duration(result.seconds)} here ({significant(result.step_seconds)} s a step)"
 
 
-def _recipe_rows(result: "RecipeList") -> tuple[tuple[str, str], ...]:
-    return tuple((name, text.partition("\n")[0]) for name, text in result.recipes.items())
-
-
-def _recipes_report(result: "RecipeList") -> Report:
-    table = Grid(RECIPE_HEADINGS, _recipe_rows(result))
-    return Report(
-        kind="training",
-        title="Recipes",
-        facts=f"{len(table.rows)} recipes",
-        table=lambda: table,
-        body=lambda: {"sections": [Section("", table, prose=True)]},
-    )
+def _recipes_listing(result: "RecipeList") -> Listing:
+    rows = tuple((name, text.partition("\n")[0]) for name, text in result.recipes.items())
+    table = Grid(("recipe", "what it trains"), rows)
+    return Listing("training", "Recipes", f"{len(rows)} recipes", table)
 
 
 def _recipes_view(result: "RecipeList") -> RenderableType:
-    table = text_table(RECIPE_HEADINGS, _recipe_rows(result), 2, fold=True)
+    recipes = _recipes_listing(result).table
+    table = text_table(recipes.head, recipes.rows, 2, fold=True)
     table.columns[0].no_wrap = True
     return table
 
 
-PLAN = listing_views(_plan_report, _plan_view)
-RECIPES = listing_views(_recipes_report, _recipes_view)
+PLAN = listing_views(_plan_listing, _plan_view)
+RECIPES = listing_views(_recipes_listing, _recipes_view)

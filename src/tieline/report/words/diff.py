@@ -48,9 +48,9 @@ def _explained(causes: Causes) -> str:
     answer = causes.flips
     near = answer.first - answer.unexplained
     which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
-    known = causes.expected is not None
-    size = f", as large as {causes.expected} rounding explains" if known else ""
-    doubt = "" if known else f" {_capital(causes.size.text)}."
+    has_format = causes.expected is not None
+    size = f", as large as {causes.expected} rounding explains" if has_format else ""
+    doubt = "" if has_format else f" {_capital(causes.size.text)}."
     return (
         f"{which} first flips are near-ties{size}{later_flips(answer)}. No sign of a bug."
         f"{doubt} {REPLAY}"
@@ -398,7 +398,7 @@ def _times(shape: Pattern) -> str:
     return f"{math.exp(abs(shape.effect) / 2):.2g}"
 
 
-def _lag(shape: Pattern) -> str:
+def _lag_pattern(shape: Pattern) -> str:
     if shape.layer is None:
         return f"lag of tokens: {token_shift(int(shape.effect), against_ids=True)}"
     where = "before" if (shape.number or 0) > 0 else "after"
@@ -408,12 +408,12 @@ def _lag(shape: Pattern) -> str:
     )
 
 
-def _permutation(shape: Pattern) -> str:
+def _permutation_pattern(shape: Pattern) -> str:
     moved = int(shape.effect)
     return f"permutation: {renumbering(moved, shape.number or 0, shape.layer or '', shape.moves)}"
 
 
-def _expert(shape: Pattern) -> str:
+def _expert_pattern(shape: Pattern) -> str:
     return (
         f"one expert: tokens that chose expert {shape.number} of layer {shape.layer!r} have "
         f"{_times(shape)} times the noise of others in the next layer: compare the weights of that "
@@ -421,14 +421,14 @@ def _expert(shape: Pattern) -> str:
     )
 
 
-def _row(shape: Pattern) -> str:
+def _row_pattern(shape: Pattern) -> str:
     return (
         f"one expert: the scores of expert {shape.number} in layer {shape.layer!r} differ "
         f"{_times(shape)} times as much as those of others: compare its row of the router"
     )
 
 
-def _offset(shape: Pattern) -> str:
+def _offset_pattern(shape: Pattern) -> str:
     bias = " that are the recorded selection bias" if shape.detail == "bias" else ""
     return (
         f"offsets of experts: {100 * shape.effect:.0f} % of the noise in layer {shape.layer!r} is "
@@ -436,7 +436,7 @@ def _offset(shape: Pattern) -> str:
     )
 
 
-def _positions(shape: Pattern) -> str:
+def _positions_pattern(shape: Pattern) -> str:
     grows = shape.effect > 0
     return (
         f"positions: the noise of layer {shape.layer!r} {'grows' if grows else 'falls'} "
@@ -445,14 +445,14 @@ def _positions(shape: Pattern) -> str:
     )
 
 
-def _document(shape: Pattern) -> str:
+def _document_pattern(shape: Pattern) -> str:
     return (
         f"one document: document {shape.number} has {_times(shape)} times the noise of others in "
         f"layer {shape.layer!r}: compare its tokens, positions and cache"
     )
 
 
-def _layer(shape: Pattern) -> str:
+def _layer_pattern(shape: Pattern) -> str:
     others = "the layers beside it" if shape.detail == "beside" else "the layer before"
     return (
         f"one layer: the scores of layer {shape.layer!r} differ {shape.effect:.2g} times as much "
@@ -460,7 +460,7 @@ def _layer(shape: Pattern) -> str:
     )
 
 
-def _weights(shape: Pattern) -> str:
+def _weights_pattern(shape: Pattern) -> str:
     return (
         f"weights: {shape.number} tensors of {shape.detail} are not those of the original, "
         f"{shape.layer!r} first (relative error {shape.effect:.2g}): exchanged, stale or of "
@@ -469,14 +469,14 @@ def _weights(shape: Pattern) -> str:
 
 
 PATTERNS: dict[str, Callable[[Pattern], str]] = {
-    "lag": _lag,
-    "permutation": _permutation,
-    "expert": _expert,
-    "row": _row,
-    "offset": _offset,
-    "positions": _positions,
-    "document": _document,
-    "layer": _layer,
-    "weights": _weights,
+    "lag": _lag_pattern,
+    "permutation": _permutation_pattern,
+    "expert": _expert_pattern,
+    "row": _row_pattern,
+    "offset": _offset_pattern,
+    "positions": _positions_pattern,
+    "document": _document_pattern,
+    "layer": _layer_pattern,
+    "weights": _weights_pattern,
 }
 """The sentence of each kind of pattern."""
