@@ -211,13 +211,10 @@ def _gap_quantile(probability: float) -> Callable[[LayerRow], str]:
 
 
 def _flips(precision: str) -> Callable[[LayerRow], str]:
-    def cell(row: LayerRow) -> str:
-        rows = row.measures.precision.value or ()
-        return percent(
-            next((x.flip_emulated.value for x in rows if x.precision == precision), None)
-        )
+    def rates(row: LayerRow) -> dict[str, float | None]:
+        return {x.precision: x.flip_emulated.value for x in row.measures.precision.value or ()}
 
-    return cell
+    return lambda row: percent(rates(row).get(precision))
 
 
 def _distance(row: LayerRow) -> str:

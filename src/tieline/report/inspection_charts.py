@@ -7,7 +7,7 @@ inspection_figures    the same charts by matplotlib, by name
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
@@ -22,7 +22,6 @@ from tieline.report.charts import (
     Heat,
     Panel,
     Series,
-    Symbol,
     above_zero,
     layer_colour,
 )
@@ -33,6 +32,7 @@ from tieline.report.words.numbers import finite, percent, significant
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Value = TypeVar("Value")
 Span = tuple[str, float, float]
 """Name of a format, its finest and its coarsest step over the layers."""
 
@@ -127,24 +127,42 @@ MOST_CELLS = 24
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer: its short name, its measures and its jumps where they were measured."""
+    """One layer: its short name, its measures, its jumps where they were measured, its colour."""
 
     label: str
     measures: LayerMeasures
     jumps: JumpMeasures | None
+    colour: str
 
     @property
     def gaps(self) -> GapMeasures | None:
         """Distribution of its gaps, where the trace has scores."""
         return self.measures.gap.value
 
+    def series(self, x: Sequence[Any], y: Sequence[Any], **look: Any) -> Series:
+        """Values with the name and the colour of the layer."""
+        return Series(x, y, f"layer {self.label}", self.colour, **look)
+
 
 def layer_rows(result: Inspection) -> list[LayerRow]:
     """Every layer in order of depth."""
     layers = result.measures.layers
     labels = short_names([layer.name for layer in layers])
-    rows = zip(labels, layers, result.jumps, strict=True)
-    return [LayerRow(label, layer, jumps.value) for label, layer, jumps in rows]
+    colours = [layer_colour(index, len(layers)) for index in range(len(layers))]
+    rows = zip(labels, layers, result.jumps, colours, strict=True)
+    return [LayerRow(label, layer, jumps.value, colour) for label, layer, jumps, colour in rows]
+
+
+def _layers_with(
+    result: Inspection, value: Callable[[LayerRow], Value | None]
+) -> list[tuple[LayerRow, Value]]:
+    """The layers that have a value, each with it."""
+    pairs = [(row, value(row)) for row in layer_rows(result)]
+    return [(row, number) for row, number in pairs if number]
+
+
+def _labels(result: Inspection) -> tuple[str, ...]:
+    return tuple(row.label for row in layer_rows(result))
 
 
 def inspection_panels(result: Inspection) -> list[Panel]:
@@ -255,7 +273,7 @@ def relative_load(layer: LayerMeasures) -> list[float]:
 
 def _quantiles(result: Inspection) -> Chart | None:
     """Heat map of gap quantiles: layers down, probabilities across, colour the logarithm."""
-    rows = [(row.label, row.gaps.quantiles) for row in layer_rows(result) if row.gaps]
+    rows = [(row.label, gaps.quantiles) for row, gaps in _layers_with(result, lambda x: x.gaps)]
     if not rows:
         return None
     values = [[finite(value) for value in quantiles.value] for _, quantiles in rows]
@@ -296,109 +314,102 @@ def _decades(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
 
 def _distribution(result: Inspection) -> Chart | None:
     """BM_top of every layer on logarithmic axes, with the step of each format."""
-    rows = [row for row in layer_rows(result) if row.gaps]
-    profiles = [row.gaps.profile for row in rows if row.gaps]
+    rows = [(row, gaps.profile) for row, gaps in _layers_with(result, lambda row: row.gaps)]
     if not rows:
         return None
+    measures = [row.measures for row, _ in rows]
     hover = "gap up to %{x:.3g}: %{y:.3~p} of tokens<extra>%{fullData.name}</extra>"
     series = [
-        _curve(row.label, (i, len(rows)), p.widths, above_zero(p.mass), hover)
-        for i, (row, p) in enumerate(zip(rows, profiles, strict=True))
+        row.series(profile.widths, above_zero(profile.mass), kind="line", hover=hover)
+        for row, profile in rows
     ]
     pooled = result.measures.model.gap.value
     if pooled is not None and len(rows) > 1:
         mass = above_zero(pooled.profile.mass)
         look = {"width": 3.0, "dash": "dot", "hover": hover}
         series.append(Series(pooled.profile.widths, mass, "all", "@ink", "line", **look))
-    spans = format_steps(row.measures for row in rows)
-    low, high = log_range(profiles, spans)
-    least = 0.5 / max(row.measures.tokens for row in rows)
+    spans = format_steps(measures)
+    low, high = log_range((profile for _, profile in rows), spans)
+    least = 0.5 / max(layer.tokens for layer in measures)
     ends = {name.replace("_", " "): (first, last) for name, first, last in spans}
     guides = tuple(
         Guide("x", 10**step, name, span=ends[name], lift=lift)
         for name, step, lift in format_names(spans, low, high)
     )
-    units = units_of(row.measures for row in rows)
     return Chart(
-        Axis(f"gap ({units})", "log", limits=(10**low, 10**high)),
+        Axis(f"gap ({units_of(measures)})", "log", limits=(10**low, 10**high)),
         Axis("share of tokens with a smaller gap", "log", percent=True, limits=(least, 10**0.05)),
         tuple(series),
         guides=guides,
-        layers=_labels(rows),
+        layers=_labels(result),
         height=460,
     )
 
 
 def _format_flips(result: Inspection) -> Chart | None:
     """Counted and predicted flip rate of every layer, by format."""
-    rows = [(r, r.measures.precision.value) for r in layer_rows(result)]
-    flips = [(row, formats) for row, formats in rows if formats]
-    if not flips:
+    rows = _layers_with(result, lambda row: row.measures.precision.value)
+    if not rows:
         return None
-    order = [row.precision for row in sorted(flips[0][1], key=lambda row: finite(row.step) or 0)]
+    order = [x.precision for x in sorted(rows[0][1], key=lambda x: finite(x.step) or 0)]
     dots, dashes = [], []
-    for index, (row, formats) in enumerate(flips):
+    for row, formats in rows:
         by_name = {x.precision: x for x in formats}
-        chosen = [by_name[name] for name in order if name in by_name]
-        depth = (index, len(flips))
-        counted = _format_rates(chosen, [x.flip_emulated.value for x in chosen], "counted")
-        predicted = _format_rates(chosen, [x.flip.value for x in chosen], "predicted")
-        dots.append(_in_layer(counted, row.label, depth))
-        dashes.append(replace(_in_layer(predicted, row.label, depth, "dash", 14), in_legend=False))
+        flips = [by_name[name] for name in order if name in by_name]
+        counted, predicted = _format_hover(flips, "counted"), _format_hover(flips, "predicted")
+        names = [x.precision.replace("_", " ") for x in flips]
+        dots.append(row.series(names, above_zero(x.flip_emulated.value for x in flips), **counted))
+        look = {"symbol": "dash", "size": 14, "in_legend": False, **predicted}
+        dashes.append(row.series(names, above_zero(x.flip.value for x in flips), **look))
     return Chart(
         Axis("number format (dots counted, dashes predicted)", "category"),
         Axis("share of tokens that change an expert", "log", percent=True),
         (*dots, *dashes),
-        layers=_labels([row for row, _ in flips]),
+        layers=_labels(result),
     )
 
 
-def _format_rates(
-    rows: Sequence[PrecisionFlips], rates: Sequence[float | None], how: str
-) -> Series:
-    return Series(
-        [row.precision.replace("_", " ") for row in rows],
-        above_zero(rates),
-        details=[f"step {significant(row.step)}" for row in rows],
-        hover=f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}<extra>%{{fullData.name}}</extra>",
-    )
+def _format_hover(flips: Sequence[PrecisionFlips], how: str) -> dict[str, Any]:
+    hover = f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}<extra>%{{fullData.name}}</extra>"
+    return {"details": [f"step {significant(x.step)}" for x in flips], "hover": hover}
 
 
 def _noise_flips(result: Inspection) -> Chart | None:
     """Exact flip probability of these tokens against σ, layer by layer."""
-    rows = [(row, row.measures.noise.value) for row in layer_rows(result)]
-    noisy = [(row, levels) for row, levels in rows if levels]
-    if not noisy:
+    rows = _layers_with(result, lambda row: row.measures.noise.value)
+    if not rows:
         return None
     hover = "σ = %{x:.3g}: %{y:.3~p} flip<extra>%{fullData.name}</extra>"
-    lines = []
-    for index, (row, levels) in enumerate(noisy):
-        rates = above_zero(level.flip.value for level in levels)
-        sigmas = [level.sigma for level in levels]
-        line = _curve(row.label, (index, len(noisy)), sigmas, rates, hover)
-        lines.append(replace(line, kind="line+points", size=5))
+    lines = tuple(
+        row.series(
+            [level.sigma for level in levels],
+            above_zero(level.flip.value for level in levels),
+            kind="line+points",
+            size=5,
+            hover=hover,
+        )
+        for row, levels in rows
+    )
     return Chart(
         Axis("σ of the noise (logits)", "log"),
         Axis("share of tokens", "log", percent=True),
-        tuple(lines),
-        layers=_labels([row for row, _ in noisy]),
+        lines,
+        layers=_labels(result),
     )
 
 
 def _jump_points(result: Inspection) -> Chart | None:
     """Scatter of gap and jump, by layer, with the line from which a tie counts as dangerous."""
-    rows = [(row, row.jumps) for row in layer_rows(result) if row.jumps]
+    rows = _layers_with(result, lambda row: row.jumps)
     if not rows:
         return None
     gaps = [gap for _, x in rows for sample in (x.near, x.random) for gap in sample.gaps]
     floor = min((gap for gap in gaps if gap), default=1e-3) / 2
     most = max(1, MOST_POINTS // len(rows) // 2)
     series = []
-    for index, (row, jumps) in enumerate(rows):
-        depth = (index, len(rows))
-        others, near = (_jump_sample(x, floor, most) for x in (jumps.random, jumps.near))
-        others = _in_layer(others, row.label, depth, "square-open", 6)
-        series += [replace(others, in_legend=False), _in_layer(near, row.label, depth, "circle", 6)]
+    for row, jumps in rows:
+        others, near = (_jump_sample(row, x, floor, most) for x in (jumps.random, jumps.near))
+        series += [replace(others, symbol="square-open", in_legend=False), near]
     limit = rows[0][1].dangerous_above
     name = f"dangerous from {percent(limit)}"
     return Chart(
@@ -406,20 +417,21 @@ def _jump_points(result: Inspection) -> Chart | None:
         Axis("relative change of the layer’s output", "log", percent=True),
         tuple(series),
         guides=(Guide("y", limit, name, colour="@warn", dash="dash"),),
-        layers=_labels([row for row, _ in rows]),
+        layers=_labels(result),
         height=440,
     )
 
 
-def _jump_sample(sample: JumpSample, floor: float, most: int) -> Series:
+def _jump_sample(row: LayerRow, sample: JumpSample, floor: float, most: int) -> Series:
     """At most so many tokens, evenly spread; exact ties at the floor, jumps of zero left out."""
     details = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
     step = max(1, math.ceil(len(sample.gaps) / most))
-    return Series(
+    return row.series(
         [gap or floor for gap in sample.gaps[::step]],
         above_zero(sample.jumps[::step]),
+        size=6,
         opacity=0.6,
-        details=[list(row) for row in zip(*details, strict=True)][::step],
+        details=[list(token) for token in zip(*details, strict=True)][::step],
         hover="gap %{customdata[0]:.3~g}, output moves by %{y:.2~p}<br>expert %{customdata[3]} "
         "out, %{customdata[4]} in<br>document %{customdata[1]}, position %{customdata[2]}"
         "<extra>%{fullData.name}</extra>",
@@ -429,51 +441,45 @@ def _jump_sample(sample: JumpSample, floor: float, most: int) -> Series:
 def _loss_points(result: Inspection) -> Chart | None:
     """Scatter of jump and change of the loss, where that was asked for."""
     rows = [
-        (row, row.jumps.near)
-        for row in layer_rows(result)
-        if row.jumps and any(loss is not None for loss in row.jumps.near.losses or ())
+        (row, jumps.near)
+        for row, jumps in _layers_with(result, lambda row: row.jumps)
+        if any(loss is not None for loss in jumps.near.losses or ())
     ]
     if not rows:
         return None
     hover = "output moved %{x:.2p}, loss %{y:+.3g} nats<extra>%{fullData.name}</extra>"
     points = tuple(
-        _in_layer(
-            Series(near.jumps, near.losses or (), opacity=0.6, hover=hover),
-            row.label,
-            (index, len(rows)),
-            "circle",
-            6,
-        )
-        for index, (row, near) in enumerate(rows)
+        row.series(near.jumps, near.losses or (), size=6, opacity=0.6, hover=hover)
+        for row, near in rows
     )
     return Chart(
         Axis("relative change of the layer’s output", percent=True),
         Axis("change of the sequence’s loss (nats)"),
         points,
-        layers=_labels([row for row, _ in rows]),
+        layers=_labels(result),
     )
 
 
 def _near_curves(result: Inspection) -> Chart | None:
     """K(ε) of every layer, with the ε of k + 1/2 experts."""
-    rows = [(r, r.measures.near.value) for r in layer_rows(result) if r.measures.near.value]
+    rows = _layers_with(result, lambda row: row.measures.near.value)
     if not rows:
         return None
     series = []
-    for index, (row, near) in enumerate(rows):
+    for row, near in rows:
         experts = [finite(count.value) for count in near.experts]
         hover = "%{y:.4~g} experts within %{x:.3g}<extra>%{fullData.name}</extra>"
-        series.append(_curve(row.label, (index, len(rows)), near.epsilons, experts, hover))
+        series.append(row.series(near.epsilons, experts, kind="line", hover=hover))
         half = finite(near.epsilon_half.value)
         if half:
-            mark = Series([half], [row.measures.k + 0.5], symbol="diamond", size=9, in_legend=False)
             hover = "ε = %{x:.3g} costs half an expert<extra></extra>"
-            series.append(replace(mark, colour=layer_colour(index, len(rows)), hover=hover))
+            look = {"symbol": "diamond", "size": 9, "in_legend": False, "hover": hover}
+            series.append(row.series([half], [row.measures.k + 0.5], **look))
     return Chart(
         Axis("ε (units of the selection score)", "log"),
         Axis("experts within ε of the threshold"),
         tuple(series),
-        layers=_labels([row for row, _ in rows]),
+        layers=_labels(result),
     )
 
 
@@ -507,34 +513,6 @@ def _load_map(result: Inspection) -> Chart:
         (crosses,),
         heat,
         height=max(260, 110 + 20 * len(rows)),
-    )
-
-
-def _labels(rows: Sequence[LayerRow]) -> tuple[str, ...]:
-    return tuple(row.label for row in rows)
-
-
-def _curve(
-    label: str,
-    depth: tuple[int, int],
-    x: Sequence[float],
-    y: Sequence[float | None],
-    hover: str,
-) -> Series:
-    """The line of one layer; `depth` is its index and the number of layers."""
-    return Series(x, y, f"layer {label}", layer_colour(*depth), "line", hover=hover)
-
-
-def _in_layer(
-    points: Series,
-    label: str,
-    depth: tuple[int, int],
-    symbol: Symbol = "circle",
-    size: int = 8,
-) -> Series:
-    """Points with the name and the colour of their layer."""
-    return replace(
-        points, name=f"layer {label}", colour=layer_colour(*depth), symbol=symbol, size=size
     )
 
 
