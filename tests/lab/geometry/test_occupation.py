@@ -7,7 +7,12 @@ import torch
 from scipy import integrate, stats
 
 from tests.measure.routers import inputs, router
-from tieline.lab.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
+from tieline.lab.geometry.occupation import (
+    BrownianPaths,
+    flat_occupation,
+    occupation_bounds,
+    sampled_occupation,
+)
 from tieline.lab.geometry.ties import tie_flat
 
 
@@ -25,18 +30,8 @@ def test_the_exact_time_lies_under_both_bounds_and_meets_simulation(tied, distan
     found = flat_occupation(flat, x0, epsilon=0.3, horizon=2.0, sigma=0.7)
     assert found.exact < found.bound <= min(2.0, found.paper)
     # all experts tie, so that Γ is the flat whatever k
-    seen = sampled_occupation(
-        x0,
-        weight,
-        bias,
-        1,
-        order=tied - 1,
-        epsilon=0.3,
-        horizon=2.0,
-        sigma=0.7,
-        steps=8,
-        paths=8000,
-    )
+    paths = BrownianPaths(x0, 2.0, sigma=0.7, steps=8, paths=8000)
+    seen = sampled_occupation(paths, weight, bias, 1, order=tied - 1, epsilon=0.3)
     assert abs(seen.value - found.exact) < 4 * seen.stderr
 
 
@@ -85,9 +80,8 @@ def test_noise_that_is_not_isotropic_has_bounds_but_no_exact_value():
     x0 = start_at(flat, 1.5)
     found = flat_occupation(flat, x0, epsilon=0.2, horizon=1.0, sigma=sigma)
     assert found.exact is None
-    seen = sampled_occupation(
-        x0, weight, bias, 1, order=2, epsilon=0.2, horizon=1.0, sigma=sigma, steps=8, paths=8000
-    )
+    paths = BrownianPaths(x0, 1.0, sigma=sigma, steps=8, paths=8000)
+    seen = sampled_occupation(paths, weight, bias, 1, order=2, epsilon=0.2)
     assert 0 < seen.value < found.bound
     # a turned coordinate system changes nothing
     turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
@@ -113,9 +107,8 @@ def test_all_ties_of_a_router_stay_under_the_sum(order):
     weight, bias = router(5, 6, 4)
     x0 = inputs(1, 6)[0]
     found = occupation_bounds(x0, weight, bias, order=order, epsilon=0.1, horizon=1.0)
-    seen = sampled_occupation(
-        x0, weight, bias, 2, order=order, epsilon=0.1, horizon=1.0, steps=8, paths=3000
-    )
+    paths = BrownianPaths(x0, 1.0, steps=8, paths=3000)
+    seen = sampled_occupation(paths, weight, bias, 2, order=order, epsilon=0.1)
     assert found.flats == math.comb(5, order + 1)
     assert seen.value - 4 * seen.stderr <= found.bound <= min(1.0, found.paper)
 
@@ -124,12 +117,16 @@ def test_the_number_of_looks_does_not_change_the_mean():
     weight, bias = router(4, 5, 6)
     x0 = inputs(1, 5)[0]
     rough, fine = (
-        sampled_occupation(
-            x0, weight, bias, 2, order=1, epsilon=0.2, horizon=1.0, steps=s, paths=n, seed=s
+        sampled_occupation(paths, weight, bias, 2, order=1, epsilon=0.2)
+        for paths in (
+            BrownianPaths(x0, 1.0, steps=1, paths=40_000, seed=1),
+            BrownianPaths(x0, 1.0, steps=20, paths=8000, seed=20),
         )
-        for s, n in ((1, 40_000), (20, 8000))
     )
     assert abs(rough.value - fine.value) < 4 * math.hypot(rough.stderr, fine.stderr)
+
+
+TUBE = ("order", "epsilon")
 
 
 @pytest.mark.parametrize(
@@ -147,5 +144,8 @@ def test_bad_input_is_named(change, names):
     good = {"order": 1, "epsilon": 0.1, "horizon": 1.0}
     with pytest.raises(ValueError, match=names):
         occupation_bounds(inputs(1, 5)[0], weight, bias, **{**good, **change})
+    tube = {name: value for name, value in {**good, **change}.items() if name in TUBE}
+    moving = {name: value for name, value in {**good, **change}.items() if name not in TUBE}
+    paths = BrownianPaths(inputs(1, 5)[0], paths=10, **moving)
     with pytest.raises(ValueError, match=names):
-        sampled_occupation(inputs(1, 5)[0], weight, bias, 2, paths=10, **{**good, **change})
+        sampled_occupation(paths, weight, bias, 2, **tube)

@@ -1,25 +1,4 @@
-"""Random models on which papers 2 and 4 are tested, and tests of what their data identify.
-
-drawn            parameters of a model
-inputs           uniform on the cube
-largest_gap      max |f - f'| over inputs
-
-Different measures of one function:
-
-split_scale      one expert as two of half the mass, (1 ± s)^{1/p} times as strong
-shift_rows       all rows v(β) moved by one vector
-twisted          A with an antisymmetric part
-without_row      the first router row zero
-
-Tests of identifiability:
-
-dependent        number of linearly dependent derivatives
-split_checks     results of the split test for each expert
-same_function    measures of one function: the loss tells them apart, the quotient loss does not
-least_ratio      least ‖f - f*‖ / quotient loss near a truth
-split_ratio      the same over splits of one expert
-flat_bound       ‖f - f*‖ >= c·loss along a direction that does not change f, and apart from it
-"""
+"""Random models on which papers 2 and 4 are tested, and tests of what their data identify."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -46,23 +25,6 @@ from tieline.lab.estimation.derivative_tests import (
 )
 from tieline.lab.estimation.identifiability import information
 from tieline.lab.estimation.model import router_directions
-
-__all__ = [
-    "FLOOR",
-    "dependent",
-    "drawn",
-    "flat_bound",
-    "inputs",
-    "largest_gap",
-    "least_ratio",
-    "same_function",
-    "shift_rows",
-    "split_checks",
-    "split_ratio",
-    "split_scale",
-    "twisted",
-    "without_row",
-]
 
 
 def drawn(run: ClaimRun, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:

@@ -1,31 +1,4 @@
-"""Small problems with known truth, on which papers 0, 1 and 3 are tested.
-
-Paper 0:
-
-    GraphRouter      S(x) = x_1 + c x_1³ + sin(x_2) x_3 under N(0, I_3): a curved wall whose level
-                     sets are graphs, so that surface integrals are ordinary ones
-    drawn_router     weight and bias of an affine router
-    affine_scores    scores of an affine router under N(0, I)
-    pair_mass        P(|z_i - z_j| <= w) of an affine router, exactly
-    mixture          a mixture of bounded experts with an affine router, as a sample
-    pupil            a student at some distance from its teacher
-
-Paper 1:
-
-    router           weight and bias of an affine router
-    orthonormal      a router whose rows are the first E axes of D: scores are coordinates
-    in_ball          uniform points of the ball of radius R
-    extrapolated     a ratio of orders at ε = 0
-
-Paper 3, in NumPy:
-
-    drawn            the generator of a stream of random numbers
-    numpy_router     weights and biases of a router
-    layer            router and neurons of a fully specified instance, drawn from one seed
-    dense            neurons of one dense layer, as the only expert of a router
-    bisect           where a function changes sides, on many segments at once
-    crofton          expected pieces along a curve
-"""
+"""Small problems with known truth, on which papers 0, 1 and 3 (in NumPy) are tested."""
 
 import math
 from collections.abc import Callable
@@ -42,30 +15,6 @@ from tieline.core.ranking import stable_topk
 from tieline.lab.claims.claim import ClaimRun
 from tieline.lab.limits.risk import MoESample, evaluate
 from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
-
-__all__ = [
-    "BIAS",
-    "GraphRouter",
-    "Layer",
-    "Pupil",
-    "affine_scores",
-    "bisect",
-    "crofton",
-    "dense",
-    "dense_regions",
-    "density",
-    "drawn",
-    "drawn_router",
-    "extrapolated",
-    "in_ball",
-    "layer",
-    "mixture",
-    "numpy_router",
-    "orthonormal",
-    "pair_mass",
-    "pupil",
-    "router",
-]
 
 NODES = 64
 """Gauss-Hermite nodes per axis; fifteen digits for the curved wall."""

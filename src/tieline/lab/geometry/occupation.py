@@ -31,7 +31,13 @@ from tieline.lab.geometry.ties import TieFlat, check_router, distance_to_tie, ti
 from tieline.lab.geometry.tubes import ball_volume
 from tieline.measure.boundary import Real
 
-__all__ = ["Occupation", "flat_occupation", "occupation_bounds", "sampled_occupation"]
+__all__ = [
+    "BrownianPaths",
+    "Occupation",
+    "flat_occupation",
+    "occupation_bounds",
+    "sampled_occupation",
+]
 
 
 @dataclass(frozen=True)
@@ -119,19 +125,35 @@ def occupation_bounds(
     return Occupation(paper, min(horizon, total), exact, horizon, len(occupations))
 
 
+@dataclass(frozen=True, eq=False)
+class BrownianPaths:
+    """Simulated paths x0 + σ B_t up to the horizon T.
+
+    Attributes:
+        start: x0.
+        horizon: T > 0.
+        sigma: invertible matrix or number other than 0.
+        steps: observations of each path.
+        paths: number of paths.
+        seed: of the random numbers.
+    """
+
+    start: Float[Tensor, " dim"]
+    horizon: Real
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0
+    steps: int = 32
+    paths: int = 4096
+    seed: int = 0
+
+
 def sampled_occupation(
-    x0: Float[Tensor, " dim"],
+    paths: BrownianPaths,
     W: Float[Tensor, "experts dim"],
     b: Float[Tensor, " experts"] | None,
     k: int,
     *,
     order: int,
     epsilon: Real,
-    horizon: Real,
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
-    steps: int = 32,
-    paths: int = 4096,
-    seed: int = 0,
 ) -> Estimate:
     """Mean time within ε of Γ^(n) up to T, over simulated paths, with its standard error.
 
@@ -139,16 +161,17 @@ def sampled_occupation(
     interval: the share of observations within ε times T is unbiased for any number of steps.
     """
     weight, bias = check_router(W, b, k)
-    _check_tube(epsilon, horizon)
-    check_run(horizon, steps, paths)
-    spread, dt = check_noise(sigma, weight), horizon / steps
-    require(len(x0) == weight.shape[1], f"{len(x0)=}, {weight.shape[1]=}", ShapeError)
-    generator = torch.Generator().manual_seed(seed)
+    _check_tube(epsilon, paths.horizon)
+    check_run(paths.horizon, paths.steps, paths.paths)
+    spread, dt = check_noise(paths.sigma, weight), paths.horizon / paths.steps
+    dim = len(paths.start)
+    require(dim == weight.shape[1], f"{dim=}, {weight.shape[1]=}", ShapeError)
+    generator = torch.Generator().manual_seed(paths.seed)
     times = []
-    for batch in batches(paths):
+    for batch in batches(paths.paths):
         lag = dt * torch.rand(batch, 1, generator=generator, dtype=torch.float64)
-        x, stayed = x0.double().repeat(batch, 1), torch.zeros(batch, dtype=torch.float64)
-        for m in range(steps):
+        x, stayed = paths.start.double().repeat(batch, 1), torch.zeros(batch, dtype=torch.float64)
+        for m in range(paths.steps):
             noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) @ spread.T
             x = x + noise * (lag.sqrt() if m == 0 else math.sqrt(dt))
             stayed += dt * (distance_to_tie(x, weight, bias, k, order) < epsilon)

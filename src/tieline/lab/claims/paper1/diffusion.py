@@ -19,7 +19,12 @@ from tieline.lab.geometry import (
     top_k_cell,
 )
 from tieline.lab.geometry.exit_time import TopKCell, exit_orders, sample_exits
-from tieline.lab.geometry.occupation import flat_occupation, occupation_bounds, sampled_occupation
+from tieline.lab.geometry.occupation import (
+    BrownianPaths,
+    flat_occupation,
+    occupation_bounds,
+    sampled_occupation,
+)
 from tieline.lab.geometry.ties import tie_flat
 from tieline.lab.power_law import exponent
 
@@ -392,37 +397,17 @@ def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
     ]
 
 
-def _time_near_ties(run: ClaimRun, order: int, paths: int) -> tuple[list[Check], list[float]]:
+def _time_near_ties(run: ClaimRun, order: int, count: int) -> tuple[list[Check], list[float]]:
     weight, bias = router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
         bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
-        time = sampled_occupation(
-            x0,
-            weight,
-            bias,
-            2,
-            order=order,
-            epsilon=epsilon,
-            horizon=4.0,
-            paths=paths,
-            seed=run.seed,
-        )
+        paths = BrownianPaths(x0, 4.0, paths=count, seed=run.seed)
+        time = sampled_occupation(paths, weight, bias, 2, order=order, epsilon=epsilon)
         value, error = time.value or 0.0, time.standard_error or 0.0
-        checks.append(
-            at_most(
-                f"time and bound, n = {order}, ε = {epsilon}",
-                value - 4 * error,
-                float(bounds.paper),
-            )
-        )
-        checks += corrected(
-            at_most(
-                f"time and finite bound, n = {order}, ε = {epsilon}",
-                value - 4 * error,
-                float(bounds.bound),
-            )
-        )
+        least, where = value - 4 * error, f"n = {order}, ε = {epsilon}"
+        checks.append(at_most(f"time and bound, {where}", least, float(bounds.paper)))
+        checks += corrected(at_most(f"time and finite bound, {where}", least, float(bounds.bound)))
         row += [value, float(bounds.bound), float(bounds.paper)]
     return checks, row
 

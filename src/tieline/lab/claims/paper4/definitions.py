@@ -278,9 +278,9 @@ def fifth(run: ClaimRun) -> Evidence:
     return check(run, "L5", terms, full=False)
 
 
-def family(gate, expert: str, n: int = 2, **changes) -> MoEModel:
-    """A sigmoid model on the plane."""
-    return MoEModel(gate, "sigmoid", expert, 2, n, **changes)
+def family(gate, expert: str, n: int = 2, activation: str = "relu") -> MoEModel:
+    """A sigmoid model on the plane; `activation` is that of two-layer experts."""
+    return MoEModel(gate, "sigmoid", expert, 2, n, activation=activation)
 
 
 def strong_counts(run: ClaimRun, gate, experts: dict[str, dict]) -> dict[str, int]:
