@@ -338,10 +338,10 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
 def _experts(kept: Mapping[str, list[LayerTrace]]) -> float | None:
     """Experts in use per token, mean over layers; None if no layer is smoothed."""
     means = []
-    for parts in kept.values():
-        used = [part.used.double() for part in parts if part.used is not None]
-        means.append(torch.cat(used).mean().item() if used else float(parts[0].facts.k))
-    smoothed = any(part.smoothed for parts in kept.values() for part in parts)
+    for layers in kept.values():
+        used = [layer.used.double() for layer in layers if layer.used is not None]
+        means.append(torch.cat(used).mean().item() if used else float(layers[0].facts.k))
+    smoothed = any(layer.smoothed for layers in kept.values() for layer in layers)
     return sum(means) / len(means) if smoothed else None
 
 
@@ -350,16 +350,16 @@ def _possible(
 ) -> tuple[tuple[Perturbation, ...], str]:
     """The perturbations that these routers allow, and why not the others, in words."""
     other = [name for name, router in routers.items() if not makes_one_product(router)]
-    refused = [one.name for one in perturbations if one.kind == "score noise"] if other else []
+    refused = [x.name for x in perturbations if x.kind == "score noise"] if other else []
     if not refused:
         return perturbations, ""
-    words = (
+    reason = (
         f"{', '.join(refused)}: noise is added to one product of router and input, and the logits "
         f"of layer {other[0]!r} are none"
     )
-    kept = tuple(one for one in perturbations if one.name not in refused)
-    require(bool(kept), f"nothing is left to run without {words}", UnsupportedModelError)
-    return kept, words
+    kept = tuple(x for x in perturbations if x.name not in refused)
+    require(bool(kept), f"nothing is left to run without {reason}", UnsupportedModelError)
+    return kept, reason
 
 
 def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
@@ -391,7 +391,7 @@ def perturbation_effect(
         level=perturbation.level,
         part=perturbation.part,
         local=flips,
-        local_flips=sum(effect.seen for effect in local.values()),
+        local_flips=sum(effect.flip_count for effect in local.values()),
         predicted=_mean([layer.predicted for layer in layers]),
         predicted_low=_mean([layer.predicted_low for layer in layers]),
         full=everywhere,
@@ -413,7 +413,7 @@ def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
     return LayerEffect(
         name=name,
         local=effect.flips.mean(),
-        local_flips=effect.seen,
+        local_flips=effect.flip_count,
         repeats=effect.trials / tokens,
         predicted=effect.high.mean().value,
         predicted_low=effect.low.mean().value,
@@ -423,8 +423,8 @@ def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if len(present) == len(values) else None
 
 
 def _ratio(above: Estimate, below: Estimate) -> float | None:
@@ -441,8 +441,8 @@ def _gone(kl: Estimate, floor: Estimate) -> float | None:
 
 
 def _quantile(values: torch.Tensor, level: float) -> float:
-    place = min(len(values) - 1, int(level * len(values)))
-    return values.sort().values[place].item()
+    rank = min(len(values) - 1, int(level * len(values)))
+    return values.sort().values[rank].item()
 
 
 def extra_bytes(router: nn.Module, number_format: str) -> int:
@@ -460,19 +460,19 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
         wanted: share of the damage to recover, in (0, 1].
     """
     require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
-    whole = sum(damages.values())
+    total = sum(damages.values())
     order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
     kept: list[str] = []
     gone = 0.0
     for name in order:
-        if gone >= wanted * whole * (1 - 1e-12) or damages[name] <= 0:
+        if gone >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
             break
         kept.append(name)
         gone += damages[name]
     return KeepList(
         wanted=wanted,
         layers=tuple(kept),
-        recovered=gone / whole if whole > 0 else 0.0,
+        recovered=gone / total if total > 0 else 0.0,
         bytes=sum(costs[name] for name in kept),
         bytes_all=sum(costs.values()),
     )

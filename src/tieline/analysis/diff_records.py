@@ -172,6 +172,17 @@ class Attribution:
     smallest_p: float | None
 
 
+class Sentence(Worded):
+    """Base of records that the report writes as one sentence."""
+
+    sentences: ClassVar[tuple[str, ...]] = ("text",)
+
+    @property
+    def text(self) -> str:
+        """The record as a sentence."""
+        return self.sentence("text")
+
+
 PatternKind = Literal[
     "lag",
     "permutation",
@@ -186,7 +197,7 @@ PatternKind = Literal[
 
 
 @dataclass(frozen=True)
-class Pattern(Worded):
+class Pattern(Sentence):
     """A shape of the differences that rounding does not make.
 
     Attributes:
@@ -203,8 +214,6 @@ class Pattern(Worded):
         moves: numbers of experts in A and in B that a permutation exchanges, the first few.
     """
 
-    sentences: ClassVar[tuple[str, ...]] = ("text",)
-
     kind: PatternKind
     layer: str | None
     effect: float
@@ -214,17 +223,12 @@ class Pattern(Worded):
     detail: str = ""
     moves: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def text(self) -> str:
-        """The pattern as a sentence."""
-        return self.sentence("text")
-
 
 YesNo = Literal["yes", "no", "cannot tell"]
 
 
 @dataclass(frozen=True)
-class ChoiceAnswer(Worded):
+class ChoiceAnswer(Sentence):
     """Whether each router chooses the largest of its own scores.
 
     Attributes:
@@ -236,22 +240,15 @@ class ChoiceAnswer(Worded):
         missing: sides without the scores that tell.
     """
 
-    sentences: ClassVar[tuple[str, ...]] = ("text",)
-
     answer: YesNo
     layer: str = ""
     side: str = ""
     tokens: int = 0
     missing: tuple[str, ...] = ()
 
-    @property
-    def text(self) -> str:
-        """The answer as a sentence."""
-        return self.sentence("text")
-
 
 @dataclass(frozen=True)
-class FlipAnswer(Worded):
+class FlipAnswer(Sentence):
     """Whether first flips are as wide as the noise of their own token.
 
     Attributes:
@@ -265,8 +262,6 @@ class FlipAnswer(Worded):
         near_share: median over these of the share of tokens with a smaller gap.
     """
 
-    sentences: ClassVar[tuple[str, ...]] = ("text",)
-
     answer: YesNo
     first: int = 0
     unexplained: int = 0
@@ -275,14 +270,9 @@ class FlipAnswer(Worded):
     near: int = 0
     near_share: float | None = None
 
-    @property
-    def text(self) -> str:
-        """The answer as a sentence."""
-        return self.sentence("text")
-
 
 @dataclass(frozen=True)
-class SizeAnswer(Worded):
+class SizeAnswer(Sentence):
     """Whether the noise of the scores is of the size that was to be expected.
 
     Attributes:
@@ -302,8 +292,6 @@ class SizeAnswer(Worded):
         allowed: the largest relative noise that the format explains there.
     """
 
-    sentences: ClassVar[tuple[str, ...]] = ("text",)
-
     answer: YesNo
     kind: Literal["no scores", "equal", "not stated", "reference", "format"]
     layer: str = ""
@@ -317,14 +305,9 @@ class SizeAnswer(Worded):
     noise: float | None = None
     allowed: float | None = None
 
-    @property
-    def text(self) -> str:
-        """The answer as a sentence."""
-        return self.sentence("text")
-
 
 @dataclass(frozen=True)
-class ShapeAnswer(Worded):
+class ShapeAnswer(Sentence):
     """Whether the noise lacks any pattern that rounding does not make.
 
     Attributes:
@@ -333,15 +316,8 @@ class ShapeAnswer(Worded):
         patterns: the patterns.
     """
 
-    sentences: ClassVar[tuple[str, ...]] = ("text",)
-
     answer: YesNo
     patterns: tuple[Pattern, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The answer as a sentence."""
-        return self.sentence("text")
 
 
 Conclusion = Literal[

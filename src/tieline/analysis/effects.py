@@ -67,7 +67,7 @@ class LocalEffect:
     low: SequenceSums = field(default_factory=SequenceSums)
     high: SequenceSums = field(default_factory=SequenceSums)
     damage: SequenceSums = field(default_factory=SequenceSums)
-    seen: int = 0
+    flip_count: int = 0
     trials: int = 0
 
 
@@ -198,7 +198,7 @@ class LocalEffects(Observer):
                 sigma = float(perturbation.level)
                 share = _repeated(rule, routed.logits, sigma, repeats, generator)
         effect.flips.add(share.view(clean.shape))
-        effect.seen += round(share.sum().item() * repeats)
+        effect.flip_count += round(share.sum().item() * repeats)
         effect.trials += repeats * len(share)
 
     def _repeats(self, expected: float) -> int:
@@ -229,11 +229,13 @@ class LocalEffects(Observer):
             return
         effects = list(self.effects.values())
         ranks.join_sums([sums for e in effects for sums in (e.flips, e.low, e.high, e.damage)])
-        counts = {"counts": torch.tensor([[effect.seen, effect.trials] for effect in effects])}
+        counts = {
+            "counts": torch.tensor([[effect.flip_count, effect.trials] for effect in effects])
+        }
         counts |= {f"hits.{name}": hits for name, hits in self.hits.items()}
         joined = ranks.join_counts(counts)
-        for effect, (seen, trials) in zip(effects, joined["counts"].tolist(), strict=True):
-            effect.seen, effect.trials = seen, trials
+        for effect, (flip_count, trials) in zip(effects, joined["counts"].tolist(), strict=True):
+            effect.flip_count, effect.trials = flip_count, trials
         for name, layers in self.kept.items():
             self.hits[name] = joined[f"hits.{name}"]
             rows = ranks.join_lists([layer.rows() for layer in layers])
@@ -293,8 +295,8 @@ def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> Layer
 
 def _batch(tokens: int) -> Batch:
     """A batch of all tokens in one document, which is all that the audit needs."""
-    places = torch.arange(tokens)
-    return Batch(places, torch.zeros_like(places), places, None, tokens)
+    positions = torch.arange(tokens)
+    return Batch(positions, torch.zeros_like(positions), positions, None, tokens)
 
 
 @dataclass

@@ -39,7 +39,7 @@ from tieline.analysis.swap import BlockSampler, block_of
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
-from tieline.core.settings import takes_settings
+from tieline.core.settings import require_setting, takes_settings
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
@@ -55,8 +55,8 @@ from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model, ModelSource
-from tieline.models.running import batches, only_running, text_config
-from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
+from tieline.models.running import only_running, text_config
+from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.observers import Observer, Rerun
 from tieline.run.processes import Ranks
 from tieline.run.recorder import RouteRecorder, clean_plan
@@ -209,34 +209,20 @@ def inspect(
         progress: called with stage, done and total while the work goes on.
     """
     settings = InspectSettings.of(settings, options)
-    expert_tokens, measuring = settings.expert_tokens, settings.measure_settings
     routed = _saved_routing(source)
     if routed is not None:
-        return _inspect_saved(routed, measuring, expert_tokens)
-    text, origin = as_text(settings.text)
-    batch_size, seed, parallel = settings.batch_size, settings.seed, settings.parallel
-    loaded = Model.open(
-        source,
-        "inspect takes a trace or summary, or",
-        dtype=settings.dtype,
-        **settings.loading,
-    )
-    model, clock = loaded.module, _Clock()
-    names = router_names(model, settings.layers)
+        return _inspect_saved(routed, settings)
+    corpus = Corpus(**settings.corpus)
+    origin = corpus.origin  # a text that cannot be read is refused before a model is loaded
+    job = "inspect takes a trace or summary, or"
+    model = Model.open(source, job, dtype=settings.dtype, **settings.loading)
+    clock, names = _Clock(), router_names(model.module, settings.layers)
     with clock("tokenise"):
-        length = settings.sequence_length or default_length(model)
-        tokenised = tokenise(loaded.tokenizer, text, settings.tokens, length)
-    ranks = Ranks.of(parallel, list(batches(tokenised.sequences, batch_size)))
-    facts = _facts(tokenised, origin, batch_size, seed) | ranks.provenance()
-    inspector = _Inspector(
-        loaded, names, tokenised, ranks, batch_size, facts, clock, progress or _silent
-    )
-    trace, measures, layer_jumps = inspector.measure(settings)
-    model_noise = inspector.noise(settings.noise and parallel in (None, "data"))
-    facts = dict(trace.provenance) | ({"model": loaded.name} if loaded.name else {})
-    sample, timings = text_sample(trace, tokenised), clock.timings(trace.n_tokens)
-    result = _inspection(measures, layer_jumps, sample, facts, timings, trace, expert_tokens)
-    return replace(result, noise=model_noise)
+        text = corpus.tokenised(model.tokenizer, model.module)
+    ranks = Ranks.of(settings.parallel, corpus.batches(text))
+    facts = _text_facts(text, origin, corpus) | ranks.provenance()
+    run = (clock, settings, progress or _silent)
+    return _Inspector(model, names, text, ranks, facts, *run).inspection()
 
 
 Measured = tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]
@@ -252,9 +238,9 @@ class _Inspector:
         names: routers to look at.
         text: the text in sequences.
         ranks: its batches, and how processes share them.
-        batch_size: sequences per forward pass.
         facts: what the bits of the result depend on beside the model.
         clock: takes the time of each stage.
+        settings: options of the inspection.
         progress: called with stage, done and total.
     """
 
@@ -262,19 +248,33 @@ class _Inspector:
     names: tuple[str, ...]
     text: TokenisedText
     ranks: Ranks
-    batch_size: int
     facts: dict[str, object]
     clock: "_Clock"
+    settings: InspectSettings
     progress: Progress
 
-    def measure(self, settings: InspectSettings) -> Measured:
+    def inspection(self) -> Inspection:
+        """Measure everything that the settings ask for."""
+        trace, measures, jumps = self._measure()
+        noise = self._noise()
+        name = {"model": self.model.name} if self.model.name else {}
+        return replace(
+            _inspection(measures, jumps, trace, self.settings.expert_tokens),
+            sample=text_sample(trace, self.text),
+            provenance=dict(trace.provenance) | name,
+            timings=self.clock.timings(trace.n_tokens),
+            noise=noise,
+        )
+
+    def _measure(self) -> Measured:
         """Run the text once, and measure its layers: from disk while their weights are there."""
-        plan = _plan(settings.jump_settings, settings.seed, settings.loss_jumps)
+        settings = self.settings
+        plan = _jump_settings(settings)
         measuring = settings.measure_settings or MeasureSettings()
         streamed, losses = self.model.stream is not None, settings.loss_jumps and settings.jumps
-        require(
+        require_setting(
             not (settings.loss_jumps and streamed),
-            "what flips do to the loss needs the model in memory: no loss_jumps",
+            "what flips do to the loss needs the model in memory: no {loss_jumps}",
         )
         recorder = RouteRecorder(self.model.module, self._recorded(streamed), self.names)
         sampler = self._sampler(recorder, plan) if settings.jumps else None
@@ -333,27 +333,28 @@ class _Inspector:
             for layer in jumps:
                 if layer.value is not None:
                     arguments = (trace, trace.layer(layer.name), layer.value, swaps)
-                    value = with_losses(self.model.module, *arguments, self.batch_size)
+                    value = with_losses(self.model.module, *arguments, self.settings.batch_size)
                     layer = replace(layer, value=value)
                 measured.append(layer)
                 self.progress("losses", len(measured), len(jumps))
         return tuple(measured)
 
-    def noise(self, asked: bool) -> NoiseReport:
+    def _noise(self) -> NoiseReport:
         """The noise of the model in memory."""
-        if not asked:
+        if not self.settings.noise or self.settings.parallel not in (None, "data"):
             return NoiseReport((), NO_NOISE)
         if self.model.stream is not None:
             return NoiseReport((), STREAMED_NOISE)
         with self.clock("noise"):
-            report = own_noise(self.model.module, self.names, self.text, self.batch_size)
+            report = own_noise(self.model.module, self.names, self.text, self.settings.batch_size)
             self.progress("noise", 1, 1)
         return report
 
 
-def _plan(settings: JumpSettings | None, seed: int, loss_jumps: bool) -> JumpSettings:
-    plan = replace(settings or JumpSettings(), seed=seed)
-    return replace(plan, loss_swaps=32) if loss_jumps and not plan.loss_swaps else plan
+def _jump_settings(settings: InspectSettings) -> JumpSettings:
+    """Those of the caller with the seed of the inspection, and swaps if losses are asked for."""
+    plan = replace(settings.jump_settings or JumpSettings(), seed=settings.seed)
+    return replace(plan, loss_swaps=32) if settings.loss_jumps and not plan.loss_swaps else plan
 
 
 def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
@@ -362,36 +363,32 @@ def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
         return source
     if not isinstance(source, str | Path) or source_kind(source) == "model":
         return None
-    found = load(source)
-    if isinstance(found, RoutingTrace | RoutingSummary):
-        return found
+    saved = load(source)
+    if isinstance(saved, RoutingTrace | RoutingSummary):
+        return saved
     raise ParameterError(f"{source} is a saved result: read it with tieline.load")
 
 
-def _inspect_saved(
-    routed: RoutingTrace | RoutingSummary, settings: MeasureSettings | None, expert_tokens: int
-) -> Inspection:
+def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSettings) -> Inspection:
     """What can be measured of a saved run without its model."""
-    clock = _Clock()
+    clock, grids = _Clock(), settings.measure_settings
     with clock("measure"), one_thread():
         if isinstance(routed, RoutingSummary):
-            measures, trace = measure_summary(routed, settings), routed.sample
+            measures, trace = measure_summary(routed, grids), routed.sample
         else:
-            measures, trace = measure(routed, settings), routed
+            measures, trace = measure(routed, grids), routed
     jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
-    facts, timings = dict(measures.provenance), clock.timings()
-    return _inspection(measures, jumps, None, facts, timings, trace, expert_tokens)
+    result = _inspection(measures, jumps, trace, settings.expert_tokens)
+    return replace(result, provenance=dict(measures.provenance), timings=clock.timings())
 
 
 def _inspection(
     measures: RoutingMeasures,
     jumps: tuple[LayerJumps, ...],
-    sample: TextSample | None,
-    provenance: dict[str, object],
-    timings: dict[str, float],
     trace: RoutingTrace,
     expert_tokens: int,
 ) -> Inspection:
+    """The result without text sample, provenance and timings."""
     needs = (
         tokens_needed(layer.name, layer.load.counts, layer.tokens, expert_tokens)
         for layer in measures.layers
@@ -402,9 +399,9 @@ def _inspection(
         metrics=metrics(measures, jumps),
         measures=measures,
         jumps=jumps,
-        sample=sample,
-        provenance=provenance,
-        timings=timings,
+        sample=None,
+        provenance={},
+        timings={},
         calibration=most_first(needs),
         trace=trace,
     )
@@ -425,34 +422,33 @@ class _Clock:
 
     def timings(self, tokens: int = 0) -> dict[str, float]:
         """Seconds of each stage, in all, and the tokens per second of the forward passes."""
-        found = {**self._seconds, "total": time.perf_counter() - self._start}
-        if "forward" in found:
-            found["tokens_per_second"] = tokens / max(found["forward"], 1e-9)
-        return found
+        seconds = {**self._seconds, "total": time.perf_counter() - self._start}
+        if "forward" in seconds:
+            seconds["tokens_per_second"] = tokens / max(seconds["forward"], 1e-9)
+        return seconds
 
 
 def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:
-    """Names of the routers, in the order of the model; places are counted from 0."""
-    known = list(find_routers(model))
+    """Names of the chosen routers, in the order of the model; numbers count from 0."""
     if layers is None:
         return tuple(chosen_routers(model, None))
-    wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(known)]
-    require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(known) - 1}")
-    return tuple(chosen_routers(model, [known[x] if isinstance(x, int) else x for x in layers]))
+    every = list(find_routers(model))
+    wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(every)]
+    require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(every) - 1}")
+    return tuple(chosen_routers(model, [every[x] if isinstance(x, int) else x for x in layers]))
 
 
-def _facts(text: TokenisedText, source: str, batch_size: int, seed: int) -> dict[str, object]:
+def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
     """What the bits of a result depend on beside the model: text, batches, threads, build."""
-    digest = hashlib.sha256("".join(text.pieces).encode(errors="surrogatepass")).hexdigest()
     return {
-        "text": {"source": source, "characters": text.characters, "sha256": digest},
+        "text": {"source": origin, "characters": text.characters, "sha256": text.digest},
         "tokens": text.tokens,
         "threads": torch.get_num_threads(),
         "torch_build": build_digest(),
         "sequences": len(text.sequences),
         "sequence_length": len(text.sequences[0]),
-        "batch_size": batch_size,
-        "seed": seed,
+        "batch_size": corpus.batch_size,
+        "seed": corpus.seed,
     }
 
 
@@ -486,10 +482,10 @@ def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> Te
     texts = ["" for _ in text.prefix] + list(text.pieces)
     columns, scales = zip(*(_relative_gaps(layer, count) for layer in trace.layers), strict=True)
     pieces = []
-    for place, gaps in enumerate(zip(*columns, strict=True)):
-        known = [gap for gap in gaps if gap is not None]
-        token, position = int(trace.tokens[place]), int(trace.positions[place])
-        pieces.append(TextPiece(texts[place], token, position, min(known, default=None), gaps))
+    for index, gaps in enumerate(zip(*columns, strict=True)):
+        smallest = min((gap for gap in gaps if gap is not None), default=None)
+        token, position = int(trace.tokens[index]), int(trace.positions[index])
+        pieces.append(TextPiece(texts[index], token, position, smallest, gaps))
     names = tuple(layer.name for layer in trace.layers)
     return TextSample(names, int(trace.documents[0]), tuple(pieces), tuple(scales))
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.effects import Divergences
-from tieline.analysis.smooth import NOISE, Calibration, measure_scores
+from tieline.analysis.smooth import NOISE, Calibration, measure_scores, smoothing_record
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
@@ -37,7 +37,7 @@ from tieline.models.families import family_of
 from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
-from tieline.models.smooth import Smoothing, smooth_, smoothed_routers, unsmooth_
+from tieline.models.smooth import Smoothing, smoothed_routers
 from tieline.models.smooth_router import GateName
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
 from tieline.run.plan import Budget, Ids, Pass, Phase, Plan, Ran
@@ -103,22 +103,14 @@ def smoothed_forms(runner: Runner, calibration: Ids) -> list[SmoothedForm]:
     for scale in SCALES:
         widths = noise_scores.by_noise(scale)
         experts = noise_scores.experts(widths, "projected")
-        record = smoothing_record(model, widths, "projected")
+        record = smoothing_record(model, epsilon=widths, gate="projected")
         forms.append(SmoothedForm(f"smoothed, ε = {scale:g} σ", "projected", experts, record))
     budget, slots = forms[1].experts, min(plan.n_experts for plan in noise_scores.plans)
     if budget > max(plan.k for plan in noise_scores.plans):
-        record = smoothing_record(model, noise_scores.by_budget(budget, "ramp"), "ramp", slots)
+        widths = noise_scores.by_budget(budget, "ramp")
+        record = smoothing_record(model, epsilon=widths, gate="ramp", k_max=slots)
         forms.append(SmoothedForm("paper 1's ramp", "ramp", budget, record))
     return forms
-
-
-def smoothing_record(
-    model: nn.Module, widths: Mapping[str, float], gate: GateName, k_max: int | None = None
-) -> Smoothing:
-    """Return how a model would be smoothed with these widths ε by router name."""
-    record = smooth_(model, epsilon=widths, gate=gate, k_max=k_max)
-    unsmooth_(model)
-    return record
 
 
 REPLAYS: dict[str, Literal["live", "recorded"]] = {
@@ -267,15 +259,15 @@ class RemedyRuns:
         Args:
             batches: all batches that were run, by any process.
         """
-        k, unmoved = _mean_k(self._model), Estimate(0.0, 0.0)
+        k = _mean_k(self._model)
         effects = partial(self._effects, batches)
         spent = None if self._runner.streamed else 1.0
-        rows = [Remedy(NOTHING, "nothing", unmoved, k, spent, 0, {}, effects(NOTHING))]
+        rows = [Remedy(NOTHING, "nothing", UNMOVED, k, spent, 0, {}, effects(NOTHING))]
         for name in (ALL_ROUTERS, LISTED):
-            rows.append(Remedy(name, "float32", unmoved, k, None, 0, {}, effects(name)))
+            rows.append(Remedy(name, "float32", UNMOVED, k, None, 0, {}, effects(name)))
         for name, weights in REPLAYS.items():
             size, spent = self._replay_bytes.get(weights, 0), self._times.get(name)
-            rows.append(Remedy(name, "replay", unmoved, k, spent, size, {}, effects(name)))
+            rows.append(Remedy(name, "replay", UNMOVED, k, spent, size, {}, effects(name)))
         for form in self._forms:
             kind = "smooth" if form.gate == "projected" else "ramp"
             moved = self._divergences.kl[self._moved[form.name]].mean()

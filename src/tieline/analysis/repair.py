@@ -391,16 +391,8 @@ def repair_table(
         parallel: how processes share the batches: None or "data".
         progress: called with stage, done and total.
     """
-    (table,) = repair_tables(
-        model,
-        smoothed,
-        sequences,
-        perturbations=perturbations,
-        batch_size=batch_size,
-        seed=seed,
-        parallel=parallel,
-        progress=progress,
-    )
+    run = {"batch_size": batch_size, "seed": seed, "parallel": parallel, "progress": progress}
+    (table,) = repair_tables(model, smoothed, sequences, perturbations=perturbations, **run)
     return table
 
 

@@ -33,24 +33,6 @@ from tieline.run.settings import (
     TextSettings,
 )
 
-__all__ = [
-    "AuditOptions",
-    "AuditSettings",
-    "CheckOptions",
-    "CheckSettings",
-    "ConvertOptions",
-    "ConvertSettings",
-    "DiffOptions",
-    "DiffSettings",
-    "InspectOptions",
-    "InspectSettings",
-    "MergeOptions",
-    "MergeSettings",
-    "RouteFileSettings",
-    "SmoothOptions",
-    "SmoothSettings",
-]
-
 
 class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
     """Options of `inspect` and `tieline inspect`."""
@@ -404,8 +386,8 @@ class CheckSettings(RouteFileSettings):
     device: str = setting("cpu", help="cpu, cuda, cuda:1, ... or auto.")
 
 
-class CheckOptions(TypedDict, total=False):
-    """Keyword arguments of `check`."""
+class RouteFileOptions(TypedDict, total=False):
+    """Keyword arguments for what a file of routes does not say itself."""
 
     tokens: Any
     n_experts: int | None
@@ -413,6 +395,11 @@ class CheckOptions(TypedDict, total=False):
     layers: int | None
     start: int | None
     format: str | None
+
+
+class CheckOptions(RouteFileOptions, total=False):
+    """Keyword arguments of `check`."""
+
     model: Any
     against: Any
     device: str
@@ -428,15 +415,9 @@ class ConvertSettings(RouteFileSettings):
     overwrite: bool = setting(False, help="Replace an existing output.")
 
 
-class ConvertOptions(TypedDict, total=False):
+class ConvertOptions(RouteFileOptions, total=False):
     """Keyword arguments of `convert`."""
 
-    tokens: Any
-    n_experts: int | None
-    k: int | None
-    layers: int | None
-    start: int | None
-    format: str | None
     to: str
     model_layers: int | None
     overwrite: bool

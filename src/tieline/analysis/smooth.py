@@ -85,6 +85,13 @@ class ScoreCollector(Observer):
             scores(site.module, call, output)
 
 
+def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
+    """Return how `smooth_` would smooth a model; the model itself is left as it is."""
+    record = smooth_(model, **smoothing)
+    unsmooth_(model)
+    return record
+
+
 def smoothable_layers(runner: Runner) -> list[LayerPlan]:
     """Return the routers of the first model that choose some of their experts."""
     plans, _ = plan_layers(runner.models[0].module, None)
@@ -93,8 +100,8 @@ def smoothable_layers(runner: Runner) -> list[LayerPlan]:
 
 def noise_perturbation(name: str) -> Perturbation:
     """Return the perturbation that "bf16", "model bf16" or "router bf16" names."""
-    level, parts = precision_named(name)
-    return Perturbation("rounding", level, "router" if parts == "router" else "model")
+    level, region = precision_named(name)
+    return Perturbation("rounding", level, "router" if region == "router" else "model")
 
 
 def measure_scores(
@@ -340,10 +347,8 @@ class _Smooth(NamedTuple):
         return self._record(budget=wish.budget, noise=wish.noise, measured=measured)
 
     def _record(self, **widths: Any) -> Smoothing:
-        """How the model is smoothed with these widths; the model itself is left as it is."""
-        record = smooth_(self.model.module, **widths, **self.settings.form)
-        unsmooth_(self.model.module)  # all forms run on the same weights
-        return record
+        """How the model is smoothed with these widths."""
+        return smoothing_record(self.model.module, **widths, **self.settings.form)
 
     def _scale(self, calibration: Calibration) -> float:
         """The c = ε/σ that the settings ask for, by the calibration text."""

@@ -163,8 +163,8 @@ class DistanceObserver(Observer):
 def _joined_logits(outcomes: Sequence[Outcome]) -> Tensor | None:
     """Logits of passes as those of one batch; None if some have none."""
     logits = [outcome.logits for outcome in outcomes]
-    known = [values for values in logits if values is not None]
-    return torch.cat(known) if len(known) == len(logits) else None
+    present = [values for values in logits if values is not None]
+    return torch.cat(present) if len(present) == len(logits) else None
 
 
 def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:

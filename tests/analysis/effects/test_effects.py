@@ -61,7 +61,7 @@ def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
     sets = [out[2].sort(dim=1).values for out in (before, after)]
     flipped = (sets[0] != sets[1]).any(dim=1)
     effect = runs.effects[INT4, name]
-    assert effect.seen == int(flipped.sum()) > 0
+    assert effect.flip_count == int(flipped.sum()) > 0
     jumps = (z - y).norm(dim=1) / y.norm(dim=1) * flipped
     found = torch.cat(effect.damage.sums)
     assert torch.allclose(found.float(), jumps.view(3, 16).sum(dim=1), rtol=1e-3)
@@ -76,7 +76,7 @@ def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
     watched(model, runs, ids)
     for name in routers:
         effect = runs.effects[noise, name]
-        assert effect.seen > 3000
+        assert effect.flip_count > 3000
         measured, predicted = effect.flips.mean().value, effect.low.mean().value
         assert measured == pytest.approx(predicted, rel=0.05)
         assert effect.trials % ids.numel() == 0
