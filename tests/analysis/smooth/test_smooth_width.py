@@ -24,7 +24,7 @@ def test_a_point_is_chosen_by_what_it_moves_or_repairs():
     assert chosen_scale(tables, factor=None, max_moved=0.02) == pytest.approx(2.0)
     scale = chosen_scale(tables, factor=flip_reduction(4.0), max_moved=None)
     assert scale == pytest.approx(4.0)
-    with pytest.raises(TielineError, match=r"--max-moved 5: the largest KL.*is 0.16"):
+    with pytest.raises(TielineError, match=r"max_moved 5: the largest KL.*is 0.16"):
         chosen_scale(tables, factor=None, max_moved=5.0)
     with pytest.raises(TielineError, match=r"--max-moved 0.001: the least KL.*is 0.01"):
         chosen_scale(tables, factor=None, max_moved=0.001)
