@@ -2,8 +2,9 @@
 
 Over five texts, flips against float32 of the faulty run (f) and of a plain run in the same
 precision (p) are counted in every layer. In the layer with the largest Σ f / Σ p, the upper 95 %
-limit of the mean of log((f + ½)/(p + ½)) over texts (Student, one-sided) must be below log 1.2 for the fault to
-be exempt. In float32, where plain runs hardly flip, a fault is exempt only if it flips no token.
+limit of the mean of log((f + ½)/(p + ½)) over texts (Student, one-sided) must be below log 1.2 for
+the fault to be exempt. In float32, where plain runs hardly flip, a fault is exempt only if it flips
+no token.
 """
 
 from dataclasses import dataclass
