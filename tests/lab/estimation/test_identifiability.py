@@ -13,7 +13,6 @@ from tieline.lab.estimation import MoEModel, identifiability
 from tieline.lab.estimation.derivative_tests import (
     Atom,
     atom_jet,
-    atom_of,
     generic_atoms,
     rank_of,
     rank_test,
@@ -59,13 +58,6 @@ def test_jets_are_the_automatic_derivatives(model):
     second = vmap(jacrev(jacrev(f)), (None, 0))(theta, x)
     torch.testing.assert_close(jet.first, first, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(jet.second, second, rtol=1e-9, atol=1e-9)
-
-
-def test_an_atom_of_a_matrix_scores_as_the_matrix():
-    model = MoEModel("quadratic", "softmax", "tanh", 2, 1)
-    row = torch.tensor([1.0, 2.0, 4.0, 3.0, 0.5, -1.0], dtype=torch.float64)
-    atom = atom_of(model, row, torch.zeros((), dtype=torch.float64), torch.ones(3).double())
-    assert atom.row.tolist() == [1, 6, 3, 0.5, -1]
 
 
 def test_rank_counts_dependent_and_zero_functions():

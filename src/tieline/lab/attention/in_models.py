@@ -49,8 +49,7 @@ NOT_HONOURED = {
 def register_attention(name: str = SIGMOID) -> None:
     """Let `attn_implementation=name` compute attention by `sigmoid_attention_forward`.
 
-    Args:
-        name: refused if transformers has another function of that name.
+    A name is refused if transformers has another function of that name.
     """
     taken = dict(AttentionInterface()).get(name, sigmoid_attention_forward)
     if name == "eager" or taken is not sigmoid_attention_forward:

@@ -1,9 +1,5 @@
 """Self-attention with softmax or sigmoid weights, as functions and as a multi-head layer.
 
-    softmax_attention    softmax(s q kᵀ) v       (paper 4, eq. 1)
-    sigmoid_attention    σ(s q kᵀ + b) v         (paper 4, eq. 2, with a bias)
-    SelfAttention        several heads of either, with projections
-
 With softmax tokens compete for a row's unit mass, with sigmoid each is weighted alone; a row of
 either is a mixture of experts (`tieline.lab.attention.moe`). Neither ever builds the matrix of
 all queries by all keys.
@@ -46,14 +42,9 @@ Visible = Bool[Tensor, "... seeing seen"]
 def softmax_attention(
     q: Queries, k: Keys, v: Values, *, causal: bool = False, scale: float | None = None
 ) -> Mixed:
-    """softmax(s q kᵀ) v, through torch's fused kernels; zero where there is no key.
+    """softmax(s q kᵀ) v (paper 4, eq. 1), by torch's fused kernels; zero where there is no key.
 
-    Args:
-        q: queries (..., N, d_k).
-        k: keys (..., M, d_k).
-        v: values (..., M, d_v).
-        causal: whether query i sees the keys 0..i only; needs N = M.
-        scale: s, 1/√d_k if None.
+    Arguments as for `sigmoid_attention`.
     """
     _check_inputs(q, k, v, causal)
     factor = score_scale(scale, q.shape[-1])
@@ -70,7 +61,7 @@ def sigmoid_attention(
     bias: ScoreBias = None,
     mask: Visible | None = None,
 ) -> Mixed:
-    """σ(s q kᵀ + b) v, computed in tiles; zero where there is no key.
+    """σ(s q kᵀ + b) v (paper 4, eq. 2), computed in tiles; zero where there is no key.
 
     Differentiable once in q, k and v. Memory beyond inputs and output is a few tiles whatever the
     length; the backward pass recomputes the weights.

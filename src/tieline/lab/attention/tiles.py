@@ -314,9 +314,7 @@ def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
 
     With fewer items than threads, calls it once, with operators on all cores.
 
-    Args:
-        n_items: number of independent items.
-        work: computes the items of a slice without gradients and writes the results itself.
+    `work` computes the items of a slice without gradients and writes the results itself.
     """
     threads = torch.get_num_threads()
     if threads == 1 or n_items < threads:

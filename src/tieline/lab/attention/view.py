@@ -108,9 +108,7 @@ def _visible_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
 def watched_attention(model: nn.Module, sink: Sink) -> Iterator[list[str]]:
     """Call `sink` with the name and the arguments of every attention layer that runs.
 
-    Args:
-        model: a causal model of transformers that takes attention functions.
-        sink: called before the attention is computed; must not change anything.
+    The sink is called before the attention is computed and must not change anything.
     """
     setter: Any = getattr(model, "set_attn_implementation", None)
     config: Any = getattr(model, "config", None)

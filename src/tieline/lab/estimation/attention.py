@@ -1,8 +1,5 @@
 """Sigmoid against softmax attention: how many samples a head needs to be learnt (paper 4).
 
-    compare_attention      students of both kinds under teachers of both kinds
-    AttentionHead          one row of a head as a regression function
-
     f(X) = Σ_j G(s(X))_j x_j·v,   s_j = x_i B x_j,   G = softmax or σ       P4 eq. 1, 2, section 2
 
 X = (x_1, ..., x_N) are the tokens, i the query row. Of queries and keys only B = s W_Q W_Kᵀ can be

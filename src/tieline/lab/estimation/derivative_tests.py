@@ -3,10 +3,6 @@
     softmax    H(x; θ) = exp(score) h(x, η)       the numerator of one expert, P2 Def. 1 and 2
     sigmoid    F(x; θ) = σ(score) h(x, η)         P4 section 4.1
 
-    atom_jet      first and second derivatives in closed form
-    rank_test     the definitions of the papers, literally: are these derivatives independent?
-    split_test    can an expert be split in two without a change that the data show?
-
 With ζ the derivative of the score and g its gate function, D²(g h) = (g″ζζᵀ + g′D²score) h +
 g′(ζ Dhᵀ + Dh ζᵀ) + g D²h. Quadratic rows are taken in the coordinates that score: the products
 x_u x_v with u <= v, so that A_uv and A_vu are one coordinate; a literal reading of the papers, with
@@ -108,17 +104,6 @@ def parameter_names(model: MoEModel) -> list[str]:
     rows = {"quadratic": matrix + linear, "partial": matrix}.get(model.gate, [f"β{u}" for u in d])
     expert = [*(f"a{u}" for u in d), "a0"]
     return [*rows, "c", *expert, *(["λ"] if model.expert == "two_layer" else [])]
-
-
-def atom_of(model: MoEModel, row: Tensor, bias: Tensor, expert: Tensor) -> Atom:
-    """An atom from a row of `MoEParameters`; off-diagonal coefficients A_uv + A_vu are added."""
-    if model.gate not in ("quadratic", "partial"):
-        return Atom(row, bias, expert)
-    d = model.d
-    matrix = row[: d * d].reshape(d, d)
-    upper = torch.triu(matrix) + torch.tril(matrix, -1).T
-    u, v = torch.triu_indices(d, d)
-    return Atom(torch.cat((upper[u, v], row[d * d :])), bias, expert)
 
 
 def atom_jet(model: MoEModel, atom: Atom, x: Float[Tensor, "n d"]) -> Jet:

@@ -2,16 +2,6 @@
 
     Ĝ = argmin_G Σ_i w_i (y_i - f_G(x_i))² + λ‖G‖²        P2 eq. 3 and 9, P4 eq. 6
 
-    fit                     from given starts, by Levenberg-Marquardt ("lm"), "sgd" or "adam"
-    FitResult               parameters, loss and status of every problem
-    population_minimiser    Ḡ = argmin_G ‖f_G - q‖_{L²(μ)}           P2 section 4, P4 Cor. 1
-
-    near_truth      θ* + r ξ, ξ standard normal: the papers' start, whose r they do not state
-    random_start    coordinates N(0, scale²)
-    kmeans_start    centres of clusters as router rows, a linear fit in each cluster as expert
-    lift            a truth of N* atoms as one of N > N* atoms, some split or switched off
-    radius_at       r, or r √(1000/n) for a start that shrinks as fast as the estimate itself
-
 A problem that did not converge says so in its status, and one warning gives their number. A start
 that shrinks like n^-1/2 makes every loss fall like n^-1/2, fitted or not.
 
@@ -30,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, require
-from tieline.lab.estimation.model import LawName, MoEModel, MoEParameters, draw_inputs
+from tieline.lab.estimation.model import MoEModel, MoEParameters, draw_inputs
 from tieline.lab.estimation.solvers import (
     ADAM,
     SGD,
@@ -189,9 +179,8 @@ def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bo
 def _result(
     model: MoEModel, problem: LeastSquares, minimum: Minimum, shape: tuple[int, ...]
 ) -> FitResult:
-    total = torch.full((problem.x.shape[0],), float(problem.samples)).double()
-    if problem.weight is not None:
-        total = problem.weight.sum(-1)
+    weight = problem.weight
+    total = torch.ones_like(problem.x[..., 0]).sum(-1) if weight is None else weight.sum(-1)
     loss = minimum.loss / total.repeat_interleave(problem.starts)
     params = model.unflatten(minimum.theta.reshape(*shape, model.n_parameters))
     status, steps = minimum.status.reshape(shape), minimum.iterations.reshape(shape)
@@ -217,25 +206,23 @@ def population_minimiser(
     n: int = 50_000,
     starts: int = 8,
     refine: int = 0,
-    law: LawName = "uniform",
     seed: int = 0,
 ) -> PopulationFit:
-    """Ḡ of the model for the regression function `target`.
+    """Ḡ = argmin_G ‖f_G - q‖_{L²(μ)} for the function q = `target` (P2 section 4, P4 Cor. 1).
 
     Args:
         model: the family that is fitted.
         target: q, from inputs (n, d) to (n,).
-        near: parameters near which to start, such as the truth's; random starts without.
+        near: the first start, the others being within `radius` of it; random starts without.
         radius: of the starts near them.
         n: samples without noise.
-        starts: how many; the first is `near` itself.
+        starts: how many.
         refine: samples of a second fit, from the best of the first; 0 for none. Ḡ has the sampling
             error of a fit to that many samples, which must exceed the samples of any study.
-        law: of the inputs.
         seed: of sample and starts.
     """
     require(starts >= 1 and n >= model.n_parameters, f"need {starts=} >= 1 and {n=} >= parameters")
-    x = draw_inputs(law, n, model.d, seed)
+    x = draw_inputs("uniform", n, model.d, seed)
     if near is None:
         begun = random_start(model, [seed], starts)[0]
     else:
@@ -247,13 +234,13 @@ def population_minimiser(
     least = best.loss.clamp_min(0).sqrt()
     agree = int((fits.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
     if refine:
-        x = draw_inputs(law, refine, model.d, seed + 1)
+        x = draw_inputs("uniform", refine, model.d, seed + 1)
         best = fit(model, x, target(x), best.params.expand(1), quiet=True).best()
     return PopulationFit(best.params, math.sqrt(max(best.loss.item(), 0.0)), fits, agree)
 
 
 def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
-    """Return the start radius at sample size n."""
+    """Return r, or r √(1000/n) for a start that shrinks as fast as the estimate itself."""
     require(radius >= 0, f"a start radius is not negative, got {radius}")
     return radius * math.sqrt(REFERENCE / n) if shrink else radius
 
@@ -261,7 +248,7 @@ def radius_at(radius: float, n: int, *, shrink: bool = False) -> float:
 def near_truth(
     truth: MoEParameters, radius: float, seeds: list[int], starts: int = 1
 ) -> MoEParameters:
-    """θ* + r ξ for each seed, (seeds, starts, ...); the truth has no leading axes."""
+    """θ* + r ξ for each seed, (seeds, starts, ...); the papers' start, r not stated there."""
     centre = truth.flatten()
     draws = [_normal((starts, len(centre)), seed) for seed in seeds]
     return truth.like(centre + radius * torch.stack(draws))
@@ -331,25 +318,21 @@ def _from_clusters(
 ) -> MoEParameters:
     """Router rows and biases from the centres, experts from a ridge regression per cluster."""
     sharp = 1 / (2 * (x - centres[label]).square().mean().clamp_min(1e-12))
-    rows, bias = (
-        torch.zeros(len(centres), model.router_dim).to(x),
-        torch.zeros(len(centres)).to(x),
-    )
+    rows, bias = x.new_zeros(len(centres), model.router_dim), x.new_zeros(len(centres))
     if model.gate in ("cosine", "perturbed"):
         rows[:] = centres
     elif model.gate != "partial":
         rows[:, -model.d :] = 2 * sharp * centres
         bias = -sharp * centres.square().sum(-1)
-    experts = torch.stack(
-        [_ridge_regression(x[label == i], y[label == i]) for i in range(len(centres))]
-    )
+    clusters = [label == i for i in range(len(centres))]
+    experts = torch.stack([_ridge_regression(x[inside], y[inside]) for inside in clusters])
     if model.expert == "two_layer":
-        experts = torch.cat([experts, torch.ones(len(centres), 1).to(x)], dim=-1)
+        experts = torch.cat([experts, x.new_ones(len(centres), 1)], dim=-1)
     return MoEParameters(rows, bias - bias.mean(), experts)
 
 
-def _ridge_regression(x: Tensor, y: Tensor, ridge: float = 1e-3) -> Tensor:
+def _ridge_regression(x: Tensor, y: Tensor) -> Tensor:
     """(a, b) of y ≈ a·x + b by ridge regression, zeros without data."""
-    design = torch.cat([x, torch.ones(len(x), 1).to(x)], dim=-1)
-    gram = design.T @ design + ridge * (1 + len(x)) * torch.eye(design.shape[1]).to(x)
+    design = torch.cat([x, x.new_ones(len(x), 1)], dim=-1)
+    gram = design.T @ design + 1e-3 * (1 + len(x)) * torch.eye(design.shape[1]).to(x)
     return torch.linalg.solve(gram, design.T @ y)

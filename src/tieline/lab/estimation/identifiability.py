@@ -1,10 +1,5 @@
 """Which gates and experts can be learned from data: three tests of a combination, and a table.
 
-    information              spectrum of I = E[∇f(X) ∇f(X)ᵀ], X ~ μ
-    cramer_rao               limits of n · mean squared error of f and of the experts, over noise²
-    identifiability          rank, nullity and split tests of a model
-    identifiability_table    the same for all combinations
-
     rank       the definitions of the papers, literally (`rank_test`)
     nullity    flat directions of the information matrix against the symmetries (`information`)
     split      whether one expert can be mistaken for two (`split_test`)
@@ -38,7 +33,7 @@ from tieline.lab.estimation.derivative_tests import (
     split_test,
     witness_atoms,
 )
-from tieline.lab.estimation.model import GATES, LINKS, LawName, MoEModel, MoEParameters, draw_inputs
+from tieline.lab.estimation.model import GATES, LINKS, MoEModel, MoEParameters, draw_inputs
 from tieline.lab.estimation.symmetry import null_dimension
 
 TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
@@ -49,6 +44,9 @@ TABLE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"expert": "tanh"},
     {"expert": "two_layer", "activation": "tanh"},
 )
+FLAT = 1e-12  # share of the largest eigenvalue below which a direction is flat
+FLAT_MOVES = 1e-12
+"""Share of an expert's mean square slope by which flat directions may move it, for rounding."""
 NO_ZERO_ROW = "not applicable: the vanilla cosine has no zero row to split"
 
 
@@ -69,23 +67,21 @@ def information(
     pinned: tuple[int, ...] = (),
     n: int = 4000,
     seed: int = 0,
-    law: LawName = "uniform",
-    threshold: float = 1e-12,
 ) -> Information:
-    """Spectrum of the information matrix of one truth on n inputs.
+    """Spectrum of I = E[∇f(X) ∇f(X)ᵀ] at one truth, on n uniform inputs.
 
-    Known parameters are `pinned`, by their place in the flat vector; eigenvalues below `threshold`
-    times the largest count as flat.
+    Known parameters are `pinned`, by their place in the flat vector; eigenvalues below `FLAT` times
+    the largest count as flat.
     """
     require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
-    x = draw_inputs(law, n, model.d, seed)
+    x = draw_inputs("uniform", n, model.d, seed)
     jacobian = model.jacobian(params, x)
     keep = [i for i in range(model.n_parameters) if i not in pinned]
     columns = jacobian[:, keep]
     scale = torch.linalg.vector_norm(columns, dim=0)
     columns = columns / torch.where(scale > 0, scale, 1.0)
     values = torch.linalg.svdvals(columns).square().flip(0)
-    flat = int((values < threshold * values[-1]).sum())
+    flat = int((values < FLAT * values[-1]).sum())
     condition = float(values[-1] / values[flat]) if flat < len(values) else float("inf")
     below = values[flat - 1].item() if flat else 0.0
     gap = float(values[flat] / below) if below > 0 and flat < len(values) else float("inf")
@@ -99,27 +95,20 @@ class CramerRao(NamedTuple):
     experts: float  # mean_j trace of (I⁺)_jj E[∂h_j ∂h_jᵀ]; infinite if an expert is not determined
 
 
-def cramer_rao(
-    model: MoEModel,
-    params: MoEParameters,
-    *,
-    n: int = 4000,
-    seed: int = 0,
-    law: LawName = "uniform",
-    threshold: float = 1e-12,
-) -> CramerRao:
+def cramer_rao(model: MoEModel, params: MoEParameters) -> CramerRao:
     """Cramér-Rao limits at a truth with as many experts as the model.
 
     With I = E[∇f ∇fᵀ] the estimate of θ has the covariance noise²/n · I⁺, flat directions apart.
     The error of f is then the rank of I. That of an expert is finite if no flat direction moves it.
     """
+    n = 4000
     require(n >= model.n_parameters, f"need n >= p = {model.n_parameters} inputs, got {n}")
-    x = draw_inputs(law, n, model.d, seed)
+    x = draw_inputs("uniform", n, model.d, 0)
     jacobian = model.jacobian(params, x) / n**0.5
     scale = torch.linalg.vector_norm(jacobian, dim=0)
     scale = torch.where(scale > 0, scale, 1.0)
     values, vectors = torch.linalg.eigh((jacobian / scale).T @ (jacobian / scale))
-    informative = values > threshold * values[-1]
+    informative = values > FLAT * values[-1]
     kept, flat = vectors[:, informative] / scale[:, None], vectors[:, ~informative] / scale[:, None]
     first, q, total = model.n_experts * (model.router_dim + 1), model.expert_dim, 0.0
     for j, slopes in enumerate(_expert_slopes(model, params, x)):
@@ -129,10 +118,6 @@ def cramer_rao(
             return CramerRao(float(informative.sum()), float("inf"))
         total += ((slopes @ kept[rows]).square().mean(dim=0) / values[informative]).sum().item()
     return CramerRao(float(informative.sum()), total / model.n_experts)
-
-
-FLAT_MOVES = 1e-12
-"""Share of an expert's mean square slope by which flat directions may move it, for rounding."""
 
 
 def _expert_slopes(

@@ -1,11 +1,5 @@
 """How far a fit is from a truth: Voronoi losses of papers 2 and 4, and distances of functions.
 
-    voronoi_loss, voronoi_losses        of one fit, of a batch: the paper's raw loss
-    quotient_loss, quotient_losses      the same without directions that the data cannot determine
-    regression_distance                 ‖f - f*‖_{L²(μ)} = √E(f(X) - f*(X))², X ~ μ
-    expert_distance                     √mean_j min_i ‖h(·, η_i) - h(·, η*_j)‖²
-    matched_errors                      ‖β_π(j) - β*_j‖, |bias|, ‖η_π(j) - η*_j‖, best π
-
 Each atom θ_i (router row and expert row, without the bias) of a fit belongs to the cell of the
 nearest atom of the truth, the first one at equal distance, so that no mass counts twice:
 
@@ -403,7 +397,6 @@ def expert_distance(
     fit: MoEParameters,
     truth: MoEParameters,
     *,
-    n: int = 2000,
     seed: int = 0,
     law: LawName = "uniform",
 ) -> Float[Tensor, "*batch"]:
@@ -412,7 +405,7 @@ def expert_distance(
     Functions are compared, not parameters: ±η of a square are one expert. The fit may have more
     experts than the truth.
     """
-    x = draw_inputs(law, n, model.d, seed)
+    x = draw_inputs(law, 2000, model.d, seed)
     fitted = model.with_experts(fit.n_experts).expert_outputs(fit, x)
     true = model.with_experts(truth.n_experts).expert_outputs(truth, x)
     gap = fitted.unsqueeze(-1) - true.unsqueeze(-2)

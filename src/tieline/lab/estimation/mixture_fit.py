@@ -1,11 +1,5 @@
 """Least squares for a mixture of experts, and how many experts to fit.
 
-    fit_mixture            the best of several starts
-    by_cross_validation    the error on held-out rows for every number of experts; the smallest
-                           number within one standard error of the least error is chosen
-    by_dendrogram          one fit with too many experts, merged step by step
-    expert_dendrogram      the merging itself
-
 Cross-validation asks what predicts best and takes as many fits as there are folds and numbers; the
 dendrogram asks how many experts there are and takes one fit. Both use at most `MOST_ROWS` rows.
 
@@ -37,7 +31,7 @@ G_i φ, where a merger adds rows and columns, so the data are read once.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +39,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.core.statistics import mean_estimate
 from tieline.lab.estimation.mixture_starts import (
     SharedGate,
     WeightedRows,
@@ -228,11 +223,12 @@ def by_cross_validation(
         [_held_out(model.with_experts(count), rows, fold, settings) for fold in folds]
         for count in range(1, most + 1)
     ]
-    means = [sum(row) / len(row) for row in errors]
-    spreads = [_standard_error(row) for row in errors]
+    estimates = [mean_estimate(torch.tensor(row, dtype=torch.float64)) for row in errors]
+    means = tuple(estimate.value or 0.0 for estimate in estimates)
+    spreads = tuple(estimate.standard_error or 0.0 for estimate in estimates)
     best = min(range(most), key=means.__getitem__)
     chosen = next(at for at in range(most) if means[at] <= means[best] + spreads[best])
-    return ExpertCurve(tuple(range(1, most + 1)), tuple(means), tuple(spreads), chosen + 1)
+    return ExpertCurve(tuple(range(1, most + 1)), means, spreads, chosen + 1)
 
 
 def by_dendrogram(
@@ -260,12 +256,6 @@ def _held_out(model: MoEModel, rows: WeightedRows, fold: Fold, settings: FitSett
     fit = fit_mixture(regression, train, settings)
     residual = test.y - regression.value(fit.theta[None], test.x[None])[0]
     return (test.weight[:, None] * residual.square()).mean().item()
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    squares = sum((value - mean) ** 2 for value in values)
-    return math.sqrt(squares / max(1, len(values) - 1) / len(values))
 
 
 @dataclass(frozen=True)

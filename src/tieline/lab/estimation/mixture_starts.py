@@ -1,10 +1,5 @@
 """Starts of a fit of a mixture of experts: from shares of rows to parameters.
 
-    mixture_starts      parameter vectors for a table of rows
-    SharedGate          a mixture with several outputs as a regression function for the solvers
-    responsibilities    which expert answers for which row, by expectation-maximisation
-    linear_tree         a tree whose leaves hold linear models
-
 A start is made in three steps. Shares of rows come from a tree of linear models (the first start)
 or random directions (the others), followed by steps of expectation-maximisation. The gate is fitted
 to the shares by cross entropy for every kind of gate. The experts come from least squares with the
@@ -48,6 +43,8 @@ SMALLEST = 1e-8  # least noise variance, for standardised targets
 WIDEST_TREE = 64  # largest input dimension for which a tree is grown: the work grows like its cube
 STEPS = 60  # steps of L-BFGS
 PENALTY = 1e-6  # of squared parameters, beside a mean over rows
+EM_RIDGE, GATE_STEPS = 1e-4, 5
+"""Of expectation-maximisation: penalty of gates and experts, steps of the gate per iteration."""
 
 Theta = Float[Tensor, "problems p"]
 Inputs = Float[Tensor, "problems n d"]
@@ -225,39 +222,36 @@ def responsibilities(
     start: Float[Tensor, "rows experts"],
     *,
     iterations: int = 40,
-    gate_steps: int = 5,
-    ridge: float = 1e-4,
 ) -> Responsibilities:
-    """Shares r after some steps of expectation-maximisation, of standardised rows.
+    """Shares r of standardised rows after `iterations` of expectation-maximisation.
 
-    The rows of `start` sum to 1; each of the `iterations` takes `gate_steps` steps of the gate;
-    `ridge` is the penalty of gates and experts over the total weight.
+    The rows of `start` sum to 1.
     """
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
     mass = weight / weight.sum()
     eye = torch.eye(design.shape[1], dtype=x.dtype)
-    curvature = 0.5 * (design * mass[:, None]).mT @ design + ridge * eye
+    curvature = 0.5 * (design * mass[:, None]).mT @ design + EM_RIDGE * eye
     factor = torch.linalg.cholesky(curvature)
     share, gate = start, x.new_zeros(design.shape[1], start.shape[1])
-    experts, variance = _linear_experts(design, y, mass[:, None] * share, ridge), SMALLEST
+    experts, variance = _linear_experts(design, y, mass[:, None] * share), SMALLEST
     for _ in range(iterations):
-        for _ in range(gate_steps):
+        for _ in range(GATE_STEPS):
             error = mass[:, None] * (share - (design @ gate).softmax(dim=1))
-            gate = gate + torch.cholesky_solve(design.mT @ error - ridge * gate, factor)
+            gate = gate + torch.cholesky_solve(design.mT @ error - EM_RIDGE * gate, factor)
         squares = (y - design @ experts).square().sum(dim=2).mT  # ‖y - B_e (x, 1)‖² (n, E)
         variance = max((mass[:, None] * share * squares).sum().item() / y.shape[1], SMALLEST)
         share = ((design @ gate).log_softmax(dim=1) - squares / (2 * variance)).softmax(dim=1)
-        experts = _linear_experts(design, y, mass[:, None] * share, ridge)
+        experts = _linear_experts(design, y, mass[:, None] * share)
     return Responsibilities(share, experts, gate, variance)
 
 
-def _linear_experts(design: Tensor, y: Tensor, mass: Tensor, ridge: float) -> Tensor:
+def _linear_experts(design: Tensor, y: Tensor, mass: Tensor) -> Tensor:
     """B_e by weighted least squares, (E, D + 1, C)."""
     weighted = mass.mT[:, :, None] * design  # (E, n, D + 1)
     gram = weighted.mT @ design
     eye = torch.eye(design.shape[1], dtype=design.dtype)
     size = mass.sum(dim=0)[:, None, None].clamp(min=1e-12)
-    return torch.linalg.solve(gram + ridge * size * eye + 1e-12 * eye, weighted.mT @ y)
+    return torch.linalg.solve(gram + EM_RIDGE * size * eye + 1e-12 * eye, weighted.mT @ y)
 
 
 class _Split(NamedTuple):

@@ -1,12 +1,5 @@
 """Plans of rate studies: sample sizes, repetitions and starts of one setting, in blocks.
 
-    RatePlan            what is fitted and compared, and on which grid
-    named_case          the plan of a published setting, or of a small design, by its name
-    case_of             the plan of any combination of gate, link and experts
-    describe_settings   the names with one line each
-    plan_blocks         the repetitions that are fitted together
-    estimate_seconds    about how long they take
-
 A plan has a key made of everything its results depend on, by which they are found again. A
 repetition is drawn from a seed of its own, so it does not depend on the block it is fitted in.
 """
@@ -292,9 +285,9 @@ def _description(setting: Setting) -> str:
     )
 
 
-def _spaced(first: int, last: int, count: int = 7) -> tuple[int, ...]:
-    """Sample sizes at equal ratios."""
-    return tuple(round(first * (last / first) ** (i / (count - 1))) for i in range(count))
+def _spaced(first: int, last: int) -> tuple[int, ...]:
+    """Seven sample sizes at equal ratios."""
+    return tuple(round(first * (last / first) ** (i / 6)) for i in range(7))
 
 
 def _loss(model: MoEModel, fitted: int) -> dict[str, Any]:

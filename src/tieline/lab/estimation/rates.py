@@ -1,10 +1,5 @@
 """Rate studies: how fast the losses of a setting fall with the sample size.
 
-rate_study      fit a grid of sample sizes, repetitions and start radii; report slopes
-RateStudy       the result: mean losses, slopes with intervals, the sample size an error needs
-study_seconds   estimate how long a study takes
-RateStore       a file of finished repetitions, by which an interrupted study goes on
-
 Four losses are followed. `raw` is the paper's Voronoi loss; `quotient` is the same loss in
 canonical form, without the directions that the data cannot determine; `function` is ‖f - f*‖;
 `experts` is the distance of each true expert from the nearest fitted one, √mean_j min_i ‖h_i -
@@ -256,11 +251,9 @@ class RateStudy(Result):
         """Fit the power law of a loss from one start radius (the first by default)."""
         return fit_rate(*self._determined_losses(loss, radius), self.seed, middle)
 
-    def samples_for(
-        self, error: float, loss: str = "quotient", radius: float | None = None
-    ) -> SampleSize:
-        """Estimate how many samples bring the mean loss to `error`."""
-        return sample_size(*self._determined_losses(loss, radius), error, self.seed)
+    def samples_for(self, error: float) -> SampleSize:
+        """Estimate how many samples bring the mean quotient loss to `error`."""
+        return sample_size(*self._determined_losses("quotient", None), error, self.seed)
 
     def _determined_losses(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
         """Sample sizes of at least the number of parameters, and their losses."""

@@ -52,7 +52,7 @@ from tieline.lab.estimation.mixture_fit import (
 from tieline.lab.estimation.mixture_starts import SharedGate, WeightedRows
 from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel, MoEParameters
 from tieline.measure.distance import expert_distances, nearest_tie
-from tieline.measure.measures import LayerMeasures, MeasureSettings, measure_layer
+from tieline.measure.measures import LayerMeasures, measure_layer
 from tieline.trace.record import LayerFacts, LayerTrace
 
 CHOICES = {
@@ -377,20 +377,17 @@ def routing_measures(
     x: Float[Tensor, "rows d"],
     *,
     k: int = 1,
-    name: str = "gate",
-    settings: MeasureSettings | None = None,
 ) -> LayerMeasures:
     """All measures of the choice of the k largest scores on rows x in the units of the parameters.
 
     Distances to the nearest tie are exact for linear gates and not answered for the others.
-    `settings` are those of `tieline inspect` by default.
     """
     scores = model.scores(params, x)
     ranked = stable_topk(scores, model.n_experts)
     linear = model.gate == "linear"
     distance = nearest_tie(scores, k, expert_distances(params.router), ranked).distance
     trace = LayerTrace(
-        name=name,
+        name="gate",
         facts=LayerFacts(model.n_experts, k, affine=linear),
         experts=ranked.indices,
         scores=ranked.values,
@@ -398,4 +395,4 @@ def routing_measures(
         distance=distance if linear else None,
         inputs=x,
     )
-    return measure_layer(trace, settings, weight=params.router if linear else None)
+    return measure_layer(trace, weight=params.router if linear else None)

@@ -2,12 +2,6 @@
 
     S_b(θ) = Σ_i w_i (y_i - f(θ, x_i))² + λ‖θ‖²,   b = 1, ..., B
 
-    LeastSquares           data and regression function; a problem is one data set with one start
-    levenberg_marquardt    each problem with a damping of its own
-    descend                stochastic gradient descent or Adam, as the papers fit
-    relative_offset        how far θ is from its minimum, in standard errors
-    Status                 how a problem ended
-
 Problems that differ by their start share the data. Sums over samples are made in blocks of rows
 whose Jacobian fits into the cache, so memory does not grow with the number of samples.
 
@@ -52,6 +46,7 @@ FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-12, 1e8
 FLOOR = 1e-9
 SLOW, SLOW_STEPS = 1e-3, 5
 KINK, KINK_STEPS = 0.05, 3
+DESCENDED = 0.05  # relative offset up to which a stochastic descent has converged
 EXACT = 1e-26
 
 Theta = Float[Tensor, "problems parameters"]
@@ -275,11 +270,11 @@ def levenberg_marquardt(
 
 
 def relative_offset(
-    problem: LeastSquares, theta: Theta, box: float = BOX
+    problem: LeastSquares, theta: Theta
 ) -> tuple[Float[Tensor, " problems"], Float[Tensor, " problems"]]:
     """√(gᵀ(A + 1e-9 D)⁻¹g / p s²), how far θ is from its minimum in standard errors; and S."""
     batch = _start_batch(problem, theta)
-    left, loss = _damped_step(batch, box)[1], batch.normal.loss
+    left, loss = _damped_step(batch, BOX)[1], batch.normal.loss
     return (left / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
 
 
@@ -360,7 +355,6 @@ class Recipe:
     epochs: int = 10  # passes over the data
     rate: float = 0.1  # step size
     batch: int = 64  # samples in a minibatch
-    decay: tuple[float, float] = (0.9, 0.999)  # Adam's two factors of forgetting
     seed: int = 0  # of the order of samples
 
     def __post_init__(self) -> None:
@@ -373,43 +367,25 @@ SGD = Recipe()  # the papers' recipe; the minibatch is ours
 ADAM = Recipe("adam", epochs=50, rate=0.01)
 
 
-def descend(
-    problem: LeastSquares,
-    starts: Theta,
-    recipe: Recipe = SGD,
-    *,
-    tolerance: float = 0.05,
-    box: float = BOX,
-) -> Minimum:
-    """Follow minibatch gradients of the mean squared error from every start, |θ| <= box.
+def descend(problem: LeastSquares, starts: Theta, recipe: Recipe = SGD) -> Minimum:
+    """Follow minibatch gradients of the mean squared error from every start, inside the box.
 
-    All problems share the order of samples. `tolerance` is the relative offset up to which the end
-    counts as converged.
+    All problems share the order of samples. A problem has converged at a relative offset <= 0.05.
     """
-    theta, which = starts.clamp(-box, box), torch.arange(len(starts))
+    theta, which = starts.clamp(-BOX, BOX), torch.arange(len(starts))
     generator = torch.Generator().manual_seed(recipe.seed)
-    memory = torch.zeros_like(theta), torch.zeros_like(theta)
-    steps = 0
+    rules = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    rule, steps = rules[recipe.rule]([theta], lr=recipe.rate), 0
     for _ in range(recipe.epochs):
         order = torch.randperm(problem.samples, generator=generator)
         for rows in order.split(recipe.batch):
+            theta.grad = -2 * problem.pull(theta, which, rows)
+            rule.step()
+            theta.clamp_(-BOX, BOX)
             steps += 1
-            slope = -2 * problem.pull(theta, which, rows)
-            theta = (theta - _rule_step(slope, memory, steps, recipe)).clamp(-box, box)
-    offset, loss = relative_offset(problem, theta.nan_to_num(nan=box), box)
+    offset, loss = relative_offset(problem, theta.nan_to_num(nan=BOX))
     status = torch.full((len(theta),), int(Status.UNFINISHED))
-    status[offset <= tolerance] = Status.CONVERGED
+    status[offset <= DESCENDED] = Status.CONVERGED
     status[~(loss.isfinite() & theta.isfinite().all(-1))] = Status.FAILED
+    theta.grad = None
     return Minimum(theta, loss, status, torch.full_like(status, steps))
-
-
-def _rule_step(slope: Tensor, memory: tuple[Tensor, Tensor], steps: int, recipe: Recipe) -> Tensor:
-    """The step that the rule takes for a gradient."""
-    if recipe.rule == "sgd":
-        return recipe.rate * slope
-    mean, square = memory
-    first, second = recipe.decay
-    mean.lerp_(slope, 1 - first)
-    square.lerp_(slope.square(), 1 - second)
-    spread = (square / (1 - second**steps)).sqrt() + 1e-8
-    return recipe.rate * (mean / (1 - first**steps)) / spread

@@ -43,7 +43,6 @@ class Symmetry:
     """A group that leaves the regression function alone."""
 
     name: str  # one of the table above
-    acts_on: str  # "atoms", "bias", "router", "experts" or "bias and experts"
     kind: Literal["permute", "shift", "scale", "drop", "flip"]  # what it does
     dimension: int  # of the group at generic parameters; 0 for a discrete one
     condition: str = ""  # what else must hold; empty if nothing
@@ -53,24 +52,24 @@ def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
     """The symmetry group of a combination of gate, link and experts, as data."""
     d, n, degree = model.d, model.n_experts, model.ridge.degree
     half = d * (d + 1) // 2
-    groups = [Symmetry("order", "atoms", "permute", 0)]
+    groups = [Symmetry("order", "permute", 0)]
     if model.link == "softmax":
         free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
-        groups.append(Symmetry("bias shift", "bias", "shift", 1))
-        groups.append(Symmetry("row shift", "router", "shift", free))
+        groups.append(Symmetry("bias shift", "shift", 1))
+        groups.append(Symmetry("row shift", "shift", free))
     if model.gate == "cosine":
-        groups.append(Symmetry("row scale", "router", "scale", n))
+        groups.append(Symmetry("row scale", "scale", n))
     if model.gate in QUADRATIC:
-        groups.append(Symmetry("matrix part", "router", "drop", n * d * (d - 1) // 2))
+        groups.append(Symmetry("matrix part", "drop", n * d * (d - 1) // 2))
     if model.expert == "two_layer" and degree is not None:
-        groups.append(Symmetry("hidden scale", "experts", "scale", n))
+        groups.append(Symmetry("hidden scale", "scale", n))
     if has_signs(model):
-        groups.append(Symmetry("sign", "experts", "flip", 0))
+        groups.append(Symmetry("sign", "flip", 0))
     if degree is not None or model.expert == "two_layer":
         condition = "sigmoid link, zero router row"
         if model.link == "softmax":
             condition = "several atoms with one router row and one direction of the expert"
-        groups.append(Symmetry("mass and scale", "bias and experts", "scale", n, condition))
+        groups.append(Symmetry("mass and scale", "scale", n, condition))
     return tuple(groups)
 
 

@@ -1,11 +1,5 @@
 """When a random walk of a router's input, dx = σ dB from x0, leaves the top-k cell of x0.
 
-    face_exit, face_quantile    P(one face is hit by t) = 2 Φ̄(r/√t), its inverse  Paper 1, A.21
-    exit_bounds                 2 Φ̄(r_min/√t) <= P(exit by t) <= Σ 2 Φ̄(r_ij/√t)   Paper 1, Thm 5.1
-    two_face_exit               P(one of two faces is hit by t), any angle between them
-    exit_curve, sample_exits    P(exit by t), and time and face of each exit, by simulation
-    score_flip_times            all three for each token of a layer, from its scores
-
 r_ij = (z_i - z_j) / ‖σᵀ(w_i - w_j)‖ is the distance of the start to a face in units of noise.
 
 Only scores are simulated: z moves by L dB with L Lᵀ the covariance W σ σᵀ Wᵀ without the common
@@ -178,13 +172,7 @@ def exit_curve(
     Averages probabilities instead of zeros and ones: the same expectation with less noise. A drift
     changes the law of the steps, not that of the bridges between them.
 
-    Args:
-        cell: from `top_k_cell`.
-        horizon: last time.
-        steps: number of steps.
-        paths: number of paths.
-        seed: of the generator.
-        drift: speed away from each face, μ_ij/‖σᵀ(w_i - w_j)‖; none by default.
+    `drift` is the speed away from each face, μ_ij/‖σᵀ(w_i - w_j)‖; none by default.
     """
     check_run(horizon, steps, paths)
     speed = torch.zeros_like(cell.distances) if drift is None else drift.double()
@@ -408,7 +396,7 @@ class FlipTimes:
 def face_exit(
     r: Float[Tensor, "*#shape"], t: Real | Float[Tensor, "*#shape"]
 ) -> Float[Tensor, "*all"]:
-    """2 Φ̄(r/√t) by the reflection principle; 0 at t = 0."""
+    """P(a face is hit by t) = 2 Φ̄(r/√t), by reflection (Paper 1, Prop. A.21); 0 at t = 0."""
     time = torch.as_tensor(t, dtype=torch.float64)
     if not (time >= 0).all():  # formatting a tensor would take longer than the check
         raise ParameterError(f"a time is >= 0, got {t}")
@@ -426,7 +414,7 @@ def face_quantile(
 
 
 def exit_bounds(r: Float[Tensor, "*batch faces"], times: Float[Tensor, " times"]) -> ExitBounds:
-    """Bounds of P(exit by t) at each time, (*batch, times): nearest face (Thm 5.1), union bound."""
+    """2 Φ̄(r_min/√t) <= P(exit by t) <= Σ 2 Φ̄(r_ij/√t) at each time, (*batch, times) (Thm 5.1)."""
     hit = face_exit(r.double()[..., None, :], times.double()[:, None])
     return ExitBounds(hit.amax(dim=-1), hit.sum(dim=-1).clamp(max=1))
 

@@ -1,13 +1,5 @@
 """Structured perturbations of a router's input: a mean, a covariance of any rank, an adversary.
 
-    perturbation_law    mean m and covariance Σ of measured perturbations
-    pair_noise          s_ij = √(dᵀΣd) and μ_ij = d·m of every pair, d = w_i - w_j
-    drifting_exit       P(x + m t + Σ^½ B_t meets one wall by t), for any s >= 0 and μ
-    structured_bounds   the same for the cell: nearest wall and union of all walls
-    step_bounds         P(the chosen set changes in one step N(m, Σ)), between the same two limits
-    flip_rate           mean share of changed sets over tokens, by drawing the scores' noise
-    worst_step          the smallest step in the metric of Σ that reaches a tie, and its length
-
 Paper 1 has m = 0 and an invertible σ, Σ = σσᵀ, and leaves structured perturbations open. Only the
 scores of the router count, so that all of this rests on W Σ Wᵀ and W m: power that the router does
 not see is free, and Σ may be singular. Statements and proofs are in docs/boundary-geometry.md.
@@ -150,12 +142,7 @@ def structured_bounds(
 ) -> ExitBounds:
     """Limits of P(the set of x + m t + Σ^½ B_t has changed by t), (T, times).
 
-    Args:
-        scores: z = W x + b of the start, no ties.
-        k: number of experts chosen.
-        W: weight of the router.
-        law: drift and covariance per unit of time.
-        times: t.
+    The scores z = W x + b of the start have no ties; the law is per unit of time.
     """
     pairs = _swap_pairs(scores, k, W, law)
     hit = torch.stack([drifting_exit(*pairs[:3], t=t) for t in times.double().tolist()], dim=1)

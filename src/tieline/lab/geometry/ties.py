@@ -1,12 +1,5 @@
 """Ties of an affine router z = W x + b: where they are, and the nearest one of a given order.
 
-    tie_sets            the sets J of n + 1 experts that can tie at order n        Paper 1, Def. 3.2
-    tie_flat            S_J = {x : A_J x = d_J}, rows w_j - w_i, entries b_i - b_j Paper 1, sec. 3.2
-    tie_flats           the same for many J at once, without the rows
-    tie_component       which experts tie at a token, and which lie above          Paper 1, Def. A.5
-    distance_to_tie     dist(x, Γ^(n)), Euclidean
-    nearest_tie_point   the same with the point, the unit normal towards x and the experts that tie
-
 J lists its experts in ascending order and compares the others with the first, i. The order is the
 maximal one: n + 1 is the number of all scores that tie.
 
@@ -117,7 +110,7 @@ class TiePoint:
 
 
 def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
-    """All sets of order + 1 experts, in lexicographic order."""
+    """All sets J of order + 1 experts, in lexicographic order (Paper 1, Def. 3.2)."""
     require(1 <= order < n_experts, f"need 1 <= order < E, got {order=}, E={n_experts}")
     count = math.comb(n_experts, order + 1)
     require(
@@ -132,7 +125,7 @@ def tie_flat(
     bias: Float[Tensor, " experts"] | None,
     experts: tuple[int, ...],
 ) -> TieFlat:
-    """The flat {x : z_i(x) equal for all i in `experts`} of codimension n = |experts| - 1."""
+    """S_J = {x : A_J x = d_J}, where all z_i, i in `experts`, agree; rows w_j - w_i (sec. 3.2)."""
     rows, shift = check_router(weight, bias, 1)
     tied = torch.tensor(sorted(experts))
     require(
@@ -180,12 +173,9 @@ def tie_flats(
 
 
 def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: float) -> TieComponent:
-    """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and the experts above J.
+    """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and those above J (Def. A.5).
 
-    Args:
-        scores: (T, E).
-        k: number of experts chosen, 1 <= k < E.
-        epsilon: tolerance; for exact ties a little more than the rounding.
+    For exact ties `epsilon` is a little more than the rounding.
     """
     order = tie_order(scores, k, epsilon)
     rise = scores.double() - kth_largest(scores, k).double()

@@ -1,15 +1,5 @@
 """Mass near a decision surface, volume near ties, and how much of a flat of equal scores is a tie.
 
-    gaussian_slab           P(|S| <= r) of S = ⟨v, X⟩ + b for normal inputs     Paper 0, Ex. 3.8
-    surface_density         ∫_{S=0} p/‖∇S‖ dH from samples of S                 Paper 0, Lemma 3.6
-    tube_fraction           ε-tube of one flat of codimension n at distance δ   Paper 1, Prop. A.13
-    tube_leading_term       ω_{D-n} ω_n / ω_D (ε/R)^n, an upper bound of it     Paper 1, Thm 4.2
-    tie_tube                ε-tube of all order-n ties: bounds and samples      Paper 1, Thm 4.2
-    slice_density           α_{J,r} for orthonormal rows, exact by quadrature
-    slice_bounds            the paper's bounds of it                            Paper 1, Lemma A.16
-    tube_ratio              U_n / U_m for Euclidean tubes                       Paper 1, Thm 4.4
-    band_ratio              U_n / U_m for ℓ∞ bands, with the missing factor     Paper 1, Thm 4.7
-
 The surface integral is the density of S(X) at zero, so it is estimated from margins without
 gradients. Tubes are given as shares of the ball of radius R. The leading term bounds the tube of
 one flat for every δ and ε, not only for large R, since the density of the normal coordinates is
@@ -93,7 +83,7 @@ def gaussian_slab(mean: Real, spread: Real, width: Real) -> SlabMass:
 
 
 def surface_density(margins: Float[Tensor, " samples"], width: Real) -> Estimate:
-    """Density of S at zero, n_w / (2 w n), with standard error √(f / (2 w n)).
+    """Density of S at zero (Paper 0, Lemma 3.6), n_w / (2 w n), standard error √(f / (2 w n)).
 
     n_w of the n margins have |S| <= w; the bias is f″w²/6.
     """
@@ -111,7 +101,7 @@ def ball_volume(dim: int) -> float:
 
 
 def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> float:
-    """Share of the ball ‖x‖ < R within ε of a flat of codimension n at distance δ from its centre.
+    """Share of the ball ‖x‖ < R within ε of a flat of codimension n at distance δ (Prop. A.13).
 
         ∫ over ‖u-δ‖ < ε, ‖u‖ < R of ω_{D-n} (R² - ‖u‖²)^((D-n)/2) du / (ω_D R^D)
 
@@ -119,12 +109,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
     the tube. One integral over ρ, whose square-root ends a cosine substitution removes; its
     integrand is positive, so tiny shares keep their digits too. 11 digits or more.
 
-    Args:
-        dim: D.
-        codim: n, 1 <= n <= D.
-        offset: δ >= 0.
-        epsilon: ε >= 0.
-        radius: R > 0.
+    D is `dim`, n `codim` (1 <= n <= D), δ `offset`, ε `epsilon` and R `radius`.
     """
     _check_tube(dim, codim, offset, epsilon, radius)
     delta, width = offset / radius, epsilon / radius
@@ -139,7 +124,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
 
 
 def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> float:
-    """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a flat through the centre to first order."""
+    """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a central flat to first order (Paper 1, Thm 4.2)."""
     _check_tube(dim, codim, 0.0, epsilon, radius)
     if epsilon == 0:
         return 0.0
@@ -316,7 +301,7 @@ def sampled_slice_density(
 
 
 def slice_bounds(W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...]) -> SliceBounds:
-    """The paper's lower bound of α_{J,r}, its upper bound ½, and the upper bound that holds.
+    """Lower bound of α_{J,r} (Lemma A.16), the paper's upper bound ½, and the one that holds.
 
     For a choice of experts above, ρ = max over unit û of the smallest signed product with the
     projected normals, L the longest normal, s = min(1/√2, ρ/4L). The best û is the direction of the

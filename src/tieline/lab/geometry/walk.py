@@ -1,8 +1,5 @@
 """The output of a layer along the normal of a routing boundary (Paper 1, Figure 1).
 
-    walk_across          f(p + s n) along the normal n through the tie p, Figures 1a and 1b
-    difference_by_step   max over ties of ‖f(p + h n/2) - f(p - h n/2)‖ against h, Figure 1c
-
 As h → 0 the difference tends to the height of the jump for a layer that jumps and to zero for a
 continuous one, linearly in h if it is Lipschitz. `step_exponent` distinguishes them.
 """
@@ -52,7 +49,7 @@ def walk_across(
     reach: Real = 1.0,
     steps: int = 400,
 ) -> LineWalk:
-    """f(p + s n) for `steps` values of s from -reach to reach.
+    """f(p + s n) for `steps` values of s from -reach to reach (Figures 1a and 1b).
 
     Args:
         layer: f, from (rows, dim) to (rows, out).
@@ -77,7 +74,7 @@ def difference_by_step(
     normals: Float[Tensor, "ties dim"],
     steps: Float[Tensor, " steps"] | None = None,
 ) -> StepDifferences:
-    """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h.
+    """Largest and median over ties of ‖f(p + h n/2) - f(p - h n/2)‖, for each h (Figure 1c).
 
     Args:
         layer: f, as for `walk_across`.

@@ -14,14 +14,6 @@ docs/continuity.md. The Laplace ramp attains it, a straight ramp has 4/3 of it. 
 exact frontier has the Fourier transform of H over 1 + λm, m(ω) = 2(1 - e^{-σ²ω²/2}):
 
     D = f J²/π ∫ (λm/(1 + λm))² ω^-2 dω,      S = f J²/π ∫ m/(1 + λm)² ω^-2 dω,      0 < ω < ∞
-
-    continuity_bound     the bound of D·S
-    hard_sensitivity     S of top-k
-    projected_cost       D and S of `ProjectedTopK` from f, J, σ and ε
-    ramp_cost            D and S of a ramp that is straight between points
-    added_cost           D and S of paper 1's ramp, which adds experts
-    LaplaceTopK          the gate with the ramp that attains the bound; not sparse
-    least_moved          the frontier: D over S_hard that makes flips R times cheaper
 """
 
 import itertools
@@ -95,12 +87,7 @@ def projected_cost(
     f J² σ²/(2ε) for small σ and that of top-k for small ε. Where f J² at the margin s is
     (1 + a|s|) times that at 0, D has the factor 1 + aε/4 and S for small σ 1 + aε/2.
 
-    Args:
-        density: f, as for `continuity_bound`.
-        jump: J, likewise.
-        sigma: σ, likewise.
-        epsilon: ε of the gate.
-        slope: a, the relative slope of f J² beside the tie.
+    ε is that of the gate and `slope` is a; the other arguments are those of `continuity_bound`.
     """
     _check_tie(density, jump, sigma)
     require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")

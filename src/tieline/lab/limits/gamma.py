@@ -18,7 +18,7 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.lab.limits.risk import check_temperature
-from tieline.lab.limits.two_cells import Covariance, TwoCells, gaussian_profile
+from tieline.lab.limits.two_cells import TwoCells, gaussian_profile
 
 __all__ = ["FreeScale", "GammaConvergence", "free_scale", "gamma_convergence", "wall_grid"]
 
@@ -62,16 +62,8 @@ def gamma_convergence(
     teacher: TwoCells,
     walls: Float[Tensor, "n columns"],
     taus: Sequence[float],
-    covariance: Covariance = None,
 ) -> GammaConvergence:
-    """Ψ_τ and Ψ_0 over candidate walls, with infima, minimisers and the uniform gap.
-
-    Args:
-        teacher: the target.
-        walls: (n, D + 1) unit normals and offsets.
-        taus: temperatures > 0.
-        covariance: Σ of the inputs; the identity for None.
-    """
+    """Ψ_τ and Ψ_0 over walls (n, D + 1) of unit normals and offsets, τ > 0."""
     require(
         walls.shape[1] == teacher.dim + 1,
         f"walls must have {teacher.dim + 1} columns, got {walls.shape[1]}",
@@ -83,7 +75,7 @@ def gamma_convergence(
         f"normals must have length 1, got {lengths.min():.9g} … {lengths.max():.9g}",
     )
     check_temperature(*taus)
-    rows = [_profiles(teacher, walls, tau, covariance) for tau in (*taus, 0.0)]
+    rows = [_profiles(teacher, walls, tau) for tau in (*taus, 0.0)]
     profiles = torch.stack(rows)
     infima, at = profiles.min(dim=1)
     best = walls[at]
@@ -100,10 +92,10 @@ def gamma_convergence(
     )
 
 
-def _profiles(teacher: TwoCells, walls: Tensor, tau: float, covariance: Tensor | None) -> Tensor:
+def _profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
     with one_thread():
         students = (TwoCells(wall[:-1], wall[-1], teacher.experts) for wall in walls)
-        values = [gaussian_profile(s, teacher, covariance, tau).value for s in students]
+        values = [gaussian_profile(s, teacher, tau=tau).value for s in students]
     return torch.stack(values)
 
 
@@ -112,16 +104,10 @@ def free_scale(
     teacher: TwoCells,
     taus: Sequence[float],
     per_tau: Sequence[float],
-    covariance: Covariance = None,
 ) -> FreeScale:
     """Ψ_τ(cφ) at scales c = τ·r: equal to Ψ_1(rφ) for every τ, so the scale must be fixed.
 
-    Args:
-        wall: φ.
-        teacher: the target.
-        taus: temperatures.
-        per_tau: the ratios r = c/τ, tried at each temperature.
-        covariance: Σ of the inputs; the identity for None.
+    `wall` is φ; the ratios r = c/τ of `per_tau` are tried at each temperature.
     """
     require(all(r > 0 for r in per_tau), f"need scales > 0, got {list(per_tau)}")
 
@@ -129,10 +115,7 @@ def free_scale(
         return TwoCells(c * wall.normal, c * wall.offset, wall.experts)
 
     rows = tuple(
-        tuple(
-            gaussian_profile(scaled(tau * r), teacher, covariance, tau).value.item()
-            for r in per_tau
-        )
+        tuple(gaussian_profile(scaled(tau * r), teacher, tau=tau).value.item() for r in per_tau)
         for tau in taus
     )
     return FreeScale(tuple(taus), tuple(per_tau), rows, tuple(min(row) for row in rows))

@@ -99,11 +99,8 @@ def match_experts(
 ) -> ExpertMatching:
     """Hungarian matching of student experts to teacher cells by confident agreement.
 
-    Args:
-        sample: the student.
-        labels: (n,) teacher cell of each input.
-        tau: temperature.
-        epsilon: an expert leads where its weight exceeds 1 - ε.
+    `labels` (n,) are the teacher cells of the inputs; an expert leads where its weight exceeds 1 -
+    ε.
     """
     check_labels(labels, sample)
     n, experts = sample.scores.shape
@@ -129,14 +126,8 @@ def misrouting_bound(
 ) -> Misrouting:
     """Lemma 5.16 for one permutation, as printed and corrected.
 
-    Args:
-        sample: the student, with the noiseless target.
-        labels: (n,) teacher cell of each input.
-        tau: temperature.
-        epsilon: 0 < ε < 1/2.
-        gamma: γ_gap > 0.
-        eta: η_gap of Assumption 5.11 under the teacher's labels (`specialisation_gap`).
-        permutation: π, student expert of each cell.
+    Arguments as for `match_experts`, the target being noiseless; γ = γ_gap > 0, η = η_gap under the
+    teacher's labels (`specialisation_gap`), and π is the student expert of each cell.
     """
     check_labels(labels, sample)
     experts = sample.scores.shape[1]
@@ -198,12 +189,8 @@ def recovery_errors(
 ) -> Recovery:
     """Recovery errors of Theorem 5.17 with the constants C_1, C_2 as measured ratios.
 
-    Args:
-        sample: the student, with the noiseless target.
-        teacher_scores: (n, E) scores of the teacher's router; its cells are their winners.
-        tau: temperature.
-        epsilon: 0 < ε < 1/2.
-        eta: η_gap of Assumption 5.11.
+    The teacher's cells are the winners of its scores (n, E); the target is noiseless, 0 < ε < 1/2,
+    and η is that of Assumption 5.11.
     """
     require(
         teacher_scores.shape == sample.scores.shape,

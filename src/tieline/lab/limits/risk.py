@@ -134,11 +134,7 @@ def evaluate(
 ) -> MoESample:
     """`MoESample` of any router, experts and target at given inputs, in float64.
 
-    Args:
-        router: inputs (n, D) to scores (n, E).
-        experts: inputs to the values (n, E) of all experts.
-        target: inputs to (n,).
-        inputs: a sample of the population.
+    Router and experts map inputs (n, D) to scores and values (n, E), the target to (n,).
     """
     with torch.no_grad():
         values = (function(inputs).double() for function in (router, experts, target))
@@ -257,12 +253,8 @@ def cell_control(
 ) -> tuple[CellControl, ...]:
     """Proposition 5.8 in each teacher cell; the target is μ, which is f*_k on cell k.
 
-    Args:
-        sample: the student, with the noiseless target.
-        labels: (n,) teacher cell of each input.
-        tau: temperature.
-        epsilon: 0 < ε < 1/2.
-        permutation: student expert of each cell; the identity for None.
+    `labels` (n,) are the teacher cells of the inputs; `permutation` is the student expert of each
+    cell, the identity for None.
     """
     experts = sample.scores.shape[1]
     check_labels(labels, sample)

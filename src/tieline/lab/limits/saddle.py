@@ -1,15 +1,5 @@
 """Derivatives of L_τ and its critical points (paper 0, Assumption 5.13, Lemma 5.15, Theorem 5.17).
 
-    risk_derivatives      gradient and Hessian of L_τ and L_0 where the walls cross
-    derivative_transfer   their distance r(τ) away from the teacher's wall, where it tends to zero
-    offset_curvature      at the teacher's wall, where it does **not** (see below)
-    gaussian_grid         N(0, Σ) in the plane as weighted points, one axis across the wall
-    gaussian_points       independent draws in any dimension
-    population_risk       L̃_τ over weighted points with gradient and Hessian in closed form
-    find_critical_points  Newton's method on the gradient of L_τ from many starts
-    negative_curvature    λ_min and its eigenvector
-    perturbed_curvature   λ_min(H) <= λ_min(H_0) + ‖H - H_0‖                           Lemma 5.15
-
 With the wall on the jump of the target,
 
     ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1)
@@ -274,43 +264,32 @@ def negative_curvature(hessian: Matrix) -> tuple[float, Float[Tensor, " paramete
 
 
 def perturbed_curvature(reference: Matrix, hessian: Matrix) -> CurvatureBound:
-    """λ_min(H) beside λ_min(H_0) + ‖H - H_0‖_op."""
+    """λ_min(H) beside λ_min(H_0) + ‖H - H_0‖_op (Lemma 5.15)."""
     distance = torch.linalg.matrix_norm(hessian - reference, 2).item()
     least = negative_curvature(reference)[0]
     return CurvatureBound(negative_curvature(hessian)[0], least + distance)
 
 
 def find_critical_points(
-    teacher: TwoCells,
-    tau: float,
-    starts: int = 8,
-    seed: int = 0,
-    covariance: Float[Tensor, "2 2"] | None = None,
-    spacing: float = 0.25,
+    teacher: TwoCells, tau: float, starts: int = 8, seed: int = 0
 ) -> tuple[CriticalPoint, ...]:
     """Distinct critical points of L_τ reached from random walls with their best experts.
 
     Points with a gradient below 1e-9, by increasing risk; both labellings of a mixture count.
 
-    Args:
-        teacher: the target, in the plane.
-        tau: temperature; the grid resolves τ >= 0.3 at the default spacing.
-        starts: walls with random angle and offset.
-        seed: of the starts.
-        covariance: Σ of the inputs; the identity for None.
-        spacing: of the grid (`gaussian_grid`).
+    In the plane. The grid resolves τ >= 0.3; `starts` walls have random angles and offsets.
     """
     require(starts > 0, f"need one start or more, got {starts=}")
     generator = torch.Generator().manual_seed(seed)
     points: list[CriticalPoint] = []
     with one_thread():
-        grid = gaussian_grid(teacher, covariance, spacing, order=8)
+        grid = gaussian_grid(teacher, spacing=0.25, order=8)
         for _ in range(starts):
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
-            start = _start(teacher, draw, covariance, tau)
+            start = _start(teacher, draw, tau)
             root = _newton(grid, start, tau)
             if root is not None and all(_differs(root, p.student) for p in points):
-                points.append(_describe(grid, teacher, root, tau, covariance))
+                points.append(_describe(grid, teacher, root, tau))
     return tuple(sorted(points, key=lambda point: point.risk))
 
 
@@ -352,10 +331,10 @@ def _forward(population: WeightedInputs, parameters: Tensor, tau: float) -> _For
     return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
 
 
-def _start(teacher: TwoCells, draw: Tensor, covariance: Tensor | None, tau: float) -> Tensor:
+def _start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
     angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
     wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
-    experts = gaussian_profile(wall, teacher, covariance, tau).experts
+    experts = gaussian_profile(wall, teacher, tau=tau).experts
     return torch.cat([angle[None], offset[None], experts.flatten()])
 
 
@@ -397,22 +376,19 @@ def _differs(coordinates: Tensor, other: TwoCells) -> bool:
     return bool((_student(coordinates).flat() - other.flat()).norm() > 1e-5)
 
 
-def _disagreement(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> float:
+def _disagreement(student: TwoCells, teacher: TwoCells) -> float:
     """P(the cells differ): a quarter of the hard risk of experts ±1."""
     signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
-    pair = student.with_experts(signs), teacher.with_experts(signs)
-    return gaussian_risk(*pair, covariance).item() / 4
+    return gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
 
 
-def _describe(
-    grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float, covariance: Tensor | None
-) -> CriticalPoint:
+def _describe(grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float) -> CriticalPoint:
     at = _polar(grid, q, tau)
     least, direction = negative_curvature(at.hessian)
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
     best = min(_polar(grid, q + step, tau).value for step in steps)
     student = _student(q)
-    share = _disagreement(student, teacher, covariance)
+    share = _disagreement(student, teacher)
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()
     drop, misrouted = best - at.value, min(share, 1 - share)

@@ -1,11 +1,5 @@
 """How the risk changes when a wall moves (paper 0, Proposition 5.10 and Assumptions 5.12, 5.14).
 
-    wall_derivative            eq. 5.6 for two affine experts under a Gaussian, on either side
-    wall_variation             the same beside finite differences, and the second variation
-    sampled_wall_derivative    E[1{Δ <= w} D ∂S]/2w for any mixture; the mean of the two sides
-    profile_variation          dΨ/dt and d²Ψ/dt² along (normal, offset) + t·direction, and λ_nd
-    velocity_gram              Gram matrix of the normal velocities that a linear router realises
-
 Let S_t = S + t·δS. Expert 1 gains ground where δS > 0, and with D(μ) = (f_1 - μ)² - (f_2 - μ)²
 
     dL̃_0/dt at 0⁺ = ∫_{S=0} [δS⁺ D(μ_2) - δS⁻ D(μ_1)] p/‖∇S‖,                     eq. 5.6
@@ -170,10 +164,7 @@ def sampled_wall_derivative(
     For any router, experts and target. At a wall where the target jumps it tends to the mean of the
     two one-sided derivatives, with a bias of order w; elsewhere the bias is of order w².
 
-    Args:
-        sample: the mixture, with the noiseless target.
-        score_change: (n, E) derivative of each score by the parameter.
-        width: w > 0.
+    `score_change` (n, E) is the derivative of each score by the parameter; the target is noiseless.
     """
     require(width > 0, f"need a width > 0, got {width=}")
     require(

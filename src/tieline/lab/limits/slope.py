@@ -5,13 +5,6 @@
 d = f_k - f_l and [μ] the jump of the target from the side of l to that of k. A target that is
 continuous at the wall has [μ] = 0: soft routing is then *better* than hard, by first order in τ.
 
-    gaussian_slope             two affine experts under a Gaussian input, closed form
-    sampled_slope              any number of experts and any target, from a sample near the walls
-    router_margin_tail         (C, α) of P(Δ <= t) ~ C t^α near zero              eq. 4.4
-    margin_constant            sup of F(t)/t^α over the sample: C that holds for every t
-    gaussian_margin_constant   the same for a linear router of two experts, exact
-    soft_to_hard_chain         |L_τ - L_0| and each bound of Theorem 4.5's proof, in order
-
 The sampled slope needs no trace of the target: with t and q the first and second expert of an
 input, both sides of a wall contribute 2 ln2 (μ - f_q)(f_t - f_q) - (ln2 + ½)(f_t - f_q)², whose
 mean over {Δ <= w}, divided by w, tends to the slope. The fitted C holds for t → 0; Theorem 4.5
@@ -163,13 +156,8 @@ def soft_to_hard_chain(
 ) -> SoftToHardChain:
     """The chain of Theorem 4.5 at one temperature on a sample.
 
-    Args:
-        sample: the mixture and its target.
-        tau: temperature.
-        C: constant of the margin tail, for instance `margin_constant(sample.margin, alpha).value`.
-        alpha: its exponent.
-        B_f: bound of the experts; the largest |output| of the sample for None.
-        B_Y: bound of the target, likewise.
+    C and α are of the margin tail, for instance C = `margin_constant(sample.margin, alpha).value`;
+    B_f and B_Y bound experts and target, by the largest of the sample for None.
     """
     B_f = sample.outputs.abs().max().item() if B_f is None else B_f
     B_Y = sample.target.abs().max().item() if B_Y is None else B_Y

@@ -39,8 +39,8 @@ from tieline.lab.limits.two_cells import (
 __all__ = ["CoareaCheck", "PairConstants", "coarea_check", "pair_constants", "surface_integral"]
 
 Score = Callable[[Tensor], Tensor]
-REACH = 8.0
-"""End of the search grid on each line, in standard deviations."""
+REACH, CELLS = 8.0, 256
+"""End of the search grid on each line, in standard deviations, and its cells."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,17 @@ def surface_integral(
     level: float = 0.0,
     integrand: Score | None = None,
     lines: int = 2000,
-    cells: int = 256,
     seed: int = 0,
 ) -> Estimate:
     """F(t) = ∫_{S=t} g p/‖∇S‖ dH for X ~ N(0, I), with its standard error.
 
-    Args:
-        score: inputs (n, D) to S (n,), differentiable.
-        dim: D.
-        level: t.
-        integrand: inputs to g (n,); 1 for None.
-        lines: lines per axis.
-        cells: cells of the search grid on each line.
-        seed: of the lines.
+    S maps inputs (n, D) to (n,) and is differentiable; `level` is t, `integrand` maps inputs to g
+    (n,), 1 for None. There are `lines` lines per axis, drawn by `seed`.
     """
-    require(lines > 1 and cells > 1, f"need 2 lines and cells or more, got {lines=}, {cells=}")
+    require(lines > 1, f"need 2 lines or more, got {lines=}")
     require(dim > 0, f"need dim > 0, got {dim=}")
     others = gaussian_inputs(lines, dim, seed)
-    totals = sum(_line_sums(score, others, axis, level, integrand, cells) for axis in range(dim))
+    totals = sum(_line_sums(score, others, axis, level, integrand) for axis in range(dim))
     assert isinstance(totals, Tensor)
     return mean_estimate(totals)
 
@@ -153,10 +146,10 @@ def pair_constants(
 
 
 def _line_sums(
-    score: Score, others: Tensor, axis: int, level: float, integrand: Score | None, cells: int
+    score: Score, others: Tensor, axis: int, level: float, integrand: Score | None
 ) -> Tensor:
     """Σ over the roots on each line of n_i² φ g/|∂_i S|."""
-    grid = torch.linspace(-REACH, REACH, cells + 1, dtype=torch.float64)
+    grid = torch.linspace(-REACH, REACH, CELLS + 1, dtype=torch.float64)
     values = torch.stack([score(_with_coordinate(others, axis, t)) - level for t in grid], dim=1)
     line, cell = ((values[:, 1:] > 0) != (values[:, :-1] > 0)).nonzero(as_tuple=True)
     roots = _bisect(score, others[line], axis, level, grid[cell], grid[cell + 1])

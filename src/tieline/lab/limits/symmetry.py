@@ -21,11 +21,6 @@ caused by the contrast δ of the two experts. Under gradient flow
 e the mean intercept of the experts. Router and contrast drive each other: modes ±|λ|/(√2 τ) for
 each eigenvalue λ of M_e, one of them growing whatever the sign of λ. The paper's M is e = 0; the
 experts' own optimum is e = ½ (d·α) E|Z|, where M_e is smaller.
-
-    operator             M with its spectrum
-    alignment_rate       the rates of the reduced model
-    coupled_modes        M_e, its eigenvalues and the growth rates |λ|/(√2 τ)
-    symmetry_breaking    both models from the same start, step by step
 """
 
 import math
@@ -162,11 +157,7 @@ def operator(
 ) -> Operator:
     """M in closed form from two one-dimensional moments of g.
 
-    Args:
-        v: teacher separator, of length 1.
-        d: teacher contrast d*.
-        covariance: Σ of the inputs; the identity for None.
-        response: g; the sign for None.
+    v is the teacher's separator, of length 1, and d its contrast d*; g is the sign for None.
     """
     v, d, sigma = _check_teacher(v, d, covariance)
     g = Response() if response is None else response

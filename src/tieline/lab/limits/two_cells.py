@@ -12,12 +12,7 @@ Gaussian, whose moments up to the second are closed. With x̃ = (x, 1) every squ
 
 for weights p that depend on s alone: soft (σ(s/τ)) or hard (1{s > 0}).
 
-    slices, slice_at         A, B, C at the nodes of a quadrature rule, or on one level set
     graded_rule, normal_rule nodes and weights on panels that shrink towards given points
-    gaussian_risk            L_τ (τ > 0) and L_0 (τ = 0)
-    gaussian_decomposition   its parts inside and outside {|S| <= κ_ε τ}       Lemma 5.5
-    gaussian_profile         min over the experts: Ψ_τ, Ψ_0, θ̂, α_fr            Assumption 5.14
-    gaussian_boundary_mass   P(|S| <= r), its first order and the next term    Example 3.8
 
 The rule has Gauss-Legendre panels between all points where the integrand jumps and panels of the
 size of a layer around it, which gives twelve digits at every temperature. Panels that end on a jump
@@ -303,15 +298,13 @@ def slices(
     return law.moments(z, weight)
 
 
-def slice_at(
-    student: TwoCells, teacher: TwoCells, covariance: Covariance = None, score: float = 0.0
-) -> Slices:
-    """A, B, C on the level set S = score, the density of S there as its one weight.
+def slice_at(student: TwoCells, teacher: TwoCells, covariance: Covariance = None) -> Slices:
+    """A, B, C on the wall S = 0, the density of S there as its one weight.
 
-    Where the teacher's wall is the same level set, μ is the trace from the side T >= 0.
+    Where the teacher's wall is the same, μ is the trace from the side T >= 0.
     """
     law = _conditional(student, teacher, covariance)
-    z = ((score - student.offset) / law.spread)[None]
+    z = (-student.offset / law.spread)[None]
     return law.moments(z, normal_density(z) / law.spread)
 
 
@@ -427,7 +420,7 @@ def gaussian_decomposition(
 def gaussian_profile(
     wall: TwoCells, teacher: TwoCells, covariance: Covariance = None, tau: float = 0.0
 ) -> GaussianProfile:
-    """Ψ_τ(φ), θ̂(φ) and α_fr for the wall of a student (its experts are not used).
+    """Ψ_τ(φ), θ̂(φ) and α_fr (Assumption 5.14) for a student's wall; its experts are not used.
 
     The risk is quadratic in θ: with G = E[p pᵀ ⊗ x̃x̃ᵀ] and c = E[p ⊗ x̃ μ], θ̂ = G⁻¹c,
     Ψ = E[μ²] - c·θ̂ and the Hessian is 2G.
@@ -449,7 +442,7 @@ def gaussian_profile(
 def gaussian_boundary_mass(
     student: TwoCells, radius: float, covariance: Covariance = None
 ) -> BoundaryMass:
-    """P(|S(X)| <= r) with its expansion; r = κ_ε τ gives eq. 3.13."""
+    """P(|S(X)| <= r) with its expansion (Example 3.8); r = κ_ε τ gives eq. 3.13."""
     require(radius >= 0, f"need radius >= 0, got {radius=}")
     sigma = check_covariance(covariance, student.dim)
     spread = (student.normal @ sigma @ student.normal).sqrt().item()

@@ -1,9 +1,6 @@
 """What a choice of experts, active experts and width buys: many numbers, no single answer.
 
-    advise                     compare the granularities of one layer
-    LayerShape, PRESETS        the shape of a routed layer, and published ones
     QUANTITIES                 what each number means and where it holds
-    gaussian_rounding_flips    share of choices that rounding changes, for normal scores
 
 An entry of a row that lies outside the range of its quantity says so itself. The paper's bound, a
 rigorous better one and the expectation of a Gaussian layer stand side by side: they differ by

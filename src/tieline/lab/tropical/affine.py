@@ -1,11 +1,5 @@
 """Routers and layers as checked float64 arrays, from NumPy or torch.
 
-    AffineRouter, Neurons           scores z = W x + b with k, and pre-activations of the experts
-    as_router, as_neurons           the same from arrays of any kind
-    CountingRouter, CountingLayer   in coordinates fit for exact counts
-    counting_router, counting_layer
-    Count, DegenerateError          an exact count, and input outside general position (Def. 4.8)
-
 Only differences of scores matter to a count, so counting coordinates are centred over experts. A
 fixed rotation keeps axes that weights share (integers, zeros) from being special directions, and
 lengths are scaled so that walls lie near 1.

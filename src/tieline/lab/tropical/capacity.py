@@ -1,16 +1,5 @@
 """How many cells and pieces a top-k layer has: bounds in exact integers, Gaussian expectations.
 
-    zaslavsky         Φ(n, d) = Σ_{j<=d} C(n, j)                                    Def. 3.2
-    capacity_bound    C(N, k) Φ(kH, d), the paper's bound for top-k                 Thm. 4.17
-    paper_capacities  its four columns: dense, top-1, top-k, normalised            Table 1
-    sharp_bound       B*, a rigorous bound that knows how few cells there are       ours
-    attainability     whether C(N, k) cells can exist at all                        Lemma 4.18
-    group_coalitions  choices that group-limited routing leaves                     ours
-    expected_cells    C(N, k) P(M <= d+1); without bias 2 C(N, k) Σ P(M = d, d-2, ...)
-    expected_regions  C(N, k) Σ_j C(kH, j) P(M <= d-j+1)
-    wall_density      ρ = C(N, k) P(M = 2) = √π f_gap(0)
-    pooled_block      log P(M = m), m = 1 ... d+1
-
 Numbers of definitions are those of paper 3. Its bound multiplies the cells C(N, k), which exist
 only for d >= N - 1, by the pieces of a whole arrangement in each of them.
 
@@ -46,7 +35,7 @@ class PaperCapacities(NamedTuple):
 
 
 def zaslavsky(n: int, dim: int) -> int:
-    """Φ(n, d) = Σ_{j=0}^{d} C(n, j): regions of n hyperplanes in general position in R^d."""
+    """Φ(n, d) = Σ_{j=0}^{d} C(n, j): regions of n generic hyperplanes in R^d (Def. 3.2)."""
     require(n >= 0 and dim >= 0, f"need n >= 0 and dim >= 0, got {n=}, {dim=}")
     return sum(comb(n, j) for j in range(min(n, dim) + 1))
 
@@ -97,7 +86,7 @@ def cell_bound(n_experts: int, k: int, dim: int) -> int:
 
 
 def attainability(n_experts: int, k: int, dim: int) -> Attainability:
-    """Whether an affine router on R^d can have all C(N, k) cells, as the paper assumes.
+    """Whether an affine router on R^d can have all C(N, k) cells, as Lemma 4.18 assumes.
 
     d >= N - 1: every generic one has. k or N - k at most (d+1)/2: some have, with weights on the
     moment curve. k >= ⌊(d+3)/2⌋ and N - k >= d + 2, or the same with k and N - k exchanged: none,

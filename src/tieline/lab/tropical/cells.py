@@ -1,13 +1,5 @@
 """Order-k cells of an affine router: where each coalition is chosen (paper 3, Prop. 4.2, Thm. 4.5).
 
-    count_cells              number of coalitions I with {x : min_I z > max_{not I} z} non-empty
-    cells                    these coalitions with a point inside, facets and neighbours; k = 1 is
-                             the power diagram
-    k_sets                   e_i: sets of i points of the plane that a line cuts off, i = 1 ... n-1
-    voronoi_cells            order-k Voronoi cells of points of the plane, by Lee's formula
-                             (2k-1) n - (k²-1) - Σ_{i<k} e_i
-    expected_voronoi_cells   the same for iid normal points, E[e_i] = cells of a biasless router
-
 Cells are listed around the ties of d + 1 experts where these are few. Otherwise a search goes from
 cell to cell through facets, by warm-started linear programmes (HiGHS). In homogeneous coordinates
 y = (x, x_0), x_0 > 0, coalition I has a cell if a level t and a slack s > 0 exist with z_i - t >= s

@@ -1,13 +1,5 @@
 """Whether data reach the router's ties at all, what moves them there, and what a model's own do.
 
-    cap_fraction     A(θ) = ½ I_{sin²θ}((d-1)/2, ½), share of the sphere in a cap        Prop. 5.6
-    cap_constant     C(d) = 1 / ((d-1) B((d-1)/2, ½)), A ~ C (R/‖μ‖)^{d-1}                Prop. 5.6
-    walls_in_ball    ρ I_{s²}(½, (d-1)/2), s = R/‖μ‖: walls that the data ball meets      corrected
-    ball_meets_tie   1 - exp(-walls): chance that the ball meets one at all              ours
-    saturation       smallest distance to a tie, coalitions used, of given data          Def. 5.5
-    centring         saturation as is, with centred input, bias, and shared expert        ours
-    measured_layer   coalitions along a model's hidden states, saturation and centring    ours
-
 The paper concludes from the cap's area that ‖μ‖^{-(d-1)} coalitions stay in reach. But a tie is a
 wall, not a point: the chance to meet one falls like R/‖μ‖ only, exponent 1 in any dimension. A
 shared expert adds to the output, not to the scores, and so leaves every wall where it is; a router
@@ -58,13 +50,13 @@ class Centring:
 
 
 def cap_fraction(dim: int, sine: float) -> float:
-    """½ I_{sin²θ}((d-1)/2, ½): share of S^{d-1} in the directions of a ball, sin θ = R/‖μ‖."""
+    """½ I_{sin²θ}((d-1)/2, ½), sin θ = R/‖μ‖: share of S^{d-1} a ball spans (Prop. 5.6)."""
     _check_ball(dim, sine)
     return 0.5 * float(special.betainc((dim - 1) / 2, 0.5, sine**2))
 
 
 def cap_constant(dim: int) -> float:
-    """C(d) = 1 / ((d-1) B((d-1)/2, ½)), so that the cap has about C(d) (R/‖μ‖)^{d-1} of S^{d-1}."""
+    """C(d) = 1 / ((d-1) B((d-1)/2, ½)): a cap has C(d) (R/‖μ‖)^{d-1} of S^{d-1} (Prop. 5.6)."""
     _check_ball(dim, 0.0)
     log_beta = float(special.betaln((dim - 1) / 2, 0.5))
     return math.exp(-log_beta) / (dim - 1)
@@ -175,12 +167,7 @@ def measured_layer(
 ) -> RouterMeasurement:
     """Measure one layer with affine scores, captured with keep="inputs".
 
-    Args:
-        trace: the routing.
-        layer: one of its layers.
-        weight: (E, D) matrix of its router.
-        bias: (E,) bias of its router, None for none.
-        seed: of the pairs.
+    `weight` (E, D) and `bias` (E,) are those of its router; `seed` draws the pairs of tokens.
     """
     inputs = captured_inputs(layer).double().numpy()
     near = token_pairs(trace, PAIRS, "neighbours", seed)

@@ -1,10 +1,5 @@
 """Compiled counting: order-k cells of an affine router z = W x + b on R^m, pieces of a layer.
 
-    compiled                      compile a kernel by Numba and keep it on disk
-    count_affine, count_linear    cells of a router with and without biases
-    corners                       ties of d + 1 experts across the threshold
-    count_flats                   pieces (coalition x activation pattern) of a top-k ReLU layer
-
 Lift: experts are the hyperplanes t = z_i(x) of R^{m+1}, and coalition I has a cell where I is the
 set of experts above a cell of this arrangement. Sweep the lifted cells by x_1, those that reach
 x_1 = -∞ there by x_2, and so on: every cell has one lowest point, a tie of m' + 1 experts for some

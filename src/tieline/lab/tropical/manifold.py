@@ -1,14 +1,5 @@
 """Pieces that a curve of inputs meets, against what a Gaussian router would show.
 
-    walk                      changes of coalition along straight segments, exact
-    pieces_along              switches and kinks on a polyline, exact               measured
-    pieces_along_curve        the same for a callable, refined until it settles     measured
-    spherical_length          L, length of the curve seen from the origin           Def. 4.26
-    expected_switches         (L/π) ρ, Crofton; with kinks (L/π)(kH + ρ)            corrected
-    paper_effective_bound     C(N, k) Vol(π(M))/Vol(S^{d-1}) Φ(kH, d_eff)           Thm. 4.26
-    token_pairs               pairs of tokens: neighbours in the text, or any two
-    crossings                 switches between the router inputs of token pairs
-
 Along a segment every score is linear, so each pair of experts changes order at most once. The next
 change of the coalition is the first crossing of a chosen expert by a faster one that is not chosen;
 all segments take their next step together.
@@ -183,7 +174,7 @@ def pieces_along_curve(
 
 
 def spherical_length(points: Any, *, lift: float = 0.0) -> float:
-    """Length of the polyline's image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖ (`bias_scale`)."""
+    """Length of the image under (x, lift) ↦ (x, lift) / ‖(x, lift)‖ (Def. 4.26, `bias_scale`)."""
     path = np.asarray(points, dtype=np.float64)
     path = np.column_stack([path, np.full(len(path), lift)])
     norms = np.linalg.norm(path, axis=1, keepdims=True)

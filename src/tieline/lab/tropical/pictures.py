@@ -1,13 +1,5 @@
 """Router cells on planes and surfaces of inputs, as exact polygons.
 
-    plane_through     an orthonormal frame through three points, and the window around them
-    slice_router      cells, bands gap < ε and kinks of active neurons on such a plane
-    slice_layer       the same through three hidden states of a captured layer
-    expert_support    where one expert is chosen: a union of cells, for k > 1 rarely convex
-    cells_within      every coalition met in a polygon, with its convex cell
-    pieces_on_patch   different coalitions and pieces on a triangulated surface
-    grid_of           the grid of a callable (s, t) ↦ x on [0, 1]²
-
 A cell is cut out of the polygon by removing, again and again, the corner that violates the router's
 order most. An edge that a tie made names the two experts that tie there, which gives the cell
 behind it. The areas of the cells must add up to that of the polygon; otherwise the router is
@@ -296,12 +288,10 @@ def slice_layer(
     bias: Any = None,
     epsilon: float = 0.0,
     expert: int | None = None,
-    margin: float = 0.6,
 ) -> Slice:
     """`slice_router` through the router inputs of three tokens, captured with keep="inputs"."""
     points = captured_inputs(layer)[list(tokens)]
-    options = {"epsilon": epsilon, "expert": expert, "margin": margin}
-    return slice_router(points, weight, bias, layer.facts.k, **options)
+    return slice_router(points, weight, bias, layer.facts.k, epsilon=epsilon, expert=expert)
 
 
 def _on_plane(

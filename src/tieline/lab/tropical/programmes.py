@@ -1,12 +1,5 @@
 """Compiled search for cells and pieces by linear programmes in few variables.
 
-    explore     walls of one coalition's cell, and a point in the cell behind each of them
-    patterns    activation patterns inside one cell, with a point in each
-    maximise    largest c · y in {A y >= r, |y_j| <= 1}: Seidel's incremental method, expected time
-                linear in the rows for a fixed number of variables
-    reach       how far a cone reaches beyond a wall
-    centre      move a point of a cone to the middle of its chords
-
 An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
 open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces are no special
 case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
@@ -204,11 +197,8 @@ def behind(rows, start, stop, wall, k, point):
 def explore(rows, members, point, k):
     """(walls, coalitions behind them, points there, status) of the cell that holds `point`.
 
-    Args:
-        rows: (N, d + 1) router rows (w, b).
-        members: (N,) the coalition.
-        point: (d + 1,) inside its cell; centred in place.
-        k: experts chosen.
+    The router has the rows (w, b) (N, d + 1), `members` (N,) is the coalition and `point` (d + 1,)
+    lies in its cell and is centred in place.
     """
     walls = pair_rows(rows, members)
     count, sure = len(walls), True
@@ -269,11 +259,8 @@ def cross(A, count, row, point, other):
 def patterns(base, neurons, start, most):
     """(patterns, points, status) of all pieces in the cone of `base`.
 
-    Args:
-        base: (q, n) walls of the cell.
-        neurons: (K, n) rows that may cut it.
-        start: (n,) a point inside.
-        most: give up above this number of pieces (status MANY).
+    `base` (q, n) are the walls of the cell, `neurons` (K, n) may cut it and `start` (n,) lies
+    inside; above `most` pieces the search gives up (status MANY).
     """
     q, n = base.shape
     K = len(neurons)

@@ -3,11 +3,6 @@
 A piece is an open set with one coalition (set of k chosen experts) and one activation pattern of
 the neurons V[e, h] · x + c[e, h] of the chosen experts. A dense network is N = 1.
 
-    count_regions             the number of pieces, by the flat sum (compiled)
-    regions                   the pieces, each with a point inside, by linear programming
-    count_regions_rational    the number of pieces in fractions, exact for rational weights
-    count_cells_rational      order-k cells of a router, likewise
-
 The search of `regions` crosses every wall from one cell of the router into the next until no new
 coalition appears; inside each cell, neurons are added one by one. It needs no general position:
 walls that coincide, run parallel or meet in one point only leave fewer pieces.
@@ -300,8 +295,7 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
     _check_corners(router, neurons, k, dim)
     pieces: set[Piece] = set()
     for j in range(min(dim, len(neurons)) + 1):
-        sizes = [0] if j == dim else [dim - j + 1]
-        for tied in (t for s in sizes for t in combinations(range(experts), s)):
+        for tied in combinations(range(experts), 0 if j == dim else dim - j + 1):
             for vanished in combinations(range(len(neurons)), j):
                 pieces.update(_pieces_around(router, neurons, owners, k, tied, vanished))
     return len(pieces)
@@ -394,29 +388,26 @@ def _difference(row: Row, other: Row) -> Row:
 
 
 def _rank(rows: list[Row]) -> int:
-    rows, rank = [list(row) for row in rows], 0
-    for col in range(len(rows[0]) if rows else 0):
-        pivot = next((r for r in range(rank, len(rows)) if rows[r][col] != 0), None)
-        if pivot is not None:
-            rows[rank], rows[pivot] = rows[pivot], rows[rank]
-            for r in range(rank + 1, len(rows)):
-                factor = rows[r][col] / rows[rank][col]
-                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[rank], strict=True)]
-            rank += 1
-    return rank
+    return len(_eliminated(rows, len(rows[0]))) if rows else 0
 
 
 def _solve(walls: list[Row]) -> Row | None:
     """The common point of d walls in R^d; None where they are parallel."""
-    rows, dim = [list(wall) for wall in walls], len(walls)
-    for col in range(dim):
-        pivot = next((r for r in range(col, dim) if rows[r][col] != 0), None)
+    rows = _eliminated(walls, len(walls))
+    return [-row[-1] for row in rows] if len(rows) == len(walls) else None
+
+
+def _eliminated(rows: list[Row], columns: int) -> list[Row]:
+    """The rows with a pivot after Gauss-Jordan elimination of the first columns."""
+    rows, rank = list(rows), 0
+    for col in range(columns):
+        pivot = next((r for r in range(rank, len(rows)) if rows[r][col] != 0), None)
         if pivot is None:
-            return None
-        rows[col], rows[pivot] = rows[pivot], rows[col]
-        rows[col] = [x / rows[col][col] for x in rows[col]]
-        for r in range(dim):
-            factor = rows[r][col]
-            if r != col and factor != 0:
-                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[col], strict=True)]
-    return [-row[-1] for row in rows]
+            continue
+        rows[rank], rows[pivot] = rows[pivot], rows[rank]
+        rows[rank] = [x / rows[rank][col] for x in rows[rank]]
+        for r, row in enumerate(rows):
+            if r != rank and row[col] != 0:
+                rows[r] = [x - row[col] * y for x, y in zip(row, rows[rank], strict=True)]
+        rank += 1
+    return rows[:rank]
