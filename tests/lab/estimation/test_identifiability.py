@@ -23,7 +23,7 @@ from tieline.lab.estimation.derivative_tests import (
 from tieline.lab.estimation.fit import fit, near_truth
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.losses import expert_distance
-from tieline.lab.estimation.settings import well_conditioned
+from tieline.lab.estimation.rate_plan import well_conditioned
 
 
 def gated(model, theta, point):

@@ -17,9 +17,17 @@ from tieline.lab.estimation.losses import (
     voronoi_losses,
 )
 from tieline.lab.estimation.model import MoEModel, MoEParameters, quadratic_parameters
-from tieline.lab.estimation.rate_plan import RatePlan, case_of, named_case
+from tieline.lab.estimation.rate_plan import (
+    SETTINGS,
+    RatePlan,
+    Setting,
+    SmallDesign,
+    case_of,
+    named_case,
+    setting,
+    small_design,
+)
 from tieline.lab.estimation.rates import RateStudy, rate_study
-from tieline.lab.estimation.settings import SETTINGS, Setting, SmallDesign, setting, small_design
 from tieline.lab.estimation.symmetry import canonical, symmetries
 
 if TYPE_CHECKING:

@@ -47,11 +47,11 @@ from tieline.lab.estimation.rate_plan import (
     Case,
     RatePlan,
     RepetitionBlock,
+    Setting,
     as_case,
     estimate_seconds,
     plan_blocks,
 )
-from tieline.lab.estimation.settings import Setting
 from tieline.lab.estimation.solvers import Status
 from tieline.lab.jobs import run_jobs
 from tieline.lab.power_law import Middle, PowerLaw, SampleSize, fit_rate, sample_size

@@ -372,11 +372,7 @@ def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tenso
 
 
 def routing_measures(
-    model: MoEModel,
-    params: MoEParameters,
-    x: Float[Tensor, "rows d"],
-    *,
-    k: int = 1,
+    model: MoEModel, params: MoEParameters, x: Float[Tensor, "rows d"], *, k: int = 1
 ) -> LayerMeasures:
     """All measures of the choice of the k largest scores on rows x in the units of the parameters.
 

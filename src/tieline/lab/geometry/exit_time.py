@@ -29,7 +29,7 @@ from torch import Tensor
 from tieline.core.errors import ParameterError, ShapeError, TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
-from tieline.lab.geometry.ties import affine_scores, check_router
+from tieline.lab.geometry.ties import Bias, Scores, Weight, affine_scores, check_router
 from tieline.measure.boundary import Real
 from tieline.measure.distance import expert_distances
 from tieline.trace.record import LayerTrace
@@ -53,6 +53,8 @@ __all__ = [
     "trace_flip_times",
     "two_face_exit",
 ]
+
+Noise = Real | Float[Tensor, "dim dim"]  # σ, a positive number or an invertible matrix
 
 BATCH = 4096
 """Paths simulated together: their distances to a dozen faces stay in cache."""
@@ -104,11 +106,7 @@ class Exits:
 
 
 def normalised_distances(
-    x: Float[Tensor, "tokens dim"],
-    W: Float[Tensor, "experts dim"],
-    b: Float[Tensor, " experts"] | None,
-    k: int,
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
+    x: Float[Tensor, "tokens dim"], W: Weight, b: Bias, k: int, sigma: Noise = 1.0
 ) -> Float[Tensor, "tokens k rest"]:
     """r_ij = (z_i - z_j) / ‖σᵀ(w_i - w_j)‖, i the chosen experts by rank, j the others by rank.
 
@@ -123,10 +121,7 @@ def normalised_distances(
 
 
 def top_k_cell(
-    scores: Float[Tensor, " experts"],
-    k: int,
-    W: Float[Tensor, "experts dim"],
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
+    scores: Float[Tensor, " experts"], k: int, W: Weight, sigma: Noise = 1.0
 ) -> TopKCell:
     """The top-k cell of a token with these scores, under noise σ of its input.
 
@@ -234,9 +229,7 @@ def batches(paths: int) -> Iterator[int]:
         yield min(BATCH, paths - begin)
 
 
-def check_noise(
-    sigma: Real | Float[Tensor, "dim dim"], weight: Float[Tensor, "experts dim"]
-) -> Float[Tensor, "dim dim"]:
+def check_noise(sigma: Noise, weight: Weight) -> Float[Tensor, "dim dim"]:
     """Return σ as a matrix in float64; raise if it is singular."""
     dim = weight.shape[1]
     matrix = torch.as_tensor(sigma, dtype=torch.float64)
@@ -449,12 +442,12 @@ def two_face_exit(r1: Real, r2: Real, cosine: Real, t: Real) -> float:
 
 
 def score_flip_times(
-    scores: Float[Tensor, "tokens experts"],
+    scores: Scores,
     k: int,
-    W: Float[Tensor, "experts dim"],
+    W: Weight,
     horizon: Real,
     *,
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
+    sigma: Noise = 1.0,
     steps: int = 16,
     paths: int = 2000,
     seed: int = 0,
@@ -495,11 +488,11 @@ def score_flip_times(
 
 def trace_flip_times(
     layer: LayerTrace,
-    W: Float[Tensor, "experts dim"],
+    W: Weight,
     horizon: Real,
     *,
     tokens: int = 256,
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0,
+    sigma: Noise = 1.0,
     steps: int = 16,
     paths: int = 2000,
     seed: int = 0,

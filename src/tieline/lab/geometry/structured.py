@@ -16,7 +16,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import stable_topk, topk_mask
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.geometry.exit_time import ExitBounds
-from tieline.lab.geometry.ties import check_router
+from tieline.lab.geometry.ties import Scores, Weight, check_router
 from tieline.measure.boundary import Real
 
 __all__ = [
@@ -88,16 +88,14 @@ def perturbation_law(steps: Float[Tensor, "samples dim"]) -> PerturbationLaw:
     return PerturbationLaw(mean, (samples - mean).T @ (samples - mean) / (len(samples) - 1))
 
 
-def whitened(
-    W: Float[Tensor, "experts dim"], law: PerturbationLaw
-) -> Float[Tensor, "experts rank"]:
+def whitened(W: Weight, law: PerturbationLaw) -> Float[Tensor, "experts rank"]:
     """W Σ^½: the router of an input whose perturbation is standard normal."""
     require(W.shape[1] == len(law.mean), f"{W.shape[1]} and {len(law.mean)} dimensions", ShapeError)
     return W.detach().double() @ law.root()
 
 
 def pair_noise(
-    W: Float[Tensor, "experts dim"], law: PerturbationLaw
+    W: Weight, law: PerturbationLaw
 ) -> tuple[Float[Tensor, "experts experts"], Float[Tensor, "experts experts"]]:
     """s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and μ_ij = (w_i - w_j)·m."""
     rows, push = whitened(W, law), W.detach().double() @ law.mean
@@ -134,11 +132,7 @@ def drifting_exit(
 
 
 def structured_bounds(
-    scores: Float[Tensor, "tokens experts"],
-    k: int,
-    W: Float[Tensor, "experts dim"],
-    law: PerturbationLaw,
-    times: Float[Tensor, " times"],
+    scores: Scores, k: int, W: Weight, law: PerturbationLaw, times: Float[Tensor, " times"]
 ) -> ExitBounds:
     """Limits of P(the set of x + m t + Σ^½ B_t has changed by t), (T, times).
 
@@ -149,12 +143,7 @@ def structured_bounds(
     return ExitBounds(hit.amax(dim=-1), hit.sum(dim=-1).clamp(max=1))
 
 
-def step_bounds(
-    scores: Float[Tensor, "tokens experts"],
-    k: int,
-    W: Float[Tensor, "experts dim"],
-    law: PerturbationLaw,
-) -> ExitBounds:
+def step_bounds(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> ExitBounds:
     """Limits of P(the set changes) for one step δ ~ N(m, Σ), (T,): likeliest pair, and all pairs.
 
     Half of `structured_bounds` at t = 1 without a mean: a path that met a wall is beyond it at the
@@ -168,12 +157,7 @@ def step_bounds(
 
 
 def flip_rate(
-    scores: Float[Tensor, "tokens experts"],
-    k: int,
-    W: Float[Tensor, "experts dim"],
-    law: PerturbationLaw,
-    draws: int = 16,
-    seed: int = 0,
+    scores: Scores, k: int, W: Weight, law: PerturbationLaw, draws: int = 16, seed: int = 0
 ) -> Estimate:
     """Mean P(the set changes) over tokens under one step N(m, Σ), with its standard error."""
     require(draws >= 1, f"need a draw, got {draws=}")
@@ -187,12 +171,7 @@ def flip_rate(
     return mean_estimate(changed / draws)
 
 
-def worst_step(
-    scores: Float[Tensor, "tokens experts"],
-    k: int,
-    W: Float[Tensor, "experts dim"],
-    law: PerturbationLaw,
-) -> WorstStep:
+def worst_step(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> WorstStep:
     """The smallest δ in the metric of Σ that makes a tie: ‖Σ^{-½}δ‖ = min (z_i - z_j)/s_ij.
 
     δ = -(z_i - z_j)/s_ij² Σ (w_i - w_j). No step of smaller length changes the chosen set; the mean

@@ -42,6 +42,11 @@ __all__ = [
     "tie_sets",
 ]
 
+Weight = Float[Tensor, "experts dim"]
+Bias = Float[Tensor, " experts"] | None
+Scores = Float[Tensor, "tokens experts"]
+TieSets = Int[Tensor, "sets tied"]
+
 MOST_SETS = 1 << 20
 """Largest number of tie sets that one call enumerates."""
 
@@ -77,7 +82,7 @@ class TieFlat:
 class TieFlats:
     """Many S_J of one order, reduced to what volumes and distances need."""
 
-    experts: Int[Tensor, "sets tied"]  # the sets J, (m, n + 1)
+    experts: TieSets  # the sets J, (m, n + 1)
     inverse_grams: Float[Tensor, "sets n n"]  # (A_J A_Jᵀ)⁻¹, (m, n, n)
     distances: Float[Tensor, " sets"]  # ‖δ_J‖, distance of each flat from the origin, (m,)
     kappas: Float[Tensor, " sets"]  # det(A_J A_Jᵀ)^(-½), (m,)
@@ -120,11 +125,7 @@ def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:
     return torch.combinations(torch.arange(n_experts), order + 1)
 
 
-def tie_flat(
-    weight: Float[Tensor, "experts dim"],
-    bias: Float[Tensor, " experts"] | None,
-    experts: tuple[int, ...],
-) -> TieFlat:
+def tie_flat(weight: Weight, bias: Bias, experts: tuple[int, ...]) -> TieFlat:
     """S_J = {x : A_J x = d_J}, where all z_i, i in `experts`, agree; rows w_j - w_i (sec. 3.2)."""
     rows, shift = check_router(weight, bias, 1)
     tied = torch.tensor(sorted(experts))
@@ -149,11 +150,7 @@ def tie_flat(
     )
 
 
-def tie_flats(
-    weight: Float[Tensor, "experts dim"],
-    bias: Float[Tensor, " experts"] | None,
-    experts: Int[Tensor, "sets tied"],
-) -> TieFlats:
+def tie_flats(weight: Weight, bias: Bias, experts: TieSets) -> TieFlats:
     """(A_J A_Jᵀ)⁻¹, ‖δ_J‖ and κ_J of many J, from the distances between experts.
 
     (w_s - w_i)·(w_t - w_i) = (D_si² + D_ti² - D_st²) / 2 needs no (sets, n, D) array.
@@ -172,7 +169,7 @@ def tie_flats(
     return TieFlats(experts, inverse, reach, values.prod(dim=1).rsqrt())
 
 
-def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: float) -> TieComponent:
+def tie_component(scores: Scores, k: int, epsilon: float) -> TieComponent:
     """J = {i : |z_i - z_[k]| < ε} where z_[k] - z_[k+1] < ε, and those above J (Def. A.5).
 
     For exact ties `epsilon` is a little more than the rounding.
@@ -186,11 +183,7 @@ def tie_component(scores: Float[Tensor, "tokens experts"], k: int, epsilon: floa
 
 
 def distance_to_tie(
-    x: Float[Tensor, "*batch dim"],
-    W: Float[Tensor, "experts dim"],
-    b: Float[Tensor, " experts"] | None,
-    k: int,
-    order: int = 1,
+    x: Float[Tensor, "*batch dim"], W: Weight, b: Bias, k: int, order: int = 1
 ) -> Float[Tensor, "*batch"]:
     """Euclidean distance from x to the ties of order n or more: dist(x, Γ^(n)), in float64.
 
@@ -207,11 +200,7 @@ def distance_to_tie(
 
 
 def nearest_tie_point(
-    x: Float[Tensor, "tokens dim"],
-    W: Float[Tensor, "experts dim"],
-    b: Float[Tensor, " experts"] | None,
-    k: int,
-    order: int = 1,
+    x: Float[Tensor, "tokens dim"], W: Weight, b: Bias, k: int, order: int = 1
 ) -> TiePoint:
     """`distance_to_tie` with the point where it is attained, the normal and the tied experts."""
     weight, bias = check_router(W, b, k)
@@ -228,9 +217,7 @@ def nearest_tie_point(
 
 
 def affine_scores(
-    x: Float[Tensor, "tokens dim"],
-    weight: Float[Tensor, "experts dim"],
-    bias: Float[Tensor, " experts"],
+    x: Float[Tensor, "tokens dim"], weight: Weight, bias: Float[Tensor, " experts"]
 ) -> Float[Tensor, "tokens experts"]:
     """Scores z = W x + b in float64."""
     require(x.shape[1] == weight.shape[1], f"{x.shape[1]=}, {weight.shape[1]=}", ShapeError)
@@ -242,7 +229,7 @@ def affine_scores(
 
 
 def check_router(
-    weight: Float[Tensor, "experts dim"], bias: Float[Tensor, " experts"] | None, k: int
+    weight: Weight, bias: Bias, k: int
 ) -> tuple[Float[Tensor, "experts dim"], Float[Tensor, " experts"]]:
     """Return weight and bias in float64; raise unless they form a router with 1 <= k < E."""
     experts = len(weight)
@@ -254,7 +241,7 @@ def check_router(
     return weight.detach().double(), shift.detach().double()
 
 
-def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: Int[Tensor, "sets tied"]) -> None:
+def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: TieSets) -> None:
     """Raise if the rows w_j - w_i of a tie set are linearly dependent."""
     flat = eigenvalues.reshape(len(experts), -1)
     low = (flat.amin(dim=1) <= SINGULAR * flat.amax(dim=1)).nonzero().flatten()

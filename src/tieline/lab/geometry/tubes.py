@@ -24,7 +24,15 @@ from torch.special import log_ndtr
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, share_estimate
-from tieline.lab.geometry.ties import check_router, distance_to_tie, tie_flat, tie_flats, tie_sets
+from tieline.lab.geometry.ties import (
+    Bias,
+    Weight,
+    check_router,
+    distance_to_tie,
+    tie_flat,
+    tie_flats,
+    tie_sets,
+)
 from tieline.measure.boundary import Real
 
 __all__ = [
@@ -144,8 +152,8 @@ def sampled_tube(
 
 
 def tie_tube(
-    W: Float[Tensor, "experts dim"],
-    b: Float[Tensor, " experts"] | None,
+    W: Weight,
+    b: Bias,
     k: int,
     *,
     order: int,
@@ -281,7 +289,7 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
 
 
 def sampled_slice_density(
-    W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...], samples: int, seed: int = 0
+    W: Weight, k: int, experts: tuple[int, ...], samples: int, seed: int = 0
 ) -> Estimate:
     """α_{J,r} of any router by `samples` directions of S_J, with its standard error.
 
@@ -300,7 +308,7 @@ def sampled_slice_density(
     return share_estimate(hits)
 
 
-def slice_bounds(W: Float[Tensor, "experts dim"], k: int, experts: tuple[int, ...]) -> SliceBounds:
+def slice_bounds(W: Weight, k: int, experts: tuple[int, ...]) -> SliceBounds:
     """Lower bound of α_{J,r} (Lemma A.16), the paper's upper bound ½, and the one that holds.
 
     For a choice of experts above, ρ = max over unit û of the smallest signed product with the

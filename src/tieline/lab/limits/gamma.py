@@ -59,9 +59,7 @@ def wall_grid(angles: int, offsets: Sequence[float] = (0.0,)) -> Float[Tensor, "
 
 
 def gamma_convergence(
-    teacher: TwoCells,
-    walls: Float[Tensor, "n columns"],
-    taus: Sequence[float],
+    teacher: TwoCells, walls: Float[Tensor, "n columns"], taus: Sequence[float]
 ) -> GammaConvergence:
     """Ψ_τ and Ψ_0 over walls (n, D + 1) of unit normals and offsets, τ > 0."""
     require(
@@ -100,10 +98,7 @@ def _profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
 
 
 def free_scale(
-    wall: TwoCells,
-    teacher: TwoCells,
-    taus: Sequence[float],
-    per_tau: Sequence[float],
+    wall: TwoCells, teacher: TwoCells, taus: Sequence[float], per_tau: Sequence[float]
 ) -> FreeScale:
     """Ψ_τ(cφ) at scales c = τ·r: equal to Ψ_1(rφ) for every τ, so the scale must be fixed.
 

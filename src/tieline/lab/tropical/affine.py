@@ -19,6 +19,10 @@ from tieline.core.ranking import topk_mask
 from tieline.trace.record import LayerTrace
 
 Array = np.ndarray | Tensor
+RouterWeight = Real[Array, "experts dim"]
+RouterBias = Real[Array, " experts"]
+NeuronWeight = Real[Array, "experts hidden dim"]
+NeuronBias = Real[Array, "experts hidden"]
 RELATIVE = 1e-11  # relative size below which a number cannot be told from zero
 
 
@@ -147,9 +151,7 @@ class CountingLayer:
         return np.zeros(len(self.router.b), dtype=np.bool_)
 
 
-def counting_router(
-    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, least: int = 0
-) -> CountingRouter:
+def counting_router(W: RouterWeight, b: RouterBias, k: int, least: int = 0) -> CountingRouter:
     """Bring z = W x + b to counting coordinates; k must lie in least ... N."""
     weights, biases = double_array("W", W, 2), double_array("b", b, 1)
     experts, dim = weights.shape
@@ -166,11 +168,7 @@ def counting_router(
 
 
 def counting_layer(
-    W: Real[Array, "experts dim"],
-    b: Real[Array, " experts"],
-    V: Real[Array, "experts hidden dim"],
-    c: Real[Array, "experts hidden"],
-    k: int,
+    W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int
 ) -> CountingLayer:
     """Bring router and neurons V[e, h] · x + c[e, h] to counting coordinates, 1 <= k <= N."""
     router = counting_router(W, b, k, least=1)

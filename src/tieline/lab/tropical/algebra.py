@@ -37,7 +37,7 @@ from scipy.spatial import ConvexHull, QhullError
 from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, require
-from tieline.lab.tropical.affine import Array, double_array
+from tieline.lab.tropical.affine import Array, RouterBias, RouterWeight, double_array
 from tieline.lab.tropical.regions import count_regions
 
 ZERO, ONE = -math.inf, 0.0  # neutral elements of ⊕ and ⊗
@@ -143,9 +143,7 @@ class TropicalPolynomial:
         return TropicalPolynomial(factor * self.exponents, factor * self.coefficients)
 
 
-def symmetric_polynomial(
-    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int
-) -> TropicalPolynomial:
+def symmetric_polynomial(W: RouterWeight, b: RouterBias, k: int) -> TropicalPolynomial:
     """S_top-k(x) = max_{|I| = k} Σ_{i ∈ I} z_i(x), one term per coalition, C(N, k) in all.
 
     Its essential terms are the coalitions with a cell; its Newton polytope is the image under Wᵀ of

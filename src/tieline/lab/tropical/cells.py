@@ -19,15 +19,16 @@ from math import comb
 from typing import Any, cast
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Real
+from jaxtyping import Bool, Float, Int
 
 from tieline.core.errors import ParameterError, require
 from tieline.lab.tropical.affine import (
     RELATIVE,
-    Array,
     Count,
     CountingRouter,
     DegenerateError,
+    RouterBias,
+    RouterWeight,
     as_points,
     counting_router,
     why_degenerate,
@@ -77,7 +78,7 @@ class Cells:
         return self.facets[self.facets[:, 0] == cell, 3]
 
 
-def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int) -> Count:
+def count_cells(W: RouterWeight, b: RouterBias, k: int) -> Count:
     """Coalitions of k experts that some input chooses; over k = 0 ... N they sum to Φ(N, d+1).
 
     Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
@@ -101,9 +102,7 @@ def count_cells(W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: in
     return Count(int(count), "order-k cells", "tied sets", float(safety))
 
 
-def cells(
-    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int, max_cells: int = 100_000
-) -> Cells:
+def cells(W: RouterWeight, b: RouterBias, k: int, max_cells: int = 100_000) -> Cells:
     """All cells, 0 <= k <= N, with a point inside, facets and neighbours; `max_cells` at most."""
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape

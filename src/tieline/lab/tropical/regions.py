@@ -20,14 +20,17 @@ from itertools import combinations, product
 from math import comb
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Real
+from jaxtyping import Bool, Float, Int
 
 from tieline.core.errors import require
 from tieline.lab.tropical.affine import (
-    Array,
     Count,
     CountingLayer,
     DegenerateError,
+    NeuronBias,
+    NeuronWeight,
+    RouterBias,
+    RouterWeight,
     counting_layer,
     double_array,
     why_degenerate,
@@ -46,13 +49,7 @@ Row = list[Fraction]  # weights and, last, bias of one score or neuron
 Piece = tuple[frozenset[int], frozenset[int]]  # a coalition and its active neurons
 
 
-def count_regions(
-    W: Real[Array, "experts dim"],
-    b: Real[Array, " experts"],
-    V: Real[Array, "experts hidden dim"],
-    c: Real[Array, "experts hidden"],
-    k: int,
-) -> Count:
+def count_regions(W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int) -> Count:
     """Number of pieces: Σ_{|S| <= d} #{cells on flat(S) whose coalition holds the owners of S}.
 
     Exact for d <= 5 and walls in general position, decided in float64 with every gap above 1e-11
@@ -148,10 +145,10 @@ class Regions:
 
 
 def regions(
-    W: Real[Array, "experts dim"],
-    b: Real[Array, " experts"],
-    V: Real[Array, "experts hidden dim"],
-    c: Real[Array, "experts hidden"],
+    W: RouterWeight,
+    b: RouterBias,
+    V: NeuronWeight,
+    c: NeuronBias,
     k: int,
     max_pieces: int = MAX_PIECES,
 ) -> Regions:
@@ -253,9 +250,7 @@ def _margins(
     return margin
 
 
-def count_cells_rational(
-    W: Real[Array, "experts dim"], b: Real[Array, " experts"], k: int
-) -> Count:
+def count_cells_rational(W: RouterWeight, b: RouterBias, k: int) -> Count:
     """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
     rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
@@ -263,11 +258,7 @@ def count_cells_rational(
 
 
 def count_regions_rational(
-    W: Real[Array, "experts dim"],
-    b: Real[Array, " experts"],
-    V: Real[Array, "experts hidden dim"],
-    c: Real[Array, "experts hidden"],
-    k: int,
+    W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int
 ) -> Count:
     """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
     rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))

@@ -6,8 +6,13 @@ import torch
 from tieline.core.errors import TielineError
 from tieline.lab.estimation.fit import lift
 from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.rate_plan import as_case, case_of, describe_settings, named_case
-from tieline.lab.estimation.settings import SETTINGS
+from tieline.lab.estimation.rate_plan import (
+    SETTINGS,
+    as_case,
+    case_of,
+    describe_settings,
+    named_case,
+)
 
 
 def test_every_published_setting_is_described():

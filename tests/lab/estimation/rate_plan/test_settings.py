@@ -6,7 +6,7 @@ import torch
 from tieline.core.errors import TielineError
 from tieline.lab.estimation.identifiability import information
 from tieline.lab.estimation.model import MoEModel
-from tieline.lab.estimation.settings import (
+from tieline.lab.estimation.rate_plan import (
     ENOUGH,
     SETTINGS,
     _draw,
