@@ -21,7 +21,7 @@ from tieline.lab.tropical import (
     zaslavsky,
     zonotope_counts,
 )
-from tieline.lab.tropical.algebra import ONE, ZERO, matmul, plus, power, times
+from tieline.lab.tropical.algebra import ONE, ZERO, plus, power, times
 
 
 @given(score_matrices(min_experts=3))
@@ -33,11 +33,6 @@ def test_semiring_laws(scores):
     assert torch.equal(times(a, torch.full_like(a, ONE)), a)
     assert torch.equal(power(a, 3), times(a, times(a, a)))
     assert torch.equal(power(torch.full_like(a, ZERO), 0), torch.zeros_like(a))
-
-
-def test_tropical_matrix_product():
-    a, b = torch.tensor([[0.0, 2.0], [1.0, -1.0]]), torch.tensor([[3.0], [0.5]])
-    assert matmul(a, b).tolist() == [[3.0], [4.0]]
 
 
 @settings(deadline=None)

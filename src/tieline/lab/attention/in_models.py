@@ -92,7 +92,7 @@ def sigmoid_attention_forward(
         key, value = key[:, :, :length], value[:, :, :length]
     settings = {"causal": causal, "scale": scaling, "bias": "-log seen"}
     if length == 1:
-        mixed = _one_query(query, key, value, mask, settings)
+        mixed = _attend_one_query(query, key, value, mask, settings)
     else:
         groups = query.shape[1] // key.shape[1]
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -100,7 +100,7 @@ def sigmoid_attention_forward(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _one_query(
+def _attend_one_query(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
     """Attention of a single token: heads that share keys are as many queries of one head."""
@@ -180,14 +180,14 @@ def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
         forget_change(model, FEATURE)
 
 
-def _check_kind(facts: dict[str, Any]) -> None:
+def _check_attention_record(facts: dict[str, Any]) -> None:
     sigmoid = facts.get("kind") == "sigmoid"
     require(sigmoid, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
 
 
-def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+def _restore_attention(model: nn.Module, facts: dict[str, Any]) -> None:
     attend_(model, facts["kind"])
 
 
-register_restorer(FEATURE, Restorer(before=_restore, check=_check_kind))
+register_restorer(FEATURE, Restorer(before=_restore_attention, check=_check_attention_record))
 register_attention()

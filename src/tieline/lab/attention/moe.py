@@ -66,7 +66,7 @@ class AttentionMoE:
 
     def __call__(self, sequence: Sequence) -> Float[Tensor, "*batch d_value"]:
         """Σ_j G(s(X))_j X P_j for sequences (..., N·D)."""
-        return _mix(self.gate(self.router(sequence)), self.experts(sequence))
+        return _weighted_sum(self.gate(self.router(sequence)), self.experts(sequence))
 
 
 def attention_as_moe(
@@ -96,16 +96,16 @@ def attention_as_moe(
     n_tokens = len(x)
     require(0 <= row < n_tokens, f"need 0 <= row < {n_tokens} tokens, got {row=}", ShapeError)
     factor = score_scale(scale, maps[0].shape[1])
-    cuts = _cuts(x)
+    cuts = _token_cuts(x)
     chosen = cuts[: row + 1] if causal else cuts
     keys = len(chosen) if bias == "-log seen" else n_tokens
-    router = _router(maps, biases, (cuts[row], chosen), factor, score_bias(bias, keys))
+    router = _quadratic_router(maps, biases, (cuts[row], chosen), factor, score_bias(bias, keys))
     experts = TokenExperts(chosen @ maps[2], biases[2])
     gate = Softmax() if kind == "softmax" else Sigmoid()
     sequence = x.detach().flatten()
     scores = router(sequence)
     weights = gate(scores)
-    output = _mix(weights, experts(sequence))
+    output = _weighted_sum(weights, experts(sequence))
     return AttentionMoE(router, gate, experts, sequence, scores, weights, output)
 
 
@@ -135,7 +135,7 @@ def _checked_head(x: Tensor, head: HeadWeights) -> tuple[list[Tensor], list[Tens
     return [w.detach() for w in maps], [b.detach() for b in biases]
 
 
-def _router(
+def _quadratic_router(
     maps: list[Tensor], biases: list[Tensor], cuts: tuple[Tensor, Tensor], scale: float, bias: float
 ) -> QuadraticRouter:
     """Scores scale · (x_i W_Q + b_q)·(x_j W_K + b_k) + bias, multiplied out in X."""
@@ -155,12 +155,12 @@ def _router(
     return router.requires_grad_(False)
 
 
-def _cuts(x: Tensor) -> Float[Tensor, "tokens tokens_dim dim"]:
+def _token_cuts(x: Tensor) -> Float[Tensor, "tokens tokens_dim dim"]:
     """E_j of all tokens: X E_j = x_j."""
     tokens, dim = x.shape
     eye = torch.eye(tokens * dim, dtype=x.dtype, device=x.device)
     return eye.view(tokens * dim, tokens, dim).transpose(0, 1)
 
 
-def _mix(weights: Tensor, outputs: Tensor) -> Tensor:
+def _weighted_sum(weights: Tensor, outputs: Tensor) -> Tensor:
     return (weights.unsqueeze(-1) * outputs).sum(dim=-2)

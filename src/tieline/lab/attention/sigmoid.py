@@ -85,11 +85,11 @@ def sigmoid_attention(
         _check_mask(mask, q, k)
         mask = _per_sequence(mask.tril() if causal else mask, q)
         causal = False
-    constant, rows = _biases(bias, q, k, causal, mask)
+    constant, rows = _score_biases(bias, q, k, causal, mask)
     return sigmoid_tiles(q, k, v, factor, constant, causal, rows, mask)
 
 
-def _biases(
+def _score_biases(
     bias: ScoreBias, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[float, Tensor | None]:
     """The bias of all scores, and that of each query (S, N) if they differ."""

@@ -65,7 +65,7 @@ def sigmoid_tiles(
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _heads_first(q) * scale, _heads_first(k), _heads_first(v)
-    masking = _masking(q, k, bias, causal, rows, mask)
+    masking = _make_masking(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
     _over_heads(
         q, k, lambda some: _forward(q[some], k[some], v[some], out[some], masking.of_heads(some))
@@ -75,7 +75,7 @@ def sigmoid_tiles(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") -> None:
     """Write the output of some heads."""
-    tile, total = _Reused(q), _Reused(q)
+    tile, total = _ReusedMemory(q), _ReusedMemory(q)
     for heads in _head_groups(q, k):
         group = masking.of_heads(heads)
         keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
@@ -109,7 +109,7 @@ def _sigmoid_tiles_backward(
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _heads_first(grad), _heads_first(q) * scale, _heads_first(k), _heads_first(v)
-    masking = _masking(q, k, bias, causal, rows, mask)
+    masking = _make_masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
     _over_heads(q, k, lambda some: _backward([t[some] for t in tensors], masking.of_heads(some)))
@@ -121,7 +121,7 @@ def _sigmoid_tiles_backward(
 def _backward(tensors: list[Tensor], masking: "_Masking") -> None:
     """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
     _, q, k, *_ = tensors
-    scratch = _BackwardScratch(_Reused(q), _Reused(q), _Reused(q))
+    scratch = _BackwardScratch(_ReusedMemory(q), _ReusedMemory(q), _ReusedMemory(q))
     for heads in _head_groups(q, k):
         blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
         _group_backward(blocks, scratch, masking.of_heads(heads))
@@ -209,17 +209,17 @@ def _tile_of_mask(mask: Tensor, row: int, column: int) -> Tensor:
     return mask[:, row * TILE : (row + 1) * TILE, columns]
 
 
-def _masking(
+def _make_masking(
     q: Tensor, k: Tensor, bias: float, causal: bool, rows: Tensor | None, mask: Tensor | None
 ) -> _Masking:
     shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
     each = max(1, len(q) // max(1, shared))
     sequence = torch.arange(len(q), device=q.device) // each
     wide = None if rows is None else rows.to(q.dtype)
-    return _Masking(bias, causal, wide, mask, sequence, _tiles(q, k, causal, mask))
+    return _Masking(bias, causal, wide, mask, sequence, _visible_tiles(q, k, causal, mask))
 
 
-def _tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
+def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
     """The tiles in which some key is visible."""
     n_rows, n_columns = (max(1, -(-x.shape[1] // TILE)) for x in (q, k))
     columns_by_row = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
@@ -261,7 +261,7 @@ class _Blocks(NamedTuple):
     dv: tuple[Tensor, ...]
 
 
-class _Reused:
+class _ReusedMemory:
     """Memory for one tensor at a time, reused for the next; the first request is the largest."""
 
     def __init__(self, like: Tensor) -> None:
@@ -280,9 +280,9 @@ class _Reused:
 class _BackwardScratch(NamedTuple):
     """Scratch memory of one tile of the backward pass."""
 
-    weights: _Reused
-    d_scores: _Reused
-    total: _Reused
+    weights: _ReusedMemory
+    d_scores: _ReusedMemory
+    total: _ReusedMemory
 
 
 def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:

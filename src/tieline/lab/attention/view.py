@@ -234,10 +234,10 @@ def attention_view(
     def sink(name: str, call: AttentionCall) -> None:
         rows[name].append(head_rows(call).cpu())
 
-    loss, change = _losses(model, id_batches, sink, progress)
+    loss, change = _loss_and_change(model, id_batches, sink, progress)
     return AttentionView(
         model=loaded.name or type(model).__name__,
-        heads=tuple(view for name, some in rows.items() for view in _views(name, some)),
+        heads=tuple(view for name, some in rows.items() for view in _head_views(name, some)),
         loss=loss,
         sigmoid_change=change,
         tokens=sum(ids.numel() for ids in id_batches),
@@ -246,7 +246,7 @@ def attention_view(
     )
 
 
-def _losses(
+def _loss_and_change(
     model: nn.Module,
     id_batches: list[Tensor],
     sink: Callable[[str, AttentionCall], None],
@@ -303,7 +303,7 @@ def head_rows(call: AttentionCall) -> Float[Tensor, "heads queries 8"]:
     return torch.stack(columns, dim=-1).transpose(0, 1).flatten(1, 2)
 
 
-def _views(name: str, some: list[Tensor]) -> list[HeadView]:
+def _head_views(name: str, some: list[Tensor]) -> list[HeadView]:
     """Means over the queries of each head; the median of the gap."""
     views = []
     for head, rows in enumerate(torch.cat(some, dim=1)):

@@ -90,14 +90,14 @@ class AttentionHead:
 
     def value(self, theta: Theta, x: Inputs) -> Float[Tensor, "problems n"]:
         """Compute f of every problem and sequence; a sequence is its tokens in one vector."""
-        weights, values, _ = self._run(theta, x)
+        weights, values, _ = self._attend(theta, x)
         return (weights * values).sum(dim=-1)
 
     def value_and_jacobian(
         self, theta: Theta, x: Inputs
     ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems n p"]]:
         """Compute f and its Jacobian: ∂f/∂B = x_i ⊗ Σ_j s_j x_j, ∂f/∂v = Σ_j G_j x_j."""
-        weights, values, tokens = self._run(theta, x)
+        weights, values, tokens = self._attend(theta, x)
         total = (weights * values).sum(dim=-1)
         if self.kind == "softmax":
             slopes = weights * (values - total[..., None])
@@ -122,7 +122,7 @@ class AttentionHead:
         experts = torch.cat([rows, torch.zeros_like(rows[:, :1])], dim=1)
         return quadratic_parameters(mixture.router.matrices, mixture.router.constant, experts)
 
-    def _run(self, theta: Theta, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend(self, theta: Theta, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Weights and values (problems, n, N), and the tokens."""
         bilinear, value = self.split(theta)
         tokens = x.unflatten(-1, (self.tokens, self.dim))
@@ -208,7 +208,7 @@ def compare_attention(
         teacher = _Teacher(AttentionHead(kind, tokens, dim), theta, noise, seed)
         samples = [teacher.samples(n, repetitions) for n in sizes]
         curves += [
-            _curve(teacher, _student(teacher, family, student), samples)
+            _student_curve(teacher, _student_of(teacher, family, student), samples)
             for family in families
             for student in KINDS
             if others or student == kind
@@ -251,7 +251,7 @@ class _Student:
     misfit: float = 0.0
 
 
-def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
+def _student_of(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student:
     """The family with its Ḡ: the teacher, or the fit of a large sample without noise."""
     head = replace(teacher.head, kind=kind)
     if family == "head":
@@ -269,10 +269,10 @@ def _student(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Student
     return replace(student, reference=minimum.theta[0], misfit=misfit)
 
 
-def _curve(
+def _student_curve(
     teacher: _Teacher, student: _Student, samples: Sequence[tuple[Tensor, Tensor]]
 ) -> StudentCurve:
-    fits = [_errors(teacher, student, x, y) for x, y in samples]
+    fits = [_fit_errors(teacher, student, x, y) for x, y in samples]
     sizes = tuple(x.shape[1] for x, _ in samples)
     function, experts, failed = zip(*fits, strict=True)
     agree = student.kind == teacher.head.kind
@@ -286,13 +286,13 @@ def _curve(
         fit_rate(sizes, function, teacher.seed),
         fit_rate(sizes, experts, teacher.seed),
         student.misfit,
-        *(_constants(teacher, student) if agree else (None, None, None)),
+        *(_asymptotic_constants(teacher, student) if agree else (None, None, None)),
         failed=sum(failed),
         fits=sum(len(x) for x, _ in samples),
     )
 
 
-def _errors(
+def _fit_errors(
     teacher: _Teacher, student: _Student, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """‖f̂ - f*‖ and ‖η̂ - η̄‖ of each repetition, and how many did not converge."""
@@ -309,7 +309,7 @@ def _errors(
     return torch.stack(away), experts, int((~minimum.answered).sum())
 
 
-def _constants(teacher: _Teacher, student: _Student) -> tuple[float, float, float]:
+def _asymptotic_constants(teacher: _Teacher, student: _Student) -> tuple[float, float, float]:
     """√(ν rank I), √(ν tr (I⁺)_ηη) and the condition number of I on its range."""
     problem = LeastSquares(student.regression, *teacher.population(0))
     first = torch.zeros(1, dtype=torch.long)

@@ -108,35 +108,35 @@ def parameter_names(model: MoEModel) -> list[str]:
 
 def atom_jet(model: MoEModel, atom: Atom, x: Float[Tensor, "n d"]) -> Jet:
     """Derivatives of H (softmax) or F (sigmoid) at every input, in closed form."""
-    score, zeta, bend = _score(model, atom, x)
-    g, g1, g2 = _gate(model, score)
+    score, zeta, bend = _score_derivatives(model, atom, x)
+    g, g1, g2 = _gate_derivatives(model, score)
     q = atom.expert.numel()
     zeta = torch.nn.functional.pad(zeta, (0, q))
     bend = torch.nn.functional.pad(bend, (0, q, 0, q))
-    h, h1, h2 = _expert(model, atom, x)
+    h, h1, h2 = _expert_derivatives(model, atom, x)
     pad = zeta.shape[1] - q
     h1 = torch.nn.functional.pad(h1, (pad, 0))
     h2 = torch.nn.functional.pad(h2, (pad, 0, pad, 0))
     gate_first = g1[:, None] * zeta
-    gate_second = g2[:, None, None] * _outer(zeta, zeta) + g1[:, None, None] * bend
-    mixed = _outer(gate_first, h1)
+    gate_second = g2[:, None, None] * _outer_products(zeta, zeta) + g1[:, None, None] * bend
+    mixed = _outer_products(gate_first, h1)
     second = gate_second * h[:, None, None] + mixed + mixed.mT + g[:, None, None] * h2
     first = gate_first * h[:, None] + g[:, None] * h1
     return Jet(g * h, first, second, g, gate_first, gate_second)
 
 
-def _outer(a: Tensor, b: Tensor) -> Tensor:
+def _outer_products(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-def _score(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _score_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The score, its gradient and its second derivatives in (row, bias)."""
     d, tau2 = model.d, model.tau[1] if model.gate == "perturbed" else 0.0
     z = input_features(model.gate, x, tau2).T
     if model.gate in ("quadratic", "partial"):
         first, second = torch.triu_indices(d, d)
         z = torch.cat((z[:, first * d + second], z[:, d * d :]), dim=1)
-    v, slope, curve = _direction(model, atom.row)
+    v, slope, curve = _row_derivatives(model, atom.row)
     n, w = z.shape
     zeta = torch.cat((z @ slope, torch.ones(n, 1, dtype=z.dtype)), dim=1)
     bend = torch.zeros(n, w + 1, w + 1, dtype=z.dtype)
@@ -144,7 +144,7 @@ def _score(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return z @ v + atom.bias, zeta, bend
 
 
-def _direction(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _row_derivatives(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """v(β) with its first derivatives (c, a) and second (c, a, b).
 
     For v = β/r, r = ‖β‖ + τ, with u = β/‖β‖: Dv = I/r - βuᵀ/r²,
@@ -167,7 +167,7 @@ def _direction(model: MoEModel, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return row / r, slope, curve
 
 
-def _gate(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gate_derivatives(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gate function with two derivatives."""
     if model.link == "softmax":
         g = score.exp()
@@ -177,7 +177,7 @@ def _gate(model: MoEModel, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return g, slope, slope * (1 - 2 * g)
 
 
-def _expert(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _expert_derivatives(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expert with two derivatives in η."""
     d, eta = model.d, atom.expert
     inputs = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), dim=1)
@@ -185,7 +185,7 @@ def _expert(model: MoEModel, atom: Atom, x: Tensor) -> tuple[Tensor, Tensor, Ten
     phi, phi1, phi2 = (
         f(u)[:, None] for f in (model.ridge.value, model.ridge.slope, model.ridge.curvature)
     )
-    first, second = phi1 * inputs, phi2.unsqueeze(-1) * _outer(inputs, inputs)
+    first, second = phi1 * inputs, phi2.unsqueeze(-1) * _outer_products(inputs, inputs)
     if model.expert != "two_layer":
         return phi.squeeze(1), first, second
     scale = eta[d + 1]
@@ -219,7 +219,9 @@ def rank_test(
     sigmoid = model.link == "sigmoid"
     if sigmoid and strength == "strong":
         atoms = [Atom(torch.zeros_like(a.row), a.bias, a.expert) for a in atoms]
-    columns_and_labels = [_functions(model, atom_jet(model, atom, x), strength) for atom in atoms]
+    columns_and_labels = [
+        _tested_functions(model, atom_jet(model, atom, x), strength) for atom in atoms
+    ]
     columns = torch.cat([pair[0] for pair in columns_and_labels], dim=1)
     return rank_of(columns, columns_and_labels[0][1], definition_label(model, strength))
 
@@ -276,7 +278,7 @@ def witness_atoms(model: MoEModel, seed: int = 0) -> list[Atom]:
     return [Atom(first.row, first.bias, eta) for eta in (first_row, two)]
 
 
-def _functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, list[str]]:
+def _tested_functions(model: MoEModel, jet: Jet, strength: Strength) -> tuple[Tensor, list[str]]:
     """Columns and labels of the functions of one atom."""
     w, label = row_size(model), parameter_names(model)
     sigmoid = model.link == "sigmoid"
@@ -323,39 +325,39 @@ def split_test(
         halved = Atom(torch.zeros_like(row), torch.logit(bias.sigmoid() / 2), eta)
         atoms = [halved, *atoms[1:]]
     jets = [atom_jet(model, atom, x) for atom in atoms]
-    tangent, bends = _expansion(model, jets)
-    free = _directions(model, atoms[0])
-    residual = _projected(tangent, bends)
+    tangent, bends = _split_expansion(model, jets)
+    free = _split_directions(model, atoms[0])
+    residual = _projected_bends(tangent, bends)
     scale = _scale_directions(model, atoms[0])
     across = _orthogonal_part(free, scale)
-    partial, delta = _minimum(residual, across, seed)
-    best = partial if scale.shape[1] == 0 else _minimum(residual, free, seed)[0]
+    partial, delta = _least_split(residual, across, seed)
+    best = partial if scale.shape[1] == 0 else _least_split(residual, free, seed)[0]
     keep = [name for i, name in enumerate(parameter_names(model)) if i != row_size(model)]
     return SplitTest(best, partial, dict(zip(keep, delta.tolist(), strict=True)))
 
 
-def _expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
+def _split_expansion(model: MoEModel, jets: Sequence[Jet]) -> tuple[Tensor, Tensor]:
     """First derivatives of the split model (n, m), D² of the split atom (n, D, D) in (row, η)."""
     w = row_size(model)
     first = jets[0]
     if model.link == "sigmoid":
-        return torch.cat([jet.first for jet in jets], dim=1), _drop_bias(first.second, w)
+        return torch.cat([jet.first for jet in jets], dim=1), _without_bias(first.second, w)
     total = torch.stack([jet.gate for jet in jets]).sum(dim=0)
     f = torch.stack([jet.value for jet in jets]).sum(dim=0) / total
     tangent = torch.cat(
         [(jet.first - f[:, None] * jet.gate_first) / total[:, None] for jet in jets], dim=1
     )
     second = (first.second - f[:, None, None] * first.gate_second) / (2 * total[:, None, None])
-    return tangent, _drop_bias(second, w)
+    return tangent, _without_bias(second, w)
 
 
-def _drop_bias(second: Tensor, index: int) -> Tensor:
+def _without_bias(second: Tensor, index: int) -> Tensor:
     """Without the bias: a split of the mass is a choice, not a direction."""
     keep = [i for i in range(second.shape[-1]) if i != index]
     return second[:, keep][:, :, keep]
 
 
-def _directions(model: MoEModel, atom: Atom) -> np.ndarray:
+def _split_directions(model: MoEModel, atom: Atom) -> np.ndarray:
     """Orthonormal basis (D, m) of the δ that compete; for ReLU δη is a multiple of η."""
     w, q = row_size(model), model.expert_dim
     relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
@@ -389,7 +391,7 @@ def _orthogonal_part(basis: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return basis @ u[:, int((s > 1e-9).sum()) :]
 
 
-def _projected(tangent: Tensor, bends: Tensor) -> np.ndarray:
+def _projected_bends(tangent: Tensor, bends: Tensor) -> np.ndarray:
     """R (m, D, D) with ‖Π⊥ B(δ, δ)‖ = ‖R[δ, δ]‖."""
     n, size = len(bends), bends.shape[-1]
     length = torch.linalg.vector_norm(tangent, dim=0)
@@ -401,7 +403,7 @@ def _projected(tangent: Tensor, bends: Tensor) -> np.ndarray:
     return torch.linalg.qr(left / n**0.5)[1].numpy().reshape(-1, size, size)
 
 
-def _minimum(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, np.ndarray]:
+def _least_split(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, np.ndarray]:
     """Least ‖R[δ, δ]‖ over unit δ of a subspace, from many starts, with its δ."""
     reduced = np.einsum("mab,ai,bj->mij", tensor, basis, basis)
     reduced = (reduced + reduced.transpose(0, 2, 1)) / 2

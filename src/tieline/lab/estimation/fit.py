@@ -34,10 +34,10 @@ from tieline.lab.estimation.solvers import (
 
 Method = Literal["lm", "sgd", "adam"]
 METHODS = ("lm", "sgd", "adam")
-LITTLE = 1e-3
+LITTLE_RIDGE = 1e-3
 """Share of the data's sum of squares that unit parameters cost where samples are too few."""
 REFERENCE = 1000  # sample size at which a shrinking start has its radius
-OFF = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
+OFF_BIAS = -6.0  # bias under which a sigmoid gate is off, σ = .0025, and can still be moved
 
 
 class FitWarning(UserWarning):
@@ -132,7 +132,7 @@ def fit(
     )
     inputs, targets = _with_set_axis(x, sets), _with_set_axis(y, sets)
     weight = None if weights is None else _with_set_axis(weights, sets)
-    penalty = _ridge(model, inputs, targets, ridge, quiet)
+    penalty = _chosen_ridge(model, inputs, targets, ridge, quiet)
     regression = ModelRegression(model)
     problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
     flat = starts.flatten().reshape(-1, model.n_parameters)
@@ -141,7 +141,7 @@ def fit(
     else:
         recipe = method if isinstance(method, Recipe) else {"sgd": SGD, "adam": ADAM}[method]
         minimum = descend(problem, flat, recipe)
-    result = _result(model, problem, minimum, shape)
+    result = _fit_result(model, problem, minimum, shape)
     if not quiet:
         warn_unconverged(result.converged)
     return result
@@ -160,7 +160,7 @@ def _with_set_axis(data: Tensor, sets: tuple[int, ...]) -> Tensor:
     return (data if sets else data[None]).double()
 
 
-def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
+def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
     """The λ asked for, or one for a problem that has fewer samples than parameters."""
     require(x.ndim == 3 and y.shape == x.shape[:2], f"x {x.shape} and y {y.shape}", ShapeError)
     if ridge is not None:
@@ -169,14 +169,14 @@ def _ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bo
     n, p = x.shape[1], model.n_parameters
     if n >= p:
         return 0.0
-    chosen = LITTLE * y.square().sum(-1).mean().item() / p
+    chosen = LITTLE_RIDGE * y.square().sum(-1).mean().item() / p
     if not quiet:
         message = f"{n} samples for {p} parameters: fitted with a ridge of {chosen:.3g}"
         warnings.warn(message, FitWarning, stacklevel=3)
     return chosen
 
 
-def _result(
+def _fit_result(
     model: MoEModel, problem: LeastSquares, minimum: Minimum, shape: tuple[int, ...]
 ) -> FitResult:
     weight = problem.weight
@@ -250,7 +250,7 @@ def near_truth(
 ) -> MoEParameters:
     """θ* + r ξ for each seed, (seeds, starts, ...); the papers' start, r not stated there."""
     centre = truth.flatten()
-    draws = [_normal((starts, len(centre)), seed) for seed in seeds]
+    draws = [_normal_draws((starts, len(centre)), seed) for seed in seeds]
     return truth.like(centre + radius * torch.stack(draws))
 
 
@@ -258,7 +258,7 @@ def random_start(
     model: MoEModel, seeds: list[int], starts: int = 1, scale: float = 1.0
 ) -> MoEParameters:
     """Every coordinate N(0, scale²), (seeds, starts, ...)."""
-    draws = [_normal((starts, model.n_parameters), seed) for seed in seeds]
+    draws = [_normal_draws((starts, model.n_parameters), seed) for seed in seeds]
     return model.unflatten(scale * torch.stack(draws))
 
 
@@ -284,7 +284,7 @@ def kmeans_start(
             clusters = kmeans.fit(x.numpy())
         centres = torch.from_numpy(clusters.cluster_centers_)
         label = torch.from_numpy(clusters.labels_).long()
-        drawn.append(_from_clusters(model, x, y, centres, label).flatten())
+        drawn.append(_parameters_from_clusters(model, x, y, centres, label).flatten())
     return model.unflatten(torch.stack(drawn))
 
 
@@ -304,16 +304,16 @@ def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
         return MoEParameters(lifted.router, lifted.bias - shares.log(), lifted.experts)
     gated, copy = (lifted.router != 0).any(-1), torch.arange(want) >= have
     split = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
-    kept = torch.where(copy, OFF, lifted.bias)
+    kept = torch.where(copy, OFF_BIAS, lifted.bias)
     return MoEParameters(lifted.router, torch.where(gated, kept, split), lifted.experts)
 
 
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+def _normal_draws(shape: tuple[int, ...], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def _from_clusters(
+def _parameters_from_clusters(
     model: MoEModel, x: Tensor, y: Tensor, centres: Tensor, label: Tensor
 ) -> MoEParameters:
     """Router rows and biases from the centres, experts from a ridge regression per cluster."""

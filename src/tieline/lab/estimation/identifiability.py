@@ -180,7 +180,7 @@ def identifiability(
         strong=rank_test(model, atoms[0], "strong", x) if splittable else None,
         weak=rank_test(model, atoms[0], "weak", x),
         witness=rank_test(model, witness_atoms(model, seed), "weak", x),
-        nullity=_nullity(model, seed),
+        nullity=_generic_nullity(model, seed),
         symmetry=null_dimension(model, bias_pinned=True),
         split=split,
         verdict=split.verdict if split else NO_ZERO_ROW,
@@ -214,7 +214,7 @@ def expert_name(model: MoEModel) -> str:
     return f"λ {model.activation}" if model.expert == "two_layer" else model.expert
 
 
-def _nullity(model: MoEModel, seed: int) -> int:
+def _generic_nullity(model: MoEModel, seed: int) -> int:
     """Flat directions at the experts of `generic_atoms` with normal full rows, biases pinned."""
     generator = torch.Generator().manual_seed(seed + 77)
     atoms = generic_atoms(model, model.n_experts, seed)

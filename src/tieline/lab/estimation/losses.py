@@ -114,7 +114,7 @@ def norms(differences: Float[Tensor, "*batch fitted true w"]) -> Pairs:
     return torch.linalg.vector_norm(differences, dim=-1)
 
 
-def _paper2(
+def _paper2_charges(
     fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
 ) -> Charges:
     """Error of each cell's mass plus its weighted parameter errors."""
@@ -128,7 +128,7 @@ def _paper2(
     return mass_error + cells.total(mass * (router + experts))
 
 
-def _paper4(
+def _paper4_charges(
     fit: MoEParameters, truth: MoEParameters, cells: Assignment, kind: str, r: float
 ) -> Charges:
     """Errors of masses, rows, biases and experts of each cell."""
@@ -170,7 +170,7 @@ def _mixed_powers(
     return torch.where(cells.size > 1, mass_error + cells.total(loose), cells.total(tight))
 
 
-def _charges(
+def _cell_charges(
     fit: MoEParameters,
     truth: MoEParameters,
     cells: Assignment,
@@ -183,7 +183,7 @@ def _charges(
     require(paper in (2, 4), f"the papers with Voronoi losses are 2 and 4, got {paper}")
     kinds = ("L1", "L2", "L3") if paper == 2 else ("L1", "L2", "L3", "L4", "L5")
     require(kind in kinds, f"paper {paper} has the losses {', '.join(kinds)}, got {kind!r}")
-    return (_paper2 if paper == 2 else _paper4)(fit, truth, cells, kind, float(r))
+    return (_paper2_charges if paper == 2 else _paper4_charges)(fit, truth, cells, kind, float(r))
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def voronoi_losses(
 ) -> VoronoiLosses:
     """`voronoi_loss` of every fit of a batch, against one truth or a truth for each."""
     cells = assign(fit, truth)
-    charges = _charges(fit, truth, cells, kind, paper, r)
+    charges = _cell_charges(fit, truth, cells, kind, paper, r)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
@@ -281,9 +281,9 @@ def quotient_losses(
     if has_signs(model):
         mine = _nearest_signs(mine, reference)
     cells = assign(mine, reference)
-    charges = _charges(mine, reference, cells, kind, paper, r)
+    charges = _cell_charges(mine, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
-        power = _exponents(cells, kind, paper, r)
+        power = _cell_exponents(cells, kind, paper, r)
         free = _cone_charges(model, mine, reference, cells, power)
         tradable = cells.size > 1
         if model.link == "sigmoid":
@@ -304,7 +304,7 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
     return MoEParameters(fit.router, fit.bias, torch.where(flip, -fit.experts, fit.experts))
 
 
-def _exponents(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
+def _cell_exponents(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
     """Exponent of the parameter errors of each cell."""
     ones = torch.ones(cells.size.shape, dtype=torch.float64)
     if (paper, kind) in WITH_R:

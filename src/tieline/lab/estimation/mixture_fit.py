@@ -107,7 +107,7 @@ class MixtureFit:
 
 
 @dataclass(frozen=True)
-class _Refined:
+class _RefinedStarts:
     """Parameters, penalised loss per row, status and steps of each start."""
 
     theta: Float[Tensor, "starts p"]
@@ -115,62 +115,66 @@ class _Refined:
     status: tuple[str, ...]
     iterations: tuple[int, ...]
 
-    def select(self, index: int) -> "_Refined":
+    def select(self, index: int) -> "_RefinedStarts":
         """Keep the start with this index."""
         at = slice(index, index + 1)
-        return _Refined(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
+        return _RefinedStarts(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
 
 
 def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSettings) -> MixtureFit:
     """The best of several fits to standardised rows."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
-    few = _sample(rows, order, FIRST)
+    few = _first_rows(rows, order, FIRST)
     all_rows = len(few.x) == len(rows.x)
     starts = mixture_starts(regression, few, settings.starts, generator)
     first = settings if all_rows else replace(settings, max_iter=min(SCREEN, settings.max_iter))
-    refined = _refine(regression, few, starts, first)
+    refined = _refine_starts(regression, few, starts, first)
     best = int(refined.loss.nan_to_num(nan=torch.inf).argmin())
     kept = refined.select(best)
     if not all_rows:
         kept = _refine_on_more_rows(regression, rows, order, kept, settings)
     others = refined.status if all_rows else ("set aside",) * len(starts)
     ends = (*others[:best], kept.status[0], *others[best + 1 :])
-    problem, which = _problem(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
+    problem, which = _least_squares(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
     error = problem.loss(kept.theta, which).item() / rows.y.numel()
     return MixtureFit(kept.theta[0], error, kept.status[0], ends, kept.iterations[0])
 
 
 def _refine_on_more_rows(
-    regression: SharedGate, rows: WeightedRows, order: Tensor, kept: _Refined, settings: FitSettings
-) -> _Refined:
+    regression: SharedGate,
+    rows: WeightedRows,
+    order: Tensor,
+    kept: _RefinedStarts,
+    settings: FitSettings,
+) -> _RefinedStarts:
     """The start that was kept, refined on samples of growing size and then on all rows."""
     coarse = replace(settings, tol=max(settings.tol, COARSE))
     for size in sorted({FIRST, min(SECOND, len(rows.x)), len(rows.x)}):
         here = settings if size == len(rows.x) else coarse
-        done = _refine(regression, _sample(rows, order, size), kept.theta, here)
+        done = _refine_starts(regression, _first_rows(rows, order, size), kept.theta, here)
         kept = replace(done, iterations=(kept.iterations[0] + done.iterations[0],))
     return kept
 
 
-def _sample(rows: WeightedRows, order: Tensor, size: int) -> WeightedRows:
+def _first_rows(rows: WeightedRows, order: Tensor, size: int) -> WeightedRows:
     """The first rows of the order, or all."""
     return rows if size >= len(order) else rows.take(order[:size])
 
 
-def _refine(
+def _refine_starts(
     regression: SharedGate,
     rows: WeightedRows,
     theta: Float[Tensor, "starts p"],
     settings: FitSettings,
-) -> _Refined:
+) -> _RefinedStarts:
     """Rounds of the solver until every start has ended."""
     penalty, running = settings.penalty(regression, rows), list(range(len(theta)))
     status, steps = ["unfinished"] * len(theta), [0] * len(theta)
     theta = theta.clone()
-    loss = _problem(regression, rows, penalty, len(theta)).loss(theta, torch.tensor(running))
+    loss = _least_squares(regression, rows, penalty, len(theta)).loss(theta, torch.tensor(running))
     while running:
-        problem = _problem(regression, rows, penalty, len(running))
+        problem = _least_squares(regression, rows, penalty, len(running))
         left = settings.max_iter - max(steps[start] for start in running)
         minimum = levenberg_marquardt(problem, theta[running], iterations=min(ROUND, left), box=BOX)
         for at, start in enumerate(tuple(running)):
@@ -182,10 +186,12 @@ def _refine(
             status[start] = "converged" if done else ended.name.lower()
             if status[start] != "unfinished" or steps[start] >= settings.max_iter:
                 running.remove(start)
-    return _Refined(theta, loss / len(rows.x), tuple(status), tuple(steps))
+    return _RefinedStarts(theta, loss / len(rows.x), tuple(status), tuple(steps))
 
 
-def _problem(regression: SharedGate, rows: WeightedRows, ridge: float, starts: int) -> LeastSquares:
+def _least_squares(
+    regression: SharedGate, rows: WeightedRows, ridge: float, starts: int
+) -> LeastSquares:
     penalty = ridge * len(rows.x)
     return LeastSquares(
         regression, rows.x[None], rows.y[None], rows.weight[None], ridge=penalty, starts=starts
@@ -220,7 +226,7 @@ def by_cross_validation(
     folds = list(folds)
     most = min([most, *(len(train) for train, _ in folds)])
     errors = [
-        [_held_out(model.with_experts(count), rows, fold, settings) for fold in folds]
+        [_held_out_error(model.with_experts(count), rows, fold, settings) for fold in folds]
         for count in range(1, most + 1)
     ]
     estimates = [mean_estimate(torch.tensor(row, dtype=torch.float64)) for row in errors]
@@ -249,7 +255,9 @@ def by_dendrogram(
     return expert_dendrogram(gates, features, rows.y, rows.weight, size)
 
 
-def _held_out(model: MoEModel, rows: WeightedRows, fold: Fold, settings: FitSettings) -> float:
+def _held_out_error(
+    model: MoEModel, rows: WeightedRows, fold: Fold, settings: FitSettings
+) -> float:
     """Weighted mean squared error on the rows that were not fitted."""
     train, test = rows.take(fold[0]), rows.take(fold[1])
     regression = SharedGate(model, rows.y.shape[1])
@@ -288,9 +296,9 @@ def expert_dendrogram(
     errors, merged = [_merged_error(moments, outputs)], []
     for left in range(count, 1, -1):
         pairs = list(itertools.combinations(range(left), 2))
-        after = [_merged_error(_merged(moments, dim, *pair), outputs) for pair in pairs]
+        after = [_merged_error(_merge_columns(moments, dim, *pair), outputs) for pair in pairs]
         best = min(range(len(pairs)), key=after.__getitem__)
-        moments = _merged(moments, dim, *pairs[best])
+        moments = _merge_columns(moments, dim, *pairs[best])
         errors.append(after[best])
         merged.append(pairs[best])
     heights = tuple(high - low for low, high in itertools.pairwise(errors))
@@ -308,7 +316,9 @@ def _merged_error(moments: Moments, outputs: int) -> float:
     return (least_residual(moments, outputs, MERGE_RIDGE) / outputs).item()
 
 
-def _merged(moments: Moments, dim: int, first: int, second: int) -> Float[Tensor, "left left"]:
+def _merge_columns(
+    moments: Moments, dim: int, first: int, second: int
+) -> Float[Tensor, "left left"]:
     """Moments with the columns of expert `second` added to those of `first`."""
     at, gone = (slice(expert * dim, (expert + 1) * dim) for expert in (first, second))
     rows = moments.clone()

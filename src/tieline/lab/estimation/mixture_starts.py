@@ -175,7 +175,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
         )
         return total / len(mass)
 
-    solution = _minimise(loss_of, begin)
+    solution = _minimise_by_lbfgs(loss_of, begin)
     return MoEParameters(solution[: n * dim].unflatten(0, (n, dim)), solution[n * dim :], none)
 
 
@@ -195,10 +195,10 @@ def _start_experts(model: MoEModel, rows: WeightedRows, shares: Responsibilities
         outputs = model.expert_outputs(gate, rows.x)  # (C, n, N)
         return (mass * (rows.y.mT[:, :, None] - outputs).square()).sum() / len(mass)
 
-    return _minimise(loss_of, begin.flatten()).unflatten(0, shape)
+    return _minimise_by_lbfgs(loss_of, begin.flatten()).unflatten(0, shape)
 
 
-def _minimise(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
+def _minimise_by_lbfgs(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:
     """Minimise the penalised loss by L-BFGS; return `begin` if the end is not finite."""
 
     def value_and_gradient(array):

@@ -69,10 +69,10 @@ class MoEParameters:
     experts: Float[Tensor, "*batch experts q"]  # rows η (*batch, N, q)
 
     def __init__(self, router: Numbers, bias: Numbers, experts: Numbers) -> None:
-        offsets = _double("bias", bias)
+        offsets = _as_double("bias", bias)
         require(offsets.ndim >= 1, "bias needs an axis of experts, got a single number", ShapeError)
-        rows = _flat_rows(_double("router", router), offsets.ndim)
-        expert_rows = _double("experts", experts)
+        rows = _flat_router_rows(_as_double("router", router), offsets.ndim)
+        expert_rows = _as_double("experts", experts)
         for name, value in (("router", rows), ("experts", expert_rows)):
             require(
                 value.ndim == offsets.ndim + 1 and value.shape[:-1] == offsets.shape,
@@ -148,9 +148,9 @@ def quadratic_parameters(
     A: Numbers, c: Numbers, experts: Numbers, b: Numbers | None = None
 ) -> MoEParameters:
     """A quadratic gate from A (*batch, N, d, d), c, η and b (*batch, N, d); partial without b."""
-    rows = _double("A", A).flatten(-2)
+    rows = _as_double("A", A).flatten(-2)
     if b is not None:
-        rows = torch.cat((rows, _double("b", b)), dim=-1)
+        rows = torch.cat((rows, _as_double("b", b)), dim=-1)
     return MoEParameters(rows, c, experts)
 
 
@@ -171,7 +171,7 @@ def quadratic_dim(dim: int, *, full: bool) -> int:
     return d
 
 
-def _double(name: str, value: Numbers) -> Tensor:
+def _as_double(name: str, value: Numbers) -> Tensor:
     """`value` in float64; lists go there directly, not by way of float32."""
     try:
         tensor = torch.as_tensor(value, dtype=torch.float64)
@@ -181,7 +181,7 @@ def _double(name: str, value: Numbers) -> Tensor:
     return tensor
 
 
-def _flat_rows(router: Tensor, bias_axes: int) -> Tensor:
+def _flat_router_rows(router: Tensor, bias_axes: int) -> Tensor:
     """Rows (*batch, N, w) from rows, matrices (d, d) or matrices with a column b, (d, d + 1)."""
     if router.ndim != bias_axes + 2:
         return router
@@ -306,7 +306,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
     """z(x), samples last."""
     columns = x.mT.contiguous()
     if gate in NORMALISED:
-        return _normalised(columns, dim=-2, tau=tau2)
+        return _normalised_vectors(columns, dim=-2, tau=tau2)
     if gate == "linear":
         return columns
     products = (columns.unsqueeze(-2) * columns.unsqueeze(-3)).flatten(-3, -2)
@@ -315,7 +315,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
 
 def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
     """v(β) of every row."""
-    return _normalised(router, dim=-1, tau=tau1) if gate in NORMALISED else router
+    return _normalised_vectors(router, dim=-1, tau=tau1) if gate in NORMALISED else router
 
 
 def score_gradient(
@@ -328,9 +328,9 @@ def score_gradient(
     if gate not in NORMALISED:
         return features.unsqueeze(-3)
     norm = torch.linalg.vector_norm(router, dim=-1, keepdim=True)
-    unit = router * _inverse(norm)
+    unit = router * _safe_inverse(norm)
     radial = unit.unsqueeze(-1) * scores.unsqueeze(-2)
-    return (features.unsqueeze(-3) - radial) * _inverse(norm + tau1).unsqueeze(-1)
+    return (features.unsqueeze(-3) - radial) * _safe_inverse(norm + tau1).unsqueeze(-1)
 
 
 def gate_weights(link: str, scores: PerExpert) -> PerExpert:
@@ -338,16 +338,16 @@ def gate_weights(link: str, scores: PerExpert) -> PerExpert:
     return scores.softmax(dim=-2) if link == "softmax" else scores.sigmoid()
 
 
-def _normalised(vectors: Tensor, dim: int, tau: float) -> Tensor:
+def _normalised_vectors(vectors: Tensor, dim: int, tau: float) -> Tensor:
     """v/(‖v‖ + τ), 0 for v = 0."""
     if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
         norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()
     else:
         norm = torch.linalg.vector_norm(vectors, dim=dim, keepdim=True)
-    return vectors * _inverse(norm + tau)
+    return vectors * _safe_inverse(norm + tau)
 
 
-def _inverse(length: Tensor) -> Tensor:
+def _safe_inverse(length: Tensor) -> Tensor:
     """1/length, 0 where the length is 0."""
     return torch.where(length > 0, 1 / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
 
@@ -433,7 +433,7 @@ class MoEModel:
     def scores(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
         """v(β_i)·z(x) + bias_i."""
         self.check(params)
-        products = self._products(params, input_features(self.gate, x, self._tau[1]))
+        products = self._score_products(params, input_features(self.gate, x, self._tau[1]))
         return (products + params.bias.unsqueeze(-1)).mT
 
     def weights(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
@@ -442,11 +442,11 @@ class MoEModel:
 
     def expert_outputs(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n experts"]:
         """h(x, η_i)."""
-        return self._experts(params, x.mT)[2].mT
+        return self._expert_values(params, x.mT)[2].mT
 
     def regression(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n"]:
         """f(x) for every problem and input."""
-        run = self._run(params, x)
+        run = self._evaluate(params, x)
         return (run.weights * run.outputs).sum(dim=-2)
 
     def jacobian(self, params: MoEParameters, x: Inputs) -> Float[Tensor, "*batch n p"]:
@@ -457,7 +457,7 @@ class MoEModel:
         self, params: MoEParameters, x: Inputs
     ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch n p"]]:
         """Value f and its Jacobian from one pass."""
-        run = self._run(params, x)
+        run = self._evaluate(params, x)
         value = (run.weights * run.outputs).sum(dim=-2)
         n_samples, n, dim = x.shape[-2], self.n_experts, self.router_dim
         out = run.weights.new_empty((*run.weights.shape[:-2], self.n_parameters, n_samples))
@@ -501,10 +501,12 @@ class MoEModel:
     def _tau(self) -> tuple[float, float]:
         return self.tau if self.gate == "perturbed" else (0.0, 0.0)
 
-    def _products(self, params: MoEParameters, features: Tensor) -> Tensor:
+    def _score_products(self, params: MoEParameters, features: Tensor) -> Tensor:
         return router_directions(self.gate, params.router, self._tau[0]) @ features
 
-    def _experts(self, params: MoEParameters, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _expert_values(
+        self, params: MoEParameters, columns: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """a·x + b, φ of it, and h."""
         rows = params.experts
         inner = rows[..., : self.d] @ columns + rows[..., self.d, None]
@@ -512,7 +514,7 @@ class MoEModel:
         scaled = self.expert == "two_layer"
         return inner, value, value * rows[..., self.d + 1, None] if scaled else value
 
-    def _run(self, params: MoEParameters, x: Inputs) -> _Evaluation:
+    def _evaluate(self, params: MoEParameters, x: Inputs) -> _Evaluation:
         self.check(params)
         require(
             x.shape[-1] == self.d and x.dtype == torch.float64,
@@ -521,9 +523,11 @@ class MoEModel:
         )
         columns = x.mT.contiguous()
         features = input_features(self.gate, x, self._tau[1])
-        products = self._products(params, features)
+        products = self._score_products(params, features)
         weights = gate_weights(self.link, products + params.bias.unsqueeze(-1))
-        return _Evaluation(columns, features, products, weights, *self._experts(params, columns))
+        return _Evaluation(
+            columns, features, products, weights, *self._expert_values(params, columns)
+        )
 
     def _write_expert_block(self, params: MoEParameters, run: _Evaluation, out: Tensor) -> None:
         """G_i ∂h_i/∂(a, b[, λ]) into (*batch, N, q, n)."""

@@ -125,7 +125,7 @@ def setting(name: str) -> Setting:
     return SETTINGS[name]
 
 
-def _paper2(figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0):
+def _paper2_setting(figure: str, gate, slope: float, *, truth=None, extra: int = 0, power: int = 0):
     """A setting of paper 2: d = 32, k* = 8, τ = 0.1, router variance .01/d, experts 1/d."""
     expert = "polynomial" if power else "relu"
 
@@ -148,7 +148,9 @@ def _paper2(figure: str, gate, slope: float, *, truth=None, extra: int = 0, powe
     )
 
 
-def _paper4(figure: str, tag: str, slope: float, *, truth, link, expert: str, loss: str, zero: int):
+def _paper4_setting(
+    figure: str, tag: str, slope: float, *, truth, link, expert: str, loss: str, zero: int
+):
     """A setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted."""
 
     def model(name, n: int) -> MoEModel:
@@ -171,12 +173,12 @@ def _paper4(figure: str, tag: str, slope: float, *, truth, link, expert: str, lo
     )
 
 
-def _sigmoid(expert: str, loss: str, zero: int) -> dict:
+def _sigmoid_truth(expert: str, loss: str, zero: int) -> dict:
     """Figure 2 of paper 4: sigmoid truth."""
     return {"truth": "sigmoid", "link": "sigmoid", "expert": expert, "loss": loss, "zero": zero}
 
 
-def _softmax_data(link: str, expert: str, loss: str) -> dict:
+def _softmax_truth(link: str, expert: str, loss: str) -> dict:
     """Figure 1 of paper 4: softmax truth."""
     return {"truth": "softmax", "link": link, "expert": expert, "loss": loss, "zero": 0}
 
@@ -184,22 +186,22 @@ def _softmax_data(link: str, expert: str, loss: str) -> dict:
 SETTINGS = {
     published.name: published
     for published in (
-        _paper2("1a", "cosine", -0.11),
-        _paper2("1a", "perturbed", -0.50),
-        _paper2("1b", "cosine", -0.05, extra=1),
-        _paper2("1b", "perturbed", -0.47, extra=1),
-        _paper2("2a", "cosine", -0.10, truth="linear"),
-        _paper2("2a", "perturbed", -0.45, truth="linear"),
-        _paper2("2b", "linear", -0.13, truth="linear", power=2),
-        _paper2("2b", "perturbed", -0.47, truth="linear", power=2),
-        _paper4("1a", "softmax", -0.24, **_softmax_data("softmax", "relu", "L2")),
-        _paper4("1a", "sigmoid", -0.51, **_softmax_data("sigmoid", "relu", "L3")),
-        _paper4("1b", "softmax", -0.07, **_softmax_data("softmax", "linear", "L2")),
-        _paper4("1b", "sigmoid", -0.46, **_softmax_data("sigmoid", "linear", "L3")),
-        _paper4("2a", "relu", -0.54, **_sigmoid("relu", "L1", 2)),
-        _paper4("2a", "linear", -0.07, **_sigmoid("linear", "L2", 2)),
-        _paper4("2b", "relu", -0.53, **_sigmoid("relu", "L3", 0)),
-        _paper4("2b", "linear", -0.44, **_sigmoid("linear", "L3", 0)),
+        _paper2_setting("1a", "cosine", -0.11),
+        _paper2_setting("1a", "perturbed", -0.50),
+        _paper2_setting("1b", "cosine", -0.05, extra=1),
+        _paper2_setting("1b", "perturbed", -0.47, extra=1),
+        _paper2_setting("2a", "cosine", -0.10, truth="linear"),
+        _paper2_setting("2a", "perturbed", -0.45, truth="linear"),
+        _paper2_setting("2b", "linear", -0.13, truth="linear", power=2),
+        _paper2_setting("2b", "perturbed", -0.47, truth="linear", power=2),
+        _paper4_setting("1a", "softmax", -0.24, **_softmax_truth("softmax", "relu", "L2")),
+        _paper4_setting("1a", "sigmoid", -0.51, **_softmax_truth("sigmoid", "relu", "L3")),
+        _paper4_setting("1b", "softmax", -0.07, **_softmax_truth("softmax", "linear", "L2")),
+        _paper4_setting("1b", "sigmoid", -0.46, **_softmax_truth("sigmoid", "linear", "L3")),
+        _paper4_setting("2a", "relu", -0.54, **_sigmoid_truth("relu", "L1", 2)),
+        _paper4_setting("2a", "linear", -0.07, **_sigmoid_truth("linear", "L2", 2)),
+        _paper4_setting("2b", "relu", -0.53, **_sigmoid_truth("relu", "L3", 0)),
+        _paper4_setting("2b", "linear", -0.44, **_sigmoid_truth("linear", "L3", 0)),
     )
 }
 
@@ -238,12 +240,12 @@ def small_design(
 def well_conditioned(model: MoEModel, *, seed: int = 0, draws: int = 200) -> SmallDesign:
     """The best conditioned of `draws` random truths of a model of any size, walked if need be."""
     require(draws >= 1, f"need at least one draw, got {draws}")
-    scores = [_condition(model, _draw(model, seed, draw)) for draw in range(draws)]
+    scores = [_condition_number(model, _draw_truth(model, seed, draw)) for draw in range(draws)]
     draw = min(range(draws), key=scores.__getitem__)
     finite = scores[draw] < float("inf")
     require(finite, f"none of {draws} draws is well conditioned: try another seed")
     return _improve_condition(
-        SmallDesign(model, _draw(model, seed, draw), scores[draw], draw), seed
+        SmallDesign(model, _draw_truth(model, seed, draw), scores[draw], draw), seed
     )
 
 
@@ -251,21 +253,21 @@ def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
     """Small steps from a truth, kept if they lower its condition number, until it is enough."""
     model, generator = design.model, torch.Generator().manual_seed(seed)
     while design.condition > ENOUGH and design.steps < MOST_STEPS:
-        step = _normal(model, generator).flatten()
+        step = _normal_parameters(model, generator).flatten()
         truth = design.truth.like(design.truth.flatten() + STEP * step)
-        condition, steps = _condition(model, truth), design.steps + 1
+        condition, steps = _condition_number(model, truth), design.steps + 1
         better = condition < design.condition
         kept = {"truth": truth, "condition": condition} if better else {}
         design = replace(design, steps=steps, **kept)
     return design
 
 
-def _draw(model: MoEModel, seed: int, draw: int) -> MoEParameters:
+def _draw_truth(model: MoEModel, seed: int, draw: int) -> MoEParameters:
     """Truth number `draw` of a seed."""
-    return _normal(model, torch.Generator().manual_seed(seed * 1_000_003 + draw))
+    return _normal_parameters(model, torch.Generator().manual_seed(seed * 1_000_003 + draw))
 
 
-def _normal(model: MoEModel, generator: torch.Generator) -> MoEParameters:
+def _normal_parameters(model: MoEModel, generator: torch.Generator) -> MoEParameters:
     """Normal rows in the units of the design, the last bias 0 for the softmax link."""
 
     def normal(*shape: int) -> Tensor:
@@ -282,7 +284,7 @@ def _normal(model: MoEModel, generator: torch.Generator) -> MoEParameters:
     )
 
 
-def _condition(model: MoEModel, truth: MoEParameters) -> float:
+def _condition_number(model: MoEModel, truth: MoEParameters) -> float:
     """Condition number of a truth; infinite if a kink misses the cube or too much is flat."""
     relu = "relu" in (model.expert, model.activation if model.expert == "two_layer" else "")
     if relu and not bool(kinks_inside(model, truth).all()):
@@ -445,7 +447,7 @@ def named_case(name: str, seed: int = 0, **grid: Any) -> Case:
     `grid` sets fields of `RatePlan`: sizes, repetitions, radii, noise, ...
     """
     if name in SETTINGS:
-        return _published(SETTINGS[name], seed, grid)
+        return _published_case(SETTINGS[name], seed, grid)
     fields = name.split("-")
     message = f"unknown setting {name!r}: a published one ({', '.join(SETTINGS)}) or a small design"
     require(len(fields) == 4 and fields[0] == "small", f"{message}, small-GATE-LINK-EXPERT")
@@ -495,7 +497,7 @@ def _case_of_model(
     )
     design = well_conditioned(model, seed=seed, draws=draws)
     fields = [model.gate, model.link, model.expert, f"d{model.d}", f"k{n_fitted}"]
-    options = {"noise": design.noise, **_loss(model, n_fitted), **grid}
+    options = {"noise": design.noise, **_loss_of_family(model, n_fitted), **grid}
     plan = RatePlan(
         name or "-".join(fields),
         model.with_experts(n_fitted),
@@ -510,12 +512,12 @@ def _case_of_model(
 
 def describe_settings() -> Mapping[str, str]:
     """Return every name with one line; the small designs by their pattern."""
-    published = {name: _description(setting) for name, setting in SETTINGS.items()}
+    published = {name: _setting_line(setting) for name, setting in SETTINGS.items()}
     pattern = "small-GATE-LINK-EXPERT"
     return published | {pattern: "about 30 parameters, well specified, noise 0.01"}
 
 
-def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
+def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
     """A paper's setting, on the paper's grid unless `grid` overrides it."""
     truth = setting.draw_truth(seed)
     reference, misfit = truth, 0.0
@@ -532,7 +534,7 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
         reference, misfit = minimiser.params, minimiser.misfit
     options = {
         "noise": setting.noise,
-        "sizes": _spaced(*setting.sample_sizes),
+        "sizes": _spaced_sizes(*setting.sample_sizes),
         "repetitions": setting.repetitions,
         "loss": setting.loss,
         "paper": setting.loss_paper,
@@ -544,7 +546,7 @@ def _published(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
     return Case(plan, setting.published_slope, misfit)
 
 
-def _description(setting: Setting) -> str:
+def _setting_line(setting: Setting) -> str:
     """One line for the list of settings."""
     model = setting.fitted
     return (
@@ -554,12 +556,12 @@ def _description(setting: Setting) -> str:
     )
 
 
-def _spaced(first: int, last: int) -> tuple[int, ...]:
+def _spaced_sizes(first: int, last: int) -> tuple[int, ...]:
     """Seven sample sizes at equal ratios."""
     return tuple(round(first * (last / first) ** (i / 6)) for i in range(7))
 
 
-def _loss(model: MoEModel, fitted: int) -> dict[str, Any]:
+def _loss_of_family(model: MoEModel, fitted: int) -> dict[str, Any]:
     """The papers' loss for a family: exact or with more experts than needed.
 
     No paper has a loss for a sigmoid over a linear or cosine score; there the one of paper 2 is

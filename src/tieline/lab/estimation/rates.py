@@ -228,7 +228,7 @@ class RateStudy(Result):
             empty_cells=sum(row.empty > 0 for row in rows),
             cpu_seconds=sum((row.seconds for row in rows), 0.0),
             paper_slope=case.paper_slope,
-            series=tuple(_series(plan, rows, loss, r) for loss in LOSSES for r in plan.radii),
+            series=tuple(_loss_series(plan, rows, loss, r) for loss in LOSSES for r in plan.radii),
             misfit=case.misfit,
             sample_size=None,
             condition=case.condition,
@@ -243,7 +243,7 @@ class RateStudy(Result):
         """Return the finite losses at each sample size, from the first start radius by default."""
         require(bool(self.rows), "a study read from a file has no rows: its series has the means")
         first = self.series[0].radius
-        return _losses(self.rows, self.sizes, loss, first if radius is None else radius)
+        return _finite_losses(self.rows, self.sizes, loss, first if radius is None else radius)
 
     def rate(
         self, loss: str = "quotient", radius: float | None = None, middle: Middle = "mean"
@@ -266,7 +266,7 @@ class RateStudy(Result):
         return list(self.sizes[left:]), self.losses(loss, radius)[left:]
 
 
-def _losses(
+def _finite_losses(
     rows: Sequence[RateRow], sizes: Sequence[int], loss: str, radius: float
 ) -> list[Tensor]:
     """The finite losses at each sample size."""
@@ -279,8 +279,8 @@ def _losses(
     return [torch.tensor(picked[n], dtype=torch.float64) for n in sizes]
 
 
-def _series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
-    losses = zip(plan.sizes, _losses(rows, plan.sizes, loss, radius), strict=True)
+def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
+    losses = zip(plan.sizes, _finite_losses(rows, plan.sizes, loss, radius), strict=True)
     sampled = [(n, values) for n, values in losses if len(values)]
     errors = [mean_estimate(values).standard_error or 0.0 for _, values in sampled]
     fair = [(n, values) for n, values in sampled if n >= plan.model.n_parameters]
@@ -453,11 +453,11 @@ class RateStore:
 
     def load(self, study: str) -> list[RateRow]:
         """Read the rows of a study; a broken last line is left out, any other is refused."""
-        lines = self._bytes().split(b"\n")[:-1]
+        lines = self._content().split(b"\n")[:-1]
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
-                rows.append(_row(line, f"{self.path}, line {number}"))
+                rows.append(_parse_row(line, f"{self.path}, line {number}"))
             except TraceError:
                 if number < len(lines):
                     raise
@@ -466,7 +466,7 @@ class RateStore:
     def add(self, rows: Iterable[RateRow]) -> None:
         """Append rows, after cutting off an unfinished last line."""
         text = "".join(canonical(asdict(row)) + "\n" for row in rows).encode()
-        end = self._whole_length()
+        end = self._valid_length()
         with self.path.open("r+b" if self.path.exists() else "xb") as file:
             file.truncate(end)
             file.seek(end)
@@ -474,26 +474,26 @@ class RateStore:
             file.flush()
             os.fsync(file.fileno())
 
-    def _bytes(self) -> bytes:
+    def _content(self) -> bytes:
         if not self.path.exists():
             return b""
         size = self.path.stat().st_size
         require(size <= LARGEST, f"{self.path}: {size} bytes, at most {LARGEST}", TraceError)
         return self.path.read_bytes()
 
-    def _whole_length(self) -> int:
+    def _valid_length(self) -> int:
         """Bytes up to the end of the last valid line."""
-        data = self._bytes()
+        data = self._content()
         end = data.rfind(b"\n") + 1
         begin = data.rfind(b"\n", 0, max(0, end - 1)) + 1
         try:
-            _row(data[begin:end], str(self.path))
+            _parse_row(data[begin:end], str(self.path))
         except TraceError:
             return begin
         return end
 
 
-def _row(line: bytes, name: str) -> RateRow:
+def _parse_row(line: bytes, name: str) -> RateRow:
     """Parse a line; every field must be there and of its type."""
     value = parse_json(line, name)
     try:

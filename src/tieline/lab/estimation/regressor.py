@@ -163,9 +163,9 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
                 f"n_experts={count} must not exceed the number of samples, "
                 f"got n_samples={len(inputs)}"
             )
-        family = self._family(count)
+        family = self._model_family(count)
         rows, self.scales_ = standardised(*table, family)
-        settings = self._settings(seed)
+        settings = self._fit_settings(seed)
         self.n_experts_ = self._choose_count(family, rows, settings)
         regression = SharedGate(family.with_experts(self.n_experts_), rows.y.shape[1])
         self._store_fit(regression, rows, fit_mixture(regression, rows, settings))
@@ -174,17 +174,17 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Array:
         """Predict f(x), of the shape of y."""
-        x = self._inputs(X)
+        x = self._standardised_inputs(X)
         predicted = self.scales_.outputs(self._regression.value(self.fit_.theta[None], x[None])[0])
         return predicted[:, 0].numpy() if self._flat else predicted.numpy()
 
     def predict_gates(self, X: Any) -> Array:
         """Return G (n, E), the weight of every expert in every row; softmax weights sum to 1."""
-        return self._regression.model.weights(self.gating_, self._inputs(X)).numpy()
+        return self._regression.model.weights(self.gating_, self._standardised_inputs(X)).numpy()
 
     def predict_experts(self, X: Any) -> Array:
         """Predict by each expert alone, (n, E) or (n, E, C), in the units of y."""
-        x = self._inputs(X)
+        x = self._standardised_inputs(X)
         outputs = self._regression.model.expert_outputs(self._parameters, x).permute(1, 2, 0)
         inside = self.scales_.outputs(outputs)
         return inside[:, :, 0].numpy() if self._flat else inside.numpy()
@@ -192,10 +192,10 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
     def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
         """Measure a gate of the k largest scores on X, or on up to 16,384 rows of the fit."""
         check_is_fitted(self)
-        x = self._remembered if X is None else self._inputs(X)
+        x = self._remembered if X is None else self._standardised_inputs(X)
         return routing_measures(self._regression.model, self.gating_, x, k=k)
 
-    def _family(self, n_experts: int) -> MoEModel:
+    def _model_family(self, n_experts: int) -> MoEModel:
         return MoEModel(
             gate=self.gating,
             link=self.link,
@@ -207,7 +207,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             activation=self.activation,
         )
 
-    def _settings(self, seed: int) -> FitSettings:
+    def _fit_settings(self, seed: int) -> FitSettings:
         ridge = None if self.ridge == "auto" else float(self.ridge)
         return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
 
@@ -244,7 +244,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         """Parameters of every output (C, ...)."""
         return self._regression.parameters(self.fit_.theta[None])[0]
 
-    def _inputs(self, X: Any) -> torch.Tensor:
+    def _standardised_inputs(self, X: Any) -> torch.Tensor:
         check_is_fitted(self)
         array = validate_data(self, X, reset=False, dtype=np.float64)
         return self.scales_.inputs(torch.tensor(array))
@@ -348,11 +348,11 @@ def standardised(x: Array, y: Array, weight: Array, model: MoEModel) -> tuple[We
     """Rows with weights of mean 1 in standard units, and the units, which the experts decide."""
     inputs, targets, mass = (torch.tensor(array, dtype=torch.float64) for array in (x, y, weight))
     mass = mass / mass.mean()
-    scales = Scales(*_moments(inputs, mass), *_target_units(targets, mass, model))
+    scales = Scales(*_weighted_moments(inputs, mass), *_target_units(targets, mass, model))
     return WeightedRows(scales.inputs(inputs), scales.targets(targets), mass), scales
 
 
-def _moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted_moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean and standard deviation of each column, 1 for a constant one."""
     share = (mass / mass.sum())[:, None]
     mean = (share * values).sum(dim=0)
@@ -363,7 +363,7 @@ def _moments(values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
 
 def _target_units(targets: Tensor, mass: Tensor, model: MoEModel) -> tuple[Tensor, Tensor]:
     """Offset and scale by the table above."""
-    mean, deviation = _moments(targets, mass)
+    mean, deviation = _weighted_moments(targets, mass)
     low, high = targets.amin(dim=0), targets.amax(dim=0)
     if model.expert == "tanh":
         return (low + high) / 2, torch.where(high > low, (high - low) / 2, 1.0)

@@ -219,7 +219,7 @@ class Minimum:
 
 
 @dataclass
-class _Batch:
+class _RunningProblems:
     """The problems still running: their parameters and normal equations."""
 
     which: Which
@@ -229,10 +229,10 @@ class _Batch:
     slow: Int[Tensor, " problems"]
     refused: Int[Tensor, " problems"]
 
-    def keep(self, left: Bool[Tensor, " problems"]) -> "_Batch":
+    def keep(self, left: Bool[Tensor, " problems"]) -> "_RunningProblems":
         normal = Normal(*(field[left] for field in self.normal))
         counts = self.damping[left], self.slow[left], self.refused[left]
-        return _Batch(self.which[left], self.theta[left], normal, *counts)
+        return _RunningProblems(self.which[left], self.theta[left], normal, *counts)
 
 
 def levenberg_marquardt(
@@ -278,14 +278,14 @@ def relative_offset(
     return (left / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
 
 
-def _start_batch(problem: LeastSquares, theta: Theta) -> _Batch:
+def _start_batch(problem: LeastSquares, theta: Theta) -> _RunningProblems:
     which = torch.arange(len(theta))
     damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
-    return _Batch(which, theta, problem.normal(theta, which), damping, none, none.clone())
+    return _RunningProblems(which, theta, problem.normal(theta, which), damping, none, none.clone())
 
 
 def _end_statuses(
-    batch: _Batch, left: Tensor, zero: Tensor, tolerance: float
+    batch: _RunningProblems, left: Tensor, zero: Tensor, tolerance: float
 ) -> Int[Tensor, " problems"]:
     """The status of each running problem, `left` being what it may gain in units of p s²."""
     loss = batch.normal.loss
@@ -300,7 +300,7 @@ def _end_statuses(
     return ended
 
 
-def _damped_step(batch: _Batch, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
+def _damped_step(batch: _RunningProblems, box: float) -> tuple[Theta, Float[Tensor, " problems"]]:
     """The damped step δ, and gᵀ(A + 1e-9 D)⁻¹g, what is left to gain."""
     _, pull, gram = batch.normal
     pressed = (batch.theta.abs() >= box) & (pull * batch.theta > 0)
@@ -310,12 +310,14 @@ def _damped_step(batch: _Batch, box: float) -> tuple[Theta, Float[Tensor, " prob
     scale = free / diagonal.clamp_min(least).sqrt()
     matrix = gram * scale[:, :, None] * scale[:, None, :]
     goal = pull * scale
-    step = _solve(matrix, batch.damping[:, None], goal)
-    left = (goal * _solve(matrix, torch.full_like(batch.damping, FLOOR)[:, None], goal)).sum(-1)
+    step = _solve_damped(matrix, batch.damping[:, None], goal)
+    left = (goal * _solve_damped(matrix, torch.full_like(batch.damping, FLOOR)[:, None], goal)).sum(
+        -1
+    )
     return step * scale, left
 
 
-def _solve(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
+def _solve_damped(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
     """(M + μI)⁻¹ g; rounding may cost M its positive roots, then μ is taken tenfold once."""
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping)
@@ -327,7 +329,7 @@ def _solve(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
     return torch.cholesky_solve(goal[..., None], factor)[..., 0]
 
 
-def _take_steps(problem: LeastSquares, batch: _Batch, step: Theta, box: float) -> None:
+def _take_steps(problem: LeastSquares, batch: _RunningProblems, step: Theta, box: float) -> None:
     """Take the steps that lower the loss; set damping by how well the model predicted it."""
     trial = (batch.theta + step).clamp(-box, box)
     moved = trial - batch.theta

@@ -178,12 +178,12 @@ def exit_curve(
     )
     nearest = cell.distances + horizon * speed.clamp(max=0)
     near = nearest <= OUT_OF_REACH * math.sqrt(horizon)
-    start, directions = cell.distances[near], _in_span(cell.normals[near])
+    start, directions = cell.distances[near], _spanned_normals(cell.normals[near])
     moves = speed[near] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
     for batch in batches(paths):
-        walk = _survival(start, directions, moves, batch, horizon / steps, steps, generator)
+        walk = _survival_steps(start, directions, moves, batch, horizon / steps, steps, generator)
         stay, inside = (torch.stack(column) for column in zip(*walk, strict=True))
         total += stay.sum(dim=1)
         square += stay.square().sum(dim=1)
@@ -205,7 +205,7 @@ def sample_exits(
     check_run(horizon, steps, paths)
     generator = torch.Generator().manual_seed(seed)
     simulated = [
-        _simulate_batch(cell, horizon, steps, batch, generator) for batch in batches(paths)
+        _simulate_exits(cell, horizon, steps, batch, generator) for batch in batches(paths)
     ]
     time, face, position = (torch.cat(column) for column in zip(*simulated, strict=True))
     return Exits(time, face, cell.scores + position @ cell.pull.T, horizon, cell)
@@ -249,7 +249,7 @@ def check_run(horizon: Real, steps: int, paths: int) -> None:
     require(steps >= 1 and paths >= 2, f"need steps >= 1 and paths >= 2, got {steps=}, {paths=}")
 
 
-def _in_span(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
+def _spanned_normals(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
     """The normals in coordinates of the space they span, so that a step draws min(F, q) numbers."""
     if normals.shape[0] >= normals.shape[1]:
         return normals
@@ -257,7 +257,7 @@ def _in_span(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces thin"]:
     return left * values
 
 
-def _survival(
+def _survival_steps(
     start: Tensor,
     directions: Tensor,
     moves: Tensor,
@@ -282,7 +282,7 @@ def _survival(
         yield stay, inside
 
 
-def _simulate_batch(
+def _simulate_exits(
     cell: TopKCell, horizon: Real, steps: int, paths: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Time, face and noise coordinates of the first exit of each path."""
@@ -298,7 +298,7 @@ def _simulate_batch(
         out = when < torch.inf
         rows = alive[out]
         time[rows], face[rows] = m * dt + when[out], which[out]
-        position[rows] = _at_the_face(
+        position[rows] = _exit_position(
             cell, here[out], there[out], when[out] / dt, which[out], dt, generator
         )
         alive, here = alive[~out], there[~out]
@@ -335,7 +335,7 @@ def _inverse_gaussian(
     return torch.where(keep, small, 1 / (inverse_mean.square() * small))
 
 
-def _at_the_face(
+def _exit_position(
     cell: TopKCell,
     here: Tensor,
     there: Tensor,

@@ -279,7 +279,7 @@ def slice_density(n_experts: int, k: int, order: int) -> float:
         step * math.sqrt((order + 1) / 2 / math.pi)
     )
     total = torch.zeros_like(t)
-    for above in _admissible(others, k, order):
+    for above in _admissible_counts(others, k, order):
         log_choices = (
             math.lgamma(others + 1) - math.lgamma(above + 1) - math.lgamma(others - above + 1)
         )
@@ -324,7 +324,7 @@ def slice_bounds(W: Weight, k: int, experts: tuple[int, ...]) -> SliceBounds:
     raw = weight[rest] - weight[flat.experts[0]]
     normals = (raw - (raw @ flat.basis) @ flat.basis.T).numpy()
     longest = raw.norm(dim=1).max().item()
-    counts = list(_admissible(len(rest), k, order))
+    counts = list(_admissible_counts(len(rest), k, order))
     choices = sum(math.comb(len(rest), above) for above in counts)
     require(choices <= MOST_CHOICES, f"{choices} choices of experts above, {MOST_CHOICES} at most")
     best = 0.0
@@ -375,7 +375,7 @@ def band_ratio(
     return OrderRatio(ratio, ratio * (orders[0] + 1) / (orders[1] + 1))
 
 
-def _admissible(others: int, k: int, order: int) -> range:
+def _admissible_counts(others: int, k: int, order: int) -> range:
     """Numbers of experts above the tied ones with which the tie crosses the threshold."""
     return range(max(0, k - order), min(k - 1, others) + 1)
 

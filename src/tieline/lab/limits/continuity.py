@@ -146,13 +146,16 @@ def ramp_cost(
     require(bool(r[0] == 0 and r[-1] == 1), f"a ramp goes from 0 to 1, got {r[0]:g} and {r[-1]:g}")
     middle = np.union1d(s, [0.0])
     value = np.interp(middle, s, r)
-    below, above = _square(middle, value, middle <= 0), _square(middle, 1 - value, middle >= 0)
+    below, above = (
+        _square_integral(middle, value, middle <= 0),
+        _square_integral(middle, 1 - value, middle >= 0),
+    )
     if sigma is None:
         return ContinuityCost(below + above, float((np.diff(r) ** 2 / np.diff(s)).sum()))
-    return ContinuityCost(below + above, _noisy(s, r, sigma))
+    return ContinuityCost(below + above, _noisy_change(s, r, sigma))
 
 
-def _square(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
+def _square_integral(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float:
     """∫ of the square of a function that is straight between the points inside."""
     x, y = points[inside], values[inside]
     if len(x) < 2:
@@ -160,7 +163,7 @@ def _square(points: np.ndarray, values: np.ndarray, inside: np.ndarray) -> float
     return float((np.diff(x) * (y[:-1] ** 2 + y[:-1] * y[1:] + y[1:] ** 2) / 3).sum())
 
 
-def _noisy(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
+def _noisy_change(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     reach = RAMP_REACH * sigma
     grid = np.linspace(s[0] - reach, s[-1] + reach, POINTS)
@@ -201,13 +204,13 @@ def least_moved(factor: float) -> float:
         return 0.0
 
     def excess(log_price: float) -> float:
-        return math.log(MEAN_ABSOLUTE / _on_frontier(math.exp(log_price)).sensitivity / factor)
+        return math.log(MEAN_ABSOLUTE / _frontier_cost(math.exp(log_price)).sensitivity / factor)
 
     price: Any = brentq(excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
-    return _on_frontier(math.exp(price)).moved / MEAN_ABSOLUTE
+    return _frontier_cost(math.exp(price)).moved / MEAN_ABSOLUTE
 
 
-def _on_frontier(price: float) -> ContinuityCost:
+def _frontier_cost(price: float) -> ContinuityCost:
     """D/(f J² σ) and S/(f J² σ) of the ramp that minimises D + price · S.
 
     With x = σω both integrands are smooth in log x; beyond x = 12, m is 2 to all digits.

@@ -73,7 +73,7 @@ def gamma_convergence(
         f"normals must have length 1, got {lengths.min():.9g} … {lengths.max():.9g}",
     )
     check_temperature(*taus)
-    rows = [_profiles(teacher, walls, tau) for tau in (*taus, 0.0)]
+    rows = [_wall_profiles(teacher, walls, tau) for tau in (*taus, 0.0)]
     profiles = torch.stack(rows)
     infima, at = profiles.min(dim=1)
     best = walls[at]
@@ -90,7 +90,7 @@ def gamma_convergence(
     )
 
 
-def _profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
+def _wall_profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
     with one_thread():
         students = (TwoCells(wall[:-1], wall[-1], teacher.experts) for wall in walls)
         values = [gaussian_profile(s, teacher, tau=tau).value for s in students]

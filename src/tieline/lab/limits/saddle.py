@@ -236,7 +236,7 @@ def population_gradient(
     population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> tuple[float, Float[Tensor, " parameters"]]:
     """Value and gradient of L̃_τ at parameters in the order of `TwoCells.flat`."""
-    at, w = _forward(population, parameters, tau), population.weight
+    at, w = _risk_terms(population, parameters, tau), population.weight
     value = (w * at.residual.square()).sum().item()
     return value, -2 * at.rows.T @ (w * at.residual)
 
@@ -245,7 +245,7 @@ def population_risk(
     population: WeightedInputs, parameters: Float[Tensor, " parameters"], tau: float
 ) -> Derivatives:
     """Value, gradient and Hessian of L̃_τ at parameters in the order of `TwoCells.flat`."""
-    at, w = _forward(population, parameters, tau), population.weight
+    at, w = _risk_terms(population, parameters, tau), population.weight
     value, gradient = population_gradient(population, parameters, tau)
     pull = w * at.residual * at.turn
     bend = at.inputs.T @ ((pull * at.balance / tau * at.contrast)[:, None] * at.inputs)
@@ -286,10 +286,10 @@ def find_critical_points(
         grid = gaussian_grid(teacher, spacing=0.25, order=8)
         for _ in range(starts):
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
-            start = _start(teacher, draw, tau)
-            root = _newton(grid, start, tau)
-            if root is not None and all(_differs(root, p.student) for p in points):
-                points.append(_describe(grid, teacher, root, tau))
+            start = _random_start(teacher, draw, tau)
+            root = _newton_root(grid, start, tau)
+            if root is not None and all(_is_new_point(root, p.student) for p in points):
+                points.append(_critical_point(grid, teacher, root, tau))
     return tuple(sorted(points, key=lambda point: point.risk))
 
 
@@ -303,7 +303,7 @@ def _offset_curvature(
 
 
 @dataclass(frozen=True, eq=False)
-class _Forward:
+class _RiskTerms:
     """Common parts of value, gradient and Hessian: x̃, ∂h by row, residual, p'/τ, 1 - 2p, d."""
 
     inputs: Tensor
@@ -314,7 +314,7 @@ class _Forward:
     contrast: Tensor
 
 
-def _forward(population: WeightedInputs, parameters: Tensor, tau: float) -> _Forward:
+def _risk_terms(population: WeightedInputs, parameters: Tensor, tau: float) -> _RiskTerms:
     check_temperature(tau)
     n, dim = population.inputs.shape
     require(
@@ -328,26 +328,26 @@ def _forward(population: WeightedInputs, parameters: Tensor, tau: float) -> _For
     p, d = torch.sigmoid(x @ router / tau), first - second
     turn = p * (1 - p) / tau
     rows = torch.cat([(turn * d)[:, None] * x, p[:, None] * x, (1 - p)[:, None] * x], dim=1)
-    return _Forward(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
+    return _RiskTerms(x, rows, population.target - second - p * d, turn, 1 - 2 * p, d)
 
 
-def _start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
+def _random_start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
     angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
     wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
     experts = gaussian_profile(wall, teacher, tau=tau).experts
     return torch.cat([angle[None], offset[None], experts.flatten()])
 
 
-def _student(coordinates: Tensor) -> TwoCells:
+def _student_at(coordinates: Tensor) -> TwoCells:
     angle = coordinates[0]
     return TwoCells(
         torch.stack([angle.cos(), angle.sin()]), coordinates[1], coordinates[2:].reshape(2, 3)
     )
 
 
-def _polar(grid: WeightedInputs, coordinates: Tensor, tau: float) -> Derivatives:
+def _polar_derivatives(grid: WeightedInputs, coordinates: Tensor, tau: float) -> Derivatives:
     """Derivatives in (angle, offset, experts) by the chain rule from those in (normal, …)."""
-    student = _student(coordinates)
+    student = _student_at(coordinates)
     flat = population_risk(grid, student.flat(), tau)
     jacobian = torch.zeros(9, 8, dtype=torch.float64)
     jacobian[0, 0], jacobian[1, 0] = -student.normal[1], student.normal[0]
@@ -357,12 +357,12 @@ def _polar(grid: WeightedInputs, coordinates: Tensor, tau: float) -> Derivatives
     return Derivatives(flat.value, jacobian.T @ flat.gradient, hessian)
 
 
-def _newton(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
+def _newton_root(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
     def residual(q: np.ndarray) -> np.ndarray:
-        return _polar(grid, torch.from_numpy(q), tau).gradient.numpy()
+        return _polar_derivatives(grid, torch.from_numpy(q), tau).gradient.numpy()
 
     def jacobian(q: np.ndarray) -> np.ndarray:
-        return _polar(grid, torch.from_numpy(q), tau).hessian.numpy()
+        return _polar_derivatives(grid, torch.from_numpy(q), tau).hessian.numpy()
 
     q = optimize.root(
         residual, start.numpy(), jac=jacobian, options={"xtol": 1e-13, "maxfev": 100}
@@ -372,8 +372,8 @@ def _newton(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
     return point if small else None
 
 
-def _differs(coordinates: Tensor, other: TwoCells) -> bool:
-    return bool((_student(coordinates).flat() - other.flat()).norm() > 1e-5)
+def _is_new_point(coordinates: Tensor, other: TwoCells) -> bool:
+    return bool((_student_at(coordinates).flat() - other.flat()).norm() > 1e-5)
 
 
 def _disagreement(student: TwoCells, teacher: TwoCells) -> float:
@@ -382,12 +382,14 @@ def _disagreement(student: TwoCells, teacher: TwoCells) -> float:
     return gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
 
 
-def _describe(grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float) -> CriticalPoint:
-    at = _polar(grid, q, tau)
+def _critical_point(
+    grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float
+) -> CriticalPoint:
+    at = _polar_derivatives(grid, q, tau)
     least, direction = negative_curvature(at.hessian)
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
-    best = min(_polar(grid, q + step, tau).value for step in steps)
-    student = _student(q)
+    best = min(_polar_derivatives(grid, q + step, tau).value for step in steps)
+    student = _student_at(q)
     share = _disagreement(student, teacher)
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()

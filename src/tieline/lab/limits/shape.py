@@ -117,7 +117,7 @@ def wall_derivative(
     require(side in (1, -1), f"side is 1 or -1, got {side}")
     moved(student, direction, 0.0)
     velocity = side * direction.double()
-    mean, across, density = _facet(student, covariance)
+    mean, across, density = _wall_law(student, covariance)
     orientation = same_wall(student, teacher)
     if orientation:  # traces differ: split by the sign of the velocity
         gained, lost = (1, 0) if orientation == 1 else (0, 1)
@@ -126,7 +126,7 @@ def wall_derivative(
     else:  # one trace on both sides: the teacher's cell at each point of the wall
         form = torch.cat([teacher.normal, teacher.offset[None]])
         target = teacher.experts
-    value, weight, centre, rest = _condition(mean, across, form)
+    value, weight, centre, rest = _condition_on_form(mean, across, form)
     trace = target[(value < 0).long()]
     contrast = (student.experts[0] - student.experts[1]).expand_as(trace)
     residual = student.experts.sum(dim=0) - 2 * trace
@@ -210,7 +210,7 @@ def profile_variation(
     return ProfileVariation(value, first.item(), second, speed, -second / speed, profile.curvature)
 
 
-def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _wall_law(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and covariance of X given S = 0, and the density of S there."""
     sigma = check_covariance(covariance, student.dim)
     forward = sigma @ student.normal
@@ -221,7 +221,9 @@ def _facet(student: TwoCells, covariance: Tensor | None) -> tuple[Tensor, Tensor
     return mean, torch.nn.functional.pad(across, (0, 1, 0, 1)), normal_density(z) / spread
 
 
-def _condition(mean: Tensor, across: Tensor, form: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _condition_on_form(
+    mean: Tensor, across: Tensor, form: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Nodes of the affine form: its value, weight, mean of x̃ there (n, D + 1), covariance left."""
     level, spread = form @ mean, (form @ across @ form).clamp(min=0).sqrt()
     if spread <= 1e-13 * (1 + form.abs().max()):

@@ -152,7 +152,7 @@ def _line_sums(
     grid = torch.linspace(-REACH, REACH, CELLS + 1, dtype=torch.float64)
     values = torch.stack([score(_with_coordinate(others, axis, t)) - level for t in grid], dim=1)
     line, cell = ((values[:, 1:] > 0) != (values[:, :-1] > 0)).nonzero(as_tuple=True)
-    roots = _bisect(score, others[line], axis, level, grid[cell], grid[cell + 1])
+    roots = _bisect_lines(score, others[line], axis, level, grid[cell], grid[cell + 1])
     points = _with_coordinate(others[line], axis, roots).detach().requires_grad_()
     (slope,) = torch.autograd.grad(score(points).sum(), points)
     share = slope[:, axis].abs() / slope.square().sum(dim=1)  # n_i²/|∂_i S|
@@ -169,7 +169,7 @@ def _with_coordinate(others: Tensor, axis: int, value: Tensor) -> Tensor:
     return points
 
 
-def _bisect(
+def _bisect_lines(
     score: Score, others: Tensor, axis: int, level: float, low: Tensor, high: Tensor
 ) -> Tensor:
     """Roots on all lines at once, between ends of different sign, to floating-point precision."""

@@ -279,9 +279,11 @@ def symmetry_breaking(
     for _ in range(steps):
         reduced.append(alignment_step(reduced[-1], matrix, step_size / tau))
     with one_thread():
-        first = _parameters(torch.zeros_like(u), delta, modes.intercept)
+        first = _symmetric_parameters(torch.zeros_like(u), delta, modes.intercept)
         drift = -2 * population_gradient(grid, first, tau)[1][:2]
-        path, risks = _descend(grid, _parameters(u, delta, modes.intercept), tau, step_size, steps)
+        path, risks = _descend_gradient(
+            grid, _symmetric_parameters(u, delta, modes.intercept), tau, step_size, steps
+        )
     rate = step_size * modes.rates[0].item()
     return SymmetryBreaking(
         *_norms_and_alignments(torch.stack(reduced), v.double()),
@@ -289,7 +291,7 @@ def symmetry_breaking(
         risks,
         drift,
         modes.matrix @ delta / (2 * tau),
-        _growth(path.norm(dim=1), start),
+        _fitted_growth(path.norm(dim=1), start),
         1 + rate,
         1 + step_size * modes.paper_rate,
         modes,
@@ -311,14 +313,14 @@ def _check_teacher(
     return v / length, d, check_covariance(covariance, len(v))
 
 
-def _parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
+def _symmetric_parameters(u: Tensor, delta: Tensor, intercept: float) -> Tensor:
     """(normal, offset, experts) of scores ±u·x, for which S = 2u·x, and experts e ± ½ δ·x."""
     level = torch.tensor([intercept], dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
     return torch.cat([2 * u, zero, delta / 2, level, -delta / 2, level])
 
 
-def _descend(
+def _descend_gradient(
     grid: WeightedInputs, parameters: Tensor, tau: float, step_size: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Path of u and of the risk; the router has no offset, and ∇_u = 2 ∇_normal."""
@@ -339,7 +341,7 @@ def _norms_and_alignments(path: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return norms, (path @ v).abs() / norms
 
 
-def _growth(norms: Tensor, start: float) -> float:
+def _fitted_growth(norms: Tensor, start: float) -> float:
     """Factor per step by the slope of log ‖u‖ between 100·start and 0.01; NaN if never there."""
     inside = ((norms > 100 * start) & (norms < 1e-2)).nonzero().squeeze(1)
     if len(inside) < 3:

@@ -225,7 +225,7 @@ def gaussian_inputs(
 
 
 @cache
-def _legendre(order: int) -> tuple[Tensor, Tensor]:
+def _legendre_rule(order: int) -> tuple[Tensor, Tensor]:
     nodes, weights = np.polynomial.legendre.leggauss(order)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
@@ -247,7 +247,7 @@ def graded_rule(
             steps = torch.cat([-grow.flip(0), steps, grow])
         edges.append(centre + steps)
     ends = torch.cat(edges).clamp(low, high).sort().values
-    nodes, weights = _legendre(order)
+    nodes, weights = _legendre_rule(order)
     middle, half = (ends[1:] + ends[:-1]) / 2, ends.diff() / 2
     points = (middle[:, None] + half[:, None] * nodes).flatten()
     return points, (half[:, None] * weights).flatten()
@@ -286,7 +286,7 @@ def slices(
         levels: further values of S at which the integrand will jump.
     """
     require(tau >= 0, f"need a temperature tau >= 0, got {tau=}")
-    law = _conditional(student, teacher, covariance)
+    law = _conditional_law(student, teacher, covariance)
     layers: list[Layer] = [((x - student.offset) / law.spread, 0.0) for x in (0.0, *levels)]
     # layers without a jump are detached: of two panel ends at one place only a jump's may move
     if tau > 0:
@@ -303,13 +303,13 @@ def slice_at(student: TwoCells, teacher: TwoCells, covariance: Covariance = None
 
     Where the teacher's wall is the same, μ is the trace from the side T >= 0.
     """
-    law = _conditional(student, teacher, covariance)
+    law = _conditional_law(student, teacher, covariance)
     z = (-student.offset / law.spread)[None]
     return law.moments(z, normal_density(z) / law.spread)
 
 
 @dataclass(frozen=True, eq=False)
-class _Conditional:
+class _ConditionalLaw:
     """X given S = offset + spread·z is N(drift z, Σ_⊥); T = level + tilt z + rest·N(0, 1)."""
 
     student: TwoCells
@@ -329,14 +329,14 @@ class _Conditional:
         mean = torch.cat([z[:, None] * self.drift, ones], dim=1)
         pad = torch.nn.functional.pad
         second = mean[:, :, None] * mean[:, None, :] + pad(self.across, (0, 1, 0, 1))
-        first = self._upper(z, mean, second)
+        first = self._upper_moments(z, mean, second)
         halves = torch.stack([first, second - first], dim=1)
         cross = torch.einsum("nkij,kj->nki", halves, self.teacher.experts)
         square = torch.einsum("nki,ki->n", cross, self.teacher.experts)
         score = self.student.offset + self.spread * z
         return Slices(score, weight, second, cross.sum(dim=1), square)
 
-    def _upper(self, z: Tensor, mean: Tensor, second: Tensor) -> Tensor:
+    def _upper_moments(self, z: Tensor, mean: Tensor, second: Tensor) -> Tensor:
         """E[x̃x̃ᵀ 1{T >= 0} | z], from the moments of a normal truncated at -h."""
         reach = self.level + self.tilt * z
         if not self.crosses:
@@ -348,7 +348,9 @@ class _Conditional:
         return bulk + normal_density(h) * (mixed - h * g[:, None] * g)
 
 
-def _conditional(student: TwoCells, teacher: TwoCells, covariance: Tensor | None) -> "_Conditional":
+def _conditional_law(
+    student: TwoCells, teacher: TwoCells, covariance: Tensor | None
+) -> "_ConditionalLaw":
     require(
         student.dim == teacher.dim,
         f"student and teacher must have one dimension, got {student.dim} and {teacher.dim}",
@@ -368,7 +370,7 @@ def _conditional(student: TwoCells, teacher: TwoCells, covariance: Tensor | None
     rest = (apart @ sigma @ apart).sqrt() if crosses else torch.zeros_like(spread)
     gain = sigma @ apart / rest if crosses else torch.zeros_like(drift)
     fields = (spread, drift, across, teacher.offset, tilt, rest, gain, crosses)
-    return _Conditional(student, teacher, *fields)
+    return _ConditionalLaw(student, teacher, *fields)
 
 
 def first_weight(score: Float[Tensor, " n"], tau: float) -> Float[Tensor, " n"]:

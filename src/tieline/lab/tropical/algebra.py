@@ -1,6 +1,6 @@
 """Tropical algebra (R ∪ {-∞}, ⊕ = max, ⊗ = +): polynomials, rational functions (paper 3, Sec. 3).
 
-    plus, times, power, matmul   a ⊕ b, a ⊗ b, a^{⊗ n}, (A ⊗ B)_ij = max_l (A_il + B_lj)   Def. 3.4
+    plus, times, power           a ⊕ b, a ⊗ b, a^{⊗ n}                                      Def. 3.4
     elementary_symmetric         e_k(z), the sum of the k largest scores
     TropicalPolynomial           P(x) = max_i (c_i + a_i · x) with real exponents a_i       Def. 3.5
     symmetric_polynomial         e_k of affine scores                                       Thm. 4.5
@@ -58,11 +58,6 @@ def power(a: Float[Tensor, "*shape"], n: int) -> Float[Tensor, "*shape"]:
     """Tropical power a^{⊗ n} = n a for n >= 0; 0 for n = 0, also at -∞."""
     require(n >= 0, f"tropical powers need n >= 0, got {n}")
     return torch.zeros_like(a) if n == 0 else n * a
-
-
-def matmul(a: Float[Tensor, "n m"], b: Float[Tensor, "m p"]) -> Float[Tensor, "n p"]:
-    """(A ⊗ B)_ij = ⊕_l A_il ⊗ B_lj."""
-    return (a[:, :, None] + b[None]).amax(dim=1)
 
 
 def elementary_symmetric(
@@ -211,7 +206,7 @@ def rational_form(
     require(len(layers) > 0, "a network needs one layer at least")
     dim = double_array("A", layers[0][0], 2).shape[1]
     axes, none = np.eye(dim), np.zeros((1, dim))
-    pairs = [(_term(axes[i : i + 1]), _term(none)) for i in range(dim)]
+    pairs = [(_single_term(axes[i : i + 1]), _single_term(none)) for i in range(dim)]
     for depth, (A, b) in enumerate(layers):
         weights, bias = double_array("A", A, 2), double_array("b", b, 1)
         require(
@@ -219,7 +214,7 @@ def rational_form(
             f"layer {depth}: weights {weights.shape}, {len(bias)} biases, {len(pairs)} inputs",
             ShapeError,
         )
-        pairs = [_affine(pairs, row, shift) for row, shift in zip(weights, bias, strict=True)]
+        pairs = [_affine_pair(pairs, row, shift) for row, shift in zip(weights, bias, strict=True)]
         if depth + 1 < len(layers):
             pairs = [(p.plus(q).essential(), q) for p, q in pairs]
     return [TropicalRational(p, q) for p, q in pairs]
@@ -228,10 +223,10 @@ def rational_form(
 Pair = tuple[TropicalPolynomial, TropicalPolynomial]
 
 
-def _affine(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: float) -> Pair:
+def _affine_pair(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: float) -> Pair:
     """(A⁺p + A⁻q + b, A⁺q + A⁻p) for one output."""
     none = np.zeros((1, pairs[0][0].exponents.shape[1]))
-    p, q = TropicalPolynomial(none, np.array([float(shift)])), _term(none)
+    p, q = TropicalPolynomial(none, np.array([float(shift)])), _single_term(none)
     for weight, (upper, lower) in zip(row, pairs, strict=True):
         above, below = (upper, lower) if weight >= 0 else (lower, upper)
         if weight != 0:
@@ -240,7 +235,7 @@ def _affine(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: float) ->
     return p, q
 
 
-def _term(exponents: Float[np.ndarray, "1 dim"]) -> TropicalPolynomial:
+def _single_term(exponents: Float[np.ndarray, "1 dim"]) -> TropicalPolynomial:
     return TropicalPolynomial(exponents, np.zeros(1))
 
 

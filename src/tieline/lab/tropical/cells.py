@@ -107,11 +107,15 @@ def cells(W: RouterWeight, b: RouterBias, k: int, max_cells: int = 100_000) -> C
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape
     if k in (0, experts) or dim == 0:
-        return _whole_space(router, k)
+        return _single_cell(router, k)
     if comb(experts, dim + 1) > FEW_SUBSETS:
-        return from_search(router, k, max_cells)
-    diagram = _cone_diagram(router, k) if router.linear else _diagram(router.W, router.b, k, router)
-    return _assemble(router, k, diagram, "tied sets")
+        return search_cells(router, k, max_cells)
+    diagram = (
+        _cone_diagram(router, k)
+        if router.linear
+        else _corner_diagram(router.W, router.b, k, router)
+    )
+    return _cells_of_diagram(router, k, diagram, "tied sets")
 
 
 def essential(router: CountingRouter) -> CountingRouter:
@@ -131,7 +135,7 @@ def check_safety(router: CountingRouter, safety: float) -> None:
         raise DegenerateError(f"the router is not in general position: {reason}")
 
 
-def _whole_space(router: CountingRouter, k: int) -> Cells:
+def _single_cell(router: CountingRouter, k: int) -> Cells:
     """The one cell of k = 0 or N, or of a router whose weights are all equal."""
     experts, dim = len(router.b), len(router.rotation)
     order = np.argsort(-router.b, kind="stable")
@@ -159,11 +163,11 @@ def _half_diagram(router: CountingRouter, k: int, side: float) -> Diagram:
         check_safety(router, float(bias[order[k - 1]] - bias[order[k]]) / RELATIVE)
         mask = np.isin(np.arange(len(order)), order[:k])[None]
         return mask, np.empty((0, 4), np.int64), np.array([[side]])
-    masks, facets, points = _diagram(np.ascontiguousarray(router.W[:, 1:]), bias, k, router)
+    masks, facets, points = _corner_diagram(np.ascontiguousarray(router.W[:, 1:]), bias, k, router)
     return masks, facets, np.column_stack([np.full(len(points), side), points])
 
 
-def _diagram(
+def _corner_diagram(
     W: Float[np.ndarray, "experts dim"],
     b: Float[np.ndarray, " experts"],
     k: int,
@@ -257,7 +261,7 @@ def _step_inside(
     )
 
 
-def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
+def _cells_of_diagram(router: CountingRouter, k: int, diagram: Diagram, method: str) -> Cells:
     """The record of a diagram: cells in the order of their coalitions, each once."""
     masks, facets, points = diagram
     first_row, cell = _distinct_masks(masks)
@@ -275,7 +279,7 @@ def _assemble(router: CountingRouter, k: int, diagram: Diagram, method: str) -> 
     return Cells(coalitions[order], witnesses, gaps, facets, method)
 
 
-def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:
+def search_cells(router: CountingRouter, k: int, max_cells: int) -> Cells:
     """Cells found one from another through their facets."""
     search = CellSearch(router.W, router.b)
     start = np.random.default_rng(k).standard_normal(router.W.shape[1])
@@ -300,7 +304,7 @@ def from_search(router: CountingRouter, k: int, max_cells: int) -> Cells:
             facets.append((numbers[coalition], leaving, entering, numbers[behind]))
     masks = np.array([[e in c for e in range(len(router.b))] for c in done])
     diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
-    return _assemble(router, k, diagram, "linear programming")
+    return _cells_of_diagram(router, k, diagram, "linear programming")
 
 
 class CellSearch:

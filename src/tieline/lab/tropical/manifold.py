@@ -61,14 +61,16 @@ def walk(
     experts = len(router.bias)
     size = max(1, CHUNK // experts**2)
     chunks = [
-        _walk(router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k)
+        _walk_chunk(
+            router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k
+        )
         for at in range(0, len(starts), size)
     ]
     shifted = [chunk._replace(segment=chunk.segment + i * size) for i, chunk in enumerate(chunks)]
     return CoalitionWalk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
 
 
-def _walk(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
+def _walk_chunk(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
     first = chosen(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
@@ -315,10 +317,10 @@ def crossings(
         per_radian=float(counts.sum() / angle.sum()),
         per_length=float(counts.sum() / length.sum()),
         expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
-        agreement=float(np.mean([_agreement(sets[i], traced[:, i]) for i in (0, 1)])),
+        agreement=float(np.mean([_choice_agreement(sets[i], traced[:, i]) for i in (0, 1)])),
     )
 
 
-def _agreement(sets: np.ndarray, experts: Tensor) -> float:
+def _choice_agreement(sets: np.ndarray, experts: Tensor) -> float:
     traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, experts, True)
     return float((traced.numpy() == sets).all(axis=1).mean())

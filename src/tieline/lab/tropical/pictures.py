@@ -250,7 +250,7 @@ def slice_router(
     neurons = as_neurons(V, c, router)
     require(epsilon >= 0, f"need epsilon >= 0, got {epsilon}")
     plane = plane_through(as_points(points, router.weight.shape[1], 3), margin)
-    flat, lines = _on_plane(router, neurons, plane)
+    flat, lines = _router_on_plane(router, neurons, plane)
     planar = cells_within(plane.window, flat)
     cells = [_slice_cell(cell, flat, epsilon, lines) for cell in planar]
     cores = sum(area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
@@ -294,7 +294,7 @@ def slice_layer(
     return slice_router(points, weight, bias, layer.facts.k, epsilon=epsilon, expert=expert)
 
 
-def _on_plane(
+def _router_on_plane(
     router: AffineRouter, neurons: Neurons | None, plane: Plane
 ) -> tuple[AffineRouter, Neurons | None]:
     """Router and neurons as functions of (u, v)."""
@@ -315,7 +315,7 @@ def _slice_cell(
         corners=corners.tolist(),
         ties=cell.polygon.labels,
         core=core.corners.tolist(),
-        kinks=[] if lines is None else _kinks(cell, lines),
+        kinks=[] if lines is None else _kink_segments(cell, lines),
         pieces=len(pieces_of(cell, lines)),
     )
 
@@ -331,7 +331,7 @@ def pieces_of(cell: PlanarCell, lines: Neurons | None) -> list[tuple[bytes, np.n
     )
 
 
-def _kinks(cell: PlanarCell, lines: Neurons) -> list[Corners]:
+def _kink_segments(cell: PlanarCell, lines: Neurons) -> list[Corners]:
     """Segments of the lines of active neurons inside the cell."""
     active, corners = list(cell.coalition), cell.polygon.corners
     normals, offsets = lines.weight[active].reshape(-1, 2), lines.bias[active].reshape(-1)
@@ -375,7 +375,7 @@ def pieces_on_patch(
     for corners in triangles:
         plane = plane_through(corners)
         outline = plane.marks if area(plane.marks) > 0 else plane.marks[::-1]
-        flat, lines = _on_plane(router, neurons, plane)
+        flat, lines = _router_on_plane(router, neurons, plane)
         covered += area(outline)
         for cell in cells_within(outline, flat):
             coalitions.add(cell.coalition)

@@ -157,7 +157,7 @@ def regions(
     _check_dim(layer)
     pieces, left = [], max_pieces
     for cell in _router_cells(layer, k):
-        pieces.append(_pieces_of(layer, *cell, left))
+        pieces.append(_pieces_in_cell(layer, *cell, left))
         left -= len(pieces[-1][2])
     coalitions, patterns, points = (
         np.concatenate(columns) for columns in zip(*pieces, strict=True)
@@ -167,7 +167,7 @@ def regions(
     raw = tuple(
         double_array(n, a, x) for n, a, x in (("W", W, 2), ("b", b, 1), ("V", V, 3), ("c", c, 2))
     )
-    margins = _margins(raw, coalitions, patterns, witnesses)
+    margins = _witness_margins(raw, coalitions, patterns, witnesses)
     require(
         bool((margins > 0).all()),
         "a piece is too thin for its point to be told from its walls in float64",
@@ -206,7 +206,7 @@ def _router_cells(
                 waiting.append((coalition, inside))
 
 
-def _pieces_of(
+def _pieces_in_cell(
     layer: CountingLayer,
     members: Bool[np.ndarray, " experts"],
     walls: Float[np.ndarray, "walls d1"],
@@ -227,7 +227,7 @@ def _pieces_of(
     return np.tile(experts, (len(active), 1)), active.reshape(shape), points
 
 
-def _margins(
+def _witness_margins(
     raw: tuple[np.ndarray, ...],
     coalitions: Int[np.ndarray, "pieces k"],
     patterns: Bool[np.ndarray, "pieces k hidden"],
@@ -279,7 +279,7 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
     ties = 0 if k in (0, experts) else experts - 1
     hidden = len(neurons) // experts
     if ties + k * hidden < dim:  # no corner: add directions along which nothing changes
-        router, neurons = _without_idle(router, neurons, ties + k * hidden)
+        router, neurons = _on_generic_flat(router, neurons, ties + k * hidden)
         dim = ties + k * hidden
     if dim == 0:
         return 1
@@ -302,7 +302,9 @@ def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> N
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
-def _without_idle(router: list[Row], neurons: list[Row], dim: int) -> tuple[list[Row], list[Row]]:
+def _on_generic_flat(
+    router: list[Row], neurons: list[Row], dim: int
+) -> tuple[list[Row], list[Row]]:
     """The layer on a generic flat of dimension `dim`, which meets every piece."""
     full = len(router[0]) - 1
     r = np.random.default_rng(0).integers(-99, 100, (full, dim + 1))
@@ -348,10 +350,10 @@ def _pieces_around(
         coalition = above | frozenset(subset)
         if not coalition.issuperset(owners[n] for n in vanished):
             continue  # the corners of that coalition's pieces are other sets
-        yield from _patterns(neurons, owners, coalition, point, set(vanished))
+        yield from _patterns_around(neurons, owners, coalition, point, set(vanished))
 
 
-def _patterns(
+def _patterns_around(
     neurons: list[Row], owners: list[int], coalition: frozenset[int], point: Row, vanished: set[int]
 ) -> Iterator[Piece]:
     """Activation patterns, as sets of active neurons, of one coalition around `point`."""

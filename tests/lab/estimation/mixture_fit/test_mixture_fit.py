@@ -63,9 +63,11 @@ def test_larger_tables_are_fitted_in_samples_and_then_as_a_whole(monkeypatch):
     monkeypatch.setattr(mixture_fit, "FIRST", 500)
     monkeypatch.setattr(mixture_fit, "SECOND", 1200)
     sizes = []
-    refine = mixture_fit._refine
+    refine = mixture_fit._refine_starts
     monkeypatch.setattr(
-        mixture_fit, "_refine", lambda *a: (sizes.append((len(a[1].x), len(a[2]))), refine(*a))[1]
+        mixture_fit,
+        "_refine_starts",
+        lambda *a: (sizes.append((len(a[1].x), len(a[2]))), refine(*a))[1],
     )
     found = fit_mixture(regression, rows, FitSettings(starts=2))
     assert sizes == [(500, 2), (500, 1), (1200, 1), (3000, 1)]

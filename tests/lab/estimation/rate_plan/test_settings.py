@@ -9,7 +9,7 @@ from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
     ENOUGH,
     SETTINGS,
-    _draw,
+    _draw_truth,
     kinks_inside,
     setting,
     small_design,
@@ -74,7 +74,7 @@ def test_small_designs_are_well_conditioned_and_cut_the_cube(paper, gate, link):
 def test_a_truth_is_walked_until_its_condition_is_enough_and_no_further():
     model = MoEModel("perturbed", "sigmoid", "relu", 2, 2)
     found = well_conditioned(model, seed=0, draws=3)
-    drawn = information(model, _draw(model, 0, found.draw), n=1000)
+    drawn = information(model, _draw_truth(model, 0, found.draw), n=1000)
     assert found.steps > 0
     assert found.condition <= ENOUGH < drawn.condition
     assert found.condition == information(model, found.truth, n=1000).condition
@@ -85,4 +85,4 @@ def test_a_truth_that_is_well_conditioned_stays_as_it_was_drawn():
     model = MoEModel("linear", "softmax", "tanh", 2, 2)
     found = well_conditioned(model, draws=3)
     assert found.steps == 0
-    assert torch.equal(found.truth.flatten(), _draw(model, 0, found.draw).flatten())
+    assert torch.equal(found.truth.flatten(), _draw_truth(model, 0, found.draw).flatten())

@@ -118,7 +118,7 @@ def test_inspect_measures_the_gate_as_a_router():
     x, y, _ = piecewise(400, 2, 2, 0.1)
     model = MoERegressor(**{**QUICK, "n_experts": 3}).fit(x, y)
     found = model.inspect(x)
-    scores = model._regression.model.scores(model.gating_, model._inputs(x))
+    scores = model._regression.model.scores(model.gating_, model._standardised_inputs(x))
     profile = found.gap.value.profile
     wanted = boundary_mass_top(scores, 1, torch.tensor(profile.widths))
     assert profile.mass == pytest.approx(wanted.value.tolist())

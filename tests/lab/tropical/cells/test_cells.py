@@ -21,7 +21,7 @@ from tieline.lab.tropical import (
     zaslavsky,
 )
 from tieline.lab.tropical.affine import counting_router
-from tieline.lab.tropical.cells import essential, from_search
+from tieline.lab.tropical.cells import essential, search_cells
 
 
 def router(seed, experts, dim):
@@ -75,7 +75,7 @@ def test_search_by_linear_programming_finds_the_same_diagram(seed, experts, dim,
     k = data.draw(st.integers(1, experts - 1))
     W, b = router(seed, experts, dim)
     b = b * (biased or dim == 1)  # on a line without bias both cells meet at 0, N experts at once
-    listed, searched = cells(W, b, k), from_search(essential(counting_router(W, b, k)), k, 10_000)
+    listed, searched = cells(W, b, k), search_cells(essential(counting_router(W, b, k)), k, 10_000)
     np.testing.assert_array_equal(listed.coalitions, searched.coalitions)
     np.testing.assert_array_equal(chosen_at(W, b, k, searched.witnesses), listed.coalitions)
     np.testing.assert_array_equal(listed.facets, searched.facets)
@@ -203,7 +203,7 @@ def test_bad_input_is_refused():
 def test_the_search_stops_at_the_limit():
     router_ = essential(counting_router(*router(1, 8, 3), 3))
     with pytest.raises(ParameterError, match="more than 4 cells"):
-        from_search(router_, 3, 4)
+        search_cells(router_, 3, 4)
 
 
 def test_coalitions_of_more_than_64_experts_are_kept_apart():
