@@ -69,8 +69,8 @@ KEEP_HEADINGS = ("format", "layers", "of the damage", "of the KL", "bytes more")
 LAYER_HEADINGS = ("layer", "perturbation", "local flips", "predicted", "full flips", "damage")
 REMEDY_HEADINGS = ("remedy", "KL to the original", "KL of two runs", "model moved by", "price")
 SHORT_REMEDY_HEADINGS = ("remedy", "to original", "two runs", "moved", "price")
-Value = Callable[[PerturbationEffect], float | None]
-Uncertain = Callable[[PerturbationEffect], Estimate]
+NumberOf = Callable[[PerturbationEffect], float | None]
+EstimateOf = Callable[[PerturbationEffect], Estimate]
 
 
 IGNORE_HEADINGS = ("library", "argument")
@@ -88,8 +88,8 @@ def _report(result: PrecisionAudit) -> Report:
         facts=_subtitle(result),
         verdict=result.verdict,
         table=lambda: grid(shown, result.effects),
-        body=partial(_body, result),
-        below=partial(_below, result),
+        body=partial(_page_body, result),
+        below=partial(_terminal_parts, result),
         figures={
             "flips": lambda: chart_figure(_flips_chart(result.effects), **size),
             "kl": lambda: chart_figure(_kl_chart(result.effects), **size),
@@ -97,14 +97,14 @@ def _report(result: PrecisionAudit) -> Report:
     )
 
 
-def _body(result: PrecisionAudit) -> dict[str, Any]:
+def _page_body(result: PrecisionAudit) -> dict[str, Any]:
     table = result.remedies
     return {
         "template": "audit.html",
         "style": "",
         "panels": audit_panels(result),
         "table": grid(COLUMNS, result.effects),
-        "notes": notes(result, _short(result)),
+        "notes": notes(result, _labels_by_name(result)),
         "keeps": Grid(KEEP_HEADINGS, keep_rows(result)),
         "remedies": [] if table is None else remedy_grids(table),
         "choices": [] if table is None else remedy_sentences(table),
@@ -115,20 +115,20 @@ def _body(result: PrecisionAudit) -> dict[str, Any]:
     }
 
 
-def _below(result: PrecisionAudit, width: int) -> list[RenderableType]:
+def _terminal_parts(result: PrecisionAudit, width: int) -> list[RenderableType]:
     """One row per perturbation, what to keep, the remedies and what was left out."""
     below: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
     keeps, ignored = keep_rows(result), ignore_rows(result)
     if keeps:
-        below += _titled("Routers to keep in float32", KEEP_HEADINGS, keeps)
+        below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if result.remedies is not None:
         below += remedies_view(result.remedies)
     if ignored:
-        below += _titled(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
-    return [*below, *map(Text, notes(result, _short(result)))]
+        below += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
+    return [*below, *map(Text, notes(result, _labels_by_name(result)))]
 
 
-def _titled(
+def _titled_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> tuple[RenderableType, ...]:
     table = text_table(head, rows, left=2, fold=True)
@@ -173,7 +173,7 @@ def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
 
 
 def _kept_layers(keep: KeepList, result: PrecisionAudit) -> str:
-    names = ", ".join(_short(result)[name] for name in keep.layers)
+    names = ", ".join(_labels_by_name(result)[name] for name in keep.layers)
     return names if len(keep.layers) < len(result.layers) else f"all ({names})"
 
 
@@ -231,17 +231,17 @@ def remedies_view(table: RemedyTable) -> list[RenderableType]:
 def _remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
     estimates = (effect.to_original, effect.two_runs, remedy.moved)
     values = ("0" if x.value == 0 else with_error(x, 2) for x in estimates)
-    return (remedy.name, *values, _price(remedy, effect))
+    return (remedy.name, *values, _remedy_price(remedy, effect))
 
 
 def _short_remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
     """The same without standard errors, for a narrow terminal."""
     estimates = (effect.to_original, effect.two_runs, remedy.moved)
     values = ("0" if x.value == 0 else significant(x.value, 2) for x in estimates)
-    return (remedy.name, *values, _price(remedy, effect).removesuffix(" time"))
+    return (remedy.name, *values, _remedy_price(remedy, effect).removesuffix(" time"))
 
 
-def _price(remedy: Remedy, effect: RemedyEffect) -> str:
+def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
     if remedy.kind == "nothing":
         return DASH
     if remedy.kind == "float32":
@@ -252,15 +252,15 @@ def _price(remedy: Remedy, effect: RemedyEffect) -> str:
     return f"{remedy.experts:.2f} experts{spent}"
 
 
-def _short(result: PrecisionAudit) -> dict[str, str]:
+def _labels_by_name(result: PrecisionAudit) -> dict[str, str]:
     return dict(zip(result.layers, short_names(result.layers), strict=True))
 
 
 def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     series = (
-        _estimates(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
-        _values(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
-        _estimates(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
+        _estimate_series(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
+        _point_series(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
+        _estimate_series(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
     )
     shares = Axis("tokens that change experts, mean over layers", "log", percent=True)
     return Chart(Axis("", "category", angle=-40), shares, series, height=520, margin_below=150)
@@ -268,8 +268,8 @@ def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
 
 def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     series = (
-        _estimates(rows, "KL", lambda row: row.kl, "circle", "@warn"),
-        _values(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
+        _estimate_series(rows, "KL", lambda row: row.kl, "circle", "@warn"),
+        _point_series(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
     )
     nats = Axis("KL to the clean run (nats per token)", "log")
     return Chart(Axis("", "category", angle=-40), nats, series, height=520, margin_below=150)
@@ -295,8 +295,8 @@ def _layers_chart(result: PrecisionAudit) -> Chart | None:
     return Chart(formats, damage, series, layers=tuple(labels))
 
 
-def _values(
-    rows: Sequence[PerturbationEffect], name: str, value: Value, symbol: Symbol, colour: str
+def _point_series(
+    rows: Sequence[PerturbationEffect], name: str, value: NumberOf, symbol: Symbol, colour: str
 ) -> Series:
     """One point per row; zero has no place on a logarithmic axis."""
     return Series(
@@ -310,12 +310,12 @@ def _values(
     )
 
 
-def _estimates(
-    rows: Sequence[PerturbationEffect], name: str, estimate: Uncertain, symbol: Symbol, colour: str
+def _estimate_series(
+    rows: Sequence[PerturbationEffect], name: str, estimate: EstimateOf, symbol: Symbol, colour: str
 ) -> Series:
     """The same with bars of two standard errors."""
     spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
-    series = _values(rows, name, lambda row: estimate(row).value, symbol, colour)
+    series = _point_series(rows, name, lambda row: estimate(row).value, symbol, colour)
     return replace(series, errors=(spread, spread))
 
 
@@ -340,11 +340,11 @@ def _loss(row: PerturbationEffect) -> str:
     return change if error is None else f"{change} ± {significant(error, 1)}"
 
 
-def _share(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:
+def _share(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
     return lambda row: percent(estimate(row).value)
 
 
-def _nats(estimate: Uncertain) -> Callable[[PerturbationEffect], str]:
+def _nats(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
     return lambda row: significant(estimate(row).value, 2)
 
 

@@ -240,19 +240,19 @@ def above_zero(values: Iterable[float | None]) -> list[float | None]:
 def plotly(chart: Chart) -> dict[str, Any]:
     """Return a chart as a Plotly figure, in JSON values."""
     many = len(chart.layers) > MOST_NAMED
-    data = [] if chart.heat is None else [_heat(chart.heat)]
-    data += [_series(series, many) for series in chart.series]
-    layout: dict[str, Any] = {"xaxis": _axis(chart.x), "yaxis": _axis(chart.y)}
+    data = [] if chart.heat is None else [_plotly_heat(chart.heat)]
+    data += [_plotly_series(series, many) for series in chart.series]
+    layout: dict[str, Any] = {"xaxis": _plotly_axis(chart.x), "yaxis": _plotly_axis(chart.y)}
     if chart.stacked:
         layout["barmode"] = "stack"
     if chart.margin_below:
         layout["margin"] = {"t": 12, "r": 16, "b": chart.margin_below, "l": 70}
-    layout["shapes"] = [shape for guide in chart.guides for shape in _shapes(guide)]
-    layout["annotations"] = [_name(guide, chart) for guide in chart.guides if guide.name]
+    layout["shapes"] = [shape for guide in chart.guides for shape in _guide_shapes(guide)]
+    layout["annotations"] = [_guide_name(guide, chart) for guide in chart.guides if guide.name]
     return figure([*data, *depth_bar(chart.layers)], chart.height, **layout)
 
 
-def _axis(spec: Axis) -> dict[str, Any]:
+def _plotly_axis(spec: Axis) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if spec.limits is not None:
         ends = map(math.log10, spec.limits) if spec.scale == "log" else spec.limits
@@ -275,7 +275,7 @@ def _axis(spec: Axis) -> dict[str, Any]:
     return axis(spec.title, "-" if spec.scale == "linear" else spec.scale, **options)
 
 
-def _series(series: Series, many: bool) -> dict[str, Any]:
+def _plotly_series(series: Series, many: bool) -> dict[str, Any]:
     trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
     trace |= {"hovertemplate": series.hover} if series.hover else {"hoverinfo": "skip"}
     trace["showlegend"] = series.in_legend and not (many and series.colour.startswith("@ramp"))
@@ -289,7 +289,7 @@ def _series(series: Series, many: bool) -> dict[str, Any]:
         dash = {"dash": series.dash} if series.dash else {}
         trace["line"] = {"color": series.colour, "width": series.width, **dash}
     if series.kind != "line":
-        trace["marker"] = _marker(series)
+        trace["marker"] = _plotly_marker(series)
     if series.opacity < 1 and series.kind == "line":
         trace["opacity"] = series.opacity
     if series.errors is not None:
@@ -299,7 +299,7 @@ def _series(series: Series, many: bool) -> dict[str, Any]:
     return trace
 
 
-def _marker(series: Series) -> dict[str, Any]:
+def _plotly_marker(series: Series) -> dict[str, Any]:
     symbol = SYMBOLS.get(series.symbol, series.symbol)
     marker: dict[str, Any] = {"symbol": symbol, "size": series.size, "color": series.colour}
     if series.symbol in SYMBOLS:
@@ -307,7 +307,7 @@ def _marker(series: Series) -> dict[str, Any]:
     return marker | ({"opacity": series.opacity} if series.opacity < 1 else {})
 
 
-def _heat(heat: Heat) -> dict[str, Any]:
+def _plotly_heat(heat: Heat) -> dict[str, Any]:
     limits = {} if heat.limits is None else {"zmin": heat.limits[0], "zmax": heat.limits[1]}
     texts: dict[str, Any] = {}
     if heat.texts:
@@ -333,7 +333,7 @@ def _heat(heat: Heat) -> dict[str, Any]:
     }
 
 
-def _shapes(guide: Guide) -> list[dict[str, Any]]:
+def _guide_shapes(guide: Guide) -> list[dict[str, Any]]:
     """The band and the line of a guide."""
     if guide.axis == "y":
         line = {"color": guide.colour, "width": 1.5, "dash": guide.dash}
@@ -349,7 +349,7 @@ def _shapes(guide: Guide) -> list[dict[str, Any]]:
     return shapes
 
 
-def _name(guide: Guide, chart: Chart) -> dict[str, Any]:
+def _guide_name(guide: Guide, chart: Chart) -> dict[str, Any]:
     scale = chart.x.scale if guide.axis == "x" else chart.y.scale
     at = math.log10(guide.at) if scale == "log" else guide.at
     note = {"text": guide.name, "showarrow": False, "font": {"size": 11, "color": guide.colour}}

@@ -29,11 +29,11 @@ def _report(result: RouteCheck) -> Report:
         verdict=result.verdict,
         table=lambda: _findings(result) if result.findings else _files(result),
         body=lambda: {"sections": [findings, files]},
-        below=partial(_below, result),
+        below=partial(_terminal_parts, result),
     )
 
 
-def _below(result: RouteCheck, width: int) -> list[RenderableType]:
+def _terminal_parts(result: RouteCheck, width: int) -> list[RenderableType]:
     """The files, then the findings one by one."""
     rows = [(Path(name).name, *others) for name, *others in _files(result).rows]
     lines = [_finding_line(finding, len(result.files) > 1) for finding in result.findings]
@@ -77,13 +77,13 @@ def _findings(result: RouteCheck) -> Grid:
     return Grid(HEAD, tuple(rows))
 
 
-def _row(file: CheckedFile) -> tuple[str, ...]:
+def _file_row(file: CheckedFile) -> tuple[str, ...]:
     numbers = (file.rows, file.documents, file.layers, file.routed, file.k, file.n_experts)
     return (file.name, file.producer, *(f"{number:,}" for number in numbers), file.dtype)
 
 
 def _files(result: RouteCheck) -> Grid:
-    return Grid(FILE_HEADINGS, tuple(map(_row, result.files)))
+    return Grid(FILE_HEADINGS, tuple(map(_file_row, result.files)))
 
 
 def _reader_notes(result: RouteCheck) -> list[str]:

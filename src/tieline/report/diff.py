@@ -100,10 +100,10 @@ def _report(result: RoutingDiff) -> Report:
         facts=_subtitle(result),
         verdict=result.verdict,
         table=lambda: grid(shown, _rows(result)),
-        body=partial(_body, result),
+        body=partial(_page_body, result),
         below=lambda width: (
             rich_table(COLUMNS, _rows(result), width),
-            findings_view(result.findings, _names(result)),
+            findings_view(result.findings, _layer_names(result)),
         ),
         figures={
             "layers": lambda: chart_figure(_rates_chart(result)),
@@ -113,15 +113,15 @@ def _report(result: RoutingDiff) -> Report:
     )
 
 
-def _body(result: RoutingDiff) -> dict[str, Any]:
+def _page_body(result: RoutingDiff) -> dict[str, Any]:
     return {
         "template": "diff.html",
         "style": "",
         "panels": diff_panels(result),
-        "findings": finding_rows(result.findings, _names(result)),
+        "findings": finding_rows(result.findings, _layer_names(result)),
         "shown": MOST_FINDINGS,
         "table": grid(COLUMNS, _rows(result)),
-        "alignment": _alignment(result.alignment),
+        "alignment": _alignment_rows(result.alignment),
         "provenance": origin_rows(result.provenance, result.timings),
         "metrics": metric_rows(result.metrics),
     }
@@ -150,12 +150,12 @@ def diff_panels(result: RoutingDiff) -> list[Panel]:
     return [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
 
 
-def _names(result: RoutingDiff) -> list[str]:
+def _layer_names(result: RoutingDiff) -> list[str]:
     return [layer.name for layer in result.layers]
 
 
 def _labels(result: RoutingDiff) -> list[str]:
-    return short_names(_names(result))
+    return short_names(_layer_names(result))
 
 
 def _rows(result: RoutingDiff) -> list[DiffRow]:
@@ -171,10 +171,10 @@ def _rows(result: RoutingDiff) -> list[DiffRow]:
 
 
 def _title(result: RoutingDiff) -> str:
-    return " against ".join(_side(result.provenance.get(side)) for side in ("a", "b"))
+    return " against ".join(_side_name(result.provenance.get(side)) for side in ("a", "b"))
 
 
-def _side(provenance: object) -> str:
+def _side_name(provenance: object) -> str:
     name, engine = (
         provenance_text(provenance, "model", "file") or "unnamed run",
         provenance_text(provenance, "engine"),
@@ -194,7 +194,7 @@ def _subtitle(result: RoutingDiff) -> str:
     return " · ".join([tokens, f"{len(layers)} routed layers", " or ".join(routing)])
 
 
-def _alignment(alignment: Alignment) -> list[tuple[str, str]]:
+def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
     """How B was aligned with A; what is empty on both sides is left out."""
     shift = alignment.layer_shift
     rows = {
@@ -207,7 +207,7 @@ def _alignment(alignment: Alignment) -> list[tuple[str, str]]:
         "layers in B only": ", ".join(alignment.only_b),
         "dense layers of A": ", ".join(alignment.dense_a),
         "dense layers of B": ", ".join(alignment.dense_b),
-        "experts numbered otherwise": "; ".join(map(_renumbered, alignment.permuted)),
+        "experts numbered otherwise": "; ".join(map(_renumbering, alignment.permuted)),
     }
     return [(name, text) for name, text in rows.items() if text]
 
@@ -216,7 +216,7 @@ def _both(a: int, b: int) -> str:
     return f"{a:,}, {b:,}" if a or b else ""
 
 
-def _renumbered(pair: LayerPair) -> str:
+def _renumbering(pair: LayerPair) -> str:
     both = zip(pair.moved_experts, pair.moved_to, strict=True)
     return f"{pair.name_a}: " + ", ".join(f"{i} → {j}" for i, j in both)
 

@@ -66,24 +66,24 @@ def _report(result: Inspection) -> Report:
         facts=_subtitle(result),
         verdict=result.verdict,
         table=lambda: grid(shown, layer_rows(result)),
-        body=partial(_body, result),
-        below=partial(_below, result),
+        body=partial(_page_body, result),
+        below=partial(_terminal_parts, result),
         figures=inspection_figures(result),
     )
 
 
-def _body(result: Inspection) -> dict[str, Any]:
+def _page_body(result: Inspection) -> dict[str, Any]:
     return {
         "template": "inspection.html",
         "style": "",
         "panels": [*inspection_panels(result), *_missing_text(result)],
         "data": {"text": _text_data(result.sample)},
         "numbers": _key_numbers(result),
-        "findings": finding_rows(result.findings, _names(result)),
+        "findings": finding_rows(result.findings, _layer_names(result)),
         "shown": MOST_FINDINGS,
         "text": _text_rows(result),
         "calibration": calibration_grid(result),
-        "calibration_words": calibration_sentence(result, _short(result)),
+        "calibration_words": calibration_sentence(result, _labels_by_name(result)),
         "text_title": TEXT.title,
         "table": grid(_page_columns(result), layer_rows(result)),
         "provenance": origin_rows(result.provenance, result.timings),
@@ -91,11 +91,11 @@ def _body(result: Inspection) -> dict[str, Any]:
     }
 
 
-def _below(result: Inspection, width: int) -> list[RenderableType]:
+def _terminal_parts(result: Inspection, width: int) -> list[RenderableType]:
     """One row per layer, findings, and how many tokens calibration needs."""
     table = rich_table(COLUMNS, layer_rows(result), width)
-    sentence = calibration_sentence(result, _short(result))
-    findings = findings_view(result.findings, _names(result))
+    sentence = calibration_sentence(result, _labels_by_name(result))
+    findings = findings_view(result.findings, _layer_names(result))
     return [table, findings, *([Text(sentence)] if sentence else [])]
 
 
@@ -122,7 +122,7 @@ def _subtitle(result: Inspection) -> str:
 
 def calibration_grid(result: Inspection) -> Grid:
     """Layer, expert with the fewest tokens, and tokens needed with their interval."""
-    short = _short(result)
+    short = _labels_by_name(result)
     rows = tuple(
         (
             short.get(need.name, need.name),
@@ -137,12 +137,12 @@ def calibration_grid(result: Inspection) -> Grid:
     return Grid(("layer", "rarest expert", "its tokens", "needed", "at least", "at most"), rows)
 
 
-def _names(result: Inspection) -> list[str]:
+def _layer_names(result: Inspection) -> list[str]:
     return [layer.name for layer in result.measures.layers]
 
 
-def _short(result: Inspection) -> dict[str, str]:
-    return dict(zip(_names(result), short_names(_names(result)), strict=True))
+def _labels_by_name(result: Inspection) -> dict[str, str]:
+    return dict(zip(_layer_names(result), short_names(_layer_names(result)), strict=True))
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:
@@ -177,12 +177,12 @@ def _text_rows(result: Inspection) -> dict[str, Any] | None:
     return {
         "document": sample.document,
         "layers": short_names(sample.layers),
-        "tokens": [_token(piece) for piece in _shown(sample)],
+        "tokens": [_coloured_token(piece) for piece in _shown_pieces(sample)],
         "limits": LIMITS,
     }
 
 
-def _token(piece: TextPiece) -> tuple[int, str, str]:
+def _coloured_token(piece: TextPiece) -> tuple[int, str, str]:
     """Strength of the ground, hint and text of a token."""
     gap = finite(piece.gap)
     level = sum(gap >= limit for limit in LIMITS) if gap is not None else len(LIMITS)
@@ -194,20 +194,20 @@ def _text_data(sample: TextSample | None) -> dict[str, Any]:
     """What the script of the page needs to colour the text by another layer."""
     if sample is None:
         return {"limits": LIMITS, "layers": [], "gaps": []}
-    gaps = [[_rounded(gap) for gap in piece.gaps] for piece in _shown(sample)]
+    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _shown_pieces(sample)]
     return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
 
 
-def _shown(sample: TextSample) -> tuple[TextPiece, ...]:
+def _shown_pieces(sample: TextSample) -> tuple[TextPiece, ...]:
     return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
 
 
-def _rounded(gap: float | None) -> float | None:
+def _rounded_gap(gap: float | None) -> float | None:
     return None if finite(gap) is None else float(f"{gap:.2g}")
 
 
 def _gap_quantile(probability: float) -> Callable[[LayerRow], str]:
-    return lambda row: significant(_at(row.gaps.quantiles if row.gaps else None, probability))
+    return lambda row: significant(_quantile(row.gaps.quantiles if row.gaps else None, probability))
 
 
 def _flips(precision: str) -> Callable[[LayerRow], str]:
@@ -219,7 +219,7 @@ def _flips(precision: str) -> Callable[[LayerRow], str]:
 
 def _distance(row: LayerRow) -> str:
     distance = row.measures.distance.value
-    return significant(_at(distance.quantiles if distance else None, 0.5))
+    return significant(_quantile(distance.quantiles if distance else None, 0.5))
 
 
 def _product(row: LayerRow) -> str:
@@ -233,10 +233,10 @@ def _half(row: LayerRow) -> str:
 
 
 def _jump(row: LayerRow) -> str:
-    return percent(_at(row.jumps.near_quantiles if row.jumps else None, 0.5))
+    return percent(_quantile(row.jumps.near_quantiles if row.jumps else None, 0.5))
 
 
-def _at(quantiles: Quantiles | None, probability: float) -> float | None:
+def _quantile(quantiles: Quantiles | None, probability: float) -> float | None:
     """Quantile of that level, None if it was not taken."""
     if quantiles is None:
         return None

@@ -45,14 +45,14 @@ def _report(result: Repair) -> Report:
         title=result.model,
         facts=result.smoothing.how,
         verdict=verdict(result),
-        table=partial(_repairs, result),
+        table=partial(_repair_table, result),
         body=lambda: {
             "template": "smooth.html",
             "style": "",
             "panels": [KL.drawn(chart())],
-            "repairs": _repairs(result),
+            "repairs": _repair_table(result),
             "sentences": facts(result),
-            "layers": _layers(result),
+            "layers": _layer_table(result),
             "provenance": flat(result.provenance),
         },
         figures={"repair": lambda: chart_figure(chart())},
@@ -61,16 +61,16 @@ def _report(result: Repair) -> Report:
 
 def _terminal(result: Repair, width: int) -> RenderableType:
     """One row per layer, one row per precision, and the facts, which tell the verdict."""
-    below = Padding(grid_table(_repairs(result)), (0, 0, 1, 0))
+    below = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
     sentences = map(Text, facts(result))
-    table = grid_table(_layers(result))
+    table = grid_table(_layer_table(result))
     return view(result.model, result.smoothing.how, "", table, below, *sentences)
 
 
 page, figures, terminal, summary, notebook = views(_report)._replace(terminal=_terminal)
 
 
-def _layers(result: Repair) -> Grid:
+def _layer_table(result: Repair) -> Grid:
     layers, experts = result.smoothing.layers, result.repair.experts_by_layer
     labels = short_names([layer.name for layer in layers])
     rows = (
@@ -87,7 +87,7 @@ def _layers(result: Repair) -> Grid:
     return Grid(LAYERS, tuple(rows))
 
 
-def _repairs(result: Repair) -> Grid:
+def _repair_table(result: Repair) -> Grid:
     rows = (
         (
             row.name,
@@ -102,7 +102,7 @@ def _repairs(result: Repair) -> Grid:
     return Grid(REPAIRS, tuple(rows))
 
 
-def _sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, Estimate]]:
+def _kl_of_sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, Estimate]]:
     """KL and floor before, then after."""
     return (row.before, row.before_floor), (row.after, row.after_floor)
 
@@ -110,7 +110,7 @@ def _sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, E
 def _kl_chart(rows: Sequence[RepairRow]) -> Chart:
     names, series = [row.name for row in rows], []
     for side, name, colour, symbol in SIDES:
-        both = [_sides(row)[side] for row in rows]
+        both = [_kl_of_sides(row)[side] for row in rows]
         spread = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
         hover = "%{x}: %{y:.3~g} %{fullData.name}<extra></extra>"
         dots = Series(names, above_zero(kl.value for kl, _ in both), f"KL {name}", colour)

@@ -77,24 +77,24 @@ TIES = {
 
 def _report(result: Advice) -> Report:
     """Numbers by split, figure, and where each number holds."""
-    table = _grid(result)
+    table = _split_table(result)
     figures = {"design": partial(_figure, result)}
     return Report(
         kind="design",
         title=f"Design of {result.source}",
         facts=_facts(result),
         table=lambda: table,
-        body=lambda: {"sections": _sections(result, table, figures["design"])},
+        body=lambda: {"sections": _page_sections(result, table, figures["design"])},
         figures=figures,
     )
 
 
-def _sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
+def _page_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
     meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
     measured = Section("Measured on the model's own hidden states", measured_grid(result))
     caption = "Decimal logarithms of bounds, expectation and tie densities by split"
     return [
-        Section("Granularities side by side", table, notes=_notes(result)),
+        Section("Granularities side by side", table, notes=_star_notes(result)),
         *([replace(measured, notes=MEASURED)] if result.measured else []),
         Section("Bounds, expectation and ties", draw=draw, caption=caption),
         Section(
@@ -107,14 +107,14 @@ def _sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list
 
 def _terminal(result: Advice, width: int) -> RenderableType:
     """Numbers by split, notes on single entries, and where each number holds."""
-    table = grid_table(_grid(result), left=1)
+    table = grid_table(_split_table(result), left=1)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
     meanings = Table.grid(padding=(0, 2))
     meanings.add_column(no_wrap=True)
     for quantity in result.quantities.values():
         sentence = Text.assemble(quantity.meaning, "\n", (f"holds: {quantity.valid}", "dim"))
         meanings.add_row(Text(quantity.heading), sentence)
-    notes = Text("\n".join(_notes(result)) + "\n")
+    notes = Text("\n".join(_star_notes(result)) + "\n")
     measured: list[RenderableType] = []
     if result.measured:
         measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
@@ -184,7 +184,7 @@ def _facts(result: Advice) -> str:
     return " · ".join(facts if first.split == 1 else [*facts, f"at split {first.split}"])
 
 
-def _grid(result: Advice) -> Grid:
+def _split_table(result: Advice) -> Grid:
     """One row per quantity, one column per split; entries with a note have a star."""
     shapes = [row.shape for row in result.rows]
     rows = [
@@ -200,7 +200,7 @@ def _grid(result: Advice) -> Grid:
     return Grid(head, tuple(rows), quantities="rows")
 
 
-def _notes(result: Advice) -> list[str]:
+def _star_notes(result: Advice) -> list[str]:
     """The notes behind the stars, each once with its quantities and splits, then the general."""
     about: dict[str, dict[str, list[int]]] = {}
     for row in result.rows:

@@ -46,14 +46,16 @@ FEW = 8
 
 def _report(result: Ledger) -> Report:
     """A table of all claims, then each claim with its checks and chart."""
-    rows = tuple((o.claim.id, o.claim.title, *_values(o), verdict_text(o)) for o in result.claims)
+    rows = tuple(
+        (o.claim.id, o.claim.title, *_value_cells(o), verdict_text(o)) for o in result.claims
+    )
     return Report(
         kind="reproduction",
         title="Claims ledger",
         facts=_facts(result),
-        verdict=_counts(result),
+        verdict=_verdict_counts(result),
         table=lambda: Grid(("claim", "what", *VALUES, "verdict"), rows),
-        body=partial(_body, result),
+        body=partial(_page_body, result),
         figures={
             outcome.claim.id: partial(_figure, outcome.evidence.figure)
             for outcome in result.claims
@@ -62,7 +64,7 @@ def _report(result: Ledger) -> Report:
     )
 
 
-def _body(result: Ledger) -> dict[str, Any]:
+def _page_body(result: Ledger) -> dict[str, Any]:
     panels = {
         outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").drawn(
             _chart(outcome.evidence.figure)
@@ -74,7 +76,7 @@ def _body(result: Ledger) -> dict[str, Any]:
         "template": "ledger.html",
         "style": "ledger.css",
         "panels": list(panels.values()),
-        "papers": [(paper, _of_paper(result, paper)) for paper in result.papers],
+        "papers": [(paper, _outcomes_of(result, paper)) for paper in result.papers],
         "charts": panels,
         "parts": PARTS,
         "value_text": value_text,
@@ -89,7 +91,7 @@ def _terminal(result: Ledger, width: int) -> RenderableType:
     blocks: list[RenderableType] = []
     for paper in result.papers:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
-        table = _table(_of_paper(result, paper), wide=width >= NARROW)
+        table = _outcome_table(_outcomes_of(result, paper), wide=width >= NARROW)
         blocks += [heading, Padding(table, (0, 0, 1, 0))]
     if len(result.claims) <= FEW:
         blocks += [claim_text(outcome.claim) for outcome in result.claims]
@@ -99,7 +101,7 @@ def _terminal(result: Ledger, width: int) -> RenderableType:
         if outcome.verdict is Verdict.UNDECIDED
     ]
     blocks += [_changed_text(outcome) for outcome in result.claims if outcome.changed]
-    return Group(*blocks, Text(_counts(result)))
+    return Group(*blocks, Text(_verdict_counts(result)))
 
 
 def _notebook(result: Ledger) -> str:
@@ -109,7 +111,7 @@ def _notebook(result: Ledger) -> str:
 
 page, figures, terminal, summary, notebook = views(_report)._replace(
     terminal=_terminal,
-    summary=lambda result: f"Claims ledger ({_facts(result)})\n{_counts(result)}",
+    summary=lambda result: f"Claims ledger ({_facts(result)})\n{_verdict_counts(result)}",
     notebook=_notebook,
 )
 
@@ -174,7 +176,7 @@ def _facts(result: Ledger) -> str:
     return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
 
 
-def _counts(result: Ledger) -> str:
+def _verdict_counts(result: Ledger) -> str:
     """The number of claims with each verdict, and whether any changed."""
     counts = [f"{verdict}: {count}" for verdict, count in result.verdicts.items() if count]
     changed = len(result.changed)
@@ -183,11 +185,11 @@ def _counts(result: Ledger) -> str:
     return f"{count}. {' · '.join(counts).capitalize()}. {news}."
 
 
-def _of_paper(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
+def _outcomes_of(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
     return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
 
 
-def _values(outcome: ClaimOutcome) -> list[str]:
+def _value_cells(outcome: ClaimOutcome) -> list[str]:
     """Texts of the columns `VALUES`."""
     evidence = outcome.evidence
     return [value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)]
@@ -199,7 +201,7 @@ def _verdict_class(outcome: ClaimOutcome) -> str:
     return CLASSES[outcome.verdict]
 
 
-def _table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
+def _outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
     table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
     table.columns[0].no_wrap = True
     for outcome in outcomes:
@@ -207,7 +209,7 @@ def _table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
         style = (
             "bold red" if outcome.verdict is None or outcome.changed else STYLES[outcome.verdict]
         )
-        cells = [claim.id, claim.title, *(_values(outcome) if wide else [])]
+        cells = [claim.id, claim.title, *(_value_cells(outcome) if wide else [])]
         table.add_row(*map(Text, cells), Text(verdict_text(outcome), style=style))
     return table
 

@@ -51,20 +51,20 @@ def _report(result: RateStudy) -> Report:
         body=lambda: {
             "sections": [
                 Section("Losses against the sample size", draw=figures["rates"], caption=caption),
-                Section("Slopes", table, notes=_notes(result)),
+                Section("Slopes", table, notes=_fit_notes(result)),
             ]
         },
-        below=partial(_below, result),
+        below=partial(_terminal_parts, result),
         figures=figures,
     )
 
 
-def _below(result: RateStudy, width: int) -> list[RenderableType]:
+def _terminal_parts(result: RateStudy, width: int) -> list[RenderableType]:
     """Slopes with some sample sizes, and notes on the fits."""
     last = len(result.sizes) - 1
     indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
     table = _slopes(result, [result.sizes[index] for index in indices])
-    return [grid_table(table, left=2), Text("\n".join(_notes(result)))]
+    return [grid_table(table, left=2), Text("\n".join(_fit_notes(result)))]
 
 
 page, figures, terminal, summary, notebook = views(_report)
@@ -105,11 +105,11 @@ def _verdict(result: RateStudy) -> str:
 def _slopes(result: RateStudy, sizes: Sequence[int]) -> Grid:
     """One row per loss and start, with the mean losses at these sample sizes."""
     head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
-    rows = tuple(_row(series, sizes) for series in result.series)
+    rows = tuple(_series_row(series, sizes) for series in result.series)
     return Grid(head, rows, quantities="rows")  # the losses are of different sizes
 
 
-def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
+def _series_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
     means = dict(zip(series.sizes, series.mean, strict=True))
     cells = one_form([significant(means[n], 2) if n in means else DASH for n in sizes])
     rate = series.rate
@@ -118,7 +118,7 @@ def _row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
     return NAMES[series.loss], series.start, slope, interval, *cells
 
 
-def _notes(result: RateStudy) -> list[str]:
+def _fit_notes(result: RateStudy) -> list[str]:
     ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
     notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
     notes += _advice(result)

@@ -56,7 +56,7 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
         low, high = cut.window[0], cut.window[2]
         axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
         axes.set(xlabel="length in input space", ylabel="length in input space")
-        axes.set_title(_counts(cut), fontsize=7, wrap=True)
+        axes.set_title(_counts_text(cut), fontsize=7, wrap=True)
 
     return canvas(draw, width=4.2, height=4.6)
 
@@ -70,7 +70,7 @@ def _report(result: RouterSlice) -> Report:
         facts=f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts",
         verdict=sentences[1],
         table=partial(_largest_cells, result.cut),
-        body=lambda: _body(result.cut, sentences),
+        body=lambda: _page_body(result.cut, sentences),
         below=lambda width: [_points_table(result), *map(Text, sentences[2:])],
         figures={"slice": partial(_named_figure, result)},
     )
@@ -101,10 +101,10 @@ page, figures, terminal, summary, notebook = views(_report)._replace(
 
 def _named_figure(drawn: RouterSlice) -> "Figure":
     """The slice with its three tokens named."""
-    return slice_figure(drawn.cut, [_quoted(point.text) for point in drawn.points])
+    return slice_figure(drawn.cut, [_quoted_token(point.text) for point in drawn.points])
 
 
-def _quoted(text: str) -> str:
+def _quoted_token(text: str) -> str:
     """The text of a token for a picture, whose font has Latin letters and reads $ as a formula."""
     shown = "".join(sign if sign.isprintable() and ord(sign) < 0x250 else "·" for sign in text)
     return f"“{shown or '·'}”".replace("$", "\\$")
@@ -135,11 +135,11 @@ def slice_words(drawn: RouterSlice) -> list[str]:
 
 def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
     """Return one HTML page without script, of a slice of any router."""
-    facts = f"{cut.k} of {cut.n_experts} experts · {_counts(cut)}"
-    return render(**_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
+    facts = f"{cut.k} of {cut.n_experts} experts · {_counts_text(cut)}"
+    return render(**_page_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
 
 
-def _body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
+def _page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
     return {
         "template": "slice.html",
         "style": "sections.css",
@@ -181,16 +181,16 @@ def cell_colours(cut: Slice) -> list[str]:
         free = [hue for hue in range(HUES) if hue not in near]
         start = index % HUES
         taken.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
-    return [_hex(hue) for hue in taken]
+    return [_hue_colour(hue) for hue in taken]
 
 
-def _hex(hue: int) -> str:
+def _hue_colour(hue: int) -> str:
     light = 0.72 + 0.1 * (hue % 3 - 1)
     channels = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _counts(cut: Slice) -> str:
+def _counts_text(cut: Slice) -> str:
     sentence = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
     if cut.epsilon > 0:
         sentence += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"

@@ -64,12 +64,12 @@ def _report(result: Softening) -> Report:
             "deciding": deciding_table(result),
             "provenance": flat(result.provenance),
         },
-        below=partial(_below, result),
+        below=partial(_terminal_parts, result),
         figures={"soften": lambda: chart_figure(_chart(result))},
     )
 
 
-def _below(result: Softening, width: int) -> list[RenderableType]:
+def _terminal_parts(result: Softening, width: int) -> list[RenderableType]:
     """Width and slopes of each layer, and what they come to."""
     rows = soften_table(result)
     head, *cells = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
@@ -140,15 +140,15 @@ def _curve(
 def soften_table(softening: Softening) -> Grid:
     """One row per layer, and one for all together."""
     labels = short_names([layer.name for layer in softening.layers])
-    rows = [_row(label, layer) for label, layer in zip(labels, softening.layers, strict=True)]
+    rows = [_layer_row(label, layer) for label, layer in zip(labels, softening.layers, strict=True)]
     first = softening.together[0]
     ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
-    ends = (*ends, with_error(softening.predicted, 2), _ratio(first))
+    ends = (*ends, with_error(softening.predicted, 2), _ratio_text(first))
     rows.append((*ends, *[""] * (len(HEAD) - len(ends))))
     return Grid(HEAD, tuple(rows))
 
 
-def _row(label: str, layer: SoftLayer) -> tuple[str, ...]:
+def _layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
     first, tail = layer.levels[0], layer.tail
     return (
         label,
@@ -157,7 +157,7 @@ def _row(label: str, layer: SoftLayer) -> tuple[str, ...]:
         with_error(first.change, 2),
         with_error(first.slope, 2),
         with_error(layer.predicted, 2) if layer.status == "ok" else DASH,
-        _ratio(first),
+        _ratio_text(first),
         significant(layer.by_gradient, 2),
         significant(layer.density.value),
         significant(tail.constant.value),
@@ -167,7 +167,7 @@ def _row(label: str, layer: SoftLayer) -> tuple[str, ...]:
     )
 
 
-def _ratio(level: SoftLevel) -> str:
+def _ratio_text(level: SoftLevel) -> str:
     return DASH if level.ratio is None else with_error(level.ratio, 2)
 
 

@@ -48,11 +48,11 @@ def verdict(result: PrecisionAudit) -> str:
     )
 
 
-def _formats(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
+def _format_names(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
     return [str(result.effect(name).level) for name in names]
 
 
-def _either(names: Sequence[str]) -> str:
+def _joined_by_or(names: Sequence[str]) -> str:
     return " or ".join(", ".join(names).rsplit(", ", 1))
 
 
@@ -63,11 +63,11 @@ def _tolerated(result: PrecisionAudit) -> str:
             f"No format is shown to cost the routers less than {judgement.limit:g} nats per token."
         )
     smallest = result.effect(judgement.smallest)
-    names = ", ".join(_formats(result, judgement.tolerated))
+    names = ", ".join(_format_names(result, judgement.tolerated))
     return (
         f"The routers tolerate {names} (under {judgement.limit:g} nats per token): of these "
         f"{smallest.level} is the smallest, with {_flips(smallest)} of tokens changing experts per "
-        f"layer and a KL of {_nats(smallest.kl, result.sequences)}."
+        f"layer and a KL of {_nats_text(smallest.kl, result.sequences)}."
     )
 
 
@@ -75,10 +75,10 @@ def _refused(result: PrecisionAudit) -> str:
     if result.judgement.worst is None:
         return ""
     worst = result.effect(result.judgement.worst)
-    names = ", ".join(_formats(result, result.judgement.refused))
+    names = ", ".join(_format_names(result, result.judgement.refused))
     return (
         f"They do not tolerate {names}: under {worst.level}, {_flips(worst)} of tokens change "
-        f"experts per layer, for a KL of {_nats(worst.kl, result.sequences)} and "
+        f"experts per layer, for a KL of {_nats_text(worst.kl, result.sequences)} and "
         f"{worst.loss.value or 0.0:+.2g} nats of loss."
     )
 
@@ -87,8 +87,8 @@ def _unclear(result: PrecisionAudit) -> str:
     rows = [result.effect(name) for name in result.judgement.unclear]
     if not rows:
         return ""
-    costs = ", ".join(f"{x.level} costs a KL of {_nats(x.kl, result.sequences)}" for x in rows)
-    return f"Too few tokens to tell about {_either([str(x.level) for x in rows])}: {costs}."
+    costs = ", ".join(f"{x.level} costs a KL of {_nats_text(x.kl, result.sequences)}" for x in rows)
+    return f"Too few tokens to tell about {_joined_by_or([str(x.level) for x in rows])}: {costs}."
 
 
 def _whole_model(result: PrecisionAudit) -> str:
@@ -110,11 +110,11 @@ def _advice(result: PrecisionAudit) -> str:
     judgement = result.judgement
     if judgement.kind == "all":
         return "What to do: store the routers in any of these formats."
-    unclear = _either(_formats(result, judgement.unclear))
+    unclear = _joined_by_or(_format_names(result, judgement.unclear))
     more = f" Run more tokens to tell about {unclear}." if unclear else ""
     if judgement.kind == "none":
         return f"What to do: keep the routers in float32.{more}"
-    formats = _either(_formats(result, judgement.tolerated))
+    formats = _joined_by_or(_format_names(result, judgement.tolerated))
     return f"What to do: store the routers in {formats}, or keep them in float32.{more}"
 
 
@@ -122,7 +122,7 @@ def _flips(row: PerturbationEffect) -> str:
     return percent(row.full.value or 0.0, trim=True)
 
 
-def _nats(kl: Estimate, sequences: int) -> str:
+def _nats_text(kl: Estimate, sequences: int) -> str:
     """A KL with its interval."""
     low, high = mean_limits(kl, sequences, positive=True)
     value = f"{decimal(kl.value or 0.0)} nats"
@@ -183,22 +183,22 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
     pairs = [pair for pair in remedies_of(table, name) if pair[0].kind != "nothing"]
     if not pairs:
         return ""
-    near, left = min(pairs, key=lambda pair: _value(pair[1].to_original))
-    sentence = f"Under {name}, nearest to the original: {near.name} ({_kl(left.to_original)})"
+    near, left = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
+    sentence = f"Under {name}, nearest to the original: {near.name} ({_kl_text(left.to_original)})"
     independent = [pair for pair in pairs if pair[0].kind != "replay"]
     if not independent:
         return f"{sentence}."
-    agreeing, between = min(independent, key=lambda pair: _value(pair[1].two_runs))
-    moved = f"moved by {_kl(agreeing.moved)}" if agreeing.moved.value else "not moved"
+    agreeing, between = min(independent, key=lambda pair: _kl_or_infinity(pair[1].two_runs))
+    moved = f"moved by {_kl_text(agreeing.moved)}" if agreeing.moved.value else "not moved"
     return (
         f"{sentence}; two independent runs agree best with {agreeing.name} "
-        f"({_kl(between.two_runs)}, the model {moved})."
+        f"({_kl_text(between.two_runs)}, the model {moved})."
     )
 
 
-def _value(kl: Estimate) -> float:
+def _kl_or_infinity(kl: Estimate) -> float:
     return math.inf if kl.value is None else kl.value
 
 
-def _kl(kl: Estimate) -> str:
+def _kl_text(kl: Estimate) -> str:
     return "KL 0" if kl.value == 0 else f"KL {significant(kl.value, 2)}"

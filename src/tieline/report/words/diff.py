@@ -50,7 +50,7 @@ def _explained(causes: Causes) -> str:
     which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
     has_format = causes.expected is not None
     size = f", as large as {causes.expected} rounding explains" if has_format else ""
-    doubt = "" if has_format else f" {_capital(causes.size.text)}."
+    doubt = "" if has_format else f" {_capitalised(causes.size.text)}."
     return (
         f"{which} first flips are near-ties{size}{later_flips(answer)}. No sign of a bug."
         f"{doubt} {REPLAY}"
@@ -94,7 +94,7 @@ def _sentence(fact: Observation, result: RoutingDiff) -> str:
     return SENTENCES[fact.case](fact, result)
 
 
-def _cause(name: str) -> Callable[[Observation, RoutingDiff], str]:
+def _answer_text(name: str) -> Callable[[Observation, RoutingDiff], str]:
     """The text of an answer of the causes."""
     return lambda fact, result: getattr(result.causes, name).text
 
@@ -174,8 +174,8 @@ def dequantised_sentence(split: DequantisedSplit) -> str:
 
 SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
     "alignment": lambda fact, result: NOTES[fact.source](result.alignment),
-    "choice": _cause("choice"),
-    "noise": _cause("size"),
+    "choice": _answer_text("choice"),
+    "noise": _answer_text("size"),
     "unexplained": _unexplained,
     "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
     "unrelated": _unrelated,
@@ -230,12 +230,12 @@ def _different_k(alignment: Alignment) -> str:
 
 
 def _layers(alignment: Alignment) -> str:
-    only = _names("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
+    only = _layers_of_sides("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
     dense = "{} layers of {side} route nothing: dense ({})"
-    return "; ".join([*only, *_names(dense, alignment.dense_a, alignment.dense_b)])
+    return "; ".join([*only, *_layers_of_sides(dense, alignment.dense_a, alignment.dense_b)])
 
 
-def _names(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
+def _layers_of_sides(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
     """Fill the template for each side that has names, with their number and the first three."""
     return [
         template.format(
@@ -246,7 +246,7 @@ def _names(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> lis
     ]
 
 
-def _counts(template: str, count_a: int, count_b: int) -> str:
+def _tokens_of_sides(template: str, count_a: int, count_b: int) -> str:
     counts = (("A", count_a), ("B", count_b))
     return "; ".join(template.format(count, side) for side, count in counts if count)
 
@@ -257,15 +257,17 @@ NOTES: dict[str, Callable[[Alignment], str]] = {
     "experts": _experts,
     "k": _different_k,
     "layers": _layers,
-    "tokens": lambda x: _counts("{} tokens are in {} only", x.tokens_only_a, x.tokens_only_b),
-    "unrouted": lambda x: _counts(
+    "tokens": lambda x: _tokens_of_sides(
+        "{} tokens are in {} only", x.tokens_only_a, x.tokens_only_b
+    ),
+    "unrouted": lambda x: _tokens_of_sides(
         "{} tokens of {} were not routed (-1) and are left out", x.unrouted_a, x.unrouted_b
     ),
 }
 """The sentence of each difference between two runs."""
 
 
-def _capital(text: str) -> str:
+def _capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
@@ -294,7 +296,7 @@ def choice(answer: ChoiceAnswer) -> str:
 def flips(answer: FlipAnswer) -> str:
     """Write whether first flips are near-ties."""
     if answer.answer == "cannot tell":
-        return answer.obstacle + _near(answer)
+        return answer.obstacle + _near_text(answer)
     if answer.first == 0:
         return "no token flips"
     if answer.unexplained == 0:
@@ -310,7 +312,7 @@ def later_flips(answer: FlipAnswer) -> str:
     return f"; {answer.later:,} more follow from earlier flips" if answer.later else ""
 
 
-def _near(answer: FlipAnswer) -> str:
+def _near_text(answer: FlipAnswer) -> str:
     """Where the first flips stand among the gaps of the side that has scores."""
     if answer.near_share is None:
         return ""
@@ -327,10 +329,10 @@ def size(answer: SizeAnswer) -> str:
         return NO_SCORES
     if answer.kind == "equal":
         return "the scores are equal up to the rounding of float32"
-    noise = f"{_noise(answer.relative)} of the spread of the scores in layer {answer.layer!r}"
+    noise = f"{_noise_text(answer.relative)} of the spread of the scores in layer {answer.layer!r}"
     if answer.largest is not None:
-        noise += f", up to {_noise(answer.largest)} later"
-    differ = f"the scores differ by {noise}, the size of {_rounding(answer.like)}"
+        noise += f", up to {_noise_text(answer.largest)} later"
+    differ = f"the scores differ by {noise}, the size of {_rounding_text(answer.like)}"
     expected = f"{answer.expected} ({answer.origin})"
     if answer.kind == "not stated":
         return f"{differ}; state the expected format to judge that"
@@ -341,16 +343,16 @@ def size(answer: SizeAnswer) -> str:
     if answer.answer == "yes":
         return f"{differ}; {expected} explains that"
     return (
-        f"the noise of layer {answer.judged!r} is {_noise(answer.noise)} of the spread of its "
-        f"scores, and {expected} explains at most {_noise(answer.allowed)}; {differ}"
+        f"the noise of layer {answer.judged!r} is {_noise_text(answer.noise)} of the spread of its "
+        f"scores, and {expected} explains at most {_noise_text(answer.allowed)}; {differ}"
     )
 
 
-def _noise(relative: float | None) -> str:
+def _noise_text(relative: float | None) -> str:
     return percent(relative or 0.0, trim=True, least=0.0)
 
 
-def _rounding(like: tuple[str, ...]) -> str:
+def _rounding_text(like: tuple[str, ...]) -> str:
     """Formats whose rounding has the size of the noise."""
     special: dict[tuple[str, ...], str] = {
         ("fp32",): "float32 rounding",

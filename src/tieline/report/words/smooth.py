@@ -13,9 +13,9 @@ def facts(result: Repair) -> list[str]:
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
         f"{signed(repair.loss_change, '.5f', '.5f')} nats per token.",
         f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
-        *map(_price, repair.rows[:1]),
-        f"Tokens whose experts change in some layer: {'; '.join(map(_flips, repair.rows))}.",
-        f"Time of a forward pass: {'; '.join(map(_time, result.latency)) or 'not measured'}.",
+        *map(_price_sentence, repair.rows[:1]),
+        f"Tokens whose experts change in some layer: {'; '.join(map(_flips_text, repair.rows))}.",
+        f"Time of a forward pass: {'; '.join(map(_time_text, result.latency)) or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
         f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
     ]
@@ -40,7 +40,7 @@ def verdict(result: Repair) -> str:
     return f"The {lowered}; for that {cost}. {advice}"
 
 
-def _price(row: RepairRow) -> str:
+def _price_sentence(row: RepairRow) -> str:
     factor = row.flip_factor
     lower = "too low to be seen" if factor is None else f"{significant(factor)} times lower"
     return (
@@ -49,13 +49,13 @@ def _price(row: RepairRow) -> str:
     )
 
 
-def _time(latency: Latency) -> str:
+def _time_text(latency: Latency) -> str:
     ran, before = latency.implementation, latency.original
     how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
     interval = f"{latency.low:.2f} to {latency.high:.2f}"
     return f"{latency.ratio:.2f} times the original ({interval}, {how})"
 
 
-def _flips(row: RepairRow) -> str:
+def _flips_text(row: RepairRow) -> str:
     before, after = percent(row.flips_before.value), percent(row.flips_after.value)
     return f"{row.name} {before} before, {after} after"
