@@ -166,7 +166,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_move(tmp_path, monkeypa
             raise OSError("no")
         return rename(self, to)
 
-    monkeypatch.setattr(files, "_exchanged", lambda half, target: False)
+    monkeypatch.setattr(files, "_exchange_folders", lambda half, target: False)
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(OSError, match="no"), whole_folder(target, replace=True) as folder:
         (folder / "new").write_bytes(b"n")

@@ -72,7 +72,7 @@ def check_target(path: Path) -> None:
         require(os.access(path, os.W_OK), f"cannot write {path}: it is read-only")
     if _is_special(path):
         return
-    target = _real(path)
+    target = _resolved(path)
     require(target.parent.is_dir(), f"cannot write {path}: there is no folder {target.parent}")
     writable = os.access(target.parent, os.W_OK | os.X_OK)
     require(writable, f"cannot write {path}: {target.parent} is not writable")
@@ -80,7 +80,7 @@ def check_target(path: Path) -> None:
 
 def check_folder(path: Path) -> None:
     """Raise if no folder can be made or replaced at `path`; parents may be missing."""
-    target = _real(path)
+    target = _resolved(path)
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     require(existing.is_dir(), f"cannot write to {path}: {existing} is not a folder")
     inside = existing if existing != target else target.parent
@@ -91,7 +91,7 @@ def check_folder(path: Path) -> None:
 
 def same_place(output: Path, given: Path) -> bool:
     """Whether writing `output` would replace the file or folder `given`, or a file in it."""
-    out, source = _real(output), _real(given)
+    out, source = _resolved(output), _resolved(given)
     with suppress(OSError):
         if os.path.samefile(out, source):
             return True
@@ -109,9 +109,9 @@ def write_whole(path: Path, data: bytes) -> None:
             with path.open("ab") as stream:
                 stream.write(data)
             return
-        target = _real(path)
+        target = _resolved(path)
         remove_rests(target)
-        with _hidden(target, partial(Path.touch, exist_ok=False)) as half:
+        with _hidden_sibling(target, partial(Path.touch, exist_ok=False)) as half:
             try:
                 _keep_mode(target, half)  # before anybody can read what it says
                 with half.open("wb") as file:
@@ -131,13 +131,13 @@ def whole_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         path: the folder to make; its parents are made, a symbolic link stays.
         replace: whether a folder that is not empty may be replaced; else `OSError` is raised.
     """
-    target = _real(path)
+    target = _resolved(path)
     new = [parent for parent in target.parents if not parent.exists()]
     try:
         with space_on(path):
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_rests(target)
-            with _hidden(target, Path.mkdir) as half:
+            with _hidden_sibling(target, Path.mkdir) as half:
                 try:
                     yield half
                     for inner in (*half.rglob("*"), half):
@@ -157,11 +157,11 @@ def remove_rests(path: Path) -> None:
 
     A folder that was moved aside comes back if nothing took its place.
     """
-    target = _real(path)
-    ours = re.compile(rf"\.{re.escape(_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial")
+    target = _resolved(path)
+    ours = re.compile(rf"\.{re.escape(_hidden_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial")
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     for rest in map(target.with_name, filter(ours.fullmatch, names)):
-        if not _is_left(rest):
+        if not _is_abandoned(rest):
             continue
         with suppress(OSError):
             if rest.name.endswith(".old.partial") and not target.exists():
@@ -208,7 +208,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _real(path: Path) -> Path:
+def _resolved(path: Path) -> Path:
     """The place itself, through all symbolic links."""
     target = Path(os.path.realpath(path))
     require(not target.is_symlink(), f"cannot write {path}: its link leads nowhere")
@@ -236,14 +236,14 @@ def _keep_mode(old: Path, new: Path) -> None:
 def _move_into_place(half: Path, target: Path, replace: bool) -> None:
     if replace and target.is_dir() and any(target.iterdir()):
         _keep_mode(target, half)
-        if not _exchanged(half, target):
-            _moved_aside(half, target)
+        if not _exchange_folders(half, target):
+            _replace_in_two_steps(half, target)
     else:
         half.rename(target)  # replaces an empty folder, refuses any other
     _sync(target.parent)
 
 
-def _exchanged(half: Path, target: Path) -> bool:
+def _exchange_folders(half: Path, target: Path) -> bool:
     """Exchange two folders in one step, where the system can: no moment without either."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
@@ -253,7 +253,7 @@ def _exchanged(half: Path, target: Path) -> bool:
     return rename(here, os.fsencode(half), here, os.fsencode(target), exchange) == 0
 
 
-def _moved_aside(half: Path, target: Path) -> None:
+def _replace_in_two_steps(half: Path, target: Path) -> None:
     """Replace a folder in two steps; one killed between them leaves the old one to come back."""
     old = half.with_suffix(".old.partial")
     target.rename(old)
@@ -265,16 +265,16 @@ def _moved_aside(half: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _stem(target: Path) -> str:
+def _hidden_stem(target: Path) -> str:
     name = os.fsencode(target.name)
     return target.name if len(name) <= LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
 
 @contextmanager
-def _hidden(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+def _hidden_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """A new hidden name beside `target`, made and locked while the block runs."""
     while True:
-        half = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.partial")
+        half = target.with_name(f".{_hidden_stem(target)}.{secrets.token_hex(8)}.partial")
         make(half)
         if fcntl is None:
             yield half
@@ -301,7 +301,7 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _is_left(rest: Path) -> bool:
+def _is_abandoned(rest: Path) -> bool:
     """Whether a hidden file or folder belongs to no process that runs."""
     with suppress(OSError):
         kind = rest.lstat().st_mode

@@ -98,11 +98,11 @@ class Result(Worded):
     def to_json(self, path: Path | str | None = None) -> str:
         """Return the result as JSON text, and write it to `path` if one is given."""
         text = json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n"
-        return _written(text, path)
+        return _written_to(text, path)
 
     def to_html(self, path: Path | str | None = None) -> str:
         """Return the result as one self-contained page, and write it to `path` if one is given."""
-        return _written(_report().page(self), path)
+        return _written_to(_report().page(self), path)
 
     def plot(self, name: str | None = None) -> Any:
         """Draw a figure of the result with matplotlib; by default the first one.
@@ -128,7 +128,7 @@ def _report() -> Any:
     return importlib.import_module("tieline.report")
 
 
-def _written(text: str, path: Path | str | None) -> str:
+def _written_to(text: str, path: Path | str | None) -> str:
     if path is not None:
         write_whole(Path(path), text.encode())
     return text
@@ -355,7 +355,11 @@ def parse_json(data: bytes, name: str, longest: int = LONGEST) -> object:
         length <= longest, f"{name}: {length} bytes of JSON, at most {longest} are read", TraceError
     )
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_object_without_repeats,
+            parse_constant=_refuse_constant,
+        )
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise TraceError(f"{name}: not valid JSON: {error}") from error
     _check_values(value, name)
@@ -388,12 +392,12 @@ def _is_json_scalar(item: object) -> bool:
     return isinstance(item, int) and -(1 << 63) <= item < 1 << 63
 
 
-def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is repeated")
     return value
 
 
-def _constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")

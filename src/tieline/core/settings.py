@@ -238,7 +238,9 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
         signature, hints = inspect.signature(function), get_type_hints(settings)
         only = inspect.Parameter.KEYWORD_ONLY
         fields = [
-            inspect.Parameter(field.name, only, default=_empty(field), annotation=hints[field.name])
+            inspect.Parameter(
+                field.name, only, default=_parameter_default(field), annotation=hints[field.name]
+            )
             for field in _fields(settings)
         ]
         given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -252,7 +254,7 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
     return decorate
 
 
-def _empty(field: dataclasses.Field[Any]) -> Any:
+def _parameter_default(field: dataclasses.Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
@@ -260,8 +262,7 @@ def at_least(least: int) -> Callable[[Any], str]:
     """Return the check of a whole number with a lower bound."""
 
     def check(value: Any) -> str:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole:
+        if not isinstance(value, int) or isinstance(value, bool):
             return "must be a whole number"
         return "" if value >= least else f"must be at least {least}"
 

@@ -181,7 +181,7 @@ def gap_density(gaps: Gaps, width: float | None = None, mass: float = 0.2) -> Es
         width: w; by default half of the `mass`-quantile, so that F(2w) is `mass`.
         mass: F(2w) of the default width; the bias grows with its square.
     """
-    w = _default_width(gaps, mass) if width is None else width
+    w = _half_quantile(gaps, mass) if width is None else width
     if w <= 0 or not math.isfinite(w):
         why = "exactly zero" if w <= 0 else "infinite"
         return Estimate(None, None, f"not answerable: the {mass:g}-quantile of the gaps is {why}")
@@ -219,7 +219,7 @@ def margin_tail(gaps: Gaps, mass: float = 0.05, confidence: float = 0.95) -> Mar
     Over the m gaps in (0, t0], t0 the `mass`-quantile; s.e. of α is α / sqrt(m). α is fixed at 1,
     the exponent of every continuous density, where its interval of `confidence` contains 1.
     """
-    n, cutoff = gaps.numel(), 2 * _default_width(gaps, mass)
+    n, cutoff = gaps.numel(), 2 * _half_quantile(gaps, mass)
     inside = gaps.double()[(gaps > 0) & (gaps <= cutoff)]
     m, ties = inside.numel(), int((gaps == 0).sum())
     logs = (cutoff / inside).log().sum().item() if math.isfinite(cutoff) else 0.0
@@ -230,10 +230,10 @@ def margin_tail(gaps: Gaps, mass: float = 0.05, confidence: float = 0.95) -> Mar
     fitted = Estimate(alpha, alpha / math.sqrt(m))
     fixed = abs(alpha - 1) <= normal_quantile(confidence) * alpha / math.sqrt(m)
     exponent = Estimate(1.0, 0.0, "ok") if fixed else fitted
-    return MarginTail(_constant(exponent, m, n, cutoff), exponent, fitted, cutoff, m, ties)
+    return MarginTail(_tail_constant(exponent, m, n, cutoff), exponent, fitted, cutoff, m, ties)
 
 
-def _constant(exponent: Estimate, m: int, n: int, cutoff: float) -> Estimate:
+def _tail_constant(exponent: Estimate, m: int, n: int, cutoff: float) -> Estimate:
     """C = (m / n) / t0^α; log C has variance (1/m - 1/n) + (log t0)² Var α."""
     assert exponent.value is not None
     assert exponent.standard_error is not None
@@ -242,7 +242,7 @@ def _constant(exponent: Estimate, m: int, n: int, cutoff: float) -> Estimate:
     return Estimate(value, value * math.sqrt(spread))
 
 
-def _default_width(gaps: Gaps, mass: float) -> float:
+def _half_quantile(gaps: Gaps, mass: float) -> float:
     """Half of the `mass`-quantile of the gaps."""
     n = gaps.numel()
     require(n > 0, "a gap density needs at least one token, got none", ShapeError)
@@ -355,7 +355,7 @@ def near_section(
 
     `epsilons` is the grid of the counts in `layer.near`, which include all experts.
     """
-    ranked, k = _scores(layer), layer.facts.k
+    ranked, k = _kept_scores(layer), layer.facts.k
     exact = layer.near is not None and len(epsilons) > 0
     grid = epsilons if exact else settings.epsilons
     counts = layer.near if exact else near_counts(ranked, k, grid)
@@ -394,7 +394,7 @@ def _epsilon_half(
     layer: LayerTrace, grid: tuple[float, ...], experts: tuple[Estimate, ...], exact: bool
 ) -> Estimate:
     """ε of k + 1/2 experts from the ranks where they suffice, else from the exact counts."""
-    ranked, k = _scores(layer), layer.facts.k
+    ranked, k = _kept_scores(layer), layer.facts.k
     estimate = epsilon_for_extra(ranked, k)
     missing = ranked.shape[1] < layer.facts.reachable
     hidden = censored_share(ranked, k, estimate.value) if missing and estimate.value else 0.0
@@ -408,7 +408,7 @@ def _epsilon_half(
     return Estimate(estimate.value, estimate.standard_error, note)
 
 
-def _scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
+def _kept_scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
     require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
     assert layer.scores is not None
     return layer.scores.double()

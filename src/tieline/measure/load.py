@@ -67,7 +67,7 @@ def expert_load(chosen: Chosen, n_experts: int, cold_below: float = 0.1) -> Expe
         n_experts: number of experts E.
         cold_below: fraction of an even load T k / E below which an expert is cold.
     """
-    ids = _checked(chosen, n_experts).flatten()
+    ids = _checked_ids(chosen, n_experts).flatten()
     return load_from_counts(torch.bincount(ids, minlength=n_experts), cold_below)
 
 
@@ -93,8 +93,8 @@ def load_from_counts(counts: Int[Tensor, " experts"], cold_below: float = 0.1) -
 def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
     """Number of distinct chosen sets (Def. 8.3); the order of the ranks does not matter."""
     tokens, k = chosen.shape
-    members = _checked(chosen, n_experts).sort(dim=1).values
-    _, counts = _packed(members, n_experts).unique(dim=0, return_counts=True)
+    members = _checked_ids(chosen, n_experts).sort(dim=1).values
+    _, counts = _packed_members(members, n_experts).unique(dim=0, return_counts=True)
     return Coalitions(len(counts), int((counts == 1).sum()), log10_possible(n_experts, k), tokens)
 
 
@@ -104,7 +104,7 @@ def log10_possible(n_experts: int, k: int) -> float:
     return log_binomial / math.log(10)
 
 
-def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
+def _packed_members(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
     """Pack members into as few 62-bit words as possible: fewer columns sort faster."""
     bits = max(1, (n_experts - 1).bit_length())
     packed = []
@@ -116,7 +116,7 @@ def _packed(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
     return torch.stack(packed, dim=1)
 
 
-def _checked(chosen: Chosen, n_experts: int) -> Chosen:
+def _checked_ids(chosen: Chosen, n_experts: int) -> Chosen:
     require(chosen.numel() > 0, "a load needs at least one token, got none", ShapeError)
     ids = chosen.long()
     low, high = int(ids.min()), int(ids.max())

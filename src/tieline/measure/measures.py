@@ -214,7 +214,7 @@ def joined_measures(
         settings: grids and formats.
         trace: the trace, for its documents and provenance.
     """
-    model = _model(list(done), settings, trace.documents.long())
+    model = _model_measures(list(done), settings, trace.documents.long())
     return RoutingMeasures(tuple(layer.record for layer in done), model, dict(trace.provenance))
 
 
@@ -258,11 +258,11 @@ def measured_layer(
     return (
         MeasuredLayer(record, None)
         if unknown != "ok"
-        else _with_scores(layer, record, settings, epsilons, weight)
+        else _with_score_sections(layer, record, settings, epsilons, weight)
     )
 
 
-def _with_scores(
+def _with_score_sections(
     layer: LayerTrace,
     record: LayerMeasures,
     settings: MeasureSettings,
@@ -292,7 +292,7 @@ def _with_scores(
     )
 
 
-def _model(
+def _model_measures(
     done: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
 ) -> ModelMeasures:
     gaps = [layer.gaps for layer in done if layer.gaps is not None]
@@ -307,8 +307,8 @@ def _model(
     return ModelMeasures(
         gap=gap,
         smallest_gap=smallest,
-        noise=_rates([(layer.record.name, layer.noise) for layer in done], documents),
-        precision=_rates([(layer.record.name, layer.precision) for layer in done], documents),
+        noise=_model_rates([(layer.record.name, layer.noise) for layer in done], documents),
+        precision=_model_rates([(layer.record.name, layer.precision) for layer in done], documents),
         **_load_totals([layer.record for layer in done]),
     )
 
@@ -323,13 +323,13 @@ def _load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
     }
 
 
-def _rates(
+def _model_rates(
     layers: list[tuple[str, dict[str, PerToken]]], documents: Int[Tensor, " tokens"]
 ) -> tuple[ModelRate, ...]:
     """One rate per perturbation, over the layers that have it."""
     names = list(dict.fromkeys(name for _, chances in layers for name in chances))
     return tuple(
-        _rate(
+        _model_rate(
             name,
             [(layer, chances[name]) for layer, chances in layers if name in chances],
             documents,
@@ -338,7 +338,7 @@ def _rates(
     )
 
 
-def _rate(
+def _model_rate(
     name: str, layers: list[tuple[str, PerToken]], documents: Int[Tensor, " tokens"]
 ) -> ModelRate:
     chances = torch.stack([chance for _, chance in layers])
@@ -346,8 +346,8 @@ def _rate(
     worst, somewhere = int(means.argmax()), 1 - (1 - chances).prod(dim=0)
     return ModelRate(
         name=name,
-        mean=_clustered(chances.mean(dim=0), documents),
-        any_layer=_clustered(somewhere, documents),
+        mean=_clustered_mean(chances.mean(dim=0), documents),
+        any_layer=_clustered_mean(somewhere, documents),
         worst_layer=layers[worst][0],
         worst=means[worst].item(),
         layers=len(layers),
@@ -356,7 +356,7 @@ def _rate(
     )
 
 
-def _clustered(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
+def _clustered_mean(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
     """Mean with its standard error by documents; by tokens if there is one document."""
     alone = mean_estimate(values)
     error = clustered_error(values, documents)

@@ -271,7 +271,7 @@ def precision_flips(
     assert view.logits is not None
     k = layer.facts.k
     step = grid_step(view.logits, precision)
-    tie, flip, tie_rate, flip_rate = _expected(layer, view, step)
+    tie, flip, tie_rate, flip_rate = _expected_rates(layer, view, step)
     rounded = from_logits(round_to(view.logits, precision), layer)
     choice = emulated_choice(rounded, k, layer.experts)
     record = PrecisionFlips(
@@ -283,7 +283,7 @@ def precision_flips(
         flip_population=first_order(flip_rate),
         tie_emulated=mean_estimate(choice.tied.double()),
         flip_emulated=mean_estimate(choice.flipped.double()),
-        status=_limits_of(layer, view, precision),
+        status=_emulation_notes(layer, view, precision),
     )
     return record, choice.flipped.double()
 
@@ -311,12 +311,12 @@ def product_section(
             precision=precision,
             noise=noise[:, k - 1].mean().item(),
             flip=mean_estimate(chance.clamp(0, 1)),
-            flip_emulated=_emulated(layer, round_to(logits + error, precision)),
+            flip_emulated=_emulated_flips(layer, round_to(logits + error, precision)),
         )
     )
 
 
-def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
+def _emulated_flips(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
     """Share of tokens that are routed differently by other logits of the kept ranks."""
     if layer.facts.units == "softmax" and layer.bias is not None:
         return Estimate(None, None, "not answerable: a bias beside a softmax over all experts")
@@ -324,7 +324,7 @@ def _emulated(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estim
     return mean_estimate(choice.flipped.double())
 
 
-def _expected(
+def _expected_rates(
     layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens ranks"]
 ) -> tuple[PerToken, PerToken, Estimate, Estimate]:
     """Probabilities of a tie and of a flip per token, and their first-order rates."""
@@ -347,7 +347,7 @@ def _expected(
     return tie, either(flip, group_flips(layer, group_noise)), tie_rate, flip_rate.plus(groups)
 
 
-def _limits_of(layer: LayerTrace, view: LogitView, precision: str) -> str:
+def _emulation_notes(layer: LayerTrace, view: LogitView, precision: str) -> str:
     """Note what an emulation on the kept ranks leaves out."""
     ranks, experts = view.scores.shape[1], layer.facts.n_experts
     notes = []

@@ -256,7 +256,7 @@ class SelectiveGate(Gate):
     def selection(self, scores: Scores) -> Scores:
         """The selection scores c (..., E) that are ranked."""
         if self.order == "before" and not self._logits_will_do:
-            scores = self._score(scores)
+            scores = self._scored(scores)
         return scores if self.selection_bias is None else scores + self.selection_bias.to(scores)
 
     def share(self, selection: Scores) -> Share:
@@ -268,12 +268,12 @@ class SelectiveGate(Gate):
         sums_groups = self.groups is not None and self.groups.score == "top2sum"
         return self.scoring == "softmax" and self.selection_bias is None and not sums_groups
 
-    def _score(self, scores: Scores) -> Scores:
+    def _scored(self, scores: Scores) -> Scores:
         return scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
 
     def _combine(self, scores: Scores, share: Share) -> Weights:
         if not self.renormalize:
-            return self.scale * self._score(scores) * share
+            return self.scale * self._scored(scores) * share
         # Masking before the softmax makes it relative to the largest score in use: no overflow, no
         # empty sum, although a bias may have passed over a larger score.
         log_score = scores if self.scoring == "softmax" else F.logsigmoid(scores)
@@ -408,9 +408,9 @@ class GShardTopK(TopK):
         weights = super().weights(scores)
         if math.isinf(self.capacity_factor) or not scores.numel():
             return weights
-        return weights * self._seated(scores.detach()).view_as(weights)
+        return weights * self._has_room(scores.detach()).view_as(weights)
 
-    def _seated(self, scores: Scores) -> Tensor:
+    def _has_room(self, scores: Scores) -> Tensor:
         """Whether each of the k requested experts has room for the token (T, E)."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape

@@ -126,7 +126,7 @@ class _Projection(torch.autograd.Function):
         ctx: Any, selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int
     ) -> Tensor:
         """The shares."""
-        share = _shares(selection, epsilon, caps, k)
+        share = _projected_shares(selection, epsilon, caps, k)
         ctx.save_for_backward(share, epsilon, caps)
         return share
 
@@ -159,8 +159,8 @@ class _Choice(NamedTuple):
     share: Share
 
 
-def _shares(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> Tensor:
-    choice = _settled(selection, epsilon, caps, k)
+def _projected_shares(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> Tensor:
+    choice = _settled_choice(selection, epsilon, caps, k)
     if selection.device.type != "cpu" or torch.compiler.is_compiling():
         shared = _shared_seats(selection, epsilon, caps, k, selection.shape[-1])
         return torch.where(choice.settled, choice.share, shared)
@@ -171,7 +171,7 @@ def _shares(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> 
     return choice.share
 
 
-def _settled(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> _Choice:
+def _settled_choice(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> _Choice:
     if caps is not None:
         selection = selection.masked_fill(caps == 0, -torch.inf)
     top = top_values(selection, k + 1)
@@ -186,16 +186,16 @@ def _shared_seats(
     selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int, knees: int | None
 ) -> Tensor:
     """clip(y - τ, 0, cap); `knees`: how many scores matter, None to count them."""
-    y = ((selection - _pivot(selection, caps, k)) / epsilon).clamp(-1, 1)
+    y = ((selection - _pivot_score(selection, caps, k)) / epsilon).clamp(-1, 1)
     if caps is not None:
-        return _clipped(y, _level(y, caps, k), caps)
+        return _clipped_shares(y, _seat_level(y, caps, k), caps)
     if knees is None:
         knees = max(k, int((y > -1).sum(dim=-1).max()))
     few = top_values(y, knees) if knees < y.shape[-1] else y
-    return _clipped(y, _level(few, torch.ones_like(few), k), torch.ones_like(y))
+    return _clipped_shares(y, _seat_level(few, torch.ones_like(few), k), torch.ones_like(y))
 
 
-def _pivot(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*batch 1"]:
+def _pivot_score(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*batch 1"]:
     """The score at which the caps of all scores from the largest down add up to k."""
     if caps is None:
         return top_values(selection, k)[..., -1:]
@@ -205,11 +205,11 @@ def _pivot(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*ba
     return ranked.values.gather(-1, index)
 
 
-def _clipped(y: Tensor, level: Tensor, caps: Tensor) -> Tensor:
+def _clipped_shares(y: Tensor, level: Tensor, caps: Tensor) -> Tensor:
     return torch.minimum((y - level).clamp(min=0), caps)
 
 
-def _level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
+def _seat_level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
     """The τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k.
 
     From τ = 0 down, the sum grows with the number of experts that have entered and are not full.
@@ -224,6 +224,6 @@ def _level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
     index = ((height <= k).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     missing = (k - height.gather(-1, index)) / slope.gather(-1, index).clamp(min=1)
     level = (values.gather(-1, index) - missing).clamp(-1, 0)
-    share = _clipped(y, level, caps)
+    share = _clipped_shares(y, level, caps)
     inside = ((share > 0) & (share < caps)).sum(dim=-1, keepdim=True)
     return level + (share.sum(dim=-1, keepdim=True) - k) / inside.clamp(min=1) * (inside > 0)

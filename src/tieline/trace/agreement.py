@@ -40,22 +40,22 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
     """
     ours, theirs = route_table(routes, n_experts), route_table(reference, n_experts)
     rows, other = _common_rows(routes, reference)
-    mask = _written(ours, rows) & _written(theirs, other)
+    mask = _written_rows(ours, rows) & _written_rows(theirs, other)
     rows, other = rows[mask][:MOST_ROWS], other[mask][:MOST_ROWS]
     if len(rows) == 0 or not ours.layers or not theirs.layers:
         return []
     if routes.experts.shape[2] != reference.experts.shape[2]:
-        return [_other_k(routes, reference)]
+        return [_different_k(routes, reference)]
     a = routes.experts[rows][:, ours.layers]
     b = reference.experts[other][:, theirs.layers]
-    return list(_explain(a, b, ours, theirs, reference))
+    return list(_explanations(a, b, ours, theirs, reference))
 
 
-def _written(table: RouteTable, rows: np.ndarray) -> np.ndarray:
+def _written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
     return np.asarray(table.routed.mask[rows][:, list(table.layers)].all(1))
 
 
-def _other_k(routes: Routes, reference: Routes) -> RouteFinding:
+def _different_k(routes: Routes, reference: Routes) -> RouteFinding:
     evidence = {"k": routes.experts.shape[2], "expected": reference.experts.shape[2]}
     rows = len(routes.experts)
     return RouteFinding("layer-shift", "unsound", "other-k", rows, rows, "other-shape", evidence)
@@ -77,7 +77,7 @@ def _common_rows(routes: Routes, reference: Routes) -> tuple[np.ndarray, np.ndar
     return ours[order], theirs[order]
 
 
-def _sets(ids: np.ndarray, size: int) -> np.ndarray:
+def _choice_masks(ids: np.ndarray, size: int) -> np.ndarray:
     """Choices (rows, k) as float32 masks (rows, size)."""
     mask = np.zeros((len(ids), size), np.float32)
     inside = (ids >= 0) & (ids < size)
@@ -89,13 +89,13 @@ def _sets(ids: np.ndarray, size: int) -> np.ndarray:
 def agreement(a: np.ndarray, b: np.ndarray) -> float:
     """Return the agreement of two layers' choices (rows, k), 0 for chance and 1 for equality."""
     size, k = int(max(a.max(), b.max())) + 1, a.shape[1]
-    ours, theirs = _sets(a, size), _sets(b, size)
+    ours, theirs = _choice_masks(a, size), _choice_masks(b, size)
     chance = float((ours.mean(0) * theirs.mean(0)).sum()) / k
     shared = float((ours * theirs).sum(1).mean()) / k
     return (shared - chance) / max(1 - chance, 1e-9)
 
 
-def _explain(
+def _explanations(
     a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable, reference: Routes
 ) -> Iterator[RouteFinding]:
     table = np.array(
@@ -106,7 +106,7 @@ def _explain(
         yield from _shifted_layers(ours, theirs)
         yield from _odd_layers(table, a, b, ours)
         return
-    for explanation in (_layers, _tokens, _renumbered):
+    for explanation in (_moved_layers, _moved_rows, _renumbered_experts):
         finding = explanation(table, a, b, ours, theirs)
         if finding is not None:
             yield finding
@@ -147,7 +147,7 @@ def _odd_layers(
     odd = np.flatnonzero((straight < AGREES / 2) & (float(np.median(straight)) >= AGREES))
     if len(odd) == 0:
         return
-    shift = _layers(table, a, b, ours, ours)
+    shift = _moved_layers(table, a, b, ours, ours)
     if shift is not None:
         yield replace(shift, count=len(odd))
         return
@@ -162,7 +162,7 @@ def _odd_layers(
     yield RouteFinding("constant-layer", "unsound", "odd", count, total, "draft", evidence)
 
 
-def _layers(
+def _moved_layers(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
     """Report layers that agree in another order."""
@@ -185,7 +185,7 @@ def _layers(
     return RouteFinding("layer-shift", "unsound", case, len(pairs), counts[0], reason, evidence)
 
 
-def _tokens(
+def _moved_rows(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
     """Report rows that match other rows of the reference."""
@@ -195,7 +195,8 @@ def _tokens(
     size = int(max(a.max(), b.max())) + 1
     probes = np.unique(np.linspace(0, len(a) - 1, PROBES).astype(int))
     shared = sum(
-        _sets(a[probes, layer], size) @ _sets(b[:, layer], size).T for layer in range(layers)
+        _choice_masks(a[probes, layer], size) @ _choice_masks(b[:, layer], size).T
+        for layer in range(layers)
     )
     best = np.asarray(shared).argmax(1)
     height = np.asarray(shared).max(1) / (layers * k)
@@ -210,7 +211,7 @@ def _tokens(
     )
 
 
-def _renumbered(
+def _renumbered_experts(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable
 ) -> RouteFinding | None:
     """Report experts that agree under another numbering."""
@@ -219,7 +220,7 @@ def _renumbered(
     size = int(max(a.max(), b.max())) + 1
     agreements = []
     for layer in range(a.shape[1]):
-        left, right = _sets(a[:, layer], size), _sets(b[:, layer], size)
+        left, right = _choice_masks(a[:, layer], size), _choice_masks(b[:, layer], size)
         half = len(left) // 2
         names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
         order = np.zeros(size, np.int64)

@@ -68,7 +68,7 @@ def summarise_chunk(
         bias=SharedBias(None if chunk.bias is None else chunk.bias.detach().clone()),
         nonfinite=len(nonfinite),
         first_nonfinite=min(keys, default=None),
-        **_of_scores(_without(chunk, nonfinite), epsilons),  # pyright: ignore[reportArgumentType]
+        **_score_statistics(_without_tokens(chunk, nonfinite), epsilons),  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -91,19 +91,19 @@ def _nonfinite(chunk: LayerTrace) -> np.ndarray:
     """
     if chunk.scores is None:
         return np.zeros(0, dtype=np.int64)
-    scores = _numbers(chunk.scores)
+    scores = _numpy_scores(chunk.scores)
     first, last = scores[:, 0], scores[:, chunk.facts.k - 1]
     return np.flatnonzero(~(np.isfinite(first) & np.isfinite(last)))
 
 
-def _without(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
+def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
     if len(tokens) == 0:
         return chunk
     keep = np.setdiff1d(np.arange(len(chunk.experts)), tokens)
     return take_tokens(chunk, torch.from_numpy(keep))
 
 
-def _of_scores(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
+def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
     """The fields of a summary that count scores, which must be finite."""
     gaps = _histogram(chunk, "gap") if chunk.has_gaps else None
     group_decides = 0
@@ -133,7 +133,7 @@ def _near(chunk: LayerTrace) -> Tensor | None:
     if chunk.near is None:
         return None
     columns = np.ascontiguousarray(chunk.near.numpy().T, dtype=np.int64)
-    return _counted(columns, chunk.facts.n_experts + 1, f"layer {chunk.name!r}: near")
+    return _value_counts(columns, chunk.facts.n_experts + 1, f"layer {chunk.name!r}: near")
 
 
 def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
@@ -146,7 +146,7 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
         return None
     k, experts = chunk.facts.k, chunk.facts.n_experts
     gap = chunk.inner_gap.detach().numpy()
-    ranked = _numbers(chunk.scores)[:, :k].T.astype(np.float64, order="C")
+    ranked = _numpy_scores(chunk.scores)[:, :k].T.astype(np.float64, order="C")
     rise = ranked - ranked[-1]
     near = np.ascontiguousarray(chunk.near.numpy().T)
     small = np.uint8 if k < 256 else np.uint32  # bytes are added 32 at a time
@@ -154,15 +154,15 @@ def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
     for row, epsilon in enumerate(epsilons):
         above = np.add.reduce((rise >= epsilon).view(np.uint8), axis=0, dtype=small)
         np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])
-    return _counted(orders, experts, f"layer {chunk.name!r}: orders of ties")
+    return _value_counts(orders, experts, f"layer {chunk.name!r}: orders of ties")
 
 
-def _numbers(scores: Tensor) -> np.ndarray:
+def _numpy_scores(scores: Tensor) -> np.ndarray:
     """Scores for NumPy, which has no bfloat16."""
     return (scores.float() if scores.dtype == torch.bfloat16 else scores).detach().numpy()
 
 
-def _counted(rows: np.ndarray, size: int, name: str) -> Tensor:
+def _value_counts(rows: np.ndarray, size: int, name: str) -> Tensor:
     """How often 0, ..., size - 1 occur in each row."""
     low, high = int(rows.min(initial=0)), int(rows.max(initial=0))
     if not (low >= 0 and high < size):

@@ -139,15 +139,21 @@ class LayerFacts:
 
     def __post_init__(self) -> None:
         experts, k, groups, chosen = self.n_experts, self.k, self.n_groups, self.k_groups
-        _need(1 <= k <= experts <= MOST_EXPERTS, f"1 <= k <= E <= 65536, got {k=}, E={experts}")
-        _need(self.units in get_args(Units), f"units in {get_args(Units)}, got {self.units!r}")
-        _need(
+        _require_rule(
+            1 <= k <= experts <= MOST_EXPERTS, f"1 <= k <= E <= 65536, got {k=}, E={experts}"
+        )
+        _require_rule(
+            self.units in get_args(Units), f"units in {get_args(Units)}, got {self.units!r}"
+        )
+        _require_rule(
             self.group_score in get_args(GroupScore),
             f"group_score in {get_args(GroupScore)}, got {self.group_score!r}",
         )
-        _need(1 <= chosen <= groups, f"1 <= k_groups <= n_groups, got {chosen} of {groups}")
-        _need(experts % groups == 0, f"groups of equal size, got {experts} experts, {groups=}")
-        _need(k <= self.reachable, f"{k=} experts to fit in {chosen} of {groups=}")
+        _require_rule(1 <= chosen <= groups, f"1 <= k_groups <= n_groups, got {chosen} of {groups}")
+        _require_rule(
+            experts % groups == 0, f"groups of equal size, got {experts} experts, {groups=}"
+        )
+        _require_rule(k <= self.reachable, f"{k=} experts to fit in {chosen} of {groups=}")
 
     @property
     def reachable(self) -> int:
@@ -275,7 +281,7 @@ class RoutingTrace:
     provenance: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _need(len(self.layers) > 0, "a routing trace needs at least one layer, got none")
+        _require_rule(len(self.layers) > 0, "a routing trace needs at least one layer, got none")
         check_epsilons(self.epsilons)
         for name in TOKEN_KEYS:
             ids = getattr(self, name)
@@ -310,22 +316,28 @@ class RoutingTrace:
 
     def _check_layers(self) -> None:
         names = [layer.name for layer in self.layers]
-        _need(len(set(names)) == len(names), f"layer names must differ, got {names}")
+        _require_rule(len(set(names)) == len(names), f"layer names must differ, got {names}")
         for layer in self.layers:
             count = len(layer.experts)
-            _need(count == self.n_tokens, f"{self.n_tokens} tokens in all, got {count}", layer)
+            _require_rule(
+                count == self.n_tokens, f"{self.n_tokens} tokens in all, got {count}", layer
+            )
             columns = len(self.epsilons) if layer.near is None else layer.near.shape[1]
-            _need(columns == len(self.epsilons), f"one ε per column of near, got {columns}", layer)
+            _require_rule(
+                columns == len(self.epsilons), f"one ε per column of near, got {columns}", layer
+            )
 
 
 def check_epsilons(epsilons: tuple[float, ...]) -> None:
     """Refuse an ε grid that is not positive, finite and strictly ascending."""
     ascending = all(a < b for a, b in itertools.pairwise(epsilons))
     positive = all(math.isfinite(eps) and eps > 0 for eps in epsilons)
-    _need(ascending and positive, f"epsilons positive, finite and ascending, got {epsilons}")
+    _require_rule(
+        ascending and positive, f"epsilons positive, finite and ascending, got {epsilons}"
+    )
 
 
-def _need(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
+def _require_rule(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
     where = "" if layer is None else f"layer {layer.name!r}: "
     require(condition, f"{where}need {rule}", TraceError)
 
@@ -345,11 +357,11 @@ def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
 
     An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
     """
-    missing = [_missing(layer) for layer in layers]
+    missing = [_missing_data(layer) for layer in layers]
     return [text for need, text in _NEEDS.items() if all(need in absent for absent in missing)]
 
 
-def _missing(layer: LayerTrace) -> set[str]:
+def _missing_data(layer: LayerTrace) -> set[str]:
     absent = {need for need in _NEEDS if getattr(layer, need, layer) is None}
     return absent | ({"rank k+1"} if layer.scores is not None and not layer.has_gaps else set())
 
@@ -480,9 +492,9 @@ def concatenate(
             two traces hold; or "renumber" each trace's documents to follow the last one.
     """
     require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
-    pieces = _renumbered(traces) if documents == "renumber" else list(traces)
+    pieces = _renumbered_documents(traces) if documents == "renumber" else list(traces)
     keys = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in TOKEN_KEYS}
-    if documents != "renumber" and len(pieces) > 1 and _repeats(keys):
+    if documents != "renumber" and len(pieces) > 1 and _has_repeated_token(keys):
         raise TraceSettingError(
             "a token (document, position) occurs twice: the traces overlap, or number their "
             "documents alike and need {renumber}"
@@ -492,31 +504,31 @@ def concatenate(
         _require_same("number of layers", len(first.layers), len(piece.layers))
         _require_same("epsilons", first.epsilons, piece.epsilons)
     layers = _joined_layers([piece.layers for piece in pieces])
-    return replace(first, layers=layers, provenance=_provenance(pieces), **keys)
+    return replace(first, layers=layers, provenance=_joined_provenance(pieces), **keys)
 
 
 def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
     def join(index: int) -> LayerTrace:
-        return _joined([layers[index] for layers in sources])
+        return _joined_layer([layers[index] for layers in sources])
 
     if any(isinstance(layers, LazyLayers) for layers in sources):
         return LazyLayers(len(sources[0]), join)
     return tuple(join(index) for index in range(len(sources[0])))
 
 
-def _joined(layers: list[LayerTrace]) -> LayerTrace:
+def _joined_layer(layers: list[LayerTrace]) -> LayerTrace:
     first = layers[0]
     for layer in layers[1:]:
         _require_same("name", first.name, layer.name)
         for what, of_first, of_layer in zip(
-            ("facts", "recorded", "bias"), _recorded(first), _recorded(layer), strict=True
+            ("facts", "recorded", "bias"), _recorded_form(first), _recorded_form(layer), strict=True
         ):
             _require_same(f"layer {first.name!r}: {what}", of_first, of_layer)
     rows = [layer.rows() for layer in layers]
     return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
-def _recorded(layer: LayerTrace) -> tuple[object, ...]:
+def _recorded_form(layer: LayerTrace) -> tuple[object, ...]:
     """Facts, type and shape of each field, and the bias."""
     rows = {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
     return layer.facts, rows, None if layer.bias is None else layer.bias.tolist()
@@ -526,7 +538,7 @@ def _require_same(what: str, first: object, other: object) -> None:
     require(first == other, f"traces must agree in {what}: {first} is not {other}", TraceError)
 
 
-def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
+def _renumbered_documents(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
     """Shift documents so that each trace starts one above the last number of the one before."""
     renumbered, start = [], 0
     for trace in traces:
@@ -538,7 +550,7 @@ def _renumbered(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
     return renumbered
 
 
-def _repeats(keys: dict[str, Tensor]) -> bool:
+def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
     """Whether a (document, position) occurs twice; sorted hashes are compared first."""
     documents, positions = keys["documents"].long(), keys["positions"].long()
     hashes = np.sort(token_hash(documents, positions))
@@ -548,7 +560,7 @@ def _repeats(keys: dict[str, Tensor]) -> bool:
     return len(torch.unique(pairs, dim=0)) < len(pairs)
 
 
-def _provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
+def _joined_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
     first = traces[0].provenance
     same = all(trace.provenance == first for trace in traces)
     return first if same else {"parts": [trace.provenance for trace in traces]}

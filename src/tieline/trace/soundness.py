@@ -154,15 +154,15 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
         n_experts: number of experts E, if it is known.
     """
     table = route_table(routes, n_experts)
-    nothing = list(_all_nothing(table))
+    nothing = list(_all_unwritten(table))
     if nothing:
         return nothing
     tests = (
         _row_counts,
-        _unwritten,
+        _unwritten_rows,
         _dense_layers,
         _out_of_range,
-        _duplicates,
+        _duplicate_experts,
         _constant_layers,
         _repeated_rows,
         _token_shift,
@@ -171,7 +171,7 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
     return [finding for test in tests for finding in test(table)]
 
 
-def _all_nothing(table: RouteTable) -> Iterator[RouteFinding]:
+def _all_unwritten(table: RouteTable) -> Iterator[RouteFinding]:
     ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and rows * layers < 16:
         return
@@ -203,7 +203,7 @@ def _row_counts(table: RouteTable) -> Iterator[RouteFinding]:
         yield RouteFinding("row-count", "note", "last-token", routes.ends, documents)
 
 
-def _ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
+def _unwritten_ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
     """Unwritten rows at the beginning and at the end of their documents."""
     blank, documents = table.routed.unwritten, table.documents
     cuts = np.flatnonzero(np.diff(documents)) + 1
@@ -215,12 +215,12 @@ def _ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
     return first & blank, last & blank
 
 
-def _unwritten(table: RouteTable) -> Iterator[RouteFinding]:
+def _unwritten_rows(table: RouteTable) -> Iterator[RouteFinding]:
     blank = table.routed.unwritten
     count, total = int(blank.sum()), len(blank)
     if not count:
         return
-    first, last = _ends(table)
+    first, last = _unwritten_ends(table)
     documents = len(np.unique(table.documents))
     inside = int((blank & ~first & ~last).sum())
     batch = table.routes.producer in ("verl", "slime", "miles")
@@ -317,7 +317,7 @@ def _range_finding(
     return RouteFinding("out-of-range", "unsound", "outside", count, total, reason, evidence)
 
 
-def _duplicates(table: RouteTable) -> Iterator[RouteFinding]:
+def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
     k = table.experts.shape[2]
     if k == 1:
         return
@@ -448,10 +448,12 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     run, begin = _longest_run(codes, rows)
     if run >= LEAST_COPIES and run > len(copies) // 2:
         copies = rows[codes[rows] == codes[begin]]
-    share, chance = len(copies) / len(rows), _chance(table, rows, copies)
+    share, chance = len(copies) / len(rows), _log10_chance_of_copies(table, rows, copies)
     tokens = table.routes.tokens
     has_tokens = tokens is not None and bool((tokens[copies] >= 0).all())
-    severity = _severity(len(copies), run, share, chance, _one_token(tokens, copies, has_tokens))
+    severity = _severity_of_copies(
+        len(copies), run, share, chance, _is_one_token(tokens, copies, has_tokens)
+    )
     if severity is None:
         return
     evidence = {"share": share, "run": run, "log10_chance": chance, "row": int(copies[0])}
@@ -461,7 +463,7 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     )
 
 
-def _chance(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
+def _log10_chance_of_copies(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
     """log10 of the probability that this many rows are equal, for independent layers."""
     share = 1.0
     for layer in table.layers:
@@ -471,7 +473,7 @@ def _chance(table: RouteTable, rows: np.ndarray, copies: np.ndarray) -> float:
     return log10_chance(len(copies), len(rows), share)
 
 
-def _one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) -> bool | None:
+def _is_one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) -> bool | None:
     """Whether nearly all copies belong to one token; None if tokens are not known."""
     if not has_tokens or tokens is None:
         return None
@@ -479,7 +481,7 @@ def _one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: bool) 
     return bool(counts.max() >= 0.8 * len(copies))
 
 
-def _severity(
+def _severity_of_copies(
     copies: int, run: int, share: float, chance: float, one_token: bool | None
 ) -> Severity | None:
     if copies < LEAST_COPIES or chance > IMPROBABLE or one_token:
@@ -513,7 +515,7 @@ def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
     _, shares = np.unique(codes, return_counts=True)
     chance = float(((shares / shares.sum()) ** 2).sum())
     alike = {
-        lag: _alike(tokens, codes, documents, written, lag)
+        lag: _agreement_at_lag(tokens, codes, documents, written, lag)
         for lag in range(-LARGEST_LAG, LARGEST_LAG + 1)
     }
     here, pairs = alike[0]
@@ -536,7 +538,7 @@ def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
     )
 
 
-def _alike(
+def _agreement_at_lag(
     tokens: np.ndarray, codes: np.ndarray, documents: np.ndarray, written: np.ndarray, lag: int
 ) -> tuple[float, int]:
     """Share of pairs of equal tokens that choose alike if row t belongs to token t + lag.

@@ -82,7 +82,12 @@ def save_trace(trace: RoutingTrace, directory: str | Path, overwrite: bool = Fal
         overwrite: whether an existing trace may be replaced.
     """
     write_folder(
-        directory, FORMATS["trace"], VERSION, _contents(trace), _tensor_files(trace), overwrite
+        directory,
+        FORMATS["trace"],
+        VERSION,
+        _index_contents(trace),
+        _tensor_files(trace),
+        overwrite,
     )
 
 
@@ -94,13 +99,13 @@ def save_summary(summary: RoutingSummary, directory: str | Path, overwrite: bool
         directory: the folder to make, parents included.
         overwrite: whether an existing summary may be replaced.
     """
-    contents, files = _contents(summary), _tensor_files(summary)
+    contents, files = _index_contents(summary), _tensor_files(summary)
     write_folder(directory, FORMATS["summary"], VERSION, contents, files, overwrite)
 
 
 def load_trace(directory: str | Path) -> RoutingTrace:
     """Load a trace; each layer is read when it is touched."""
-    stored = _open(directory, "trace")
+    stored = _open_stored(directory, "trace")
     provenance = stored.folder.index["provenance"]
     if not isinstance(provenance, dict):
         raise TraceError(f"{directory}: provenance must be a JSON object")
@@ -113,7 +118,7 @@ def load_trace(directory: str | Path) -> RoutingTrace:
 
 def load_summary(directory: str | Path) -> RoutingSummary:
     """Load a summary."""
-    stored = _open(directory, "summary")
+    stored = _open_stored(directory, "summary")
     size, sources = (stored.folder.index[name] for name in ("sample_size", "sources"))
     if type(size) is not int or not isinstance(sources, list):
         raise TraceError(f"{directory}: sample_size must be an integer and sources a list")
@@ -169,14 +174,14 @@ def merge_folders(
     return load_trace(output)
 
 
-def _file(kind: str, index: int) -> str:
+def _file_name(kind: str, index: int) -> str:
     return f"{kind}-{index:05d}"
 
 
-def _contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
+def _index_contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
     """The JSON values of the index."""
     contents: dict[str, object] = {
-        "layers": [_entry(layer) for layer in stored.layers],
+        "layers": [_layer_entry(layer) for layer in stored.layers],
         "epsilons": list(stored.epsilons),
     }
     if isinstance(stored, RoutingTrace):
@@ -184,7 +189,7 @@ def _contents(stored: RoutingTrace | RoutingSummary) -> dict[str, object]:
     return contents | {"sample_size": stored.sample_size, "sources": list(stored.sources)}
 
 
-def _entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
+def _layer_entry(layer: LayerTrace | LayerSummary) -> dict[str, object]:
     """Name, facts and, for a summary, the single numbers of a layer."""
     size = len(layer.name)
     require(size <= LONGEST_NAME, f"a layer's name has {size} letters", TraceError)
@@ -208,10 +213,10 @@ def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, 
     yield TOKEN_FILE, {name: getattr(rows, name) for name in TOKEN_KEYS}
     for index, layer in enumerate(rows.layers):
         check_layer(layer, broken_tokens=kind == "summary")
-        yield _file(_ROW_FILES[kind], index), layer.tensors()
+        yield _file_name(_ROW_FILES[kind], index), layer.tensors()
     if isinstance(stored, RoutingSummary):
         for index, layer in enumerate(stored.layers):
-            yield _file("counts", index), _counts(layer)
+            yield _file_name("counts", index), _layer_counts(layer)
 
 
 class _LayerEntry(NamedTuple):
@@ -235,7 +240,7 @@ class _Stored:
     def check_header(self, index: int) -> None:
         """Refuse a file whose tensors do not fit the layer, without reading them."""
         head = self.heads[index]
-        header = self.folder.header(_file(_ROW_FILES[self.kind], index))
+        header = self.folder.header(_file_name(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
         where = f"{self.folder.path}: layer {head.name!r}"
         if unknown or "experts" not in header:
@@ -251,7 +256,7 @@ class _Stored:
 
     def layer(self, index: int) -> LayerTrace:
         """Read a layer; its header is checked every time, its values the first time."""
-        file, head = _file(_ROW_FILES[self.kind], index), self.heads[index]
+        file, head = _file_name(_ROW_FILES[self.kind], index), self.heads[index]
         new = file not in self.folder.verified
         self.check_header(index)
         layer = LayerTrace(head.name, head.facts, **self.folder.tensors(file))
@@ -268,10 +273,10 @@ class _Stored:
         """
         head = self.heads[index]
         where, numbers = f"{self.folder.path}: layer {head.name!r}", head.entry
-        tokens = _integer(numbers, "tokens", MOST_TOKENS, where)
-        nonfinite = _integer(numbers, "nonfinite", tokens, where)
+        tokens = _read_integer(numbers, "tokens", MOST_TOKENS, where)
+        nonfinite = _read_integer(numbers, "nonfinite", tokens, where)
         measured = tokens - nonfinite
-        tensors = _count_tensors(self.folder, _file("counts", index), sample, where)
+        tensors = _count_tensors(self.folder, _file_name("counts", index), sample, where)
         _check_sums(tensors, tokens * head.facts.k, measured, where)
         changed = numbers.get("bias_changed")
         require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
@@ -280,19 +285,19 @@ class _Stored:
             facts=head.facts,
             tokens=tokens,
             load=tensors["load"],
-            coalitions=_sketch(tensors["coalitions"], tokens, where),
+            coalitions=_read_sketch(tensors["coalitions"], tokens, where),
             bias=SharedBias(sample.bias, changed=bool(changed)),
             nonfinite=nonfinite,
-            first_nonfinite=_first(numbers.get("first_nonfinite"), nonfinite, where),
-            group_decides=_integer(numbers, "group_decides", measured, where),
+            first_nonfinite=_first_nonfinite(numbers.get("first_nonfinite"), nonfinite, where),
+            group_decides=_read_integer(numbers, "group_decides", measured, where),
             near=tensors.get("near"),
             orders=tensors.get("orders"),
-            moments=_moments(tensors, measured, where),
+            moments=_read_moments(tensors, measured, where),
             **{name: LogHistogram(tensors[name]) for name in _HISTOGRAMS if name in tensors},
         )
 
 
-def _open(directory: str | Path, kind: Kind) -> _Stored:
+def _open_stored(directory: str | Path, kind: Kind) -> _Stored:
     folder = open_folder(directory, FORMATS[kind], VERSION)
     index, path, expected = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
     require(set(index) == expected, f"{path}: must have {sorted(expected)}", TraceError)
@@ -350,7 +355,7 @@ _TABLES = ("near", "orders")
 _MOMENTS = ("count", "first", "high", "low")
 
 
-def _counts(layer: LayerSummary) -> dict[str, Tensor]:
+def _layer_counts(layer: LayerSummary) -> dict[str, Tensor]:
     """The tensors of a layer's file of counts; its bias is stored with the sample."""
     tensors = {"load": layer.load, "coalitions": layer.coalitions.hashes}
     for name in _HISTOGRAMS:
@@ -400,7 +405,7 @@ def _check_sums(tensors: Mapping[str, Tensor], chosen: int, measured: int, where
                 raise TraceError(f"{where}: {name} must be counts that add up to {total}")
 
 
-def _sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
+def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
     most = min(CAPACITY, tokens)
     ascending = bool((hashes[1:] > hashes[:-1]).all()) and bool((hashes >= 0).all())
     if not (ascending and len(hashes) <= most):
@@ -408,7 +413,7 @@ def _sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
     return DistinctSketch(hashes)
 
 
-def _moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
+def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
     columns = [tensors.get(f"moments.{name}") for name in _MOMENTS]
     if all(column is None for column in columns):
         return None
@@ -420,7 +425,7 @@ def _moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactM
     return ExactMoments(*(column for column in columns if column is not None))
 
 
-def _first(value: object, nonfinite: int, where: str) -> TokenKey | None:
+def _first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | None:
     if value is None and nonfinite == 0:
         return None
     fits = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
@@ -429,7 +434,7 @@ def _first(value: object, nonfinite: int, where: str) -> TokenKey | None:
     return TokenKey(*value)
 
 
-def _integer(numbers: Mapping[str, object], name: str, most: int, where: str) -> int:
+def _read_integer(numbers: Mapping[str, object], name: str, most: int, where: str) -> int:
     value = numbers.get(name)
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
@@ -460,15 +465,15 @@ def _rank_folders(local: Path, folder: Path) -> list[Path]:
     if not dist.is_initialized():
         return [local]
     folders = []
-    for rank, data in enumerate(gathered(_packed(local))):
+    for rank, data in enumerate(gathered(_packed_folder(local))):
         if data:
             folders.append(folder / f"rank-{rank}")
-            _unpack(data, folders[-1])
+            _unpack_folder(data, folders[-1])
     require(bool(folders), "no rank has captured a token", TraceError)
     return folders
 
 
-def _packed(folder: Path) -> bytes:
+def _packed_folder(folder: Path) -> bytes:
     """Pack the files of a folder: one line of JSON with their sizes, then their bytes."""
     if not folder.is_dir():
         return b""
@@ -477,7 +482,7 @@ def _packed(folder: Path) -> bytes:
     return b"\n".join([sizes.encode(), b"".join(contents.values())])
 
 
-def _unpack(data: bytes, folder: Path) -> None:
+def _unpack_folder(data: bytes, folder: Path) -> None:
     line, _, rest = data.partition(b"\n")
     folder.mkdir()
     for name, size in json.loads(line).items():

@@ -67,24 +67,24 @@ class SampleBuffer:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._parts: list[Rows] = []
+        self._samples: list[Rows] = []
         self._pending = 0
         self._limit = SPAN
 
     def add(self, rows: Rows, hashes: np.ndarray) -> None:
         """Add the rows whose hash does not exceed the largest one of a full sample."""
         chosen = torch.from_numpy(np.flatnonzero(hashes <= self._limit))
-        if len(chosen) == 0 and self._parts:
+        if len(chosen) == 0 and self._samples:
             return
-        self._parts.append({name: _row_copy(value, chosen) for name, value in rows.items()})
+        self._samples.append({name: _row_copy(value, chosen) for name, value in rows.items()})
         self._pending += len(chosen)
         if self._pending >= 2 * self._size:
             self.rows()
 
     def rows(self) -> Rows:
         """Return the sample so far, ordered by document and position."""
-        kept = smallest_rows(self._parts, self._size)
-        self._parts, self._pending = [kept], len(kept["documents"])
+        kept = smallest_rows(self._samples, self._size)
+        self._samples, self._pending = [kept], len(kept["documents"])
         if self._pending == self._size:
             hashes = token_hash(kept["documents"], kept["positions"])
             self._limit = int(hashes.max(initial=-1))
@@ -96,7 +96,9 @@ def smallest_rows(samples: list[Rows], size: int) -> Rows:
     names = {tuple(sample) for sample in samples}
     if len(names) != 1:
         raise TraceError(f"samples must hold the same fields, got {sorted(names)}")
-    joined = {name: _joined(name, [sample[name] for sample in samples]) for name in names.pop()}
+    joined = {
+        name: _joined_rows(name, [sample[name] for sample in samples]) for name in names.pop()
+    }
     rows = _without_repeats(joined)
     hashes = token_hash(rows["documents"], rows["positions"])
     order = np.lexsort((rows["positions"], rows["documents"], hashes))[:size]
@@ -112,13 +114,13 @@ def _without_repeats(rows: Rows) -> Rows:
     same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
     if not same.any():
         return rows
-    order = np.lexsort((_bytes(rows), positions, documents))
+    order = np.lexsort((_byte_ranks(rows), positions, documents))
     same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
     first = torch.from_numpy(order[np.concatenate(([True], ~same))])
     return {name: value[first] for name, value in rows.items()}
 
 
-def _bytes(rows: Rows) -> np.ndarray:
+def _byte_ranks(rows: Rows) -> np.ndarray:
     """Rank of each row, compared byte by byte, token ids first."""
     names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
@@ -134,7 +136,7 @@ def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:
     return rows if rows.is_floating_point() else rows.long()
 
 
-def _joined(name: str, values: list[Tensor]) -> Tensor:
+def _joined_rows(name: str, values: list[Tensor]) -> Tensor:
     kinds = {(value.dtype, tuple(value.shape[1:])) for value in values}
     if len(kinds) != 1:
         raise TraceError(f"{name} must have one type and width in all parts, got {kinds}")
@@ -392,10 +394,10 @@ class RoutingSummary:
 def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
     """Merge summaries; the result equals the summary of one run over all tokens."""
     require(len(summaries) > 0, "nothing to merge: got no summaries", TraceError)
-    return functools.reduce(_merged, summaries[1:], summaries[0])
+    return functools.reduce(_merged_pair, summaries[1:], summaries[0])
 
 
-def _merged(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
+def _merged_pair(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
     for what in ("epsilons", "sample_size"):
         value, other = getattr(first, what), getattr(second, what)
         require(value == other, f"summaries differ in {what}: {value} is not {other}", TraceError)

@@ -63,7 +63,7 @@ def export(
     if form == "trace":
         save_trace(trace, target, overwrite)
     else:
-        write_whole(target, _content(trace, target, form, layers))
+        write_whole(target, _file_content(trace, target, form, layers))
     return target
 
 
@@ -72,9 +72,9 @@ def replay_list(trace: RoutingTrace) -> list[torch.Tensor]:
     return [layer.experts[:, : layer.facts.k].long() for layer in trace.layers]
 
 
-def _content(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
+def _file_content(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
     if form in ("vllm", "sglang"):
-        answer = _vllm if form == "vllm" else _sglang
+        answer = _vllm_answers if form == "vllm" else _sglang_answers
         return b"".join(json.dumps(value).encode() + b"\n" for value in answer(trace, layers))
     return _array_file(_arrays(trace, form, layers), target)
 
@@ -104,7 +104,7 @@ def _array_file(arrays: dict[str, np.ndarray], target: Path) -> bytes:
     raise TraceError(f"{target}: must end in .npz or .safetensors")
 
 
-def _documents(
+def _document_routes(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
     """Rows, token ids and first position of each document, which must have no holes."""
@@ -122,8 +122,8 @@ def _documents(
         yield ids[document], tokens[document].tolist(), first
 
 
-def _vllm(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
-    for number, (rows, tokens, start) in enumerate(_documents(trace, layers)):
+def _vllm_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
+    for number, (rows, tokens, start) in enumerate(_document_routes(trace, layers)):
         stream = io.BytesIO()
         np.save(stream, np.ascontiguousarray(rows))
         routes = base64.b64encode(stream.getvalue()).decode()
@@ -133,8 +133,8 @@ def _vllm(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
         yield head | prompt | {"choices": [choice]}
 
 
-def _sglang(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
-    for rows, tokens, start in _documents(trace, layers):
+def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
+    for rows, tokens, start in _document_routes(trace, layers):
         data = np.ascontiguousarray(rows, "<i4").tobytes()
         meta = {
             "routed_experts": base64.b64encode(data).decode(),
@@ -176,13 +176,13 @@ def stacked(trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int) 
     )
     k = sizes.pop()
     largest = max(layer.facts.n_experts for layer in trace.layers)
-    array = np.full((trace.n_tokens, count, k), fill, _integers(largest, fill))
+    array = np.full((trace.n_tokens, count, k), fill, _integer_type(largest, fill))
     for number, layer in zip(numbers, trace.layers, strict=True):
         array[:, number] = layer.experts[:, :k].numpy()
     return array
 
 
-def _integers(experts: int, fill: int) -> type:
+def _integer_type(experts: int, fill: int) -> type:
     """The integer type vLLM would use for these ids, signed if `fill` is negative."""
     if fill < 0:
         return np.int16 if experts <= 1 << 15 else np.int32

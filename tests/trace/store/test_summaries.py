@@ -13,7 +13,7 @@ from tieline.core.errors import TraceError
 from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
 from tieline.trace.folders import INDEX, write_folder
 from tieline.trace.record import identical
-from tieline.trace.store import FORMATS, _contents, _tensor_files
+from tieline.trace.store import FORMATS, _index_contents, _tensor_files
 from tieline.trace.summary import SharedBias, TokenKey
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -65,7 +65,7 @@ def tensors(where, summary=SUMMARY, **replaced):
                 part = {key: x for key, x in part.items() if x is not None}
             yield name, part
 
-    write_folder(where, FORMATS["summary"], 1, _contents(summary), parts(), overwrite=False)
+    write_folder(where, FORMATS["summary"], 1, _index_contents(summary), parts(), overwrite=False)
     return where
 
 

@@ -49,11 +49,11 @@ def read_array_file(path: str | Path) -> Routes:
 
 def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     """Return the routes among named arrays."""
-    samples = _samples(arrays)
+    samples = _numbered_samples(arrays)
     if samples:
         requests = [Request(ids, tokens) for ids, tokens in samples]
         return assemble(requests, _rollout_producer([ids for ids, _ in samples]), name)
-    layers = _per_layer(arrays, name)
+    layers = _stacked_layers(arrays, name)
     if layers is not None:
         return replace(_flat_routes(layers, arrays, name), producer="megatron")
     key = _array_name(arrays, name)
@@ -68,31 +68,33 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
 
 def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     """Routes of an array (tokens, layers, k)."""
-    weights, scores = _first(arrays, WEIGHTS), _first(arrays, SCORES)
+    weights, scores = _first_array(arrays, WEIGHTS), _first_array(arrays, SCORES)
     for prompt, answer in PROMPTS:
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
             sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
             request = Request(ids, sequence, weights=weights, scores=scores)
-            return replace(assemble([request], "array", name), n_experts=_stated(arrays))
+            return replace(assemble([request], "array", name), n_experts=_stated_experts(arrays))
     tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
-    stated = _stated(arrays)
+    stated = _stated_experts(arrays)
     return Routes(
         ids, "array", name, tokens, documents, positions, weights, scores, n_experts=stated
     )
 
 
-def _stated(arrays: Mapping[str, np.ndarray]) -> int | None:
+def _stated_experts(arrays: Mapping[str, np.ndarray]) -> int | None:
     value = arrays.get("n_experts")
     return (
         int(value) if value is not None and value.ndim == 0 and value.dtype.kind in "iu" else None
     )
 
 
-def _first(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
+def _first_array(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
     return next((arrays[name] for name in names if name in arrays), None)
 
 
-def _samples(arrays: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+def _numbered_samples(
+    arrays: Mapping[str, np.ndarray],
+) -> list[tuple[np.ndarray, np.ndarray | None]]:
     """Ids and tokens of arrays that are numbered by sample."""
     samples = []
     while f"{ROLLOUT}_{len(samples)}" in arrays:
@@ -101,7 +103,7 @@ def _samples(arrays: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndar
     return samples
 
 
-def _per_layer(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
+def _stacked_layers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
     """Ids (tokens, layers, k) from arrays that are numbered by layer."""
     per_layer: list[np.ndarray] = []
     while f"moe_topk_indices.{len(per_layer)}" in arrays:

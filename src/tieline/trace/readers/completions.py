@@ -71,7 +71,7 @@ def completion_routes(
     requests = [
         request
         for origin, answer in answers
-        for request in _requests(answer, fields, origin, start)
+        for request in _answer_requests(answer, fields, origin, start)
     ]
     require(
         bool(requests),
@@ -91,26 +91,28 @@ def field(thing: Any, *names: str) -> Any:
     return None
 
 
-def _requests(answer: Any, fields: Fields, origin: str, start: int | None) -> Iterator[Request]:
+def _answer_requests(
+    answer: Any, fields: Fields, origin: str, start: int | None
+) -> Iterator[Request]:
     choices = field(answer, "choices", "outputs")
     choices = [answer] if choices is None else choices
     require(isinstance(choices, list | tuple), f"{origin}: choices must be a list", TraceError)
     for number, choice in enumerate(choices):
         where = origin if choice is answer else f"{origin}: choices[{number}]"
-        rows = _rows(answer, choice, fields, where)
+        rows = _choice_rows(answer, choice, fields, where)
         if rows is not None:
-            first = _start(answer, choice, fields, where) if start is None else start
-            yield Request(rows, _tokens(answer, choice, fields, where), first)
+            first = _first_position(answer, choice, fields, where) if start is None else start
+            yield Request(rows, _token_ids(answer, choice, fields, where), first)
 
 
-def _rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+def _choice_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     """The rows of one choice: all of them, or those of the prompt and of the answer joined."""
-    routes = _array(choice, fields.routes, where)
-    prompt = _array(choice, fields.prompt, where)
+    routes = _array_field(choice, fields.routes, where)
+    prompt = _array_field(choice, fields.prompt, where)
     if prompt is None:
-        prompt = _array(answer, fields.prompt, where)
-    answer_rows = _array(choice, fields.answer, where)
-    if routes is not None and (prompt is None or _holds(routes, prompt)):
+        prompt = _array_field(answer, fields.prompt, where)
+    answer_rows = _array_field(choice, fields.answer, where)
+    if routes is not None and (prompt is None or _begins_with(routes, prompt)):
         return routes
     rows = [
         x
@@ -128,12 +130,12 @@ def _rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | 
     return np.concatenate(rows)
 
 
-def _holds(rows: np.ndarray, prompt: np.ndarray) -> bool:
+def _begins_with(rows: np.ndarray, prompt: np.ndarray) -> bool:
     """Whether the first rows are those of the prompt already, as Megatron writes them."""
     return len(rows) >= len(prompt) and np.array_equal(rows[: len(prompt)], prompt)
 
 
-def _array(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
+def _array_field(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
     value = field(thing, *names)
     if value is None:
         return None
@@ -147,7 +149,7 @@ def _array(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
     return array
 
 
-def _tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+def _token_ids(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     prompt = field(choice, *fields.prompt_ids)
     prompt = field(answer, *fields.prompt_ids) if prompt is None else prompt
     answer_ids = field(choice, *fields.answer_ids)
@@ -159,7 +161,7 @@ def _tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray 
     return np.concatenate(both).astype(np.int64)
 
 
-def _start(answer: Any, choice: Any, fields: Fields, where: str) -> int:
+def _first_position(answer: Any, choice: Any, fields: Fields, where: str) -> int:
     value = field(choice, *fields.start)
     value = field(answer, *fields.start) if value is None else value
     valid = value is None or (type(value) is int and value >= 0)

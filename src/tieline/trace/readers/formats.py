@@ -56,7 +56,7 @@ ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
 SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf")
 PICKLES = (".pt", ".pth", ".pkl", ".pickle")
 _NPY_IN_BASE64 = "k05VTVBZ"
-_LOOK = 1 << 20
+_LOOK_BYTES = 1 << 20
 
 
 READERS: "dict[str, Callable[[Path, ReadOptions], Routes]]" = {}
@@ -112,7 +112,7 @@ def recognise(path: str | Path) -> str:
         return "megatron-trace"
     require(file.is_file(), f"{file}: no such file", TraceError)
     with parsing(file), file.open("rb") as stream:
-        head = stream.read(_LOOK)
+        head = stream.read(_LOOK_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
     _refuse_pickle(file, head)
     if head[:4] == GGUF_MAGIC:
@@ -214,9 +214,9 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
         options: what the source does not say itself.
     """
     if isinstance(source, str | Path):
-        routes = _from_file(Path(source), options)
+        routes = _file_routes(Path(source), options)
     else:
-        routes = _from_memory(source, options)
+        routes = _memory_routes(source, options)
     if options.tokens is not None:
         routes = with_tokens(routes, options.tokens, options.start or 0)
     elif options.start and options.format in (None, *ARRAY_FORMATS) and routes.positions is None:
@@ -226,7 +226,7 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
     return routes
 
 
-def _from_file(path: Path, options: ReadOptions) -> Routes:
+def _file_routes(path: Path, options: ReadOptions) -> Routes:
     name = options.format or recognise(path)
     if name != "megatron-trace":
         require(path.is_file(), f"{path}: no such file", TraceError)
@@ -237,8 +237,8 @@ def _from_file(path: Path, options: ReadOptions) -> Routes:
     if name in ARRAY_FORMATS and _is_text(path):
         return rollout_routes(read_values(path), str(path))
     if name in ARRAY_FORMATS:
-        _no_k(path, options)
-        return _named(read_array_file(path), options)
+        _refuse_k(path, options)
+        return _with_producer(read_array_file(path), options)
     if name == "megatron-trace":
         return megatron_routes(path)
     if name == "moe-trace":
@@ -251,7 +251,7 @@ def _from_file(path: Path, options: ReadOptions) -> Routes:
         "trace.imatrix_load",
         TraceError,
     )
-    return _answers(read_values(path), name, str(path), options)
+    return _answer_routes(read_values(path), name, str(path), options)
 
 
 def _is_text(path: Path) -> bool:
@@ -259,16 +259,18 @@ def _is_text(path: Path) -> bool:
         return stream.read(64).lstrip()[:1] in (b"{", b"[")
 
 
-def _no_k(path: Path, options: ReadOptions) -> None:
+def _refuse_k(path: Path, options: ReadOptions) -> None:
     k = options.k
     require(k is None, f"{path}: arrays hold the chosen experts, {k=} cannot be given", TraceError)
 
 
-def _named(routes: Routes, options: ReadOptions) -> Routes:
+def _with_producer(routes: Routes, options: ReadOptions) -> Routes:
     return routes if options.format in (None, "array") else replace(routes, producer=options.format)
 
 
-def _answers(values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions) -> Routes:
+def _answer_routes(
+    values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions
+) -> Routes:
     flat = [
         (label if not isinstance(value, list) else f"{label}: [{number}]", item)
         for label, value in values
@@ -281,16 +283,16 @@ def _answers(values: list[tuple[str, Any]], name: str, where: str, options: Read
     return completion_routes(flat, name, where, options.start)
 
 
-def _from_memory(source: Any, options: ReadOptions) -> Routes:
+def _memory_routes(source: Any, options: ReadOptions) -> Routes:
     if isinstance(source, Routes):
         return source
     if isinstance(source, RoutingTrace):
         return routes_of_trace(source, "the trace")
     if isinstance(source, np.ndarray) or hasattr(source, "detach"):
         array = source if isinstance(source, np.ndarray) else source.detach().cpu().numpy()
-        return _named(array_routes({"routed_experts": array}, "the array"), options)
+        return _with_producer(array_routes({"routed_experts": array}, "the array"), options)
     if isinstance(source, Mapping) and all(isinstance(x, np.ndarray) for x in source.values()):
-        return _named(array_routes(source, "the arrays"), options)
+        return _with_producer(array_routes(source, "the arrays"), options)
     name = options.format or _value_format(source)
     if name in (None, "table", "megatron-trace"):
         kind = type(source).__name__
@@ -299,7 +301,7 @@ def _from_memory(source: Any, options: ReadOptions) -> Routes:
             f"routed_experts, got {kind}"
         )
     values = source if isinstance(source, list) else [source]
-    return _answers([("the answer", value) for value in values], name, "the answer", options)
+    return _answer_routes([("the answer", value) for value in values], name, "the answer", options)
 
 
 def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:

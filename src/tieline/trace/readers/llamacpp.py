@@ -55,7 +55,7 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
 def _batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
     """The ids (tokens, k) of each layer, batch after batch: a layer that comes again begins one."""
     batch: dict[int, np.ndarray] = {}
-    for layer, ids in _runs(file):
+    for layer, ids in _layer_runs(file):
         require(
             len(ids) % k == 0,
             f"{file}: layer {layer} has {len(ids)} choices in a row, which {k=} does not divide",
@@ -69,10 +69,10 @@ def _batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
         yield batch
 
 
-def _runs(file: Path) -> Iterator[tuple[int, list[int]]]:
+def _layer_runs(file: Path) -> Iterator[tuple[int, list[int]]]:
     """Lines of one layer that follow each other."""
     current, ids = None, []
-    for layer, expert in _lines(file):
+    for layer, expert in _choice_lines(file):
         if layer != current and ids:
             yield int(current or 0), ids
             ids = []
@@ -82,7 +82,7 @@ def _runs(file: Path) -> Iterator[tuple[int, list[int]]]:
     yield int(current or 0), ids
 
 
-def _lines(file: Path) -> Iterator[tuple[int, int]]:
+def _choice_lines(file: Path) -> Iterator[tuple[int, int]]:
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
     with parsing(file), file.open(encoding="utf-8", newline="") as stream:
@@ -148,9 +148,9 @@ def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
     require(few, f"{file}: states {tensors} tensors and {values} values", TraceError)
     alignment = 32
     for _ in range(values):
-        key, value = _text(stream, size), _value(stream, size)
+        key, value = _read_text(stream, size), _skip_value(stream, size)
         alignment = value if key == "general.alignment" and value else alignment
-    infos = [_info(stream, size) for _ in range(tensors)]
+    infos = [_tensor_info(stream, size) for _ in range(tensors)]
     start = -(-stream.tell() // alignment) * alignment
     layers = set()
     for name, count, kind, offset in infos:
@@ -166,24 +166,24 @@ def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
             yield int(match[1]), counts.astype(np.int64)
 
 
-def _text(stream: Any, size: int) -> str:
+def _read_text(stream: Any, size: int) -> str:
     (length,) = struct.unpack("<Q", stream.read(8))
     require(length <= min(size, 1 << 20), f"a text of {length} bytes", TraceError)
     return stream.read(length).decode("utf-8", "replace")
 
 
-def _value(stream: Any, size: int) -> int | None:
+def _skip_value(stream: Any, size: int) -> int | None:
     """Skip a value; whole numbers of 32 bits are returned."""
     (kind,) = struct.unpack("<I", stream.read(4))
     if kind == _STRING:
-        _text(stream, size)
+        _read_text(stream, size)
         return None
     if kind == _LIST:
         inner, count = struct.unpack("<IQ", stream.read(12))
         require(count <= size, f"a list of {count} values", TraceError)
         if inner == _STRING:
             for _ in range(count):
-                _text(stream, size)
+                _read_text(stream, size)
             return None
         require(inner in _SIZES, f"a list of type {inner}", TraceError)
         stream.seek(count * _SIZES[inner], 1)
@@ -193,8 +193,8 @@ def _value(stream: Any, size: int) -> int | None:
     return int.from_bytes(data, "little") if kind == 4 else None
 
 
-def _info(stream: Any, size: int) -> tuple[str, int, int, int]:
-    name = _text(stream, size)
+def _tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
+    name = _read_text(stream, size)
     (axes,) = struct.unpack("<I", stream.read(4))
     require(axes <= 4, f"{name:.80}: {axes} axes", TraceError)
     sizes = struct.unpack(f"<{axes}Q", stream.read(8 * axes))

@@ -47,7 +47,7 @@ def megatron_routes(path: str | Path) -> Routes:
         others += _read_rank(file, steps)
     require(bool(steps), f"{source}: has no records of a decoder", TraceError)
     layers = sorted({layer for step in steps.values() for layer in step})
-    requests = [_request(step, layers, key, source) for key, step in sorted(steps.items())]
+    requests = [_step_request(step, layers, key, source) for key, step in sorted(steps.items())]
     notes = [
         f"{len(requests)} steps of {len(files)} ranks, each a document; tokens are not recorded"
     ]
@@ -84,17 +84,19 @@ def _read_rank(file: Path, steps: dict[tuple[int, int], dict[int, _Step]]) -> in
             if record.get("block", "decoder") != "decoder":
                 others += 1
                 continue
-            _add(steps, record, where, file.parent)
+            _add_record(steps, record, where, file.parent)
     return others
 
 
-def _add(
+def _add_record(
     steps: dict[tuple[int, int], dict[int, _Step]],
     record: Mapping[str, Any],
     where: str,
     folder: Path,
 ) -> None:
-    step, rank, layer, count, k = (_whole(record.get(name), name, where) for name in _NUMBERS)
+    step, rank, layer, count, k = (
+        _whole_number(record.get(name), name, where) for name in _NUMBERS
+    )
     ids = array_in(record["top_indices"], f"{where}: top_indices")
     fits = ids.shape == (count, k) and ids.dtype.kind in "iu"
     require(fits, f"{where}: top_indices must be ({count}, {k}), got {ids.shape}", TraceError)
@@ -103,7 +105,7 @@ def _add(
     layers[layer] = _Step(ids, _logits(record, count, rank, where, folder))
 
 
-def _whole(value: object, name: str, where: str) -> int:
+def _whole_number(value: object, name: str, where: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise TraceError(f"{where}: {name} must be a whole number, got {value!r:.40}")
     return value
@@ -116,7 +118,7 @@ def _logits(
     if "logit_offset" not in record:
         return None
     offset, size = (
-        _whole(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
+        _whole_number(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
     )
     shape = record.get("logit_shape")
     valid = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
@@ -140,7 +142,7 @@ def _logits(
     return halves.view(np.float32).reshape(shape)
 
 
-def _request(
+def _step_request(
     step: Mapping[int, _Step], layers: Sequence[int], key: tuple[int, int], source: Path
 ) -> Request:
     where = f"{source}: step {key[1]} of rank {key[0]}"
@@ -150,9 +152,9 @@ def _request(
     require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
     logits = [step[layer].logits for layer in layers]
     kept = [array for array in logits if array is not None]
-    scores = np.stack(kept, 1) if len(kept) == len(layers) and _alike(kept) else None
+    scores = np.stack(kept, 1) if len(kept) == len(layers) and _have_one_shape(kept) else None
     return Request(np.stack([step[layer].ids for layer in layers], 1), scores=scores)
 
 
-def _alike(arrays: Sequence[np.ndarray]) -> bool:
+def _have_one_shape(arrays: Sequence[np.ndarray]) -> bool:
     return len({array.shape for array in arrays}) == 1

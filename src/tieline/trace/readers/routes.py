@@ -200,8 +200,8 @@ def assemble(
         np.concatenate(tokens),
         np.repeat(np.arange(len(requests)), lengths),
         np.concatenate(spans),
-        weights=_joined([request.weights for request in requests]),
-        scores=_joined([request.scores for request in requests]),
+        weights=_joined_arrays([request.weights for request in requests]),
+        scores=_joined_arrays([request.scores for request in requests]),
         ends=ends,
         problems=tuple(problems),
         notes=tuple(messages),
@@ -219,7 +219,7 @@ def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProbl
     return given[start : start + rows].astype(np.int64), None
 
 
-def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def _joined_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     there = [array for array in arrays if array is not None]
     return np.concatenate(there) if there and len(there) == len(arrays) else None
 
@@ -249,14 +249,14 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
         return replace(routes, problems=(RowProblem(0, rows, total, start, message),))
     bounds = np.cumsum([0, *cuts]).tolist()
     requests = [
-        Request(routes.experts[a:b], np.asarray(ids), start, *_parts(routes, a, b))
+        Request(routes.experts[a:b], np.asarray(ids), start, *_weights_and_scores(routes, a, b))
         for a, b, ids in zip(bounds, bounds[1:], documents, strict=False)
     ]
     assembled = assemble(requests, routes.producer, routes.name, routes.notes)
     return replace(assembled, layer_names=routes.layer_names, n_experts=routes.n_experts)
 
 
-def _parts(routes: Routes, first: int, last: int) -> tuple[np.ndarray | None, ...]:
+def _weights_and_scores(routes: Routes, first: int, last: int) -> tuple[np.ndarray | None, ...]:
     both = (routes.weights, routes.scores)
     return tuple(None if value is None else value[first:last] for value in both)
 
@@ -283,7 +283,7 @@ def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
     same = np.zeros(layers, bool)
     for layer in range(layers):
         column = array[:, layer]
-        mask[:, layer] = ~_nothing(column, k, n_experts)
+        mask[:, layer] = ~_is_unrouted(column, k, n_experts)
         zero[:, layer] = (column == 0).all(1)
         constant = (column == column[:, :1]).all(1) if k > 1 else zero[:, layer]
         same[layer] = bool((constant | ~mask[:, layer]).all())
@@ -305,7 +305,7 @@ def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
     return Routed(mask, dense, unwritten)
 
 
-def _nothing(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
+def _is_unrouted(column: np.ndarray, k: int, n_experts: int | None) -> np.ndarray:
     """Return whether all k ids of a token mark it as not routed."""
     if column.dtype.kind == "i":
         return (column == -1).all(1)
@@ -345,22 +345,22 @@ def trace_of(
     stated = routes.n_experts if n_experts is None else n_experts
     total = _number_of_experts(routes, layers, kept, stated)
     facts = LayerFacts(total, array.shape[2], affine=False)
-    records, notes = _records(routes, layers, kept, facts, names)
+    records, notes = _layer_records(routes, layers, kept, facts, names)
     origin = {
         **(provenance or {}),
         "n_experts": "inferred from the largest id" if given is None else "given",
         "layers_left_out": [names[layer] for layer in extent.dense],
         "tokens_left_out": len(array) - len(kept),
-        "said": [*routes.notes, *_left_out(extent, names), *notes],
+        "said": [*routes.notes, *_left_out_notes(extent, names), *notes],
         "cannot_answer": unanswered(records),
     }
-    tokens, documents, positions = _keys(routes, kept)
+    tokens, documents, positions = _token_keys(routes, kept)
     trace = RoutingTrace(records, tokens, documents, positions, provenance=origin)
     check_trace(trace)
     return trace
 
 
-def _left_out(extent: Routed, names: Sequence[str]) -> list[str]:
+def _left_out_notes(extent: Routed, names: Sequence[str]) -> list[str]:
     """Describe the layers and rows that were left out."""
     notes = [f"layer {names[layer]} is left out: {why}" for layer, why in extent.dense.items()]
     count = int(extent.unwritten.sum())
@@ -369,7 +369,7 @@ def _left_out(extent: Routed, names: Sequence[str]) -> list[str]:
     return notes
 
 
-def _keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
+def _token_keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
     """Tokens, documents and positions of what is kept: by default one document, in its order."""
     count = len(routes.experts)
     keys = (
@@ -398,7 +398,7 @@ def _number_of_experts(
     return max(high + 1, array.shape[2]) if stated is None else stated
 
 
-def _records(
+def _layer_records(
     routes: Routes,
     layers: Sequence[int],
     kept: np.ndarray,
@@ -407,7 +407,7 @@ def _records(
 ) -> tuple[tuple[LayerTrace, ...], list[str]]:
     records, notes = [], []
     for layer in layers:
-        record, unexplained = _record(routes, layer, kept, facts, names[layer])
+        record, unexplained = _layer_record(routes, layer, kept, facts, names[layer])
         records.append(record)
         if unexplained:
             notes.append(
@@ -417,7 +417,7 @@ def _records(
     return tuple(records), notes
 
 
-def _record(
+def _layer_record(
     routes: Routes, layer: int, kept: np.ndarray, facts: LayerFacts, name: str
 ) -> tuple[LayerTrace, int]:
     """Return one layer and the number of tokens whose choice its scores do not explain."""
@@ -440,10 +440,10 @@ def _record(
         f"{routes.name}: scores must have k={facts.k} or E={facts.n_experts} columns, got {width}",
         TraceError,
     )
-    return _ranked(name, facts, experts, weights, scores)
+    return _ranked_layer(name, facts, experts, weights, scores)
 
 
-def _ranked(
+def _ranked_layer(
     name: str, facts: LayerFacts, experts: Tensor, weights: Tensor | None, scores: Tensor
 ) -> tuple[LayerTrace, int]:
     """A layer whose chosen experts are ranked by the scores of all."""

@@ -40,9 +40,9 @@ def sglang_routes(
         start: position of the first row, where the answers do not say it.
     """
     requests = [
-        _request(box, answer, label, (layers, k), start)
+        _box_request(box, answer, label, (layers, k), start)
         for outer, answer in answers
-        for label, answer, box in _boxes(answer, outer)
+        for label, answer, box in _route_objects(answer, outer)
     ]
     require(
         bool(requests),
@@ -53,11 +53,11 @@ def sglang_routes(
     return assemble(requests, "sglang", name)
 
 
-def _boxes(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
+def _route_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the label, the answer and the object in it that holds the routes."""
     if isinstance(answer, list):
         for number, item in enumerate(answer):
-            yield from _boxes(item, f"{label}: [{number}]")
+            yield from _route_objects(item, f"{label}: [{number}]")
         return
     if isinstance(answer, str) or field(answer, "routed_experts") is not None:
         yield label, answer, answer
@@ -68,16 +68,16 @@ def _boxes(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
             yield f"{label}: {box}", answer, inner
             return
     for number, choice in enumerate(field(answer, "choices") or ()):
-        yield from _boxes(choice, f"{label}: choices[{number}]")
+        yield from _route_objects(choice, f"{label}: choices[{number}]")
 
 
-def _request(
+def _box_request(
     box: Any, answer: Any, label: str, shape: tuple[int | None, int | None], start: int | None
 ) -> Request:
     value = box if isinstance(box, str) else field(box, "routed_experts")
     where = f"{label}.routed_experts"
-    tokens = None if isinstance(answer, str) else _tokens(answer, where)
-    first = _start(box) if start is None else start
+    tokens = None if isinstance(answer, str) else _token_ids(answer, where)
+    first = _first_position(box) if start is None else start
     if not isinstance(value, str):
         return Request(array_in(value, where), tokens, first)
     data = decoded(value, where)
@@ -88,16 +88,16 @@ def _request(
         fits = isinstance(stated, list) and all(type(n) is int and n > 0 for n in stated)
         require(fits and len(stated) == 3, f"{where}_shape: needs three whole numbers", TraceError)
         return Request(raw_array(data, "int32", tuple(stated), where), tokens, first)
-    rows = _rows(box, answer, tokens)
-    return Request(_shaped(data, rows and rows - first, shape, where), tokens, first)
+    rows = _row_count(box, answer, tokens)
+    return Request(_shaped_ids(data, rows and rows - first, shape, where), tokens, first)
 
 
-def _start(box: Any) -> int:
+def _first_position(box: Any) -> int:
     value = None if isinstance(box, str) else field(box, "routed_experts_start_len")
     return value if type(value) is int and value >= 0 else 0
 
 
-def _tokens(answer: Any, where: str) -> np.ndarray | None:
+def _token_ids(answer: Any, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if the answer has both."""
     prompt = field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
     answer_ids = field(answer, "output_ids", "token_ids", "completion_token_ids")
@@ -107,7 +107,7 @@ def _tokens(answer: Any, where: str) -> np.ndarray | None:
     return np.concatenate(both).astype(np.int64) if both else None
 
 
-def _rows(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
+def _row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
     """Rows of the whole request: one less than its tokens."""
     if tokens is not None:
         return len(tokens) - 1
@@ -119,7 +119,7 @@ def _rows(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
     return None
 
 
-def _shaped(
+def _shaped_ids(
     data: bytes, rows: int | None, shape: tuple[int | None, int | None], where: str
 ) -> np.ndarray:
     """The int32 numbers as (rows, layers, k); what is not passed is inferred from the rows."""

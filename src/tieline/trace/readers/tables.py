@@ -77,16 +77,16 @@ def _csv_rows(file: Path) -> Iterator[TableRow]:
             require(full, f"{where}: {len(cells)} cells, the header has {len(names)}", TraceError)
             cell = dict(zip(names, cells, strict=True))
             values: dict[str, object] = {
-                name: text if name == "layer" else _integer(text, name, where)
+                name: text if name == "layer" else _parse_integer(text, name, where)
                 for name, text in cell.items()
                 if name not in ("experts", "scores")
             }
             values["experts"] = [
-                _integer(text, "experts", where) for text in cell["experts"].split()
+                _parse_integer(text, "experts", where) for text in cell["experts"].split()
             ]
             if "scores" in cell:
-                values["scores"] = [_real(text, where) for text in cell["scores"].split()]
-            yield _row(values, reader.line_num, where)
+                values["scores"] = [_parse_real(text, where) for text in cell["scores"].split()]
+            yield _table_row(values, reader.line_num, where)
 
 
 def _jsonl_rows(file: Path) -> Iterator[TableRow]:
@@ -98,10 +98,10 @@ def _jsonl_rows(file: Path) -> Iterator[TableRow]:
                 if not isinstance(values, dict):
                     raise TraceError(f"{where}: must hold a JSON object")
                 _check_names(list(values), where)
-                yield _row(values, number, where)
+                yield _table_row(values, number, where)
 
 
-def _row(values: Mapping[str, object], line: int, where: str) -> TableRow:
+def _table_row(values: Mapping[str, object], line: int, where: str) -> TableRow:
     layer, token, experts = (values[name] for name in _REQUIRED)
     if (
         isinstance(layer, bool)
@@ -111,15 +111,20 @@ def _row(values: Mapping[str, object], line: int, where: str) -> TableRow:
         raise TraceError(f"{where}: layer must be a number or a name, got {layer!r:.40}")
     scores = values.get("scores")
     document, position, identity = (
-        None if values.get(name) is None else _whole(values[name], name, where, -_MOST)
+        None if values.get(name) is None else _whole_number(values[name], name, where, -_MOST)
         for name in ("document", "position", "id")
     )
     return TableRow(
         line,
         str(layer),
-        _whole(token, "token", where, 0),
-        tuple(_whole(expert, "experts", where, 0) for expert in _list(experts, "experts", where)),
-        None if scores is None else _descending(_list(scores, "scores", where), where),
+        _whole_number(token, "token", where, 0),
+        tuple(
+            _whole_number(expert, "experts", where, 0)
+            for expert in _nonempty_list(experts, "experts", where)
+        ),
+        None
+        if scores is None
+        else _descending_scores(_nonempty_list(scores, "scores", where), where),
         (document, position, identity),
     )
 
@@ -131,19 +136,19 @@ def _check_names(names: list[str], where: str) -> None:
         raise TraceError(f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown")
 
 
-def _list(value: object, name: str, where: str) -> list[object]:
+def _nonempty_list(value: object, name: str, where: str) -> list[object]:
     if not isinstance(value, list) or not value:
         raise TraceError(f"{where}: {name} must be a list of at least one, got {value!r:.40}")
     return value
 
 
-def _whole(value: object, name: str, where: str, least: int) -> int:
+def _whole_number(value: object, name: str, where: str, least: int) -> int:
     if type(value) is not int or not least <= value < _MOST:
         raise TraceError(f"{where}: {name} must be integers >= {least}, got {value!r:.40}")
     return value
 
 
-def _descending(values: list[object], where: str) -> tuple[float, ...]:
+def _descending_scores(values: list[object], where: str) -> tuple[float, ...]:
     scores: list[float] = []
     for value in values:
         plain = isinstance(value, int | float) and not isinstance(value, bool)
@@ -155,13 +160,13 @@ def _descending(values: list[object], where: str) -> tuple[float, ...]:
     return tuple(scores)
 
 
-def _integer(text: str, name: str, where: str) -> int:
+def _parse_integer(text: str, name: str, where: str) -> int:
     if _INTEGER.fullmatch(text) is None:
         raise TraceError(f"{where}: {name} must be integers, got {text!r:.40}")
     return int(text)
 
 
-def _real(text: str, where: str) -> float:
+def _parse_real(text: str, where: str) -> float:
     try:
         return float(text)
     except ValueError as error:
@@ -189,12 +194,12 @@ def import_table(
             all, which gives no gaps.
         units: what the scores are.
     """
-    table = _table(path)
+    table = _read_table(path)
     lines = [row for rows in table.values() for row in rows.values()]
-    ranks = _same([(len(row.experts), row) for row in lines], "experts", path)
-    scored = _same([(len(row.scores or ()), row) for row in lines], "scores", path)
+    ranks = _common_count([(len(row.experts), row) for row in lines], "experts", path)
+    scored = _common_count([(len(row.scores or ()), row) for row in lines], "scores", path)
     require(scored in (0, ranks), f"{path}: {scored} scores for {ranks} experts", TraceError)
-    tokens = _same_tokens(table, path)
+    tokens = _common_tokens(table, path)
     largest = max(max(row.experts) for row in lines)
     experts = max(largest + 1, ranks) if n_experts is None else n_experts
     if largest >= min(experts, MOST_EXPERTS):
@@ -202,7 +207,7 @@ def import_table(
             f"{path}: experts must lie in 0 ... {min(experts, MOST_EXPERTS) - 1}, got {largest}"
         )
     facts = LayerFacts(experts, ranks if k is None else k, units, affine=False)
-    layers = tuple(_layer(name, facts, table[name], tokens) for name in _order(table))
+    layers = tuple(_layer_trace(name, facts, table[name], tokens) for name in _layer_order(table))
     documents, positions, identities = _token_ids(table, tokens, path)
     provenance = {
         "source": "table",
@@ -215,7 +220,7 @@ def import_table(
     return trace
 
 
-def _table(path: str | Path) -> Table:
+def _read_table(path: str | Path) -> Table:
     table: Table = {}
     for row in read_rows(path):
         rows = table.setdefault(row.layer, {})
@@ -230,7 +235,7 @@ def _table(path: str | Path) -> Table:
     return table
 
 
-def _same(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -> int:
+def _common_count(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -> int:
     """The count that all rows share."""
     first = counts[0][0]
     for count, row in counts:
@@ -239,7 +244,7 @@ def _same(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -
     return first
 
 
-def _same_tokens(table: Table, path: str | Path) -> list[int]:
+def _common_tokens(table: Table, path: str | Path) -> list[int]:
     """The tokens in order; every layer must have the same."""
     first_name, first = next(iter(table.items()))
     for name, rows in table.items():
@@ -252,13 +257,13 @@ def _same_tokens(table: Table, path: str | Path) -> list[int]:
     return sorted(first)
 
 
-def _order(table: Table) -> list[str]:
+def _layer_order(table: Table) -> list[str]:
     if all(name.isascii() and name.isdecimal() and len(name) < 19 for name in table):
         return sorted(table, key=int)
     return list(table)
 
 
-def _layer(
+def _layer_trace(
     name: str, facts: LayerFacts, rows: dict[int, TableRow], tokens: list[int]
 ) -> LayerTrace:
     ordered = [rows[token] for token in tokens]
