@@ -26,9 +26,9 @@ def test_a_point_is_chosen_by_what_it_moves_or_repairs():
     assert scale == pytest.approx(4.0)
     with pytest.raises(TielineError, match=r"max_moved 5: the largest KL.*is 0.16"):
         chosen_scale(tables, factor=None, max_moved=5.0)
-    with pytest.raises(TielineError, match=r"--max-moved 0.001: the least KL.*is 0.01"):
+    with pytest.raises(TielineError, match=r"max_moved 0.001: the least KL.*is 0.01"):
         chosen_scale(tables, factor=None, max_moved=0.001)
-    with pytest.raises(TielineError, match="--factor 900: the largest factor"):
+    with pytest.raises(TielineError, match="factor 900: the largest factor"):
         chosen_scale(tables, factor=900.0, max_moved=None)
 
 
