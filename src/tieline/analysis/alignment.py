@@ -265,10 +265,10 @@ def _supported_cycles(
     to_b, unseen = np.arange(len(best)), 0
     for cycle in _cycles(best):
         witness = [_has_evidence(i, int(best[i]), table, loads, tokens) for i in cycle]
-        heard = [agrees for agrees in witness if agrees is not None]
-        if heard and all(heard):
+        supported = [agrees for agrees in witness if agrees is not None]
+        if supported and all(supported):
             to_b[cycle] = best[cycle]
-            unseen += len(cycle) - len(heard)
+            unseen += len(cycle) - len(supported)
     return to_b, unseen
 
 
@@ -321,14 +321,14 @@ def sample_choices(
     a: RoutingTrace, b: RoutingTrace, common: dict[int, CommonTokens]
 ) -> dict[int, Sampled]:
     """For each shift, the choices of both sides; every layer is read once."""
-    picked = {shift: _spread(tokens) for shift, tokens in common.items()}
+    picked = {shift: _sample_tokens(tokens) for shift, tokens in common.items()}
     sampled = {shift: Sampled([], []) for shift in common}
     for layer in a.layers:
         for shift, tokens in picked.items():
-            sampled[shift].in_a.append(_chosen(layer, tokens.in_a))
+            sampled[shift].in_a.append(_chosen_experts(layer, tokens.in_a))
     for layer in b.layers:
         for shift, tokens in picked.items():
-            sampled[shift].in_b.append(_chosen(layer, tokens.in_b))
+            sampled[shift].in_b.append(_chosen_experts(layer, tokens.in_b))
     return sampled
 
 
@@ -342,11 +342,11 @@ def search(
         candidates: pairings of layers, the plainest first.
         base_shift: the shift at which the token ids agree, 0 if they are unknown.
     """
-    plain = _judge(sampled[base_shift], base_shift, candidates[0])
+    plain = _judge_hypothesis(sampled[base_shift], base_shift, candidates[0])
     if plain.agreement >= CLEAR:
         return plain
     rivals = [
-        _judge(choices, shift, pairing)
+        _judge_hypothesis(choices, shift, pairing)
         for shift, choices in sorted(sampled.items(), key=lambda item: abs(item[0] - base_shift))
         for pairing in candidates
         if (shift, pairing) != (base_shift, candidates[0]) and len(choices.in_a[0][0])
@@ -355,7 +355,7 @@ def search(
     return best if 1 - best.agreement < 0.5 * (1 - plain.agreement) else plain
 
 
-def _judge(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
+def _judge_hypothesis(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
     """Mean agreement beyond chance over the pairs where it is defined."""
     sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in pairing.pairs]
     agreements = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
@@ -363,14 +363,14 @@ def _judge(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
     return Hypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
 
 
-def _spread(common: CommonTokens) -> CommonTokens:
+def _sample_tokens(common: CommonTokens) -> CommonTokens:
     """At most `SAMPLE` of the tokens, evenly spread."""
     count = len(common.in_a)
     step = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int))
     return CommonTokens(common.in_a[step], common.in_b[step])
 
 
-def _chosen(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
+def _chosen_experts(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
     facts = layer.facts
     return layer.experts[tokens, : facts.k].long().numpy(), facts.n_experts
 
@@ -412,7 +412,9 @@ def check_ids(
     a: RoutingTrace, b: RoutingTrace, common: Mapping[int, CommonTokens], ids: Mapping[int, IdCheck]
 ) -> int:
     """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
-    require(any(len(tokens.in_a) for tokens in common.values()), _apart(a, b), TraceError)
+    require(
+        any(len(tokens.in_a) for tokens in common.values()), _no_common_tokens(a, b), TraceError
+    )
     if all(check.checked == 0 for check in ids.values()):
         return 0 if len(common[0].in_a) else next(s for s, x in common.items() if len(x.in_a))
     agreeing = [s for s, check in ids.items() if check.checked > 0 and check.different == 0]
@@ -473,7 +475,7 @@ def check_related(
     )
 
 
-def _apart(a: RoutingTrace, b: RoutingTrace) -> str:
+def _no_common_tokens(a: RoutingTrace, b: RoutingTrace) -> str:
     return f"A and B have no token in common: {_extent('A', a)}; {_extent('B', b)}"
 
 
@@ -518,8 +520,8 @@ class Aligned(NamedTuple):
         """The layers of a pair: the same tokens, experts numbered as in A, the same k."""
         i, j = self.pairing.pairs[index]
         about = self.alignment.pairs[index]
-        first = _cut(self.a.layers[i], self.common.in_a, about)
-        second = _cut(self.b.layers[j], self.common.in_b, about)
+        first = _compared_part(self.a.layers[i], self.common.in_a, about)
+        second = _compared_part(self.b.layers[j], self.common.in_b, about)
         numbers = torch.from_numpy(self.numbers[index])
         bias = None if second.bias is None else second.bias[torch.argsort(numbers)]
         return first, replace(second, experts=numbers[second.experts], bias=bias)
@@ -549,11 +551,11 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     check_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
     matches, records = [], []
     for pair in best.pairing.pairs:  # one pair after the other: a file is read once for all three
-        matches.append(_match(a, b, tokens, pair, check_sizes(a, b, pair, partial)))
+        matches.append(_match_pair(a, b, tokens, pair, check_sizes(a, b, pair, partial)))
         records.append(_pair_record(a, b, pair, matches[-1]))
     pairs = tuple(records)
     check_related(pairs, [match.beyond_chance for match in matches], verified)
-    account = _account((side_a, side_b), tokens, best.shift, best.pairing, pairs)
+    account = _alignment_record((side_a, side_b), tokens, best.shift, best.pairing, pairs)
     denied = verified and best.shift != base
     account = replace(account, ids_checked=ids[base].checked, against_ids=denied)
     numbers = [np.argsort(match.to_b) for match in matches]
@@ -561,7 +563,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     return Aligned(a, b, tokens, best.pairing, numbers, account, unranked)
 
 
-def _cut(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
+def _compared_part(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
     """Select the compared tokens, the first k experts, scores and weights of a layer."""
     facts = replace(layer.facts, k=about.k, n_experts=about.n_experts)
     weights = None if layer.weights is None else layer.weights[:, : about.k]
@@ -599,7 +601,7 @@ def _unranked(layer: LayerTrace) -> int:
     return int((layer.scores[:, :k].amin(1) < layer.scores[:, k:].amax(1)).sum())
 
 
-def _match(
+def _match_pair(
     a: RoutingTrace, b: RoutingTrace, common: CommonTokens, pair: tuple[int, int], experts: int
 ) -> ExpertPermutation:
     first, second = a.layers[pair[0]], b.layers[pair[1]]
@@ -627,7 +629,7 @@ def _pair_record(
     )
 
 
-def _account(
+def _alignment_record(
     sides: tuple[RoutedSide, RoutedSide],
     common: CommonTokens,
     shift: int,

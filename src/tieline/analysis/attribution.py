@@ -171,10 +171,10 @@ def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeA
         largest=None if loudest is first else loudest.relative,
         like=sizes_like(first.relative or 0.0),
     )
-    return noise if expected is None else _against(noise, measured, expected)
+    return noise if expected is None else _judge_against(noise, measured, expected)
 
 
-def _against(
+def _judge_against(
     noise: SizeAnswer, measured: Sequence[tuple[int, NoiseShape]], expected: Expected
 ) -> SizeAnswer:
     """The answer for a known format: by the reference run where there is one, else by ε."""
@@ -227,11 +227,12 @@ def attribute_causes(
             that of each first flip.
         expected: the format whose noise is to be expected.
     """
-    choice = _choice(layers, unranked)
-    flips = _flips(layers, near)
-    patterns = (*_misnumbered(alignment), *find_patterns(shapes, _referred(shapes)))
+    choice = _judge_choice(layers, unranked)
+    flips = _judge_flips(layers, near)
+    has_reference = any(shape.beyond is not None for shape in shapes)
+    patterns = (*_numbering_patterns(alignment), *find_patterns(shapes, has_reference))
     size = judge_size(shapes, expected)
-    shape = _shape(shapes, patterns)
+    shape = _judge_shape(shapes, patterns)
     flipped = any(layer.flip.count for layer in layers)
     return Causes(
         conclusion=_conclude(flipped, choice.answer, flips.answer, size.answer, patterns),
@@ -260,26 +261,22 @@ def _conclude(
     return "explained by ties" if flips == "yes" else "cannot tell"
 
 
-def _referred(shapes: Sequence[NoiseShape]) -> bool:
-    return any(shape.beyond is not None for shape in shapes)
-
-
-def _choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:
+def _judge_choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:
     for layer, counts in zip(layers, unranked, strict=True):
         for side, count in zip("AB", counts, strict=True):
             if count:
                 return ChoiceAnswer("no", layer.name, side, count)
-    missing = tuple(side for side in "AB" if any(_without(layer, side) for layer in layers))
+    missing = tuple(side for side in "AB" if any(_lacks_scores(layer, side) for layer in layers))
     return ChoiceAnswer("cannot tell" if missing else "yes", missing=missing)
 
 
-def _without(layer: LayerDiff, side: str) -> bool:
+def _lacks_scores(layer: LayerDiff, side: str) -> bool:
     """Whether a side lacks the scores that its choice could be checked by."""
     status = layer.attribution_status
     return f"{side} has expert ids only" in status or f"{side} has the scores of chosen" in status
 
 
-def _flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswer:
+def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswer:
     attributions = [layer.attribution for layer in layers if layer.attribution is not None]
     blind = next((x for x in layers if x.attribution is None and x.flip.count), None)
     first = sum(x.explained + x.unexplained for x in attributions)
@@ -295,7 +292,7 @@ def _flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswe
     return FlipAnswer("no" if odd > TOLERATED * first else "yes", first, odd, later)
 
 
-def _misnumbered(alignment: Alignment) -> list[Pattern]:
+def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
     """Shifts that the token ids deny, and renumberings of experts."""
     patterns, moved = [], alignment.permuted
     if alignment.against_ids and alignment.token_shift:
@@ -315,7 +312,7 @@ def _misnumbered(alignment: Alignment) -> list[Pattern]:
     return patterns
 
 
-def _shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:
+def _judge_shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:
     if patterns:
         return ShapeAnswer("no", patterns)
     measured = any(shape.relative is not None for shape in shapes)

@@ -162,7 +162,7 @@ class _Audit:
         self._routers = modular_routers(self._model)
         self._every = corpus.batches(text)
         self._batches = runner.ranks.numbered
-        possible, self._impossible = _possible(self._routers, options.perturbations)
+        possible, self._impossible = _possible_perturbations(self._routers, options.perturbations)
         self._conditions = {
             perturbation: Condition(perturbation, seed=(corpus.seed, number))
             for number, perturbation in enumerate(possible)
@@ -302,7 +302,7 @@ class _Audit:
             never_hit=_never_hit(self._local.hits),
             left_out=tuple(self._left_out),
             impossible=self._impossible,
-            experts=_experts(self._local.kept),
+            experts=_experts_per_token(self._local.kept),
             ignore=ignore_lists(self._model),
             provenance=self._provenance(),
             timings={**self._seconds, "total": self._budget.elapsed()},
@@ -335,7 +335,7 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
     )
 
 
-def _experts(kept: Mapping[str, list[LayerTrace]]) -> float | None:
+def _experts_per_token(kept: Mapping[str, list[LayerTrace]]) -> float | None:
     """Experts in use per token, mean over layers; None if no layer is smoothed."""
     means = []
     for layers in kept.values():
@@ -345,7 +345,7 @@ def _experts(kept: Mapping[str, list[LayerTrace]]) -> float | None:
     return sum(means) / len(means) if smoothed else None
 
 
-def _possible(
+def _possible_perturbations(
     routers: Mapping[str, nn.Module], perturbations: tuple[Perturbation, ...]
 ) -> tuple[tuple[Perturbation, ...], str]:
     """The perturbations that these routers allow, and why not the others, in words."""
@@ -381,7 +381,7 @@ def perturbation_effect(
         local: what it does to each router by itself, by name.
         full: what it does in a full run.
     """
-    layers = tuple(_layer(name, effect, full) for name, effect in local.items())
+    layers = tuple(_layer_effect(name, effect, full) for name, effect in local.items())
     flips = SequenceSums().joined(*(effect.flips for effect in local.values())).mean()
     everywhere = SequenceSums().joined(*full.flips.values()).mean()
     kl, floor = full.kl.mean(), full.floor.mean()
@@ -392,8 +392,8 @@ def perturbation_effect(
         part=perturbation.part,
         local=flips,
         local_flips=sum(effect.flip_count for effect in local.values()),
-        predicted=_mean([layer.predicted for layer in layers]),
-        predicted_low=_mean([layer.predicted_low for layer in layers]),
+        predicted=_complete_mean([layer.predicted for layer in layers]),
+        predicted_low=_complete_mean([layer.predicted_low for layer in layers]),
         full=everywhere,
         any_layer=full.any_layer.mean(),
         compounding=_ratio(everywhere, flips),
@@ -403,12 +403,12 @@ def perturbation_effect(
         loss=full.loss.mean(),
         kl=kl,
         kl_floor=floor,
-        by_flips=_gone(kl, floor),
+        by_flips=_share_by_flips(kl, floor),
         layers=layers,
     )
 
 
-def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
+def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
     tokens = sum(int(count.sum()) for count in effect.flips.counts)
     return LayerEffect(
         name=name,
@@ -422,7 +422,7 @@ def _layer(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
     )
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _complete_mean(values: list[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if len(present) == len(values) else None
 
@@ -433,7 +433,7 @@ def _ratio(above: Estimate, below: Estimate) -> float | None:
     return above.value / below.value
 
 
-def _gone(kl: Estimate, floor: Estimate) -> float | None:
+def _share_by_flips(kl: Estimate, floor: Estimate) -> float | None:
     """1 - floor / KL; None where the KL is rounding."""
     if kl.value is None or floor.value is None or kl.value < LEAST_KL:
         return None

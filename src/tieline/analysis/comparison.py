@@ -151,7 +151,7 @@ def metrics(
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
-class _Judged(NamedTuple):
+class _LayerJudgement(NamedTuple):
     """The tested flips and the noise of one layer."""
 
     test: FlipTest
@@ -201,7 +201,7 @@ class Compared:
         self.layers = self._attributed(layers, judged)
         self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
 
-    def _layer(self, index: int) -> tuple[Tensor, LayerDiff, _Judged | None]:
+    def _layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
         a, b = self.aligned.pair(index)
         flipped, changed = set_flips(a, b)
         weight = weight_moved(a, b, flipped)
@@ -227,7 +227,7 @@ class Compared:
 
     def _judge(
         self, index: int, a: LayerTrace, b: LayerTrace, flipped: np.ndarray, status: str
-    ) -> _Judged | None:
+    ) -> _LayerJudgement | None:
         """Test the first flips of a layer and measure the shape of its noise."""
         chosen_a, chosen_b = (x.experts[:, : x.facts.k].numpy() for x in (a, b))
         lag = flip_lag(chosen_a, chosen_b, flipped, self._keys)
@@ -236,20 +236,24 @@ class Compared:
             self.shapes.append(NoiseShape(a.name, None, 0, lag=lag))
             self.levels.append(None)
             self._before = None
-            self.near += _near(a, b, flipped & fresh)
+            self.near += _near_shares(a, b, flipped & fresh)
             return None
         noise = layer_noise(a, b)
         expected = None if self._reference is None else self._reference[index]
-        shape = measure_shape(a.name, noise, fresh, self._keys, self._before, _bias(a, b), expected)
+        shape = measure_shape(
+            a.name, noise, fresh, self._keys, self._before, _bias_difference(a, b), expected
+        )
         self.shapes.append(shape._replace(lag=lag))
         level = noise.level if expected is None else noise.level - expected
         self._before = (level, chosen_a)
         self.levels.append(noise.level if self._keep else None)
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
-        return _Judged(test, noise.size(fresh) or 0.0, noise.relative(fresh), later)
+        return _LayerJudgement(test, noise.size(fresh) or 0.0, noise.relative(fresh), later)
 
-    def _attributed(self, layers: list[LayerDiff], judged: list[_Judged | None]) -> list[LayerDiff]:
+    def _attributed(
+        self, layers: list[LayerDiff], judged: list[_LayerJudgement | None]
+    ) -> list[LayerDiff]:
         """The layers with their attribution: false discoveries are controlled over all of them."""
         p_values = [x.test.p for x in judged if x is not None]
         rejected = discoveries(np.concatenate([np.zeros(0), *p_values]), FALSE_DISCOVERIES)
@@ -259,7 +263,7 @@ class Compared:
             for layer, x in zip(layers, judged, strict=True)
         ]
 
-    def _attribution(self, judged: _Judged, unexplained: np.ndarray) -> Attribution:
+    def _attribution(self, judged: _LayerJudgement, unexplained: np.ndarray) -> Attribution:
         test, count = judged.test, int(unexplained.sum())
         tokens, widths = test.tokens[unexplained], test.margins[unexplained]
         order = np.argsort(-widths, kind="stable")[:MOST_NAMED]
@@ -288,7 +292,7 @@ def _unranked_status(counts: tuple[int, int]) -> str:
     return ""
 
 
-def _near(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
+def _near_shares(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
     """Share of all tokens with a smaller gap, for each first flip; by the side that has scores."""
     able = [layer for layer in (a, b) if layer.has_gaps]
     if not able or not first.any():
@@ -297,7 +301,7 @@ def _near(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
     return [np.searchsorted(np.sort(gaps), gaps[first]) / len(gaps)]
 
 
-def _bias(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
+def _bias_difference(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
     """The selection bias by which the two sides may differ: their difference, else A's or B's."""
     biases = [layer.bias.double().numpy() for layer in (a, b) if layer.bias is not None]
     if not biases:
@@ -393,15 +397,15 @@ def observe(
         Observation("alignment", "warning", 1.0, source=difference)
         for difference in alignment.differences
     ]
-    observations += _causes(causes)
-    observations += _unexplained(layers, causes)
-    observations += _not_attributed(layers)
-    observations += _unrelated(alignment)
+    observations += _cause_observations(causes)
+    observations += _unexplained_flips(layers, causes)
+    observations += _unattributed_flips(layers)
+    observations += _unrelated_layers(alignment)
     fresh, after = tokens.later_rates
     if after and after >= COMPOUNDING * fresh:
         observations.append(Observation("compounding", "info", after))
     if logits is not None:
-        observations += _distances(logits)
+        observations += _kl_observations(logits)
     if alignment.smoothed:
         observations.append(Observation("smoothed", "info", 1.0))
     if any(layer.flip.status != "ok" for layer in layers):
@@ -409,7 +413,7 @@ def observe(
     return tuple(sorted(observations, key=lambda x: SEVERITIES[x.severity]))
 
 
-def _causes(causes: Causes) -> list[Observation]:
+def _cause_observations(causes: Causes) -> list[Observation]:
     """The patterns that the alignment does not state already, and the doubts about the noise."""
     observations = [
         Observation(f"{x.kind}:pattern", "warning", x.effect, x.layer)
@@ -425,7 +429,7 @@ def _causes(causes: Causes) -> list[Observation]:
     return observations
 
 
-def _unexplained(layers: Sequence[LayerDiff], causes: Causes) -> list[Observation]:
+def _unexplained_flips(layers: Sequence[LayerDiff], causes: Causes) -> list[Observation]:
     """First flips that noise does not explain; `layer` is the one with the widest of them."""
     odd = {x.name: x.attribution for x in layers if x.attribution and x.attribution.unexplained}
     if not odd:
@@ -436,7 +440,7 @@ def _unexplained(layers: Sequence[LayerDiff], causes: Causes) -> list[Observatio
     return [Observation("unexplained", severity, float(count), widest, tuple(odd))]
 
 
-def _not_attributed(layers: Sequence[LayerDiff]) -> list[Observation]:
+def _unattributed_flips(layers: Sequence[LayerDiff]) -> list[Observation]:
     counts: dict[str, int] = {}
     for layer in layers:
         if layer.attribution is None and layer.flip.count:
@@ -448,7 +452,7 @@ def _not_attributed(layers: Sequence[LayerDiff]) -> list[Observation]:
     ]
 
 
-def _unrelated(alignment: Alignment) -> list[Observation]:
+def _unrelated_layers(alignment: Alignment) -> list[Observation]:
     return [
         Observation("unrelated", "warning", pair.agreement, pair.name_a)
         for pair in alignment.pairs
@@ -456,7 +460,7 @@ def _unrelated(alignment: Alignment) -> list[Observation]:
     ]
 
 
-def _distances(logits: LogitsDiff) -> list[Observation]:
+def _kl_observations(logits: LogitsDiff) -> list[Observation]:
     observations = [Observation("kl", "info", logits.kl)]
     if logits.kl_flipped is not None and logits.kl_unflipped:
         ratio = logits.kl_flipped / logits.kl_unflipped

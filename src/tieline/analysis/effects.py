@@ -88,7 +88,7 @@ class _Swap(NamedTuple):
     choice: Choice
 
 
-class _Clean:
+class _CleanPass:
     """The clean pass of one batch under way."""
 
     def __init__(self, batch: int, shape: tuple[int, int]) -> None:
@@ -133,12 +133,12 @@ class LocalEffects(Observer):
         self._blocks = {name: block_of(model, name) for name in routers}
         self.blocks = {name: block.module for name, block in self._blocks.items()}
         settings = ObserverSettings(RANKS, (), False, False)
-        self._layers = {name: _observer(name, r, settings) for name, r in routers.items()}
+        self._layers = {name: _layer_observer(name, r, settings) for name, r in routers.items()}
         self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
         self.hits: dict[str, Tensor] = {}
         self.kept: dict[str, list[LayerTrace]] = defaultdict(list)
-        self._passes: dict[Pass, _Clean] = {}
+        self._passes: dict[Pass, _CleanPass] = {}
 
     def watches(self, run: Pass) -> bool:
         """Whether the pass is clean."""
@@ -147,12 +147,12 @@ class LocalEffects(Observer):
     def on_start(self, run: Pass, ids: Ids) -> None:
         """Begin a batch."""
         if self.watches(run):
-            self._passes[run] = _Clean(run.batch, (ids.shape[0], ids.shape[1]))
+            self._passes[run] = _CleanPass(run.batch, (ids.shape[0], ids.shape[1]))
 
     def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
         """Call a router again under every perturbation."""
         clean, name, router = self._passes[run], site.name, site.module
-        layer = self._layers[name].observe(router, call, output, _batch(clean.tokens))
+        layer = self._layers[name].observe(router, call, output, _single_document(clean.tokens))
         routed = read_output(site.family, router, call, output)
         chosen = routed_set(routed)
         clean.routers += 1
@@ -173,7 +173,7 @@ class LocalEffects(Observer):
 
     def _count(
         self,
-        clean: _Clean,
+        clean: _CleanPass,
         called: tuple[LayerTrace, nn.Module, Call],
         perturbed: tuple[Perturbation, torch.Generator],
         routed: RouterOutput,
@@ -196,7 +196,7 @@ class LocalEffects(Observer):
                 repeats = self._repeats(chance.low.sum().item())
                 rule = partial(chosen_mask, router, call=call)
                 sigma = float(perturbation.level)
-                share = _repeated(rule, routed.logits, sigma, repeats, generator)
+                share = _noisy_flip_shares(rule, routed.logits, sigma, repeats, generator)
         effect.flips.add(share.view(clean.shape))
         effect.flip_count += round(share.sum().item() * repeats)
         effect.trials += repeats * len(share)
@@ -216,12 +216,12 @@ class LocalEffects(Observer):
             effect, rows = self.effects[perturbation, site.name], called.rows(tokens)
             clean.swaps.append(_Swap(effect, block, tokens, rows, choice))
         if rerun is not None:
-            _settle(clean, rerun)
+            _count_jumps(clean, rerun)
 
     def on_unit_done(self, unit: str, rerun: Rerun) -> None:
         """Count the jumps of a unit while its weights are there."""
         for clean in self._passes.values():
-            _settle(clean, rerun)
+            _count_jumps(clean, rerun)
 
     def join(self, ranks: Ranks) -> None:
         """Add up what the processes counted of each router."""
@@ -242,7 +242,7 @@ class LocalEffects(Observer):
             self.kept[name] = [replace(layers[0], **row) for row in rows]
 
 
-def _settle(clean: _Clean, rerun: Rerun) -> None:
+def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
     """Run tokens that would change again with their new experts, and count their jumps."""
     some = [swap for swap in clean.swaps if len(swap.tokens)]
     outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in some]))
@@ -270,7 +270,7 @@ def chosen_mask(
     return topk_mask(scores, int(attrgetter(family.k)(router)))
 
 
-def _repeated(
+def _noisy_flip_shares(
     rule: Any, logits: Tensor, sigma: float, repeats: int, source: torch.Generator
 ) -> Float[Tensor, " tokens"]:
     """Share of `repeats` draws of noise in which each token's experts change."""
@@ -287,13 +287,13 @@ def _repeated(
     return flips / repeats
 
 
-def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
+def _layer_observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
     family = family_of(router)
     assert family is not None
     return LayerObserver(name, family, settings)
 
 
-def _batch(tokens: int) -> Batch:
+def _single_document(tokens: int) -> Batch:
     """A batch of all tokens in one document, which is all that the audit needs."""
     positions = torch.arange(tokens)
     return Batch(positions, torch.zeros_like(positions), positions, None, tokens)

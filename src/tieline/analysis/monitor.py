@@ -98,12 +98,12 @@ class LossCheck:
 
     def __enter__(self) -> "LossCheck":
         add = self._hooks.callback
-        if _coefficient(self._model) is not None:
+        if _loss_coefficient(self._model) is not None:
             hook = self._model.register_forward_hook(untraced(self._look))
             add(hook.remove)
         for name, layer in self._model.named_modules():
             if isinstance(layer, MoE):
-                hook = untraced(_own_look(name, layer, self._tell))
+                hook = untraced(_layer_loss_hook(name, layer, self._tell))
                 add(layer.register_forward_hook(hook).remove)
         return self
 
@@ -116,13 +116,13 @@ class LossCheck:
         self._hooks.close()
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _learns(model):
+        if _is_learning(model):
             self._tell(transformers_warning(model, output), "auxiliary loss")
 
 
 def transformers_warning(model: nn.Module, output: Any) -> str | None:
     """Return what is wrong with the auxiliary loss in a model's output; None if nothing is."""
-    coefficient = _coefficient(model)
+    coefficient = _loss_coefficient(model)
     if coefficient is None or not hasattr(output, "loss"):
         return None
     name, value = coefficient
@@ -142,10 +142,10 @@ def transformers_warning(model: nn.Module, output: Any) -> str | None:
     return None
 
 
-def _own_look(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
+def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         gate = layer.gate
-        if not (_learns(layer) and isinstance(gate, SelectiveGate)):
+        if not (_is_learning(layer) and isinstance(gate, SelectiveGate)):
             return
         if gate.selection_bias is None and not is_collected(layer):
             tell(
@@ -158,11 +158,11 @@ def _own_look(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
     return look
 
 
-def _learns(module: nn.Module) -> bool:
+def _is_learning(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not is_recomputing()
 
 
-def _coefficient(model: nn.Module) -> tuple[str, float] | None:
+def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
     """Name and value of the coefficient in the model's configuration."""
     config = text_config(model)
     for path in COEFFICIENTS:
@@ -199,9 +199,9 @@ class LayerScalars:
 def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     """Token-weighted statistics of one router's calls."""
     tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64)
-    rows = [_rounding(call.trace) for call in calls]
+    rows = [_bf16_rates(call.trace) for call in calls]
     sums = [call.logits for call in calls if call.logits is not None]
-    squares, _, sure, _, _ = (_mean(column, tokens) for column in zip(*sums, strict=True))
+    squares, _, sure, _, _ = (_token_mean(column, tokens) for column in zip(*sums, strict=True))
     logits = LogitSums(
         squares,
         max(entry.largest for entry in sums),
@@ -214,10 +214,10 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     return LayerScalars(
         gaps=torch.cat([call.trace.gap for call in calls]) if answers else None,
         units=calls[0].trace.facts.units,
-        rounding={name: _mean([row[name] for row in rows], tokens) for name in rows[0]},
+        rounding={name: _token_mean([row[name] for row in rows], tokens) for name in rows[0]},
         load=load_from_counts(used),
         logits=logits,
-        active=_mean([call.active for call in calls], tokens),
+        active=_token_mean([call.active for call in calls], tokens),
         epsilon=calls[-1].epsilon,
     )
 
@@ -260,7 +260,7 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
     return boundary_mass(gaps / step.clamp(min=TINY), unit).mass[0]
 
 
-def _rounding(layer: LayerTrace) -> dict[str, float]:
+def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
     """Effect of bf16 on the choice of these tokens; empty where it is unknown."""
     check_finite(layer)
     if scored(layer) != "ok":
@@ -288,7 +288,7 @@ def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
     return {**dict(zip(LEVELS, values, strict=True)), "ties": ties}
 
 
-def _mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
+def _token_mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
     """Mean over calls, weighted by their tokens."""
     column = torch.tensor(values, dtype=torch.float64)
     return ((column * tokens).sum() / tokens.sum()).item()
@@ -321,7 +321,7 @@ class JsonlWriter:
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Append a line; the file is closed after each, so it can be read at any time."""
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **_finite(scalars)}) + "\n")
+            file.write(json.dumps({"step": step, **to_plain(scalars)}) + "\n")
 
     def close(self) -> None:
         """Do nothing: the file is closed after each line."""
@@ -358,10 +358,6 @@ def _summary_writer(folder: str | Path) -> Any:
             "pip install tensorboard, or pass a writer that has add_scalar"
         ) from missing
     return SummaryWriter(str(folder))
-
-
-def _finite(scalars: dict[str, float]) -> dict[str, object]:
-    return {name: to_plain(value) for name, value in scalars.items()}
 
 
 class RoutingMonitor:
@@ -408,7 +404,9 @@ class RoutingMonitor:
         self._calls: dict[str, list[RouterCall]] = defaultdict(list)
         self._problem: TielineError | None = None
         self._hooks: ExitStack | None = None
-        with watch_routing(model, _ignore):  # refuse a model without routers now, not in the loop
+        with watch_routing(
+            model, lambda call: None
+        ):  # refuse a model without routers now, not in the loop
             pass
         if start % every == 0:
             self.arm()
@@ -489,8 +487,8 @@ class RoutingMonitor:
                 raise problem
             with one_thread():  # many small operations
                 layers = {name: layer_scalars(some) for name, some in calls.items()}
-        except TielineError as found:
-            self._tell(f"routing was not measured (first at step {step}): {found}", str(found))
+        except TielineError as error:
+            self._tell(f"routing was not measured (first at step {step}): {error}", str(error))
             return {}
         for name, layer in layers.items():
             self._tell(probability_warning(name, layer.logits), "probabilities")
@@ -510,7 +508,3 @@ class RoutingMonitor:
         self._kinds.add(kind)
         self.warnings.append(message)
         warnings.warn(message, RoutingWarning, stacklevel=4)
-
-
-def _ignore(call: RouterCall) -> None:
-    """Do nothing with a call."""

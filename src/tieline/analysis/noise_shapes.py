@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from tieline.analysis.diff_records import Pattern
+from tieline.analysis.diff_records import Pattern, PatternKind
 from tieline.analysis.score_noise import LayerNoise
 
 SURE = 6.0
@@ -140,20 +140,20 @@ def measure_shape(
         return shape
     if expected is not None:
         shape = shape._replace(beyond=math.exp(float(np.median(level[rows])) / 2))
-    heard = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
-    kept = _Kept(noise, rows)
-    share, means = _offsets(kept)
+    noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
+    kept = _CentredDifferences(noise, rows)
+    share, means = _expert_offsets(kept)
     return shape._replace(
-        rise=_rise(level[heard], keys.positions[heard]),
-        document=_document(level[rows], keys.documents[rows]),
-        expert=None if before is None else _expert(level - before[0], rows, before[1]),
-        row=_row(kept),
+        rise=_position_rise(level[noisy], keys.positions[noisy]),
+        document=_loudest_document(level[rows], keys.documents[rows]),
+        expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
+        row=_loudest_row(kept),
         offset=share,
-        likeness=None if bias is None else _likeness(means, bias),
+        likeness=None if bias is None else _bias_likeness(means, bias),
     )
 
 
-def _rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
+def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
     """Least-squares growth over the octaves of positions, the first token left out."""
     octave = np.log2(positions + 1).astype(int)
     level, octave = level[octave > 0], octave[octave > 0]
@@ -170,13 +170,13 @@ def _rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | Non
     return float(weight @ mean), math.sqrt(max(float(weight**2 @ variance), 0.0))
 
 
-def _document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
+def _loudest_document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
     numbers, codes = np.unique(documents, return_inverse=True)
     outlier = _outlier(codes, level, len(numbers))
     return None if outlier is None else outlier._replace(group=int(numbers[outlier.group]))
 
 
-def _expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
+def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
     k, rows = chosen.shape[1], rows[~np.isnan(growth[rows])]
     if len(rows) == 0:
         return None
@@ -194,16 +194,18 @@ def _outlier(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | No
     sums, squares = (np.bincount(codes, weights=w, minlength=groups) for w in (values, values**2))
     mean = sums[able] / count[able]
     error = np.sqrt(np.maximum(squares[able] / count[able] - mean**2, 0.0) / count[able])
-    order = np.argsort(-mean)
+    return _first_over_third(able, mean, error)
+
+
+def _first_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) -> Outlier:
+    """The group of the largest level, over the third largest."""
+    order = np.argsort(-level)
     first, third = order[0], order[2]
-    return Outlier(
-        int(able[first]),
-        float(mean[first] - mean[third]),
-        float(math.hypot(error[first], error[third])),
-    )
+    excess = float(level[first] - level[third])
+    return Outlier(int(groups[first]), excess, math.hypot(error[first], error[third]))
 
 
-class _Kept:
+class _CentredDifferences:
     """Centred differences of some tokens, one after the other, and the expert of each."""
 
     def __init__(self, noise: LayerNoise, rows: np.ndarray) -> None:
@@ -219,7 +221,7 @@ class _Kept:
         return np.bincount(self.experts, weights=values)
 
 
-def _row(kept: _Kept) -> Outlier | None:
+def _loudest_row(kept: _CentredDifferences) -> Outlier | None:
     """The expert whose own scores have the largest mean square of noise, in logarithms."""
     count = kept.count
     able = np.flatnonzero(count >= FEWEST)
@@ -228,17 +230,10 @@ def _row(kept: _Kept) -> Outlier | None:
     sums, fourth = kept.sums(kept.squares), kept.sums(kept.squares * kept.squares)
     mean = np.maximum(sums[able] / count[able], np.finfo(float).tiny)
     spread = np.sqrt(np.maximum(fourth[able] / count[able] / mean**2 - 1, 0.0) / count[able])
-    level = np.log(mean)
-    order = np.argsort(-level)
-    first, third = order[0], order[2]
-    return Outlier(
-        int(able[first]),
-        float(level[first] - level[third]),
-        float(math.hypot(spread[first], spread[third])),
-    )
+    return _first_over_third(able, np.log(mean), spread)
 
 
-def _offsets(kept: _Kept) -> tuple[float | None, np.ndarray]:
+def _expert_offsets(kept: _CentredDifferences) -> tuple[float | None, np.ndarray]:
     """Share of the noise that is one number per expert, and these numbers (NaN if too rare)."""
     count, able = kept.count, kept.count >= FEWEST
     means = np.where(able, kept.sums(kept.values) / np.maximum(count, 1), np.nan)
@@ -248,7 +243,7 @@ def _offsets(kept: _Kept) -> tuple[float | None, np.ndarray]:
     return float((count[able] * means[able] ** 2).sum()) / total, means
 
 
-def _likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
+def _bias_likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
     """|correlation| of the offsets with the bias, over the experts with offsets."""
     chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
     if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
@@ -305,20 +300,28 @@ def find_patterns(shapes: Sequence[NoiseShape], referred: bool = False) -> tuple
     limits = LIMITS_BEYOND if referred else LIMITS
     lag = [x for shape in shapes if (x := _lag_pattern(shape, limits["lag"]))]
     loud = [shape for shape in shapes if shape.relative]
-    experts = _best([x for s in loud if (x := _expert_pattern(s, shapes, limits["expert"]))])
-    offsets = _best([x for s in loud if (x := _offset_pattern(s, shapes, limits["offset"]))])
-    rows = _best([x for s in loud if (x := _row_pattern(s, limits["row"]))])
+    experts = _strongest([x for s in loud if (x := _expert_pattern(s, shapes, limits["expert"]))])
+    offsets = _strongest([x for s in loud if (x := _offset_pattern(s, shapes, limits["offset"]))])
+    rows = _strongest(
+        [x for s in loud if (x := _outlier_pattern("row", s.name, s.row, limits["row"]))]
+    )
     first = loud if referred else loud[:1]
-    positions = _best([x for s in first if (x := _position_pattern(s, limits["positions"]))])
-    documents = _best([x for s in first if (x := _document_pattern(s, limits["document"]))])
-    layers = _best(_layer_patterns(shapes, referred, limits))
+    positions = _strongest([x for s in first if (x := _position_pattern(s, limits["positions"]))])
+    documents = _strongest(
+        [
+            x
+            for s in first
+            if (x := _outlier_pattern("document", s.name, s.document, limits["document"]))
+        ]
+    )
+    layers = _strongest(_layer_patterns(shapes, referred, limits))
     for patterns in (lag[:1], offsets, experts, rows, positions, documents, layers):
         if patterns:
             return tuple(patterns)
     return ()
 
 
-def _best(patterns: Sequence[Pattern]) -> list[Pattern]:
+def _strongest(patterns: Sequence[Pattern]) -> list[Pattern]:
     """The pattern that is furthest beyond its limit."""
     return sorted(patterns, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
 
@@ -333,17 +336,18 @@ def _lag_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
 def _expert_pattern(
     shape: NoiseShape, shapes: Sequence[NoiseShape], limit: float
 ) -> Pattern | None:
-    if shape.expert is None or not shape.expert.beyond(limit):
-        return None
+    """An expert of the layer before, whose tokens gained noise."""
     index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
-    outlier = shape.expert
-    return Pattern("expert", shapes[index - 1].name, outlier.excess, limit, number=outlier.group)
+    return _outlier_pattern("expert", shapes[index - 1].name, shape.expert, limit)
 
 
-def _row_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
-    if shape.row is None or not shape.row.beyond(limit):
+def _outlier_pattern(
+    kind: PatternKind, layer: str, outlier: Outlier | None, limit: float
+) -> Pattern | None:
+    """The pattern of one group whose excess is large and sure."""
+    if outlier is None or not outlier.beyond(limit):
         return None
-    return Pattern("row", shape.name, shape.row.excess, limit, number=shape.row.group)
+    return Pattern(kind, layer, outlier.excess, limit, number=outlier.group)
 
 
 def _offset_pattern(
@@ -367,13 +371,6 @@ def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     if rise > 0 and (shape.relative or 0.0) < ATTENTION:
         return None
     return Pattern("positions", shape.name, rise, limit)
-
-
-def _document_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
-    if shape.document is None or not shape.document.beyond(limit):
-        return None
-    outlier = shape.document
-    return Pattern("document", shape.name, outlier.excess, limit, number=outlier.group)
 
 
 def _layer_patterns(

@@ -199,8 +199,8 @@ def compare_choices(
 ) -> ChoiceComparison:
     """Which tokens chose other experts, and which of these a tie explains; arguments as above."""
     band = _band(tol, scores)
-    _oracles_check(ids_a, ids_b, scores)
-    broken_a, broken_b = _broken(ids_a, scores), _broken(ids_b, scores)
+    _check_scores(ids_a, ids_b, scores)
+    broken_a, broken_b = _invalid_choices(ids_a, scores), _invalid_choices(ids_b, scores)
     set_a, set_b = _members(ids_a, scores), _members(ids_b, scores)
     differ = sets_differ(set_a, set_b) | broken_a | broken_b
     regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
@@ -214,7 +214,7 @@ def compare_choices(
         for name in ("a", "b"):
             if broken[name][0][token]:
                 reasons_of_token.append(
-                    _broken_reason(name, broken[name][1][token], scores.shape[1])
+                    _invalid_reason(name, broken[name][1][token], scores.shape[1])
                 )
             elif beyond[name][token]:
                 row = sets[name][token], scores[token]
@@ -258,18 +258,18 @@ def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0
 
 
 def _members(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
-    """Chosen experts as a mask; ids outside of the range are left to `_broken`."""
+    """Chosen experts as a mask; ids outside of the range are left to `_invalid_choices`."""
     inside = ids.long().clamp(0, scores.shape[1] - 1)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, inside, True)
 
 
-def _broken(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
+def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
     """Tokens with an id outside of the range or an expert named twice."""
     outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
     return outside | (_members(ids, scores).sum(dim=1) < ids.shape[1])
 
 
-def _broken_reason(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
+def _invalid_reason(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
     return f"{name} chose {ids.tolist()}, which are not {len(ids)} experts of 0..{experts - 1}"
 
 
@@ -295,7 +295,7 @@ def _band(tol: float | PerToken, scores: Scores) -> PerToken:
     return band.expand(len(scores))
 
 
-def _oracles_check(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
+def _check_scores(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
     shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
     fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
     require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)

@@ -10,7 +10,6 @@ At tolerance ε the orders of ties say how many experts the noise can mix (Paper
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,26 +73,22 @@ def rounded_runs(
         text: the text; its first sequences are run, `TOKENS` tokens at most.
         batch_size: sequences per forward pass.
     """
-    status = _possible(model, names)
+    status = _rounding_status(model, names)
     if status != "ok":
         return RoundedRuns(None, None, status)
-    sequences = _first(text, _affordable(model, names))
+    sequences = _first_sequences(text, _affordable_tokens(model, names))
     if not sequences:
         return RoundedRuns(None, None, "not measured: no sequence of the text is short enough")
     numbered = dict(enumerate(batches(sequences, batch_size)))
     passes = [Pass(n, condition) for condition in (CLEAN, ROUNDED) for n in numbered]
     recorders = [
-        RouteRecorder(model, EVERYTHING, names, partial(_is_under, condition))
+        RouteRecorder(model, EVERYTHING, names, lambda run, c=condition: run.condition == c)
         for condition in (CLEAN, ROUNDED)
     ]
     plan = Plan((Phase("noise", numbered, tuple(passes), logits="none"),))
     Runner(Model(model)).run(plan, recorders)
     clean, rounded = (recorder.trace() for recorder in recorders)
     return RoundedRuns(clean, rounded)
-
-
-def _is_under(condition: Condition, run: Pass) -> bool:
-    return run.condition == condition
 
 
 def own_noise(
@@ -103,24 +98,20 @@ def own_noise(
 
     Arguments as for `rounded_runs`.
     """
-    return noise_report(rounded_runs(model, names, text, batch_size))
-
-
-def noise_report(runs: RoundedRuns) -> NoiseReport:
-    """Compare the routers of a clean and a rounded run."""
+    runs = rounded_runs(model, names, text, batch_size)
     if runs.clean is None or runs.rounded is None:
         return NoiseReport((), runs.status)
     documents = runs.clean.documents.long()
     with one_thread():  # many small operations
         layers = [
-            _layer_noise(clean, rounded, documents)
+            _router_noise(clean, rounded, documents)
             for clean, rounded in zip(runs.clean.layers, runs.rounded.layers, strict=True)
             if scored(clean) == "ok"
         ]
     return NoiseReport(tuple(layers))
 
 
-def _possible(model: nn.Module, names: Sequence[str]) -> str:
+def _rounding_status(model: nn.Module, names: Sequence[str]) -> str:
     """Return "ok" if rounding shows the noise of this model, else why not."""
     parameters = list(model.parameters())
     if any(parameter.is_meta for parameter in parameters):
@@ -137,14 +128,14 @@ def _possible(model: nn.Module, names: Sequence[str]) -> str:
     return "ok"
 
 
-def _affordable(model: nn.Module, names: Sequence[str]) -> int:
+def _affordable_tokens(model: nn.Module, names: Sequence[str]) -> int:
     """Number of tokens whose router inputs fit the memory limit."""
     dim = getattr(text_config(model), "hidden_size", None)
     width = dim if isinstance(dim, int) else 8192
     return min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width)))
 
 
-def _first(text: TokenisedText, most: int) -> list[Tensor]:
+def _first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
     """The first sequences with at most so many tokens; the beginning of one if it has more."""
     kept, used = [], 0
     for sequence in text.sequences:
@@ -155,7 +146,7 @@ def _first(text: TokenisedText, most: int) -> list[Tensor]:
     return kept or [text.sequences[0][:most]]
 
 
-def _layer_noise(clean: LayerTrace, rounded: LayerTrace, documents: Tensor) -> OwnNoise:
+def _router_noise(clean: LayerTrace, rounded: LayerTrace, documents: Tensor) -> OwnNoise:
     k = clean.facts.k
     before, after = (by_expert(layer) for layer in (clean, rounded))
     change = (after - before).gather(1, clean.experts[:, k - 1 : k + 1].long())

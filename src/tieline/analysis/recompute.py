@@ -22,7 +22,7 @@ A verdict names the cause in the first layer where choices differ; later layers 
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class _Difference:
         return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
 
-def compared(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
+def compare_runs(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
     """Compare two runs: which tokens flipped, and the cause."""
     layers = _differences(first, again)
     flips = _flips(layers)
@@ -141,11 +141,6 @@ def compared(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int
     return Repetition(way, verdict, why, len(flips), shown, moved, change, again.error)
 
 
-def worst(repetitions: Sequence[Repetition]) -> Repetition:
-    """Return the repetition with the most severe verdict."""
-    return max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
-
-
 def _cause(layer: _Difference) -> tuple[str, str]:
     """Verdict from the first layer whose choices differ."""
     rows = layer.flipped
@@ -156,13 +151,16 @@ def _cause(layer: _Difference) -> tuple[str, str]:
     where = f"{len(rows)} of {len(layer.gap)} tokens choose other experts in layer {layer.name!r}"
     size = f"gaps up to {gap.max().item():.3g}, scores moved by up to {moved.max().item():.3g}"
     if strange:
-        return OTHER, f"{where}, {strange} of them not by rounding ({size}): {_strange(layer)}"
+        return (
+            OTHER,
+            f"{where}, {strange} of them not by rounding ({size}): {_non_rounding_cause(layer)}",
+        )
     if bool(tied.all()):
         return TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
     return NEAR, f"{where}: near-ties ({size}), which rounding decides"
 
 
-def _strange(layer: _Difference) -> str:
+def _non_rounding_cause(layer: _Difference) -> str:
     rows = layer.flipped
     if bool((layer.moved[rows] > layer.limit[rows]).any()):
         return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
@@ -189,7 +187,7 @@ def _differences(first: RecomputeRun, again: RecomputeRun) -> list[_Difference]:
 def _difference(
     name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
 ) -> _Difference:
-    before, after = _dense(calls), _dense(others)
+    before, after = _scores_and_choices(calls), _scores_and_choices(others)
     moved = (before[0] - after[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
     size = before[0].masked_fill(before[0].isinf(), 0.0).abs().amax(dim=1)
     roundoff = max(rounding, *(call.rounding for call in calls))
@@ -198,7 +196,9 @@ def _difference(
     return _Difference(name, before[1], after[1], gap, moved, limit)
 
 
-def _dense(calls: list[RouterCall]) -> tuple[Float[Tensor, "t e"], Bool[Tensor, "t e"]]:
+def _scores_and_choices(
+    calls: list[RouterCall],
+) -> tuple[Float[Tensor, "t e"], Bool[Tensor, "t e"]]:
     """Scores of all experts in float64 and the chosen ones, over all calls of a layer."""
     scores, chosen = [], []
     for call in calls:
@@ -293,38 +293,38 @@ class Inputs:
         )
 
 
-def plain(module: nn.Module, inputs: Inputs) -> RecomputeRun:
+def plain_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
     """A forward pass without gradients."""
     with torch.no_grad():
         return _observed(module, lambda: module(*inputs.args, **inputs.kwargs))
 
 
-def split(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
+def split_run(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
     """Run the batch in `count` smaller batches, one after the other."""
-    done = [plain(module, piece) for piece in inputs.pieces(count)]
+    done = [plain_run(module, piece) for piece in inputs.pieces(count)]
     calls = [call for run in done for call in run.calls]
     outputs = [run.output for run in done if run.output is not None]
     return RecomputeRun(torch.cat(outputs), tuple(calls), done[0].rounding)
 
 
-def other_threads(module: nn.Module, inputs: Inputs) -> RecomputeRun:
+def other_threads_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
     """Run on one thread, or on two if torch uses one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
     try:
-        return plain(module, inputs)
+        return plain_run(module, inputs)
     finally:
         torch.set_num_threads(before)
 
 
-def compiled(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRun:
+def compiled_run(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRun:
     """Run the compiled module."""
     fast: Any = torch.compile(module, backend=backend)
     with torch.no_grad():
         return _observed(module, lambda: fast(*inputs.args, **inputs.kwargs))
 
 
-def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, RecomputeRun]:
+def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, RecomputeRun]:
     """A pass under checkpointing and its repetition in the backward pass.
 
     Where nothing needs a gradient nothing is repeated, and a second plain pass stands in for it.
@@ -353,7 +353,7 @@ def checkpointed(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, Recom
     first = [call for call in observed.calls if not call.recomputed]
     again = [call for call in observed.calls if call.recomputed]
     if not again and not errors:
-        return RecomputeRun(outputs[0], tuple(first), observed.rounding), plain(module, inputs)
+        return RecomputeRun(outputs[0], tuple(first), observed.rounding), plain_run(module, inputs)
     repeated = outputs[1] if len(outputs) > 1 else None
     error = errors[0] if errors else None
     return (
@@ -464,20 +464,20 @@ def recompute_check(
     require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
     module, inputs = block_or_model, Inputs.of(block_or_model, batch)
     rows = inputs.rows
-    first = plain(module, inputs)
+    first = plain_run(module, inputs)
     require(bool(first.calls), "no router ran: nothing can be compared")
     runs: dict[str, Callable[[], tuple[RecomputeRun, RecomputeRun]]] = {
-        "recompute": lambda: checkpointed(module, inputs),
-        "split": lambda: (first, split(module, inputs, splits)),
-        "threads": lambda: (first, other_threads(module, inputs)),
-        "compiled": lambda: (first, compiled(module, inputs, backend)),
+        "recompute": lambda: checkpointed_runs(module, inputs),
+        "split": lambda: (first, split_run(module, inputs, splits)),
+        "threads": lambda: (first, other_threads_run(module, inputs)),
+        "compiled": lambda: (first, compiled_run(module, inputs, backend)),
     }
     left_out = {}
     if "split" in kinds and rows < splits:
         left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
     asked = [kind for kind in KINDS if kind in kinds and kind not in left_out]
-    done = [compared(kind, *runs[kind](), most_flips) for kind in asked]
-    top = worst(done)
+    done = [compare_runs(kind, *runs[kind](), most_flips) for kind in asked]
+    top = max(done, key=lambda repetition: VERDICTS.index(repetition.verdict))
     layers = tuple(dict.fromkeys(call.trace.name for call in first.calls))
     tokens = sum(call.tokens for call in first.calls if call.trace.name == layers[0])
     return RecomputeReport(top.verdict, top.explanation, tuple(done), layers, tokens, left_out)

@@ -196,9 +196,9 @@ class RemedyRuns:
         routers = tuple(modular_routers(self._model))
         listed = self._keeps[perturbation.name].layers if perturbation.name in self._keeps else ()
         if perturbation.part != "router":
-            pairs[ALL_ROUTERS] = _keeping(condition, routers)
+            pairs[ALL_ROUTERS] = _keeping_routers(condition, routers)
         if 0 < len(listed) < len(routers):
-            pairs[LISTED] = _keeping(condition, listed)
+            pairs[LISTED] = _keeping_routers(condition, listed)
         return pairs
 
     def run(self, batches: Mapping[int, Ids], budget: Budget, on_progress: Progress | None) -> Ran:
@@ -290,7 +290,7 @@ class RemedyRuns:
                 kl = self._divergences.kl
                 both = kl[pair.first].mean(), kl[pair.second].mean()
             elif remedy == ALL_ROUTERS and perturbation.kind == "rounding":
-                both = _nothing(batches), _nothing(batches)  # all that is rounded is kept
+                both = _zero_kl(batches), _zero_kl(batches)  # all that is rounded is kept
             else:
                 continue
             effects.append(
@@ -304,12 +304,12 @@ class RemedyRuns:
         return self._keeps[perturbation].bytes if remedy == LISTED else 0
 
 
-def _keeping(condition: Condition, routers: Sequence[str]) -> Repaired:
+def _keeping_routers(condition: Condition, routers: Sequence[str]) -> Repaired:
     kept = replace(condition, kept=tuple(routers))
     return Repaired(kept, kept.again(), kept)
 
 
-def _nothing(batches: Sequence[Ids]) -> Estimate:
+def _zero_kl(batches: Sequence[Ids]) -> Estimate:
     """A KL of zero on every token."""
     sums = SequenceSums()
     for ids in batches:

@@ -303,9 +303,9 @@ class RepairCounts(Observer):
     def table(self, original: "RepairCounts", size: tuple[int, int]) -> RepairTable:
         """The table of this form, of so many tokens and sequences."""
         return RepairTable(
-            tuple(_row(p, original.effects[p], self.effects[p]) for p in self.effects),
-            _over_layers(original.experts),
-            _over_layers(self.experts),
+            tuple(_repair_row(p, original.effects[p], self.effects[p]) for p in self.effects),
+            _layers_mean(original.experts),
+            _layers_mean(self.experts),
             {name: sums.mean().value or 0.0 for name, sums in self.experts.items()},
             self.loss.mean(),
             self.change.mean(),
@@ -416,19 +416,19 @@ def repair_tables(
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
     ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
-    forms = [_form_of(smoothed, width) for width in widths]
+    forms = [_smoothed_form(smoothed, width) for width in widths]
     runner = Runner(Model(model), Model(smoothed), ranks=ranks)
     return measure_repair(runner, forms, perturbations, seed, progress)
 
 
-def _form_of(smoothed: nn.Module, widths: Mapping[str, float]) -> ModelForm:
+def _smoothed_form(smoothed: nn.Module, widths: Mapping[str, float]) -> ModelForm:
     """The smoothed model as it is, or the original smoothed alike with other widths."""
     if not widths:
         return ModelForm(model=1)
     return ModelForm(with_widths(recorded_smoothing(smoothed), widths))
 
 
-def _row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
+def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
     top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
     nothing = Estimate(None, None, "no KL after")
     factor = clustered_mean(top, bottom) if bool(bottom.sum() > 0) else nothing
@@ -447,7 +447,7 @@ def _row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairR
     )
 
 
-def _over_layers(sums: dict[str, SequenceSums]) -> Estimate:
+def _layers_mean(sums: dict[str, SequenceSums]) -> Estimate:
     first, *others = sums.values()
     return first.joined(*others).mean()
 
@@ -479,12 +479,12 @@ def smoothing_latency(
                 start = time.process_time()
                 forward((model, smoothed)[side], ids)
                 times[side, turn] = time.process_time() - start
-    ratio, low, high = _ratio(times[:, warmup:])
+    ratio, low, high = _median_ratio(times[:, warmup:])
     names = _implementation(model), _implementation(smoothed)
     return Latency(ratio, low, high, rounds, ids.numel(), *names)
 
 
-def _ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float]:
+def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float]:
     """Second row over first, of the medians, with the ends of its 95 % interval."""
     generator = torch.Generator().manual_seed(0)
     rounds = times.shape[1]

@@ -141,7 +141,7 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
     centred = torch.where(both, difference - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - 1).clamp(min=1)
     variance[count < FEWEST_COMMON] = torch.nan
-    floor = FLOOR * max(_step(a), _step(b))
+    floor = FLOOR * max(_rounding_step(a), _rounding_step(b))
     level = (variance + floor**2).log()
     return LayerNoise(
         difference.numpy(),
@@ -150,7 +150,7 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         variance.numpy(),
         level.numpy(),
         floor,
-        _spread(a, of_a),
+        _score_spread(a, of_a),
     )
 
 
@@ -167,7 +167,7 @@ def plain_scores(a: LayerTrace, b: LayerTrace) -> tuple[Tensor, Tensor]:
     return logit_view(a).scores, logit_view(b).scores
 
 
-def _step(layer: LayerTrace) -> float:
+def _rounding_step(layer: LayerTrace) -> float:
     """Spacing of float32 (or of the scores' own coarser type) at the median threshold."""
     assert layer.scores is not None
     middle = layer.scores[:, layer.facts.k - 1].double().abs().median().reshape(1)
@@ -175,7 +175,7 @@ def _step(layer: LayerTrace) -> float:
     return float_step(middle, round(-math.log2(eps)), -126).item()
 
 
-def _spread(layer: LayerTrace, scores: Tensor) -> float:
+def _score_spread(layer: LayerTrace, scores: Tensor) -> float:
     facts = layer.facts
     finite = scores.isfinite()
     count = finite.sum(1)
@@ -249,19 +249,19 @@ def flip_test(
     margins = flip_margins(a, b, torch.from_numpy(rows)).numpy()
     if len(rows) == 0:
         return FlipTest(rows, margins, np.zeros(0), np.zeros(0), 0)
-    prior = _prior(noise, np.flatnonzero(fresh & noise.measured))
+    prior = _variance_prior(noise, np.flatnonzero(fresh & noise.measured))
     moved = np.zeros(noise.common.shape, dtype=bool)
-    moved[rows] = _moved(a, b, rows)
+    moved[rows] = _moved_experts(a, b, rows)
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     others = (~moved[rows]).sum(1)
     able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
     if fresh.all() and noise.size(fresh) == 0:
         scale, able = np.minimum(scale, SILENT * noise.floor), np.ones_like(able)
         freedom = np.full_like(freedom, EXPONENTS[1])
-    reference = _reference(noise, fresh, moved, a.facts.k, prior)
+    reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
     able &= len(reference) >= FEWEST_PAIRS
-    ratio, pairs = margins / np.maximum(scale, noise.floor), a.facts.k * _outside(a)
-    chance = np.minimum(pairs * _tail(reference, ratio, freedom), 1.0)
+    ratio, pairs = margins / np.maximum(scale, noise.floor), a.facts.k * _ranks_past_k(a)
+    chance = np.minimum(pairs * _tail_probability(reference, ratio, freedom), 1.0)
     p = np.where(able & (margins > noise.floor), chance, 1.0)
     return FlipTest(rows, margins, scale, p, int(able.sum()))
 
@@ -301,7 +301,7 @@ def _margin(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
     return highest - entered.masked_fill(~entering, torch.inf).amin(1)
 
 
-def _moved(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
+def _moved_experts(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
     """Which of A's kept experts of these tokens are chosen by one side only."""
     k, in_a, chosen = a.facts.k, a.experts[rows], b.experts[rows][:, : b.facts.k]
     in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
@@ -309,12 +309,12 @@ def _moved(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
     return (first[None, :] != in_b).numpy()
 
 
-def _outside(layer: LayerTrace) -> int:
+def _ranks_past_k(layer: LayerTrace) -> int:
     """Kept ranks past k: experts that may enter."""
     return max(layer.experts.shape[1] - layer.facts.k, 1)
 
 
-def _prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
+def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
     """(ν₀, v₀) of a layer, from the spread of log v over these tokens."""
     variance = noise.variance[tokens] + noise.floor**2
     if len(variance) < FEWEST_PAIRS:
@@ -347,7 +347,7 @@ def _token_noise(
     return np.sqrt(np.maximum(pulled, squares / np.maximum(freedom, 1))), count
 
 
-def _reference(
+def _reference_ratios(
     noise: LayerNoise, fresh: np.ndarray, moved: np.ndarray, k: int, prior: tuple[float, float]
 ) -> np.ndarray:
     """|Δ_i - Δ_j| / s, ascending, of two ranks beside the threshold that did not change places."""
@@ -364,7 +364,7 @@ def _reference(
     return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
 
 
-def _tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+def _tail_probability(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     """P(reference >= ratio): counted, and by Hill's power law beyond the last 2 %.
 
     The exponent is at most the degrees of freedom of s: few experts may agree by chance.

@@ -102,16 +102,16 @@ def tie_density(
         dtype: a floating-point type, or its name: "fp32" or one of `PRECISIONS`.
         warn_above: expected ties per token, over all layers, from which it warns.
     """
-    name = _format(dtype)
-    layers = tuple(_layer(layer, name) for layer in trace.layers)
-    per_token = sum(_rate(layer) for layer in layers)
-    message = _message(name, per_token) if per_token > warn_above else None
+    name = _format_name(dtype)
+    layers = tuple(_layer_ties(layer, name) for layer in trace.layers)
+    per_token = sum(_tie_rate(layer) for layer in layers)
+    message = _tie_warning(name, per_token) if per_token > warn_above else None
     if message is not None:
         warnings.warn(message, RoutingWarning, stacklevel=2)
     return TieDensity(name, layers, per_token, trace.n_tokens, message)
 
 
-def _layer(layer: LayerTrace, precision: str) -> LayerTies:
+def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
     check_finite(layer)
     status = scored(layer)
     view = logit_view(layer) if status == "ok" else None
@@ -135,7 +135,7 @@ def _layer(layer: LayerTrace, precision: str) -> LayerTies:
     )
 
 
-def _rate(layer: LayerTies) -> float:
+def _tie_rate(layer: LayerTies) -> float:
     for estimate in (layer.population, layer.tie):
         if estimate is not None and estimate.value is not None and estimate.status == "ok":
             return max(0.0, estimate.value)
@@ -150,7 +150,7 @@ def _spacing(
     return grid_step(logits, precision)
 
 
-def _format(dtype: torch.dtype | str) -> str:
+def _format_name(dtype: torch.dtype | str) -> str:
     formats = ("fp32", *PRECISIONS)
     name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name is None or name not in formats:
@@ -158,7 +158,7 @@ def _format(dtype: torch.dtype | str) -> str:
     return name
 
 
-def _message(precision: str, per_token: float) -> str:
+def _tie_warning(precision: str, per_token: float) -> str:
     remedy = "keep the router's logits in fp32" if precision != "fp32" else "smooth the choice"
     return (
         f"with logits in {precision} a token meets {per_token:.2g} ties on average: recomputation "

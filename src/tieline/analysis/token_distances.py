@@ -100,15 +100,15 @@ def logits_diff(
         kl=values.kl.mean().item(),
         kl_error=clustered_error(values.kl, groups),
         kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
-        kl_flipped=_mean(values.kl[apart]),
-        kl_unflipped=_mean(values.kl[~apart]),
+        kl_flipped=_mean_or_none(values.kl[apart]),
+        kl_unflipped=_mean_or_none(values.kl[~apart]),
         loss_a=values.loss_a.mean().item(),
         loss_b=values.loss_b.mean().item(),
         tokens=int(predicted.sum()),
     )
 
 
-def _mean(values: Tensor) -> float | None:
+def _mean_or_none(values: Tensor) -> float | None:
     return values.mean().item() if len(values) else None
 
 
