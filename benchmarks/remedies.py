@@ -34,7 +34,7 @@ from rich.table import Table
 
 import tieline as tl
 from harness import machine
-from tieline.analysis.smooth import NOISE, Calibration, noise_perturbation
+from tieline.analysis.smooth import NOISE, Calibration
 from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.models.demo import demo_text
@@ -42,6 +42,7 @@ from tieline.models.model import Model
 from tieline.models.replay import replay
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import smooth_, unsmooth_
+from tieline.run.calibration import noise_perturbation
 from tieline.run.condition import Condition, applied, noise_generator
 from tieline.run.corpus import default_length, tokenise
 from tieline.run.schedule import model_logits

@@ -19,6 +19,7 @@ from harness import Ratio, interleave, ratio, report
 from tieline.models import find_routers, smooth_
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
+from tieline.run.calibration import calibrate
 from tieline.run.corpus import tokenise
 
 IMPLEMENTATIONS = ("tieline", "grouped_mm", "eager")
@@ -31,7 +32,7 @@ def contestants(
     model: Any, ids: torch.Tensor, budget: float | None, k_max: int | None
 ) -> dict[str, Any]:
     smoothed, wider = copy.deepcopy(model), copy.deepcopy(model)
-    smooth_(smoothed, budget=budget, calibration=[ids], k_max=k_max)
+    smooth_(smoothed, budget=budget, calibration=calibrate(smoothed, [ids]), k_max=k_max)
     for router in find_routers(wider).values():
         untyped: Any = router
         untyped.top_k += 1

@@ -23,6 +23,7 @@ from tieline.models import (
     smooth_,
 )
 from tieline.models.layouts import COLUMNS
+from tieline.run.calibration import calibrate
 
 REFUSED = sorted({f.name for f in TRANSFORMERS_FAMILIES if f.refused is not None} - {"deepseek_v4"})
 RUNS = [
@@ -299,7 +300,7 @@ def test_a_plain_model_is_inspected_with_what_its_flips_cost(plain):
 def test_a_plain_model_is_smoothed_and_restored(plain):
     with torch.no_grad():
         before = plain(batch())
-        record = smooth_(plain, budget=2.5, calibration=[batch()])
+        record = smooth_(plain, budget=2.5, calibration=calibrate(plain, [batch()]))
         assert not torch.equal(plain(batch()), before)
         with capture(plain) as recorder:
             plain(batch())

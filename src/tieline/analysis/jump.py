@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from jaxtyping import Float, Int
@@ -45,8 +45,8 @@ from tieline.analysis.swap import (
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
 from tieline.measure.measures import scored
-from tieline.models.router_call import Choice, RouterOutput, override_choice
-from tieline.models.running import forward
+from tieline.models.router_call import Choice, RouterOutput
+from tieline.run.choices import overridden_output
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PerToken = Float[Tensor, " tokens"]
@@ -360,8 +360,8 @@ def _changes(
     rows = torch.arange(len(ids)) * ids.shape[1] + positions
     losses = []
     for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
-        with override_choice(router, lambda output, c=choice: _replaced(output, rows, c)):
-            losses.append(_losses(forward(model, ids), ids, positions))
+        rule = partial(_replaced, rows=rows, choice=choice)
+        losses.append(_losses(overridden_output(model, router, rule, ids), ids, positions))
     return losses[1] - losses[0]
 
 

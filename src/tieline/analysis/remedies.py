@@ -28,7 +28,7 @@ from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.effects import Divergences
-from tieline.analysis.smooth import NOISE, Calibration, measure_scores, smoothing_record
+from tieline.analysis.smooth import NOISE, Calibration, smoothing_record
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
@@ -39,6 +39,7 @@ from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
 from tieline.models.smooth import Smoothing, smoothed_routers
 from tieline.models.smooth_router import GateName
+from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
 from tieline.run.plan import Budget, Ids, Pass, Phase, Plan, Ran
 from tieline.run.runner import Runner

@@ -39,7 +39,6 @@ from tieline.analysis.settings import SmoothOptions, SmoothSettings
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
-from tieline.models.changes import Call
 from tieline.models.demo import DEMO
 from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
@@ -48,41 +47,18 @@ from tieline.models.smooth_calibration import (
     Measured,
     Scores,
     budget_epsilon,
-    gap_noise,
-    precision_named,
 )
 from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.models.spread import check_parallel
 from tieline.models.streaming import StreamedModel
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns
-from tieline.run.condition import CLEAN, Condition, Perturbation
+from tieline.run.calibration import measure_scores, noise_perturbation
+from tieline.run.condition import Perturbation
 from tieline.run.corpus import Corpus
-from tieline.run.observers import Observer, Site
-from tieline.run.plan import Ids, Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
-
-
-class ScoreCollector(Observer):
-    """Keeps the selection scores of routers, by condition and router name."""
-
-    def __init__(self, plans: Sequence[LayerPlan], conditions: Sequence[Condition]) -> None:
-        """Collect the scores of these routers."""
-        self.scores = {
-            condition: {plan.name: Scores(plan) for plan in plans} for condition in conditions
-        }
-
-    def watches(self, run: Pass) -> bool:
-        """Every pass."""
-        return True
-
-    def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
-        """Keep the scores of a call."""
-        scores = self.scores[run.condition].get(site.name)
-        if scores is not None:
-            scores(site.module, call, output)
 
 
 def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
@@ -90,42 +66,6 @@ def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
     record = smooth_(model, **smoothing)
     unsmooth_(model)
     return record
-
-
-def smoothable_layers(runner: Runner) -> list[LayerPlan]:
-    """Return the routers of the first model that choose some of their experts."""
-    plans, _ = plan_layers(runner.models[0].module, None)
-    return [plan for plan in plans if plan.k < plan.n_experts]
-
-
-def noise_perturbation(name: str) -> Perturbation:
-    """Return the perturbation that "bf16", "model bf16" or "router bf16" names."""
-    level, region = precision_named(name)
-    return Perturbation("rounding", level, "router" if region == "router" else "model")
-
-
-def measure_scores(
-    runner: Runner, batches: Sequence[Ids], noise: str | None, on_progress: Progress | None = None
-) -> Measured:
-    """Run calibration tokens, clean and under a precision, and return scores and σ of the gap.
-
-    Args:
-        runner: runs the model; every process runs all of these batches.
-        batches: token ids.
-        noise: precision whose noise is measured beside the clean pass; None for none.
-        on_progress: called with stage, done and total.
-    """
-    plans, numbered = smoothable_layers(runner), dict(enumerate(batches))
-    conditions = [CLEAN] if noise is None else [CLEAN, Condition(noise_perturbation(noise))]
-    passes = tuple(Pass(number, condition) for condition in conditions for number in numbered)
-    collector = ScoreCollector(plans, conditions)
-    phase = Phase("calibration", numbered, passes, logits="none")
-    alone = Runner(*runner.models, memory=runner.memory)
-    alone.run(Plan((phase,)), [collector], on_progress)
-    clean = collector.scores[CLEAN]
-    if noise is None:
-        return Measured(clean, {})
-    return Measured(clean, gap_noise(plans, clean, collector.scores[conditions[1]]))
 
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -344,7 +284,7 @@ class _Smooth(NamedTuple):
         if wish.epsilon is not None:
             return self._record(epsilon=wish.epsilon)
         measured = self.measured(wish.noise)
-        return self._record(budget=wish.budget, noise=wish.noise, measured=measured)
+        return self._record(budget=wish.budget, noise=wish.noise, calibration=measured)
 
     def _record(self, **widths: Any) -> Smoothing:
         """How the model is smoothed with these widths."""

@@ -48,7 +48,7 @@ from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.sizes import RoutedShape, routed_shape
 from tieline.models.smooth import FEATURE as SMOOTH
-from tieline.models.spread import check_parallel, distributed_config
+from tieline.models.spread import SpreadError, check_parallel, distributed_config
 from tieline.models.streaming import ModelStream, open_stream, too_large
 
 OWN_LAYERS = '"tieline_switch"'
@@ -311,13 +311,13 @@ def _spread(
     """How the model is spread over processes; refuses one that Tieline has changed."""
     if parallel in (None, "data"):
         return None
-    changed = ", ".join(checkpoint.changes)
-    require(
-        not changed,
-        f"parallel {parallel!r} is for models as transformers has them, and this one was changed: "
-        f"{changed}",
-        UnsupportedModelError,
-    )
+    if checkpoint.changes:
+        raise SpreadError(
+            "{parallel} {way!r} is for models as transformers has them, and this one was changed: "
+            "{changes}",
+            way=parallel,
+            changes=", ".join(checkpoint.changes),
+        )
     skeleton = _skeleton(build, checkpoint.config, trust_remote_code)
     assert skeleton is not None
     return distributed_config(parallel, skeleton)

@@ -1,6 +1,6 @@
 """A continuous choice of experts on a model of transformers, in place and undoable.
 
-    record = smooth_(model, budget=2.5, calibration=[ids])
+    record = smooth_(model, budget=2.5, calibration=calibrate(model, [ids]))
     model(input_ids=ids)               # continuous in its inputs where ties were
     model.save_pretrained("smooth")    # `tieline.models.load_pretrained` loads it again
     record.undo()                      # or unsmooth_(model)
@@ -16,13 +16,12 @@ classes of model and configuration (`models.changes`), so that saving stores the
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.settings import require_setting
@@ -37,12 +36,9 @@ from tieline.models.families import family_of, find_routers
 from tieline.models.router_call import FLAG, attach, detach, experts_of, skip_rule
 from tieline.models.smooth_calibration import (
     Measured,
-    Progress,
     budget_epsilon,
-    checked_batches,
-    collect_scores,
-    measured_noise,
     noise_epsilon,
+    precision_named,
 )
 from tieline.models.smooth_router import (
     GateName,
@@ -332,11 +328,9 @@ def smooth_(
     budget: float | None = None,
     noise: str | float | None = None,
     *,
-    calibration: Iterable[Int[Tensor, "rows length"]] | None = None,
+    calibration: Measured | None = None,
     layers: Collection[str] | None = None,
     how: str | None = None,
-    measured: Measured | None = None,
-    progress: Progress | None = None,
     **form: Unpack[GateOptions],
 ) -> Smoothing:
     """Make the choice of the routers of `model` continuous; changes nothing if it raises.
@@ -351,11 +345,10 @@ def smooth_(
         budget: mean number of experts per token, k < budget < k_max, or < E for the projection.
         noise: precision whose noise the ramp covers, such as "bf16", "int8" or "router bf16"; or
             the standard deviation of the gap itself.
-        calibration: token ids to choose ε on; not needed if `epsilon` is given.
+        calibration: what `run.calibration.calibrate` measured on the tokens to choose ε on; not
+            needed if `epsilon` is given.
         layers: names of routers; all that can be smoothed by default.
         how: how ε was chosen, in words, where it is given.
-        measured: what was measured on the calibration tokens, where they were run already.
-        progress: called with stage, step and number of steps.
         form: `gate`, `a`, `b`, `k_max` and `detach_ramp`, as `GateOptions` describes them.
     """
     ramp, k_max = _checked_ramp(form), form.get("k_max")
@@ -368,8 +361,7 @@ def smooth_(
     else:
         if budget is None and noise is None:
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
-        source = calibration if measured is None else measured
-        widths = _chosen(model, open_plans, slots, (budget, noise), source, ramp, progress)
+        widths = _chosen(open_plans, slots, (budget, noise), calibration, ramp)
         how = " and ".join(
             f"{word} {value}"
             for word, value in (("budget", budget), ("noise", noise))
@@ -473,13 +465,11 @@ def _given(
 
 
 def _chosen(
-    model: nn.Module,
     plans: Sequence[LayerPlan],
     slots: Mapping[str, int],
     target: tuple[float | None, str | float | None],
-    calibration: Iterable[Tensor] | Measured | None,
+    calibration: Measured | None,
     ramp: _Ramp,
-    progress: Progress | None,
 ) -> dict[str, float]:
     """ε of every router, from the calibration tokens."""
     budget, noise = target
@@ -496,7 +486,7 @@ def _chosen(
     if isinstance(noise, float | int):
         require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
     widths = dict.fromkeys((plan.name for plan in plans), math.inf)
-    clean, sigmas = _measured(model, plans, target, calibration, progress)
+    clean, sigmas = _scores_and_noise(plans, target, calibration)
     if noise is not None:
         widths = {
             name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
@@ -508,21 +498,24 @@ def _chosen(
     return widths
 
 
-def _measured(
-    model: nn.Module,
+def _scores_and_noise(
     plans: Sequence[LayerPlan],
     target: tuple[float | None, str | float | None],
-    calibration: Iterable[Tensor] | Measured | None,
-    progress: Progress | None,
+    calibration: Measured | None,
 ) -> Measured:
-    """Scores and noise by which ε is chosen, from a run of the calibration tokens where needed."""
+    """Scores and noise by which ε is chosen, from the calibration tokens where needed."""
     budget, noise = target
-    if isinstance(calibration, Measured):
-        return calibration
-    batches = checked_batches(calibration) if budget or isinstance(noise, str) else []
-    clean = collect_scores(model, plans, batches, progress) if batches else {}
+    clean, sigmas = calibration or ({}, {})
     if isinstance(noise, str):
-        return Measured(clean, measured_noise(model, plans, batches, clean, noise, progress))
+        precision_named(noise)
+    measured = (budget is None or bool(clean)) and (not isinstance(noise, str) or bool(sigmas))
+    require(
+        measured or not plans,
+        "choosing ε by budget or noise needs calibration tokens: give what `calibrate` measures "
+        "on them, with the noise of the precision",
+    )
+    if isinstance(noise, str):
+        return Measured(clean, sigmas)
     sigma = 0.0 if noise is None else float(noise)
     return Measured(clean, {plan.name: sigma for plan in plans})
 

@@ -1,4 +1,4 @@
-r"""Choose the width ε of the band, layer by layer, from a text that is run through the model.
+r"""Choose the width ε of the band, layer by layer, from the scores of a calibration text.
 
     by budget    ε = inf{ε : mean experts per token >= budget}
     by noise     ε = M·σ / ω,   σ = median |δ| / 0.6745,
@@ -11,21 +11,18 @@ tokens are in it: the mean square change falls by about ε/σ, hence M = 10 widt
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.core.errors import ParameterError, require
+from tieline.core.errors import require
 from tieline.core.ranking import ranked_scores
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.changes import Call
-from tieline.models.emulate import FORMATS, emulate
-from tieline.models.router_call import Handler, attach, detach
-from tieline.models.running import forward, only_running
+from tieline.models.emulate import FORMATS
 from tieline.models.selection import at_least_single, select
 from tieline.models.smooth_router import GateName, LayerPlan, gate_groups
 from tieline.routing.gates import Groups
@@ -42,9 +39,6 @@ PROJECTED_WIDTH = 1.6
 """ω of `ProjectedTopK`: two experts share a seat along a straight ramp of width 2ε."""
 
 HALVINGS = 40
-
-Ids = Int[Tensor, "rows length"]
-Progress = Callable[[str, int, int], None]
 
 
 class Scores:
@@ -81,38 +75,6 @@ class Measured(NamedTuple):
 
     clean: Mapping[str, Scores]
     sigmas: Mapping[str, float]
-
-
-def run_watched(
-    model: nn.Module,
-    plans: Sequence[LayerPlan],
-    handlers: Mapping[str, Handler],
-    batches: Sequence[Ids],
-    progress: Progress | None,
-    stage: str,
-) -> None:
-    """Run the tokens once while each router's handler, by the router's name, sees its calls."""
-    with ExitStack() as stack, only_running(model):
-        for plan in plans:
-            attach(plan.router, plan.family, handlers[plan.name])
-            stack.callback(detach, plan.router)
-        for number, ids in enumerate(batches):
-            forward(model, ids)
-            if progress is not None:
-                progress(stage, number + 1, len(batches))
-
-
-def collect_scores(
-    model: nn.Module,
-    plans: Sequence[LayerPlan],
-    batches: Sequence[Ids],
-    progress: Progress | None = None,
-    stage: str = "calibration",
-) -> dict[str, Scores]:
-    """Run the tokens once and return the selection scores of every router."""
-    kept = {plan.name: Scores(plan) for plan in plans}
-    run_watched(model, plans, kept, batches, progress, stage)
-    return kept
 
 
 def budget_epsilon(
@@ -165,30 +127,6 @@ def _halved(scores: Tensor, budget: float, shares: Callable[[float], Tensor]) ->
     return high
 
 
-def measured_noise(
-    model: nn.Module,
-    plans: Sequence[LayerPlan],
-    batches: Sequence[Ids],
-    clean: Mapping[str, Scores],
-    precision: str,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Return σ of every router's gap c_[k] - c_[k+1] under a precision, in units of its scores.
-
-    Args:
-        model: a model in float32.
-        plans: its routers.
-        batches: the tokens of `clean`.
-        clean: selection scores of the clean run.
-        precision: a format of `models.emulate` for the whole model, or "router bf16" and the like
-            for the routers alone.
-        progress: called with stage, step and number of steps.
-    """
-    with emulate(model, *precision_named(precision)):
-        noisy = collect_scores(model, plans, batches, progress, stage=f"noise of {precision}")
-    return gap_noise(plans, clean, noisy)
-
-
 def precision_named(precision: str) -> tuple[str, Literal["router", "all"]]:
     """Return the format and the region that "bf16", "model bf16" or "router bf16" names."""
     *regions, name = precision.split() or [""]
@@ -233,14 +171,3 @@ def ramp_width(a: float, b: float) -> float:
             low, high = (middle, high) if share < height else (low, middle)
         ends.append(high)
     return ends[1] - ends[0]
-
-
-def checked_batches(batches: Iterable[Ids] | None) -> list[Ids]:
-    """Return the calibration tokens; refuses none at all."""
-    kept = list(batches or ())
-    if not kept or not all(ids.ndim == 2 and ids.numel() for ids in kept):
-        raise ParameterError(
-            "choosing ε by budget or noise needs calibration tokens: a list of tensors (rows, "
-            "length) of token ids"
-        )
-    return kept

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.settings import SettingError, require_setting
 from tieline.models.families import family_of, find_routers
 from tieline.models.sizes import EXPERTS
 
@@ -35,6 +36,10 @@ SHARES_TEXT = ("data", "fsdp")
 """Ways in which every process runs another part of the text."""
 
 
+class SpreadError(SettingError, UnsupportedModelError):
+    """A model that cannot be spread over processes as the settings ask."""
+
+
 def check_parallel(parallel: str | None) -> int:
     """Return the number of processes; refuses an unknown way, and one without processes.
 
@@ -43,12 +48,17 @@ def check_parallel(parallel: str | None) -> int:
     """
     if parallel is None:
         return 1
-    names = ", ".join(PARALLEL)
-    require(parallel in PARALLEL, f"parallel must be one of {names}, got {parallel!r}")
-    require(
+    require_setting(
+        parallel in PARALLEL,
+        "{parallel} must be one of {names}, got {way!r}",
+        names=", ".join(PARALLEL),
+        way=parallel,
+    )
+    require_setting(
         dist.is_initialized(),
-        f"parallel {parallel!r} needs several processes: start with torchrun --nproc-per-node N "
+        "{parallel} {way!r} needs several processes: start with torchrun --nproc-per-node N "
         "-m tieline ..., or call join_processes()",
+        way=parallel,
     )
     return dist.get_world_size()
 
@@ -70,10 +80,8 @@ def check_rounding(parallel: str | None, what: str) -> None:
     """
     check_parallel(parallel)
     why = UNROUNDED.get(str(parallel))
-    require(
-        why is None,
-        f"parallel {parallel!r}: {what} emulates low precision, and {why}: take data or ep",
-    )
+    sentence = "{parallel} {way!r}: {what} emulates low precision, and {why}: take data or ep"
+    require_setting(why is None, sentence, way=parallel, what=what, why=why)
 
 
 def distributed_config(parallel: str | None, skeleton: nn.Module) -> DistributedConfig | None:
@@ -113,11 +121,12 @@ class _Skeleton(NamedTuple):
         return next((value for value in values if isinstance(value, int)), None)
 
     def must_have(self, plan: object, way: str) -> None:
-        require(
-            bool(plan),
-            f"parallel {way!r}: transformers has no such plan for the family {self.family!r}",
-            UnsupportedModelError,
-        )
+        if not plan:
+            raise SpreadError(
+                "{parallel} {way!r}: transformers has no such plan for the family {family!r}",
+                way=way,
+                family=self.family,
+            )
 
     def must_divide(self, size: int | None, ranks: int, what: str) -> None:
         require(
@@ -146,12 +155,12 @@ def _check_tp(skeleton: _Skeleton, ranks: int) -> None:
 def _check_ep(skeleton: _Skeleton, ranks: int) -> None:
     styles = set(skeleton.model.ep_plan.values())
     skeleton.must_have(styles, "ep")
-    require(
-        "ep_dispatch_experts" in styles,
-        f"parallel 'ep': the plan of {skeleton.family!r} renumbers the router's choice on every "
-        "process ('ep_router'), so that it cannot be seen: take tp",
-        UnsupportedModelError,
-    )
+    if "ep_dispatch_experts" not in styles:
+        raise SpreadError(
+            "{parallel} 'ep': the plan of {family!r} renumbers the router's choice on every "
+            "process ('ep_router'), so that it cannot be seen: take tp",
+            family=skeleton.family,
+        )
     skeleton.must_divide(skeleton.number(*EXPERTS), ranks, "experts")
 
 

@@ -2,20 +2,30 @@
 
 chosen_output      records a router's choice, compares it with the reference, forces it
 replayed_output    the output with the experts of the reference pass
+overridden_output  a model's output with one router's choice replaced by a rule
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tieline.core.ranking import sets_differ
 from tieline.models.capture import Batch, LayerObserver, ObserverSettings
 from tieline.models.changes import Call
 from tieline.models.families import HANDLER
 from tieline.models.replay import LayerReplay
-from tieline.models.router_call import Choice, RouterOutput, padded, read_output, write_output
+from tieline.models.router_call import (
+    Choice,
+    RouterOutput,
+    Rule,
+    override_choice,
+    padded,
+    read_output,
+    write_output,
+)
+from tieline.models.running import forward
 from tieline.run.observers import Site
 from tieline.run.plan import Ids, Pass
 from tieline.trace.record import LayerTrace
@@ -140,3 +150,16 @@ def routed_set(routed: RouterOutput) -> Tensor:
     """Return the chosen experts as a mask (tokens, experts)."""
     empty = torch.zeros_like(routed.logits, dtype=torch.bool)
     return empty.scatter_(1, routed.ids, True)
+
+
+def overridden_output(model: nn.Module, router: nn.Module, rule: Rule, ids: Ids) -> Any:
+    """Run tokens through a model in memory while one of its routers chooses by a rule.
+
+    Args:
+        model: the model, in evaluation mode.
+        router: one of its routers.
+        rule: maps the router's own output to the choice that it returns.
+        ids: token ids (rows, length).
+    """
+    with override_choice(router, rule):
+        return forward(model, ids)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tieline.core.numerics import is_recomputing
 from tieline.models.changes import Call, swapped_class, wrapped_class
-from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
 from tieline.models.router_call import Choice
 from tieline.run.plan import Pass
 
@@ -130,13 +130,13 @@ class Observer:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """Return the routers of a model by name."""
-    sites = {}
-    for name, router in chosen_routers(model, None).items():
-        family = family_of(router)
-        assert family is not None
-        sites[name] = Site(name, router, family)
-    return sites
+    """Return the routers of a model by name, without those that cannot be captured."""
+    families = {name: (router, family_of(router)) for name, router in find_routers(model).items()}
+    return {
+        name: Site(name, router, family)
+        for name, (router, family) in families.items()
+        if family is not None and family.refused is None
+    }
 
 
 def run_blocks(blocks: Sequence[BlockRun]) -> list[Any]:

@@ -3,7 +3,6 @@
     clean = [Pass(number) for number in batches]
     rounded = [Pass(number, condition, reference=Pass(number)) for number in batches]
     plan = Plan((Phase("audit", batches, (*clean, *rounded)),))
-    plan.describe()        "258 passes of 16,384 tokens"
 
 A pass may be compared with other passes of the same batch, or take their experts: these come before
 it in the phase. A phase that depends on the results of another one, such as the runs with the
@@ -141,28 +140,9 @@ class Plan:
         return sum(len(phase.passes) for phase in self.phases)
 
     @property
-    def tokens(self) -> int:
-        """Tokens that go through the model, each pass counted."""
-        return sum(
-            phase.batches[run.batch].numel() for phase in self.phases for run in phase.passes
-        )
-
-    @property
     def conditions(self) -> tuple[Condition, ...]:
         """The conditions in order, without repetition."""
         return tuple(dict.fromkeys(run.condition for p in self.phases for run in p.passes))
-
-    def describe(self, streamed: bool = False) -> str:
-        """Say how much is run, and how often files are read where weights are streamed."""
-        batches = [ids for phase in self.phases for ids in phase.batches.values()]
-        most = max((ids.numel() for ids in batches), default=0)
-        reads = f", {len(self.phases)} reads of the files" if streamed else ""
-        return f"{self.passes:,} passes of {most:,} tokens{reads}"
-
-
-def estimated_seconds(plan: Plan, tokens: int, seconds: float) -> float:
-    """Time of a plan by a pass of `tokens` tokens that took `seconds`."""
-    return plan.tokens * seconds / max(1, tokens)
 
 
 class Budget:

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tieline.core.errors import require
+from tieline.core.settings import require_setting
 from tieline.models.model import Model
 from tieline.models.running import only_running
 from tieline.models.spread import UNROUNDED
@@ -102,7 +103,7 @@ class Runner:
                 stack.enter_context(only_running(model.module))
             for phase in plan.phases:
                 if self.streamed:
-                    require(budget is None or not budget.is_limited, NO_BUDGET)
+                    require_setting(budget is None or not budget.is_limited, NO_BUDGET)
                     ran = ByUnit(self.models, phase, observers, self.memory, resume).run(
                         on_progress
                     )
@@ -114,7 +115,7 @@ class Runner:
         return ran
 
 
-NO_BUDGET = "a streamed audit has no result before its last layer: leave out budget_minutes"
+NO_BUDGET = "a streamed audit has no result before its last layer: leave out {budget_minutes}"
 
 
 def refusal(condition: Condition, parallel: str | None) -> str | None:

@@ -17,7 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.settings import SettingError
 from tieline.models.changes import Call
 from tieline.models.emulate import (
     Region,
@@ -442,7 +443,7 @@ def in_memory(module: nn.Module) -> bool:
     return not any(parameter.is_meta for parameter in module.parameters())
 
 
-class HiddenStatesError(ParameterError):
+class HiddenStatesError(SettingError):
     """The hidden states of a streamed run do not fit beside the weights."""
 
 
@@ -461,13 +462,17 @@ def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None
     room = free_memory() if memory is None else memory - resident_memory()
     states = passes * STATES_KEPT * tokens * width * stream.model.dtype.itemsize
     weights = 2 * max(map(stream.resident, stream.weights.units))
-    require(
-        states + weights <= room,
-        f"the hidden states of {tokens:,} tokens in {passes} passes side by side need "
-        f"{states / 1e9:.2f} GB beside {weights / 1e9:.2f} GB of weights, and "
-        f"{room / 1e9:.2f} GB are there: take fewer --tokens, or perturbations",
-        HiddenStatesError,
-    )
+    if states + weights > room:
+        raise HiddenStatesError(
+            "the hidden states of {count:,} tokens in {passes} passes side by side need "
+            "{states:.2f} GB beside {weights:.2f} GB of weights, and {room:.2f} GB are there: take "
+            "fewer {tokens}, or perturbations",
+            count=tokens,
+            passes=passes,
+            states=states / 1e9,
+            weights=weights / 1e9,
+            room=room / 1e9,
+        )
 
 
 def finite_logits(output: object, ids: Ids) -> Tensor:

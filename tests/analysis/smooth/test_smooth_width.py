@@ -4,9 +4,10 @@ import pytest
 
 from tieline import TielineError
 from tieline.analysis.repair import RepairRow, RepairTable
-from tieline.analysis.smooth import chosen_scale, noise_perturbation
+from tieline.analysis.smooth import chosen_scale
 from tieline.core.statistics import Estimate
 from tieline.measure.flips import flip_reduction
+from tieline.run.calibration import noise_perturbation
 
 
 def table(moved, after):

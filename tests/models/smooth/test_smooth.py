@@ -27,13 +27,13 @@ from tieline.models.model import Model
 from tieline.models.smooth import read_smoothing
 from tieline.models.smooth_calibration import (
     budget_epsilon,
-    collect_scores,
-    measured_noise,
+    gap_noise,
     noise_epsilon,
     ramp_width,
 )
 from tieline.models.smooth_router import default_k_max, plan_layers, smoothing_of
 from tieline.routing import Groups
+from tieline.run.calibration import calibrate
 
 LINES = batch(8, 32)
 
@@ -72,7 +72,7 @@ def used_experts(model, ids):
 
 @pytest.mark.parametrize("gate", ["projected", "ramp"])
 def test_the_budget_is_met_layer_by_layer(model, gate):
-    record = smooth_(model, budget=2.5, calibration=[LINES], gate=gate)
+    record = smooth_(model, budget=2.5, calibration=calibrate(model, [LINES]), gate=gate)
     first, second = used_experts(model, LINES)
     assert first == pytest.approx(2.5, abs=0.01)
     assert second == pytest.approx(2.5, abs=0.1)  # its inputs moved when the first was smoothed
@@ -84,8 +84,8 @@ def test_the_budget_is_met_layer_by_layer(model, gate):
 
 def test_without_a_wish_half_an_expert_more_is_used(model, reference):
     assert (
-        smooth_(model, calibration=[LINES]).epsilons
-        == smooth_(reference, budget=2.5, calibration=[LINES]).epsilons
+        smooth_(model, calibration=calibrate(model, [LINES])).epsilons
+        == smooth_(reference, budget=2.5, calibration=calibrate(reference, [LINES])).epsilons
     )
 
 
@@ -100,11 +100,14 @@ def test_the_ramp_is_ten_times_as_wide_as_the_noise(model):
 
 
 def test_measured_noise_is_that_of_the_precision(model, reference):
-    widths = smooth_(model, noise="router bf16", calibration=[LINES]).epsilons
+    def smoothed(model, budget, noise):
+        return smooth_(model, None, budget, noise, calibration=calibrate(model, [LINES], noise))
+
+    widths = smoothed(model, None, "router bf16").epsilons
     unsmooth_(model)
-    wider = smooth_(model, noise="router fp8_e4m3", calibration=[LINES]).epsilons
-    capped = smooth_(reference, None, 2.1, "fp8_e5m2", calibration=[LINES])
-    most = smooth_(lively(tiny_model("olmoe")), budget=2.1, calibration=[LINES])
+    wider = smoothed(model, None, "router fp8_e4m3").epsilons
+    capped = smoothed(reference, 2.1, "fp8_e5m2")
+    most = smoothed(lively(tiny_model("olmoe")), 2.1, None)
     for name, width in widths.items():
         assert 0 < width < wider[name]
         assert capped.epsilons[name] == most.epsilons[name]
@@ -246,8 +249,9 @@ def test_families_without_a_choice_to_replace_are_refused_by_name(family, reason
 @pytest.mark.usefixtures("no_axis_checks")
 def test_a_refusal_says_why_and_leaves_the_model_untouched(model, options, message):
     before, classes = run(model), [type(module) for module in model.modules()]
+    calibration = calibrate(model, [LINES])
     with pytest.raises(TielineError, match=message):
-        smooth_(model, **({"calibration": [LINES]} | options))
+        smooth_(model, **({"calibration": calibration} | options))
     assert [type(module) for module in model.modules()] == classes
     assert torch.equal(run(model), before)
 
@@ -369,31 +373,23 @@ def test_a_configuration_that_does_not_fit_is_refused(saved, change, message, ol
 
 def test_noise_of_the_whole_model_is_more_than_that_of_its_routers(model):
     """The second router hears the first layer's noise too."""
-    plans, _ = plan_layers(model, None)
-    clean = collect_scores(model, plans, [LINES])
     routers, whole = (
-        list(measured_noise(model, plans, [LINES], clean, precision).values())
+        list(calibrate(model, [LINES], precision).sigmas.values())
         for precision in ("router bf16", "bf16")
     )
     assert whole[1] > 1.5 * routers[1] > 0
 
 
-def test_the_size_of_the_noise_is_a_standard_deviation(model, monkeypatch):
+def test_the_size_of_the_noise_is_a_standard_deviation(model):
     """Planted normal noise in two independent scores: sd √2 of their difference."""
     plans, _ = plan_layers(model, None)
-    clean = collect_scores(model, plans, [batch(64, 32)])
-    generator = torch.Generator().manual_seed(5)
-
-    def noisy(*_, **__):
-        for kept in clean.values():
-            scores = kept.scores
-            kept._calls = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
-        return clean
-
-    monkeypatch.setattr("tieline.models.smooth_calibration.collect_scores", noisy)
-    before = copy.deepcopy(clean)
-    for found in measured_noise(model, plans, [], before, "bf16").values():
-        assert found == pytest.approx(0.01 * 2**0.5, rel=0.1)
+    clean = calibrate(model, [batch(64, 32)]).clean
+    generator, noisy = torch.Generator().manual_seed(5), copy.deepcopy(dict(clean))
+    for kept in noisy.values():
+        scores = kept.scores
+        kept._calls = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
+    for sigma in gap_noise(plans, clean, noisy).values():
+        assert sigma == pytest.approx(0.01 * 2**0.5, rel=0.1)
 
 
 def test_the_gradient_of_the_ramp_is_let_through_on_request_only():
@@ -459,7 +455,7 @@ def test_slots_that_are_not_used_have_the_index_that_skips_them(family, experts,
 
 
 def test_with_budget_and_noise_the_smaller_width_counts(model):
-    record = smooth_(model, budget=3.5, noise=1e-4, calibration=[LINES])
+    record = smooth_(model, budget=3.5, noise=1e-4, calibration=calibrate(model, [LINES]))
     assert list(record.epsilons.values()) == pytest.approx([1e-3 / 1.6] * 2)
 
 

@@ -33,10 +33,13 @@ from tieline.core.errors import ParameterError, require
 from tieline.lab.on_model.subject import Progress
 from tieline.models.changes import Call
 from tieline.models.emulate import logits_matrix
+from tieline.models.model import Model
 from tieline.models.selection import at_least_single, combine_rule, true_logits
-from tieline.models.smooth_calibration import run_watched
 from tieline.models.smooth_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
+from tieline.run.calibration import watch_routers
+from tieline.run.condition import CLEAN
+from tieline.run.runner import Runner
 
 Ids = Int[Tensor, "rows length"]
 
@@ -125,7 +128,7 @@ def watch(
         ParameterError,
     )
     kept = {plan.name: _Watcher(plan) for plan in plans}
-    run_watched(model, plans, kept, batches, progress, stage)
+    watch_routers(Runner(Model(model)), {CLEAN: kept}, batches, progress, stage)
     return {name: watcher.watched for name, watcher in kept.items()}
 
 
