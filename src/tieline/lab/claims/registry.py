@@ -116,7 +116,7 @@ def docstring_texts(docstring: str) -> dict[str, str]:
     Each begins a line; its further lines are indented.
     """
     pieces = re.split(rf"^({'|'.join(TEXTS)}): ", cleandoc(docstring), flags=re.MULTILINE)
-    names = ["statement", *(TEXTS[words] for words in pieces[1::2])]
+    names = ["statement", *(TEXTS[heading] for heading in pieces[1::2])]
     return {
         name: re.sub(r"[ \n]+", " ", text).strip(" \n")
         for name, text in zip(names, pieces[::2], strict=True)

@@ -123,17 +123,18 @@ def incomplete_beta(run: ClaimRun) -> Evidence:
 @claim(
     "p1-corA.12",
     "tube of all order-1 ties",
-    statement="The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to "
-    "leading order.",
-    setting="an upper bound, which the paper calls not tight; order 1 of 5 experts in R⁷",
-    overturned_by="a share above the sum of the facets' tubes",
-    tested="Samples of the ball by exact distance to Γ against the sum of exact tubes and the "
-    "leading term.",
     seconds=1,
     given={"order": 1, "sizes": (20_000, 400_000)},
 )
 def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
-    """Sampled share under both bounds."""
+    """The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to leading
+    order.
+
+    Setting: an upper bound, which the paper calls not tight; order 1 of 5 experts in R⁷
+    Tested: Samples of the ball by exact distance to Γ against the sum of exact tubes and the
+        leading term.
+    Overturned by: a share above the sum of the facets' tubes
+    """
     weight, bias = router(run, 5, 7)
     widths = [0.2, 0.1, 0.05]
     options = {"order": order, "radius": 2.0, "samples": run.size(*sizes), "seed": run.seed}

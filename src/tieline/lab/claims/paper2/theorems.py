@@ -191,15 +191,14 @@ def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) ->
 @claim(
     "p2-thm1",
     "regression rate, cosine router",
-    statement="‖f̂ - f*‖ falls like √(log n / n) under the cosine router.",
-    setting="exact and over-specified, vanilla cosine, ‖f̂ - f*‖; tanh, two experts in the plane",
     seconds=2,
     together="p2-cosine-over",
     given={"gate": "cosine"},
 )
 def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
-    """Slopes of ‖f - f*‖ with as many experts as the truth and with one more.
+    """‖f̂ - f*‖ falls like √(log n / n) under the cosine router.
 
+    Setting: exact and over-specified, vanilla cosine, ‖f̂ - f*‖; tanh, two experts in the plane
     Tested: Slope of ‖f̂ - f*‖ over n, exact and with one expert too many, tanh experts; n·MSE
         against the Cramér-Rao limit where exact.
     Overturned by: a slope outside -1/2 ± 0.1 in either setting
@@ -439,18 +438,19 @@ NOT_STATED = (
 @claim(
     "p2-fig1a",
     "exact: cosine against perturbed",
-    statement="With k = k*, the loss of the perturbed router falls like n^-0.50, that of the "
-    "cosine router like n^-0.11.",
-    setting="exact, raw L_3, from two start radii; d = 2, ReLU",
     overturned_by=STATED_START,
-    tested="Raw slopes of both routers from two start radii on a small design with ReLU experts; "
-    "quotient slopes beside them.",
     undecided=NOT_STATED,
     seconds=2,
     given={"expert": "relu", "extra": 0, "paper": (-0.11, -0.50)},
 )
 def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float]) -> Evidence:
-    """Raw slopes of both routers move with the start; quotient slopes are alike."""
+    """With k = k*, the loss of the perturbed router falls like n^-0.50, that of the cosine router
+    like n^-0.11.
+
+    Setting: exact, raw L_3, from two start radii; d = 2, ReLU
+    Tested: Raw slopes of both routers from two start radii on a small design with ReLU experts;
+        quotient slopes beside them.
+    """
     studies = {
         gate: small_study(run, family(gate, expert), extra=extra, radii=RADII[extra])
         for gate in ("cosine", "perturbed")
@@ -482,12 +482,7 @@ def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float
 @claim(
     "p2-fig2a",
     "data of a linear router: cosine against perturbed",
-    statement="With ReLU experts and data of a linear router, the cosine router's loss falls like "
-    "n^-0.10, the perturbed one's like n^-0.45.",
-    setting="misspecified, raw loss against Ḡ, from two start radii; ReLU",
     overturned_by=STATED_START,
-    tested="Raw slopes from two start radii against the population minimiser of each router; "
-    "slopes of ‖f - f_Ḡ‖.",
     undecided=NOT_STATED,
     seconds=7,
     given={"gates": ("cosine", "perturbed"), "expert": "relu", "paper": (-0.10, -0.45)},
@@ -495,7 +490,13 @@ def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float
 def outside(
     run: ClaimRun, gates: tuple[str, str], expert: str, paper: tuple[float, float]
 ) -> Evidence:
-    """Figure 2: data of a linear router, two other routers fitted, losses against Ḡ."""
+    """With ReLU experts and data of a linear router, the cosine router's loss falls like n^-0.10,
+    the perturbed one's like n^-0.45.
+
+    Setting: misspecified, raw loss against Ḡ, from two start radii; ReLU
+    Tested: Raw slopes from two start radii against the population minimiser of each router; slopes
+        of ‖f - f_Ḡ‖.
+    """
     source = family("linear", expert)
     studies = {
         g: small_study(

@@ -210,14 +210,15 @@ ROOT = math.sqrt(0.05)
     "p4-L1",
     "L_1",
     number="section 4.1.1",
-    statement="Masses and squares in cells of several atoms, first powers and |Δc| in the others.",
-    setting="the definition, over-specified and sparse",
-    tested="Hand arithmetic on a fit of three atoms against a truth of two.",
     given={"kind": "L1", "by_hand": MASS + 0.19 + 0.04 + ROOT + 0.1 + 0.1 + 0.2},
 )
-def check(run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = True) -> Evidence:
-    """The loss against the sum of its terms.
+def loss_by_hand(
+    run: ClaimRun, kind: str, by_hand: float, r: int = 1, *, full: bool = True
+) -> Evidence:
+    """Masses and squares in cells of several atoms, first powers and |Δc| in the others.
 
+    Setting: the definition, over-specified and sparse
+    Tested: Hand arithmetic on a fit of three atoms against a truth of two.
     Overturned by: a digit that differs
     """
     fit, truth = example(full=full)
@@ -263,7 +264,7 @@ def fourth(run: ClaimRun) -> Evidence:
     Tested: Hand arithmetic on the same example without b.
     Overturned by: a digit that differs
     """
-    return check(run, "L4", MASS + 0.10 + 0.03 + ROOT + 0.1 + 0.2, full=False)
+    return loss_by_hand(run, "L4", MASS + 0.10 + 0.03 + ROOT + 0.1 + 0.2, full=False)
 
 
 @claim("p4-eq53", "L_5", number="(53)")
@@ -275,7 +276,7 @@ def fifth(run: ClaimRun) -> Evidence:
     Overturned by: a digit that differs
     """
     terms = (ROOT + 0.8 + ROOT) + (0.1 + 1.0 + math.sqrt(0.02)) + ROOT + 0.1 + 0.2
-    return check(run, "L5", terms, full=False)
+    return loss_by_hand(run, "L5", terms, full=False)
 
 
 def family(gate, expert: str, n: int = 2, activation: str = "relu") -> MoEModel:
@@ -367,35 +368,25 @@ def partial_strong(run: ClaimRun) -> Evidence:
 INDEPENDENT = 1e-3
 """Singular value above which unit vectors count as independent; dependent ones are at 1e-16."""
 
-CONDITION = (
-    "A symmetric, and no two atoms of one row whose experts are multiples of one another: the "
-    "definition asks for any distinct parameters"
-)
-
 
 @claim(
     "p4-def4",
     "partial-weak identifiability and its examples",
     statement="The same without b.",
     tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
-    condition=CONDITION,
     given={"gate": "partial"},
 )
-@claim(
-    "p4-def2",
-    "weak identifiability and its examples",
-    statement="The first derivatives of F in (A, b, c, η) are independent at any distinct "
-    "parameters, for two-layer networks and polynomial experts.",
-    tested="Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional "
-    "experts.",
-    condition=CONDITION,
-    given={"gate": "quadratic"},
-)
+@claim("p4-def2", "weak identifiability and its examples", given={"gate": "quadratic"})
 def weak(run: ClaimRun, gate) -> Evidence:
-    """Dependent first derivatives at generic parameters and at proportional experts.
+    """The first derivatives of F in (A, b, c, η) are independent at any distinct parameters, for
+    two-layer networks and polynomial experts.
 
     Setting: the definition as written: any distinct parameters; the paper's examples, d = 2
+    Tested: Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional
+        experts.
     Overturned by: generic parameters and symmetric A among the hypotheses
+    Condition: A symmetric, and no two atoms of one row whose experts are multiples of one another:
+        the definition asks for any distinct parameters
     """
     x, checks = inputs(run, 600, 2), []
     forms: dict[str, dict] = {
@@ -413,39 +404,30 @@ def weak(run: ClaimRun, gate) -> Evidence:
     return Evidence.of(checks, paper=0, measured=max(c.measured for c in checks))
 
 
-ONE_MEASURE = (
-    "A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no two are "
-    "multiples of one another, such as tanh"
-)
-
-
 @claim(
     "p4-prop5",
     "identifiability, partially quadratic score",
     statement="The same for the partially quadratic score.",
     setting="partial score, any two measures with one function",
     tested="The same without b.",
-    condition=ONE_MEASURE,
     given={"gate": "partial", "loss": "L4"},
 )
 @claim(
-    "p4-prop2",
-    "identifiability, fully quadratic score",
-    statement="If two mixtures are the same function, they are the same measure.",
-    setting="full score, any two measures with one function",
-    tested="Four pairs of different measures of one function: A with an antisymmetric part; a ReLU "
-    "expert under a zero row with half the mass and twice the scale; the same split in two; one "
-    "expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without "
-    "these, the terms of two measures of three tanh experts are linearly independent: 64 drawn "
-    "pairs.",
-    condition=ONE_MEASURE,
-    given={"gate": "quadratic", "loss": "L1"},
+    "p4-prop2", "identifiability, fully quadratic score", given={"gate": "quadratic", "loss": "L1"}
 )
 def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
-    """Different measures of one function, and how far from that drawn measures are.
+    """If two mixtures are the same function, they are the same measure.
 
+    Setting: full score, any two measures with one function
+    Tested: Four pairs of different measures of one function: A with an antisymmetric part; a ReLU
+        expert under a zero row with half the mass and twice the scale; the same split in two; one
+        expert under q and -q against the same under q' and -q', since σ(q) + σ(-q) = 1. Without
+        these, the terms of two measures of three tanh experts are linearly independent: 64 drawn
+        pairs.
     Overturned by: two measures of one function under the condition; or the condition in the
         statement
+    Condition: A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no
+        two are multiples of one another, such as tanh
     """
     tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
     truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))

@@ -163,18 +163,17 @@ def polynomial(run: ClaimRun) -> Evidence:
 @claim(
     "p4-thm3",
     "dense regime, full score: ‖f - f̄‖ >= c L_3",
-    statement="For weakly identifiable experts L_3 against the nearest mixture of N atoms is "
-    "bounded by the distance of the functions.",
-    setting="dense, full score, loss L_3; at N = N*, where the nearest best measure is the truth "
-    "(N > N* in `p4-thm3-rate`); tanh, bounded parameters",
-    tested="Antisymmetric parts of A: distance and L_3; symmetric A over the flattest directions "
-    "of the information matrix (tanh, two experts), near the truth.",
     seconds=1,
     given={"gate": "quadratic", "loss": "L3"},
 )
 def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
-    """The ratio along antisymmetric parts, and over the flattest directions without them.
+    """For weakly identifiable experts L_3 against the nearest mixture of N atoms is bounded by the
+    distance of the functions.
 
+    Setting: dense, full score, loss L_3; at N = N*, where the nearest best measure is the truth (N
+        > N* in `p4-thm3-rate`); tanh, bounded parameters
+    Tested: Antisymmetric parts of A: distance and L_3; symmetric A over the flattest directions of
+        the information matrix (tanh, two experts), near the truth.
     Overturned by: a vanishing ratio with symmetric A
     Condition: A symmetric
     """
@@ -262,26 +261,18 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
 @claim(
     "p4-prop1",
     "regression rate, sparse regime",
-    statement="With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like "
-    "√(log n / n).",
-    setting="over-specified (N = N* + 1), sparse, full score, ‖f̂ - f*‖; tanh",
     seconds=9,
     together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
 def sparse_regression(run: ClaimRun, gate: str) -> Evidence:
-    """Slope of ‖f - f*‖ with one expert too many, no gate at the split expert.
+    """With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like √(log n / n).
 
+    Setting: over-specified (N = N* + 1), sparse, full score, ‖f̂ - f*‖; tanh
     Tested: Slope of ‖f̂ - f*‖ with one expert too many, tanh experts, n from 1e6 to 1e12.
     Overturned by: a slope outside -1/2 ± 0.1
     """
     return regression_rate({OVER: one_too_many(run, gate)})
-
-
-CAN_VANISH = (
-    "experts that can be split or can vanish, as all of the paper's examples: then f* is itself "
-    "one of the best functions with more experts"
-)
 
 
 @claim(
@@ -290,27 +281,21 @@ CAN_VANISH = (
     statement="With scores xᵀAx + c, f̂ approaches the best functions with more experts than the "
     "truth like √(log n / n).",
     setting="over-specified, dense, partial score, as Cor. 1",
-    condition=CAN_VANISH,
     seconds=1.5,
     given={"gate": "partial"},
 )
-@claim(
-    "p4-cor1",
-    "regression rate, dense regime",
-    statement="In the dense regime f̂ approaches the best functions with more experts than the "
-    "truth like √(log n / n).",
-    setting="over-specified, dense, full score, distance to the best functions with more than N* "
-    "experts; tanh, whose best function is f*, and e^{ηx}, whose best is not",
-    condition=CAN_VANISH,
-    seconds=5,
-    given={"gate": "quadratic"},
-)
+@claim("p4-cor1", "regression rate, dense regime", seconds=5, given={"gate": "quadratic"})
 def dense_regression(run: ClaimRun, gate: str) -> Evidence:
-    """‖f - f*‖ falls; where the best functions with more experts are not f*, it keeps off them.
+    """In the dense regime f̂ approaches the best functions with more experts than the truth like
+    √(log n / n).
 
+    Setting: over-specified, dense, full score, distance to the best functions with more than N*
+        experts; tanh, whose best function is f*, and e^{ηx}, whose best is not
     Tested: Slope of ‖f̂ - f*‖ itself, tanh experts, N = N* + 1; and the distance of f* from the
         best function with two experts e^{ηx}, which can neither be split nor vanish.
     Overturned by: experts among the hypotheses that can vanish or be split
+    Condition: experts that can be split or can vanish, as all of the paper's examples: then f* is
+        itself one of the best functions with more experts
     """
     studies = {OVER: small_study(run, single("tanh", gate), extra=1)}
     left = best_of_two(full=gate == "quadratic")
@@ -394,19 +379,19 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
 @claim(
     "p4-thm3-rate",
     "weakly identifiable experts, dense regime",
-    statement="L3 to the nearest measure of the best function falls like √(log n / n), in "
-    "probability, for weakly identifiable experts.",
-    setting="the theorem's own: N > N* (one too many), the infimum over measures of the best "
-    "function, a bound in probability; tanh, full score, one truth for all seeds; N = N* beside it",
-    tested="N = N* + 1, tanh experts, n from 1e6 to 1e12: slope of the median distance to the true "
-    "atom beside one with a zero expert, which is a best measure under any gate. Slopes of L3 with "
-    "N = N*, tanh, ReLU and linear experts, up to the antisymmetric part of A.",
     seconds=5,
     given={"gate": "quadratic"},
 )
 def dense_rate(run: ClaimRun, gate: str) -> Evidence:
-    """L3 or L5 to the nearest best measure with one expert too many; exact fits beside it.
+    """L3 to the nearest measure of the best function falls like √(log n / n), in probability, for
+    weakly identifiable experts.
 
+    Setting: the theorem's own: N > N* (one too many), the infimum over measures of the best
+        function, a bound in probability; tanh, full score, one truth for all seeds; N = N* beside
+        it
+    Tested: N = N* + 1, tanh experts, n from 1e6 to 1e12: slope of the median distance to the true
+        atom beside one with a zero expert, which is a best measure under any gate. Slopes of L3
+        with N = N*, tanh, ReLU and linear experts, up to the antisymmetric part of A.
     Overturned by: a slope of the median outside -1/2 ± 0.14, or experts that cannot vanish
     """
     nearest = nearest_best(run, single("tanh", gate))
@@ -459,19 +444,20 @@ FEW_DECIDE = (
 @claim(
     "p4-thm1-rate",
     "strongly identifiable experts, sparse regime: the rate",
-    statement="L1 falls like √(log n / n) for strongly identifiable experts.",
-    setting="over-specified (N = N* + 1), sparse, full score, L_1 with A symmetric; tanh; one "
-    "truth for all seeds",
-    overturned_by="slopes of three seeds on one side of a limit",
-    tested="Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh "
-    "experts, full quadratic score, n from 1e6 to 1e10.",
     undecided=FEW_DECIDE.format(slopes="-.26 [-.33, -.20], -.59 [-.71, -.29], -.33 [-.41, -.23]")
     + ". That the bound behind it fails is `p4-thm1`",
     together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
 def sparse_rate(run: ClaimRun, gate: str) -> Evidence:
-    """L1 or L4 with one expert too many in the sparse regime: shown, not judged."""
+    """L1 falls like √(log n / n) for strongly identifiable experts.
+
+    Setting: over-specified (N = N* + 1), sparse, full score, L_1 with A symmetric; tanh; one truth
+        for all seeds
+    Tested: Slope of L1, up to the antisymmetric part of A, with one expert too many, tanh experts,
+        full quadratic score, n from 1e6 to 1e10.
+    Overturned by: slopes of three seeds on one side of a limit
+    """
     studies = {OVER: one_too_many(run, gate)}
     return rate_evidence(
         [
@@ -579,17 +565,15 @@ NOT_STATED = (
 @claim(
     "p4-fig1a",
     "softmax data, ReLU experts: softmax against sigmoid",
-    statement="The loss of the softmax model falls like n^-0.24, that of the sigmoid model like "
-    "n^-0.51.",
-    setting="softmax data, ReLU; raw losses from two start radii, d = 2",
     overturned_by=STATED_START,
     undecided=NOT_STATED,
     seconds=3,
     given={"expert": "relu", "paper": (-0.24, -0.51)},
 )
 def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evidence:
-    """Figure 1: softmax data, both links fitted; the sigmoid against its population minimiser.
+    """The loss of the softmax model falls like n^-0.24, that of the sigmoid model like n^-0.51.
 
+    Setting: softmax data, ReLU; raw losses from two start radii, d = 2
     Tested: Raw slopes of both from two start radii on a small design, the sigmoid's against its
         population minimiser; slopes of ‖f - f_Ḡ‖.
     """
@@ -629,10 +613,7 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
 @claim(
     "p4-fig2b",
     "sigmoid data, dense regime: ReLU against linear experts",
-    statement="The loss of ReLU experts falls like n^-0.53, that of linear experts like n^-0.44.",
-    setting="sigmoid data, dense, N = N*; raw losses from two start radii",
     overturned_by=STATED_START,
-    tested="Raw slopes from two start radii on a small design with N = N*; quotient slopes.",
     undecided=NOT_STATED,
     seconds=2,
     given={"sparse": False, "paper": (-0.53, -0.44), "judged": "quotient"},
@@ -640,7 +621,11 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
 def sigmoid_data(
     run: ClaimRun, *, sparse: bool, paper: tuple[float, float], judged: str
 ) -> Evidence:
-    """Figure 2: sigmoid data, as many experts as the truth."""
+    """The loss of ReLU experts falls like n^-0.53, that of linear experts like n^-0.44.
+
+    Setting: sigmoid data, dense, N = N*; raw losses from two start radii
+    Tested: Raw slopes from two start radii on a small design with N = N*; quotient slopes.
+    """
     studies = {
         name: small_study(run, family(name), sparse=sparse, radii=RADII)
         for name in ("relu", "linear")
