@@ -16,11 +16,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from tieline import gap
-from tieline.analysis.recompute import recompute_check
+from tieline import gap, recompute_check, stable_topk
 from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.analysis.tie_density import tie_density
-from tieline.core.ranking import stable_topk
 from tieline.trace import RoutingTrace
 
 WIDTH, EXPERTS, K, PARTS = 64, 8, 2, 16

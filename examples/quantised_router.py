@@ -10,9 +10,9 @@ which layers to keep in float32.
 import argparse
 import copy
 
+from tieline import Model
 from tieline.analysis.diff import Side, diff_models
 from tieline.models.demo import demo_text
-from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 parser = argparse.ArgumentParser(

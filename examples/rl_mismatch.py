@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from tieline.analysis.diff import Side, diff, diff_models
+from tieline import Model, diff
+from tieline.analysis.diff import Side, diff_models
 from tieline.models.demo import demo_text
-from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 from tieline.trace import import_trace
 

@@ -9,9 +9,8 @@ formats, then keeps the routers in float32 that do most of the damage.
 
 import argparse
 
-from tieline.analysis.audit import audit
+from tieline import Model, audit
 from tieline.models.demo import demo_text
-from tieline.models.model import Model
 from tieline.run.condition import Perturbation
 
 parser = argparse.ArgumentParser(

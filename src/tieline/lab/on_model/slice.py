@@ -138,17 +138,17 @@ def slice_model(
         progress: called with stage, done and total.
     """
     settings = SliceSettings.of(settings, options)
-    places = None if settings.places is None else tuple(settings.places)
-    choice = SliceChoice(settings.layer, places)
+    tokens = None if settings.places is None else tuple(settings.places)
+    choice = SliceChoice(settings.layer, tokens)
     subject = open_subject(source, settings, "slice takes")
-    model, routers, tokens = subject.model, subject.routers, subject.text.tokens
-    choice.check(routers, tokens, inputs_fit(model, routers, tokens))
-    trace = _routed(subject, settings.batch_size, progress)
+    model, routers, count = subject.model, subject.routers, subject.text.tokens
+    choice.check(routers, count, inputs_fit(model, routers, count))
+    trace = _trace(subject, settings.batch_size, progress)
     noise = own_noise(model, routers, subject.text, settings.batch_size)
     return chosen_slice(subject, trace, choice, noise, settings.seed)
 
 
-def _routed(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
+def _trace(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
     """The routing of the text, with the inputs of the routers."""
     recorder = RouteRecorder(subject.model, WITH_INPUTS, subject.routers)
     numbered = dict(enumerate(batches(subject.text.sequences, batch_size)))
@@ -220,7 +220,7 @@ def _layer_slice(
     bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
     points, k = layer.inputs[list(three)], layer.facts.k
     cut = slice_router(points, weights[name], bias, k, epsilon=band[0])
-    agreed, undecided = _asked(subject.model, router, layer, (cut, plane_through(points)), seed)
+    agreed, undecided = _agreement(subject.model, router, layer, (cut, plane_through(points)), seed)
     pieces = token_texts(subject.text)
     marks = tuple(_point(trace, layer, token, pieces) for token in three)
     counts = (POINTS, agreed, undecided)
@@ -244,7 +244,7 @@ def _point(trace: RoutingTrace, layer: LayerTrace, token: int, pieces: Sequence[
     return SlicePoint(document, position, text, tuple(experts))
 
 
-def _asked(
+def _agreement(
     model: nn.Module,
     router: nn.Module,
     layer: LayerTrace,

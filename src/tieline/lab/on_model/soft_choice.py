@@ -65,10 +65,10 @@ def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
 
 
 def _tempered(handler: RouterSmoothing, router: nn.Module) -> Tempered:
-    known = {f.name: getattr(handler, f.name) for f in fields(handler)}
+    values = {f.name: getattr(handler, f.name) for f in fields(handler)}
     softmax = combine_rule(handler.family, router).startswith("softmax")
     divided = renormalises(handler.family, router) and softmax
-    return Tempered(**known, divided=divided)
+    return Tempered(**values, divided=divided)
 
 
 def soft_share(gaps: Tensor, width: float, k: int) -> Tensor:

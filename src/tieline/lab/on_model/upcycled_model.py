@@ -48,7 +48,7 @@ class _Layout:
     first: tuple[str, ...]
     last: str
     gated: bool
-    place: str = ""
+    replaced: str = ""
     holder: str = ""  # of the activation
 
 
@@ -66,7 +66,7 @@ class DenseFFN:
 
     Attributes:
         name: qualified name of the module that holds its parts.
-        place: name of the module that the mixture replaces.
+        replaced: name of the module that the mixture replaces.
         emptied: name of the map that becomes the identity, if the network spans two modules.
         gated: whether h(a) = φ(a_1) · a_2.
         first: the input maps; two where gate and up are apart.
@@ -75,7 +75,7 @@ class DenseFFN:
     """
 
     name: str
-    place: str
+    replaced: str
     emptied: str | None
     gated: bool
     first: tuple[nn.Linear, ...]
@@ -121,13 +121,13 @@ def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
     networks = {}
     for name, module in model.named_modules():
         for layout in _LAYOUTS:
-            ffn = _read(name, module, layout)
+            ffn = _read_network(name, module, layout)
             if ffn is not None:
                 networks[name] = ffn
     return networks
 
 
-def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
+def _read_network(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
     first = tuple(_part(module, path) for path in layout.first)
     last, holder = _part(module, layout.last), _part(module, layout.holder)
     candidates = (
@@ -141,8 +141,10 @@ def _read(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
     fits = inner == (2 if layout.gated else 1) * last.in_features
     if len(maps) < len(first) or not fits or maps[0].in_features != last.out_features:
         return None
-    emptied = _join(name, layout.last) if layout.place else None
-    return DenseFFN(name, _join(name, layout.place), emptied, layout.gated, maps, last, activation)
+    emptied = _join(name, layout.last) if layout.replaced else None
+    return DenseFFN(
+        name, _join(name, layout.replaced), emptied, layout.gated, maps, last, activation
+    )
 
 
 def _part(module: nn.Module, path: str) -> nn.Module | None:
@@ -320,14 +322,14 @@ def upcycle_(
     _check_numbers(n_experts, k, router_init, router_scale, noise)
     _check_dense(model)
     refuse_quantised(model, FEATURE)
-    chosen = _chosen(find_dense_ffns(model), layers, type(model).__name__)
+    chosen = _chosen_networks(find_dense_ffns(model), layers, type(model).__name__)
     for ffn in chosen.values():
-        _check_parts(model, ffn)
+        _check_copy(model, ffn)
     generator = torch.Generator().manual_seed(seed)
     before = _size(model)
     with torch.no_grad():
         mixtures = {
-            name: _filled(ffn, n_experts, k, renormalise, noise, generator)
+            name: _mixture_of_copies(ffn, n_experts, k, renormalise, noise, generator)
             for name, ffn in chosen.items()
         }
         for mixture in mixtures.values():
@@ -362,7 +364,7 @@ def _check_dense(model: nn.Module) -> None:
         )
 
 
-def _chosen(
+def _chosen_networks(
     networks: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
 ) -> dict[str, DenseFFN]:
     if not networks:
@@ -391,7 +393,7 @@ def _name_of(layer: int | str, names: list[str]) -> str:
 
 
 @torch.no_grad()
-def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
+def _check_copy(model: nn.Module, ffn: DenseFFN) -> None:
     """Refuse a network whose forward pass does more than its parts say, such as scaling."""
     weight = ffn.last.weight
     generator = torch.Generator().manual_seed(0)
@@ -400,7 +402,7 @@ def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
     training = module.training
     module.eval()
     try:
-        output, copied = _own_output(model, ffn, x)
+        output, copied = _outputs(model, ffn, x)
     finally:
         module.train(training)
     rounding = 64 * torch.finfo(weight.dtype).eps
@@ -412,11 +414,11 @@ def _check_parts(model: nn.Module, ffn: DenseFFN) -> None:
     )
 
 
-def _own_output(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
     """The model's output on x, now and with a mixture equal to `ffn` in place."""
     if ffn.emptied is None:
         return model.get_submodule(ffn.name)(x), ffn(x)
-    inner = model.get_submodule(ffn.place)
+    inner = model.get_submodule(ffn.replaced)
     path, _, dense = ffn.emptied.rpartition(".")
     outer = model.get_submodule(path)
     emptied = copy.deepcopy(outer)
@@ -437,7 +439,7 @@ def empty_mixture(
     return UpcycledFFN(gate, experts).to(like.dtype)
 
 
-def _filled(
+def _mixture_of_copies(
     ffn: DenseFFN,
     n_experts: int,
     k: int,
@@ -471,7 +473,7 @@ def _start_router(
 
 
 def _replace(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:
-    model.set_submodule(ffn.place, mixture)
+    model.set_submodule(ffn.replaced, mixture)
     if ffn.emptied is not None:
         model.set_submodule(ffn.emptied, nn.Identity())
 
@@ -506,7 +508,7 @@ def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")
     _check_numbers(n_experts, k, "normal", 1.0, 0.0)
     networks = find_dense_ffns(model)
-    for name, ffn in _chosen(networks, names, type(model).__name__).items():
+    for name, ffn in _chosen_networks(networks, names, type(model).__name__).items():
         like = networks[name].last.weight
         mixture = empty_mixture(ffn, n_experts, k, bool(facts.get("renormalise", True)), like)
         _replace(model, ffn, mixture)

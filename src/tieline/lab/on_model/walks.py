@@ -102,8 +102,8 @@ class FlipWalks(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Median roundings to the first flip by layer, "median:NAME"."""
-        known = ((layer.name, layer.walk.value) for layer in self.layers)
-        return {f"median:{name}": walk.median for name, walk in known if walk is not None}
+        walks = ((layer.name, layer.walk.value) for layer in self.layers)
+        return {f"median:{name}": walk.median for name, walk in walks if walk is not None}
 
 
 @takes_settings(WalksSettings)

@@ -20,9 +20,9 @@ sigmoid     linear router, top-2 by sigmoid scores, renormalised
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from tieline.core.errors import require
+from tieline.core.errors import ParameterError, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,9 @@ class GateConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Base of the model shapes of the tasks."""
+
+
+Shape = TypeVar("Shape", bound=ModelConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +296,12 @@ class TrainConfig:
     evaluate_items: int = 256
     recompute: bool = False
     note: str = ""
+
+    def shape(self, kind: type[Shape], task: str) -> Shape:
+        """Return the shape of the model; raises if it is not of the type that a task takes."""
+        if not isinstance(self.model, kind):
+            raise ParameterError(f"{type(self.model).__name__} is no shape for {task}")
+        return self.model
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""

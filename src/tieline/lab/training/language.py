@@ -249,7 +249,7 @@ class LanguageModelling:
 
     def data(self, config: TrainConfig) -> LanguageData:
         """Draw windows by the seed of the run."""
-        shape = _shape(config)
+        shape = config.shape(DecoderConfig, "language")
         streams = load_streams(config.data)
         length = config.optim.steps * config.optim.batch
         train = Windows(streams.train, context=shape.context, length=length, seed=config.seed)
@@ -257,11 +257,11 @@ class LanguageModelling:
 
     def model(self, config: TrainConfig) -> SwitchForCausalLM:
         """Make a new decoder."""
-        return decoder(_shape(config), config.gate)
+        return decoder(config.shape(DecoderConfig, "language"), config.gate)
 
     def evaluate(self, model: nn.Module, data: LanguageData, config: TrainConfig) -> dict[str, Any]:
         """Score validation, test and attacked splits, and describe the gates."""
-        streams, context = data.streams, _shape(config).context
+        streams, context = data.streams, config.shape(DecoderConfig, "language").context
         splits = {"validation": streams.validation, "test": streams.test, **streams.attacked}
         scores: dict[str, Any] = {}
         with hard_gates(model) if config.gate.evaluate_hard else nullcontext():
@@ -280,15 +280,6 @@ class LanguageModelling:
         save_model(folder, model, tokenizer)
         if why_not_stock(model) is None:
             save_model(folder.parent / "stock", stock_form(model), tokenizer)
-
-
-def _shape(config: TrainConfig) -> DecoderConfig:
-    require(
-        isinstance(config.model, DecoderConfig),
-        f"language modelling needs a DecoderConfig, got {type(config.model).__name__}",
-    )
-    assert isinstance(config.model, DecoderConfig)
-    return config.model
 
 
 @torch.no_grad()

@@ -50,10 +50,11 @@ ReMoE and smooth top-k have no fixed number of experts per token and run without
 the paper does not define for them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 from tieline.core.errors import require
@@ -183,7 +184,7 @@ def enwik8_10m(gate: str) -> TrainConfig:
     )
 
 
-def enwik8_paper(gate: str, data: str = "enwik8") -> TrainConfig:
+def byte_paper(data: str, gate: str) -> TrainConfig:
     """Paper 1, Table 7: 8 layers, width 352, span 2048, batch 48, 80 epochs of 90 M bytes."""
     return TrainConfig(
         recipe=f"{data}-paper-{gate}",
@@ -258,14 +259,12 @@ def cifar10_small(gate: str) -> TrainConfig:
 
 def cifar10_paper(gate: str) -> TrainConfig:
     """The same layers on all images; the paper gives their sizes, but not how they were trained."""
-    return TrainConfig(
+    return cifar10_small(gate).replace(
         recipe=f"cifar10-paper-{gate}",
-        task="images",
-        model=MixtureConfig(),
-        gate=gate_config(gate, k=4),
         data=DataConfig(name="cifar10"),
-        optim=OptimConfig(steps=50 * 50_000 // 128, batch=128, rate=3e-4, warmup=400),
-        losses=LossConfig(boundary=1.0),
+        optim__steps=50 * 50_000 // 128,
+        optim__warmup=400,
+        log_every=50,
         checkpoint_every=2_000,
         note="sizes of paper 1, B.3; it states no optimiser, so this one is ours",
     )
@@ -371,34 +370,33 @@ def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
 
 Recipe = Callable[[], TrainConfig]
 
+
+def _recipes(
+    pattern: str, make: Callable[..., TrainConfig], *choices: Iterable[Any]
+) -> dict[str, Recipe]:
+    """Return the recipes `make(*choice)` for all combinations of choices, named by the pattern."""
+    return {pattern.format(*choice): partial(make, *choice) for choice in product(*choices)}
+
+
 RECIPES: dict[str, Recipe] = {
-    **{f"demo-smoke-{gate}": partial(demo_smoke, gate) for gate in GATE_NAMES},
-    **{f"demo-small-{gate}": partial(demo_small, gate) for gate in GATE_NAMES},
-    **{
-        f"{d}-small-{gate}": partial(small_form, d, gate) for d in VOCABULARY for gate in GATE_NAMES
-    },
-    **{f"{d}-long-{g}": partial(long_form, d, g) for d in VOCABULARY for g in GATE_NAMES},
-    **{f"enwik8-extended-{gate}": partial(extended_form, gate) for gate in GATE_NAMES},
-    **{f"demo-attention-{kind}": partial(demo_attention, kind) for kind in ATTENTION},
-    **{f"enwik8-attention-{kind}": partial(enwik8_attention, kind) for kind in ATTENTION},
-    **{f"enwik8-10m-{gate}": partial(enwik8_10m, gate) for gate in GATE_NAMES},
-    **{f"enwik8-paper-{gate}": partial(enwik8_paper, gate) for gate in GATE_NAMES},
-    **{f"text8-paper-{gate}": partial(enwik8_paper, gate, "text8") for gate in GATE_NAMES},
-    **{f"wikitext-paper-{gate}": partial(wikitext_paper, gate) for gate in GATE_NAMES},
-    "wikitext-paper-smoe-k4": partial(wikitext_paper, "smoe", 4),
-    "wikitext-paper-smoe-k5": partial(wikitext_paper, "smoe", 5),
-    "wikitext-paper-smooth50-k4": partial(wikitext_paper, "smooth50", 4),
-    **{f"cifar10-small-{gate}": partial(cifar10_small, gate) for gate in CIFAR10_GATES},
-    **{f"cifar10-paper-{gate}": partial(cifar10_paper, gate) for gate in CIFAR10_GATES},
-    **{f"pacs-small-{g}-{d}": partial(pacs_small, g, d) for g in DOMAIN_GATES for d in DOMAINS},
-    **{f"pacs-paper-{g}-{d}": partial(pacs_paper, g, d) for g in DOMAIN_GATES for d in DOMAINS},
-    **{f"glue-smoke-{t}-{g}": partial(glue_smoke, t, g) for t in GLUE_TASKS for g in GLUE_GATES},
-    **{
-        f"glue-paper-{t}-{g}-k{k}": partial(glue_paper, t, g, k)
-        for t in GLUE_TASKS
-        for g in GLUE_GATES
-        for k in (2, 4)
-    },
+    **_recipes("demo-smoke-{}", demo_smoke, GATE_NAMES),
+    **_recipes("demo-small-{}", demo_small, GATE_NAMES),
+    **_recipes("{}-small-{}", small_form, VOCABULARY, GATE_NAMES),
+    **_recipes("{}-long-{}", long_form, VOCABULARY, GATE_NAMES),
+    **_recipes("enwik8-extended-{}", extended_form, GATE_NAMES),
+    **_recipes("demo-attention-{}", demo_attention, ATTENTION),
+    **_recipes("enwik8-attention-{}", enwik8_attention, ATTENTION),
+    **_recipes("enwik8-10m-{}", enwik8_10m, GATE_NAMES),
+    **_recipes("{}-paper-{}", byte_paper, ("enwik8", "text8"), GATE_NAMES),
+    **_recipes("wikitext-paper-{}", wikitext_paper, GATE_NAMES),
+    **_recipes("wikitext-paper-{}-k{}", wikitext_paper, ("smoe",), (4, 5)),
+    **_recipes("wikitext-paper-{}-k{}", wikitext_paper, ("smooth50",), (4,)),
+    **_recipes("cifar10-small-{}", cifar10_small, CIFAR10_GATES),
+    **_recipes("cifar10-paper-{}", cifar10_paper, CIFAR10_GATES),
+    **_recipes("pacs-small-{}-{}", pacs_small, DOMAIN_GATES, DOMAINS),
+    **_recipes("pacs-paper-{}-{}", pacs_paper, DOMAIN_GATES, DOMAINS),
+    **_recipes("glue-smoke-{}-{}", glue_smoke, GLUE_TASKS, GLUE_GATES),
+    **_recipes("glue-paper-{}-{}-k{}", glue_paper, GLUE_TASKS, GLUE_GATES, (2, 4)),
 }
 """Recipes by name."""
 

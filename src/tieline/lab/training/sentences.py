@@ -250,7 +250,7 @@ class SentenceTask:
 
     def data(self, config: TrainConfig) -> SentenceData:
         """Load a task of GLUE, and fetch the pretrained weights before anything is built."""
-        shape, options = _shape(config), config.data.options
+        shape, options = config.shape(SentenceConfig, "sentences"), config.data.options
         folder = options.get("folder")
         train, dev = (
             load_glue(options["task"], split, None if folder is None else Path(folder))
@@ -268,7 +268,7 @@ class SentenceTask:
 
     def model(self, config: TrainConfig) -> nn.Module:
         """Make a new model."""
-        return sentence_model(_shape(config), config.gate)
+        return sentence_model(config.shape(SentenceConfig, "sentences"), config.gate)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: SentenceData, config: TrainConfig) -> dict[str, Any]:
@@ -298,13 +298,6 @@ def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:
         "f1": 2 * tp / max(1.0, 2 * tp + fp + fn),
         "mcc": 0.0 if size == 0 else (tp * tn - fp * fn) / size,
     }
-
-
-def _shape(config: TrainConfig) -> SentenceConfig:
-    shape = config.model
-    require(isinstance(shape, SentenceConfig), f"{type(shape).__name__} is no shape for sentences")
-    assert isinstance(shape, SentenceConfig)
-    return shape
 
 
 Encode = Callable[[Sentences], list[tuple[list[int], list[int], list[int]]]]

@@ -58,10 +58,13 @@ from tieline.models.demo import demo_text
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Make the tokenizer whose ids are the bytes of UTF-8."""
-    tokenizer = Tokenizer(
-        models.BPE(vocab={c: b for b, c in bytes_to_unicode().items()}, merges=[])
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
+        add_prefix_space=False, use_regex=False
     )
-    return _byte_level(tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -82,14 +85,6 @@ def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def _byte_level(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
-        add_prefix_space=False, use_regex=False
-    )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -176,6 +171,11 @@ def attacked(text: str, rate: float, seed: int) -> str:
     return "\n".join(lines)
 
 
+def attacked_splits(texts: dict[str, str], rate: float, seed: int) -> dict[str, str]:
+    """Return the attacked form of each text as NAME_attacked."""
+    return {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
+
+
 def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
     """Return WikiText-103 as fields of `TextStreams`, by a BPE learnt from the training text.
 
@@ -190,9 +190,7 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
     test = _read_text(folder / "wiki.test.tokens")
     tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
     texts = {"train": train, "validation": validation, "test": test}
-    changed = {
-        f"{name}_attacked": attacked(texts[name], rate, seed) for name in ("validation", "test")
-    }
+    changed = attacked_splits({"validation": validation, "test": test}, rate, seed)
 
     def ids(text: str) -> Tensor:
         encoded = tokenizer.backend_tokenizer.encode_batch(text.splitlines(keepends=True))
@@ -309,7 +307,7 @@ def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
         name: bytes(split.tolist()).decode(errors="ignore")
         for name, split in zip(("validation", "test"), splits[1:], strict=True)
     }
-    changed = {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
+    changed = attacked_splits(texts, rate, seed)
     return replace(
         plain,
         word_counts={name: len(text.split()) for name, text in (texts | changed).items()},

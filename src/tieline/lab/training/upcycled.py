@@ -59,10 +59,10 @@ def route_networks_(
     require(fits, f"the model has {len(networks)} networks, got places {list(indices)}")
     chosen = [networks[index] for index in indices]
     for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
-        model.set_submodule(ffn.place, layer)
+        model.set_submodule(ffn.replaced, layer)
         if ffn.emptied is not None:
             model.set_submodule(ffn.emptied, nn.Identity())
-    return [ffn.place for ffn in chosen]
+    return [ffn.replaced for ffn in chosen]
 
 
 @torch.no_grad()
