@@ -26,7 +26,7 @@ SHARED_GATE = frozenset({"shared_gate"})
 BIAS = frozenset({"bias"})
 GROUPS = frozenset({"groups"})
 SINKS = frozenset({"sinks"})
-LATENT = frozenset({"latent"})
+POST_NORM = frozenset({"post_norm"})
 
 
 def inner_index(case: Case) -> int:
@@ -326,7 +326,12 @@ WEIGHT_FAULTS: tuple[Change, ...] = (
     Change("rms eps × 10", weights=larger_epsilon, hints=("token",)),
     Change("norm weight lost", weights=plain_norm, hints=("layer",)),
     Change("attention of layers swapped", weights=swap_attention, hints=("layer", "position")),
-    Change("residual × 0.8", weights=shrink_residual, hints=("layer", "position")),
+    Change(
+        "residual × 0.8",
+        weights=shrink_residual,
+        lacks=POST_NORM,
+        hints=("layer", "position"),
+    ),
     Change(
         "adapter applied twice",
         both=merge_adapters,

@@ -34,7 +34,7 @@ class ModelKind:
         trained: training steps on the text in the box; 0 leaves random weights.
         outliers: factor c of outlier channels (norm × c, consumers ÷ c); 1 for none.
         traits: what faults ask for: "bias", "groups", "shared", "shared_gate", "sinks", "latent",
-            "outliers".
+            "outliers", "post_norm" (norms after attention and experts, none before).
     """
 
     name: str
@@ -251,6 +251,7 @@ KINDS: tuple[ModelKind, ...] = (
     _kind(
         "flex_olmo 5 of 20, trained",
         "flex_olmo",
+        "post_norm",
         num_hidden_layers=4,
         intermediate_size=48,
         num_experts=20,

@@ -67,8 +67,8 @@ def selection_bias(block: nn.Module) -> Tensor | None:
 
 def shared_experts(model: nn.Module) -> list[nn.Module]:
     """Return the shared expert of every layer that has one."""
-    named = dict(model.named_modules())
-    return [module for name, module in named.items() if name.rsplit(".", 1)[-1] in SHARED]
+    modules = model.named_modules()
+    return [module for name, module in modules if name.rsplit(".", 1)[-1] in SHARED]
 
 
 def gate_up(stacked: nn.Module) -> nn.Parameter:

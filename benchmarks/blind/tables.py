@@ -32,7 +32,7 @@ def false_alarm(line: Line) -> bool:
     return "error" in line or line["alarm"]
 
 
-def found(line: Line) -> bool:
+def is_found(line: Line) -> bool:
     """Whether a fault raised the alarm."""
     return "error" not in line and line["alarm"]
 
@@ -121,9 +121,9 @@ def power_table(title: str, lines: list[Line]) -> Table:
         strong = [line for line in group if not line["strength"]["exempt"]]
         cells = _grouped(strong, _column)
         powers = [_of(cells.get(column, [])) for column in columns]
-        hints = [hint(line) for line in strong if found(line)]
-        named = [str(hints.count(word)) for word in ("right", "neutral", "wrong")]
-        table.add_row(name, *powers, str(len(group) - len(strong)), *named)
+        hints = [hint(line) for line in strong if is_found(line)]
+        hint_counts = [str(hints.count(word)) for word in ("right", "neutral", "wrong")]
+        table.add_row(name, *powers, str(len(group) - len(strong)), *hint_counts)
     return table
 
 
@@ -135,7 +135,7 @@ def _column(line: Line) -> str:
 
 
 def _of(lines: list[Line]) -> str:
-    return f"{sum(map(found, lines))} of {len(lines)}" if lines else ""
+    return f"{sum(map(is_found, lines))} of {len(lines)}" if lines else ""
 
 
 def _totals(console: Console, weighed: list[Line], faulty: list[Line]) -> None:

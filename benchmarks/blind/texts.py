@@ -33,8 +33,8 @@ def documents(tokenizer: Any, half: Half, count: int, length: int, seed: int) ->
     """Return random windows of one half of the text."""
     stream = token_stream(tokenizer)
     middle = len(stream) // 2
-    own = stream[:middle] if half == "development" else stream[middle:]
-    return _windows(own, count, length, torch.Generator().manual_seed(seed))
+    stretch = stream[:middle] if half == "development" else stream[middle:]
+    return _windows(stretch, count, length, torch.Generator().manual_seed(seed))
 
 
 def training_rows(count: int, length: int, generator: torch.Generator) -> Documents:
