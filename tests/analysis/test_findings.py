@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.report.zoo import make_trace
 from tieline.analysis.findings import (
@@ -13,7 +11,6 @@ from tieline.analysis.findings import (
     leading_rate,
     metrics,
     observe,
-    possible_states,
 )
 from tieline.analysis.inspection import (
     GapJumpTable,
@@ -22,6 +19,7 @@ from tieline.analysis.inspection import (
     LayerJumps,
     LossJumps,
 )
+from tieline.analysis.serving import Serving, recommend
 from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.measure.measures import MeasureSettings, measure
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace, select_tokens
@@ -97,72 +95,36 @@ def with_share(measures, share, low=None, high=None):
     return replace(measures, model=replace(measures.model, precision=rates))
 
 
-@pytest.mark.parametrize(
-    ("share", "jumps", "kind", "harm", "advice"),
-    [
-        (0.0, HIGH, "robust", "dangerous", "nothing"),
-        (0.0, LOW, "robust", "harmless", "nothing"),
-        (0.01, HIGH, "mostly stable", "dangerous", "repair"),
-        (0.01, LOW, "mostly stable", "harmless", "nothing"),
-        (0.02, HIGH, "fragile", "dangerous", "repair"),
-        (0.3, LOW, "fragile", "harmless", "nothing"),
-    ],
-)
-def test_the_judgement_follows_the_numbers(measures, share, jumps, kind, harm, advice):
-    found = judge(with_share(measures, share), jumps_for(measures, jumps, jumps, jumps))
-    assert (found.kind, found.harm, found.advice) == (kind, harm, advice)
-    assert found.states == (kind,)
-    assert found.cause == "bf16"
-    assert found.share.value == share
-    assert found.jump == (0.4 if jumps is HIGH else 0.02)
-
-
-STATES = {
-    (0.0, 0.001): ("robust",),
-    (0.0, 0.002): ("robust", "mostly stable"),
-    (0.002, 0.019): ("mostly stable",),
-    (0.01, 0.03): ("mostly stable", "fragile"),
-    (0.0, 0.9): ("robust", "mostly stable", "fragile"),
-    (0.02, 0.5): ("fragile",),
-}
-
-
-@pytest.mark.parametrize(("low", "high"), STATES)
-def test_a_judgement_has_the_states_that_its_interval_allows(measures, low, high):
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.001), (0.01, 0.03), (0.02, 0.5)])
+def test_the_judgement_names_the_share_of_the_routers_alone(measures, low, high):
     jumps = jumps_for(measures, HIGH, HIGH, HIGH)
-    found = judge(with_share(measures, (low + high) / 2, low, high), jumps)
-    assert found.states == STATES[low, high]
-    assert found.kind == (found.states[0] if len(found.states) == 1 else "undecided")
-    assert (found.share.low, found.share.high) == (low, high)
-    assert found.advice == (
-        "repair" if low >= 0.002 else "nothing" if high < 0.002 else "more tokens"
-    )
+    judgement = judge(with_share(measures, (low + high) / 2, low, high), jumps)
+    assert judgement.kind == "top-k"
+    assert judgement.cause == "bf16"
+    assert (judgement.share.low, judgement.share.high) == (low, high)
+    assert judgement.jump == 0.4
+    assert judgement.recommendation is None
 
 
-@given(*[st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)).map(sorted)] * 2)
-def test_two_verdicts_contradict_each_other_only_where_their_intervals_part(one, other):
-    words = [set(possible_states(Share(low, low, high, 0, 0))) for low, high in (one, other)]
-    apart = one[1] < other[0] or other[1] < one[0]
-    assert words[0] & words[1] or apart
-    assert all(1 <= len(found) <= 3 for found in words)
+def test_what_to_do_follows_from_the_precision_served(measures):
+    costly = Serving("bf16", Estimate(0.1, 0.0), Estimate(0.5, 0.0), sequences=8)
+    assert judge(measures, (), costly).recommendation == recommend(costly)
 
 
 def test_few_near_ties_do_not_tell_whether_they_are_harmless(measures):
     few = jumps_for(measures, HIGH[:3], LOW[:3], HIGH[:3])
-    found = judge(with_share(measures, 0.3), few)
-    assert (found.harm, found.advice) == ("unclear", "more tokens")
     (unclear,) = by_kind(observe(measures, few), "jump")
     assert unclear.case == "jump:unclear"
 
 
 def test_one_token_tells_nothing():
     first = select_tokens(make_trace(), slice(1))
-    assert len(judge(measure(first, SETTINGS), ()).states) == 3
+    share = judge(measure(first, SETTINGS), ()).share
+    assert share.high - share.low > 0.9
 
 
 def test_the_judgement_without_jumps_or_scores(measures):
     assert judge(measures, ()).jump is None
-    assert judge(measures, ()).harm == "unknown"
     bare = measure(make_trace(ids_only=True), SETTINGS)
     assert judge(bare, ()).kind == "no scores"
     assert leading_rate(bare) is None

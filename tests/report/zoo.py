@@ -18,6 +18,7 @@ from tieline.analysis.inspection import (
     TextPiece,
     TextSample,
 )
+from tieline.analysis.serving import Serving
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, Quantiles, mean_estimate
 from tieline.measure.measures import measure
@@ -144,8 +145,9 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
         else LayerJumps(layer.name, None, "not measured: no model" if scored else reason)
         for place, layer in enumerate(trace.layers)
     )
+    serving = make_serving(len(trace.layers)) if scored else None
     return Inspection(
-        judgement=judge(measures, found),
+        judgement=judge(measures, found, serving),
         observations=observe(measures, found),
         metrics=make_metrics(measures),
         measures=measures,
@@ -155,7 +157,15 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
         timings={"total": 1.25, "tokens_per_second": math.pi * 1000},
         calibration=calibration_need(trace, 128),
         noise=make_noise(trace) if scored else NoiseReport((), reason),
+        serving=serving,
     )
+
+
+def make_serving(layers=3, kl=2e-4):
+    """What bf16 does to the model."""
+    estimates = [Estimate(0.04, 0.003), Estimate(kl, kl / 10), Estimate(kl / 4, kl / 40)]
+    sizes = {"tokens": 4096, "sequences": 8, "layers": layers, "replay_bytes": 10 * layers}
+    return Serving("bf16", *estimates, Estimate(1e-4, 3e-4), **sizes)
 
 
 def make_noise(trace):

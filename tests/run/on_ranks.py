@@ -14,7 +14,7 @@ from tieline.engines.sources import capture_engine
 def inspected(parallel, tokens=1536):
     """Metrics, jumps, and experts and scores of every layer, of three batches of the demo model."""
     torch.set_num_threads(1)
-    found = inspect(tokens=tokens, batch_size=1, parallel=parallel, noise=False)
+    found = inspect(tokens=tokens, batch_size=1, parallel=parallel, serve="none")
     return found.metrics, found.jumps, layers_of(found.trace)
 
 

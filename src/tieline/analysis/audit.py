@@ -12,7 +12,7 @@ them shows whether that holds when errors compound.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Unpack, get_args
+from typing import Unpack, get_args
 
 import torch
 from torch import nn
@@ -35,13 +35,23 @@ from tieline.analysis.effects import (
     LocalEffects,
     audit_phase,
     compared_phase,
+    serving_effect,
 )
 from tieline.analysis.predicted_flips import sigma_for_flips
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
-from tieline.analysis.settings import AuditOptions, AuditSettings
+from tieline.analysis.serving import (
+    HARMLESS,
+    Serving,
+    Tolerance,
+    recommend,
+    served_rounding,
+    share_gone,
+    tolerated,
+)
+from tieline.analysis.settings import SERVED, AuditOptions, AuditSettings
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import takes_settings
-from tieline.core.statistics import Estimate, SequenceSums, mean_limits
+from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.demo import DEMO
 from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
 from tieline.models.ignore_lists import ignore_lists
@@ -54,12 +64,6 @@ from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import HiddenStatesError, Progress
 from tieline.trace.record import LayerTrace
-
-LEAST_KL = 1e-14
-"""Nats below which a KL is the rounding of its own sum."""
-
-HARMLESS = 0.001
-"""Nats per token by which a format may raise the loss and count as harmless."""
 
 SPARE = 1.5
 """Flips aimed at, over those asked for: the number of them is random too."""
@@ -91,10 +95,7 @@ def audit(
     """
     settings = AuditSettings.of(settings, options)
     check_rounding(settings.parallel, "an audit")
-    names = [format_named(name).name for name in settings.formats or FORMATS]
-    chosen = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
-    repaired = chosen_perturbations(chosen, settings.remedies)
-    plan = AuditPlan(chosen, repaired, settings.flips, settings.recover, settings.seconds)
+    plan = _plan(settings)
     corpus = Corpus(**settings.corpus)
     model = Model.open(source, "audit takes", dtype=settings.dtype, copies=2, **settings.loading)
     text = corpus.tokenised(model.tokenizer, model.module)
@@ -110,6 +111,7 @@ class AuditPlan:
     Attributes:
         perturbations: what is done to the model.
         repaired: those of them that remedies are tried on.
+        serve: the precision that the model is served in.
         flips: layer-local flips that Gaussian noise of the scores is drawn for.
         recover: share of the damage that the routers kept in float32 shall recover.
         seconds: time after which nothing more is begun.
@@ -117,9 +119,33 @@ class AuditPlan:
 
     perturbations: tuple[Perturbation, ...]
     repaired: Sequence[Perturbation] = ()
+    serve: str = "bf16"
     flips: int = 3000
     recover: float = 0.9
     seconds: float = float("inf")
+
+
+def _plan(settings: AuditSettings) -> AuditPlan:
+    """What the settings ask for: the precision served and its neighbours, or what they name."""
+    if settings.perturbations or settings.formats or settings.all:
+        names = [format_named(name).name for name in settings.formats or FORMATS]
+        run = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
+        repaired = chosen_perturbations(run, settings.remedies)
+    else:
+        run, served = served_perturbations(settings.serve), served_rounding(settings.serve)
+        asked = settings.remedies is not None
+        repaired = chosen_perturbations(run, settings.remedies) if asked else [served]
+    sizes = (settings.flips, settings.recover, settings.seconds)
+    return AuditPlan(run, repaired, settings.serve, *sizes)
+
+
+def served_perturbations(serve: str) -> tuple[Perturbation, ...]:
+    """The routers and the model in the precision served, and the model in its two neighbours."""
+    order = list(SERVED)
+    index = order.index(serve)
+    near = order[max(0, index - 1) : index + 2]
+    routers = Perturbation("rounding", SERVED[serve])
+    return routers, *(served_rounding(precision) for precision in near)
 
 
 def audit_model(
@@ -291,8 +317,11 @@ class _Audit:
         one_percent = sigma_for_flips(self._local.kept)
         self._seconds["one percent"] = self._budget.elapsed() - began
         sequences = sum(len(batch) for batch in self._every)
+        serving = self._serving()
+        recommendation = None if serving is None else recommend(serving)
         return PrecisionAudit(
-            judgement=judge(effects, sequences),
+            judgement=replace(judge(effects, sequences), recommendation=recommendation),
+            serving=serving,
             effects=effects,
             layers=tuple(self._routers),
             tokens=sum(batch.numel() for batch in self._every),
@@ -307,6 +336,14 @@ class _Audit:
             provenance=self._provenance(),
             timings={**self._seconds, "total": self._budget.elapsed()},
         )
+
+    def _serving(self) -> Serving | None:
+        """What the precision served does to the model; None if it was not run."""
+        precision = self._options.serve
+        if served_rounding(precision) not in self._conditions:
+            return None
+        layers = [traces[0] for traces in self._local.kept.values()]
+        return serving_effect(precision, self._full.effects[served_rounding(precision)], layers)
 
     def _provenance(self) -> dict[str, object]:
         """Model, text, settings, processes and versions."""
@@ -403,7 +440,7 @@ def perturbation_effect(
         loss=full.loss.mean(),
         kl=kl,
         kl_floor=floor,
-        by_flips=_share_by_flips(kl, floor),
+        by_flips=share_gone(kl, floor),
         layers=layers,
     )
 
@@ -431,13 +468,6 @@ def _ratio(above: Estimate, below: Estimate) -> float | None:
     if above.value is None or not below.value:
         return None
     return above.value / below.value
-
-
-def _share_by_flips(kl: Estimate, floor: Estimate) -> float | None:
-    """1 - floor / KL; None where the KL is rounding."""
-    if kl.value is None or floor.value is None or kl.value < LEAST_KL:
-        return None
-    return 1 - floor.value / kl.value
 
 
 def _quantile(values: torch.Tensor, level: float) -> float:
@@ -476,23 +506,6 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
         bytes=sum(costs[name] for name in kept),
         bytes_all=sum(costs.values()),
     )
-
-
-Tolerance = Literal["yes", "no", "unclear"]
-
-
-def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
-    """Whether the rise of the loss and the KL are below `HARMLESS`, as far as intervals can tell.
-
-    Args:
-        kl: KL to the clean run, clustered by sequence.
-        loss: change of the loss, likewise.
-        sequences: clusters of their standard errors.
-    """
-    limits = [mean_limits(kl, sequences, positive=True), mean_limits(loss, sequences)]
-    if any(low >= HARMLESS for low, _ in limits):
-        return "no"
-    return "yes" if all(high < HARMLESS for _, high in limits) else "unclear"
 
 
 def judge(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:

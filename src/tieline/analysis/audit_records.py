@@ -16,6 +16,7 @@ Standard errors are clustered by sequence throughout.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from tieline.analysis.serving import Recommendation, Serving
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 
@@ -224,6 +225,7 @@ class PrecisionJudgement:
         worst: the refused perturbation with the largest KL.
         whole_model: the rounding of the whole model that stands for all: bf16, or the first one.
         limit: nats per token below which a cost counts as harmless.
+        recommendation: what to do about the precision served; None where that was not run.
     """
 
     kind: Literal["not run", "all", "some", "none"]
@@ -234,6 +236,7 @@ class PrecisionJudgement:
     worst: str | None = None
     whole_model: str | None = None
     limit: float = 0.0
+    recommendation: Recommendation | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -257,6 +260,7 @@ class PrecisionAudit(Result):
         experts: experts in use per token, mean over layers, of a smoothed model; None for top-k.
         remedies: what can be done about some of the perturbations; None if none was tried.
         ignore: by quantisation library, the argument that keeps all routers out of quantisation.
+        serving: what the precision served does to the model; None where it was not run.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -277,6 +281,7 @@ class PrecisionAudit(Result):
     experts: float | None = None
     remedies: RemedyTable | None = None
     ignore: dict[str, dict[str, Any]] = field(default_factory=dict)
+    serving: Serving | None = None
 
     @property
     def verdict(self) -> str:
@@ -284,11 +289,22 @@ class PrecisionAudit(Result):
         return self.sentence("verdict")
 
     @property
+    def is_full(self) -> bool:
+        """Whether several formats of the routers were run, not the one of the precision served."""
+        routers = [row for row in self.effects if row.kind == "rounding" and row.part == "router"]
+        return len(routers) > 1
+
+    @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers of each perturbation: "flip@router bf16", "kl@…", "loss@…", "damage@…"."""
+        """Named numbers of each perturbation, P = "router bf16": "changed@P", "flip@P", "kl@P", ...
+
+        "changed" is the share of tokens that change an expert in at least one layer, "flip" the
+        mean over layers.
+        """
         numbers = {}
         for row in self.effects:
             estimates = {"flip": row.full, "kl": row.kl, "loss": row.loss, "damage": row.damage}
+            estimates["changed"] = row.any_layer
             numbers |= {f"{name}@{row.name}": x.value for name, x in estimates.items()}
         return {name: value for name, value in numbers.items() if value is not None}
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.jump import relative_change
 from tieline.analysis.predicted_flips import predicted_flips
+from tieline.analysis.serving import Serving, replay_bytes, router_state
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.errors import TielineError
 from tieline.core.numerics import one_thread
@@ -371,6 +372,29 @@ class FullEffects(Observer):
         lost = {str(n): torch.cat(effect.shares) for n, effect in enumerate(every) if effect.shares}
         for number, shares in ranks.join_rows(lost).items():
             every[int(number)].shares[:] = [shares]
+
+
+def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTrace]) -> Serving:
+    """Assemble what was counted of the model in a precision.
+
+    Args:
+        precision: a name in `SERVED`.
+        effect: what was counted.
+        layers: some routing of each layer.
+    """
+    counts = [int(count) for part in effect.kl.counts for count in part]
+    return Serving(
+        precision=precision,
+        changed=effect.any_layer.mean(),
+        kl=effect.kl.mean(),
+        replayed=effect.floor.mean(),
+        loss=effect.loss.mean(),
+        tokens=sum(counts),
+        sequences=len(counts),
+        layers=len(effect.flips),
+        replay_bytes=sum(replay_bytes(layer) for layer in layers),
+        routers=router_state(layers),
+    )
 
 
 def audit_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:

@@ -12,17 +12,14 @@ loss           mean change of a sequence's loss by one swap, in nats
 dead, cold     numbers of experts;    evenness of the load, mean over layers
 experts        experts in use per token, mean over layers: k, or more where routers are smoothed
 
-The judgement is the state that the interval of flip@bf16:any allows: robust below 0.2 %, fragile
-from 2 % on, mostly stable between. An interval that contains a threshold allows two states, and
-the judgement is "undecided". Intervals are clustered by document. Flips in a layer are a warning
-where their interval begins at 2 % or above, a notice from 0.5 % on.
+The judgement names the share of tokens that rounding the routers alone changes; what to do follows
+from the precision served (`serving.recommend`). Intervals are clustered by document. Flips in a
+layer are a warning where their interval begins at 2 % or above, a notice from 0.5 % on.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Literal
 
 import torch
 
@@ -33,20 +30,13 @@ from tieline.analysis.inspection import (
     Observation,
     RoutingJudgement,
     Severity,
-    Stability,
 )
+from tieline.analysis.serving import SERVED_METRICS, Serving, recommend, served_rounding
+from tieline.analysis.settings import SERVED
 from tieline.core.statistics import Share, clustered_share
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import LayerMeasures, ModelRate, RoutingMeasures
 
-ROBUST_BELOW, FRAGILE_FROM = 0.002, 0.02
-"""Share of tokens flipping in some layer: up to where routing is robust, from where fragile."""
-STATES: tuple[tuple[float, Stability], ...] = (
-    (ROBUST_BELOW, "robust"),
-    (FRAGILE_FROM, "mostly stable"),
-    (math.inf, "fragile"),
-)
-"""Each state with the share of tokens below which it holds."""
 MOST = 0.5
 """Share of near-ties from which on "most" of them are meant."""
 LEADING_SIGMA = "0.01"
@@ -92,7 +82,8 @@ def metric_names(loss_jumps: bool = False, settings: MeasureSettings | None = No
     ties = {f"tie@{name}" for name in grid.precisions}
     gaps = {f"gap@{level:g}" for level in grid.probabilities}
     single = {"ties", "jump", "jump:worst", "dangerous", "dead", "cold", "evenness", "experts"}
-    return flips | ties | gaps | single | ({"loss"} if loss_jumps else set())
+    served = {f"{kind}@{served_rounding(p).name}" for kind in SERVED_METRICS for p in SERVED}
+    return flips | ties | gaps | single | served | ({"loss"} if loss_jumps else set())
 
 
 def experts_per_token(layers: Sequence[LayerMeasures]) -> float:
@@ -130,47 +121,29 @@ def leading_rate(measures: RoutingMeasures) -> ModelRate | None:
     return rates.get("bf16", rates.get(LEADING_SIGMA))
 
 
-def judge(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> RoutingJudgement:
-    """Judge how stable the routing is, as far as the interval of its flips can tell."""
+def judge(
+    measures: RoutingMeasures, jumps: tuple[LayerJumps, ...], serving: Serving | None = None
+) -> RoutingJudgement:
+    """Judge what rounding does to the routing, and what to do.
+
+    Args:
+        measures: of the routers by themselves.
+        jumps: of every layer.
+        serving: what the precision served does to the model; None where it was not measured.
+    """
     rate = leading_rate(measures)
+    recommendation = None if serving is None else recommend(serving)
     if rate is None:
-        return RoutingJudgement("no scores", advice="scores")
-    share, states, harm = _share_of(rate), possible_states(_share_of(rate)), _harm(jumps)
+        return RoutingJudgement("no scores", recommendation=recommendation)
     smoothed = any(layer.used is not None for layer in measures.layers)
     return RoutingJudgement(
-        kind="smoothed" if smoothed else states[0] if len(states) == 1 else "undecided",
-        states=states,
+        kind="smoothed" if smoothed else "top-k",
         cause=rate.name,
-        share=share,
+        share=rate.any_share or Share(rate.any_layer.value, 0.0, 1.0, 0, 0, status="no interval"),
         jump=jump_metrics(jumps).get("jump"),
-        harm=harm,
-        advice="nothing" if smoothed else _advice(states, harm),
         experts=experts_per_token(measures.layers),
+        recommendation=recommendation,
     )
-
-
-def possible_states(share: Share) -> tuple[Stability, ...]:
-    """Return the states that the interval of a share allows."""
-    low, high = share.low or 0.0, 1.0 if share.high is None else share.high
-    below = (0.0, *(edge for edge, _ in STATES))
-    return tuple(
-        state
-        for least, (edge, state) in zip(below, STATES, strict=False)
-        if low < edge and high >= least
-    )
-
-
-def _advice(
-    states: tuple[Stability, ...], harm: Harm
-) -> Literal["nothing", "repair", "more tokens"]:
-    if states == ("robust",) or harm == "harmless":
-        return "nothing"
-    return "more tokens" if "robust" in states or harm == "unclear" else "repair"
-
-
-def _harm(jumps: tuple[LayerJumps, ...]) -> Harm:
-    layers = [layer.value for layer in jumps if layer.value is not None]
-    return dangerous_share(layers)[1] if layers else "unknown"
 
 
 def dangerous_share(layers: Sequence[JumpMeasures]) -> tuple[Share, Harm]:
@@ -182,11 +155,6 @@ def dangerous_share(layers: Sequence[JumpMeasures]) -> tuple[Share, Harm]:
     if (share.low or 0.0) >= MOST:
         return share, "dangerous"
     return share, "harmless" if (share.high or 0.0) < MOST else "unclear"
-
-
-def _share_of(rate: ModelRate) -> Share:
-    """Tokens that flip in at least one layer; a rate without an interval allows every state."""
-    return rate.any_share or Share(rate.any_layer.value, 0.0, 1.0, 0, 0, status="no interval")
 
 
 def observe(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> tuple[Observation, ...]:

@@ -32,7 +32,7 @@ from tieline.analysis.findings import judge, metrics, observe
 from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextPiece, TextSample
 from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
 from tieline.analysis.linear import linear_weights
-from tieline.analysis.own_noise import own_noise
+from tieline.analysis.own_noise import ServedRuns, measure_serving
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.analysis.sources import load, source_kind
 from tieline.analysis.swap import BlockSampler, block_of
@@ -70,8 +70,10 @@ MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept in memory during the measurement."""
 
 NO_MODEL = "not measured: jumps need the model"
-NO_NOISE = "not measured: the noise of the model was not asked for"
-STREAMED_NOISE = "not measured: weights that are streamed cannot be rounded"
+NEEDS_MODEL = "not measured: this needs the model"
+NOT_SERVED = "not measured: no precision served was asked for"
+STREAMED = "not measured: weights that are streamed are read once more for a precision served"
+CUT = "not measured: weights that are cut over processes cannot be rounded"
 
 
 GAPS = "gaps"
@@ -204,8 +206,9 @@ def inspect(
             count.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself. Losses take 2 forward passes of a sequence for each of
-            `jump_settings.loss_swaps` (by default 32) tokens per layer, noise two passes of 2,048
-            tokens at most. With `parallel`, all processes must call, and all get the result.
+            `jump_settings.loss_swaps` (by default 32) tokens per layer, the precision served three
+            passes of 4,096 tokens at most. With `parallel`, all processes must call, and all get
+            the result.
         progress: called with stage, done and total while the work goes on.
     """
     settings = InspectSettings.of(settings, options)
@@ -256,14 +259,13 @@ class _Inspector:
     def inspection(self) -> Inspection:
         """Measure everything that the settings ask for."""
         trace, measures, jumps = self._measure()
-        noise = self._noise()
+        served = self._served()
         name = {"model": self.model.name} if self.model.name else {}
         return replace(
-            _inspection(measures, jumps, trace, self.settings.expert_tokens),
+            _inspection(measures, jumps, trace, self.settings.expert_tokens, served),
             sample=text_sample(trace, self.text),
             provenance=dict(trace.provenance) | name,
             timings=self.clock.timings(trace.n_tokens),
-            noise=noise,
         )
 
     def _measure(self) -> Measured:
@@ -339,16 +341,17 @@ class _Inspector:
                 self.progress("losses", len(measured), len(jumps))
         return tuple(measured)
 
-    def _noise(self) -> NoiseReport:
-        """The noise of the model in memory."""
-        if not self.settings.noise or self.settings.parallel not in (None, "data"):
-            return NoiseReport((), NO_NOISE)
-        if self.model.stream is not None:
-            return NoiseReport((), STREAMED_NOISE)
-        with self.clock("noise"):
-            report = own_noise(self.model.module, self.names, self.text, self.settings.batch_size)
-            self.progress("noise", 1, 1)
-        return report
+    def _served(self) -> ServedRuns:
+        """Measure what the precision served does to the model, or say why not."""
+        serve, streamed = self.settings.serve, self.model.stream is not None
+        precision = serve or ("none" if streamed else "bf16")
+        if precision == "none":
+            return ServedRuns(None, NoiseReport((), NOT_SERVED if serve else STREAMED))
+        if self.settings.parallel not in (None, "data"):
+            return ServedRuns(None, NoiseReport((), CUT))
+        arguments = (self.model, self.names, self.text, self.settings.batch_size)
+        with self.clock("served precision"):
+            return measure_serving(*arguments, precision, self.progress)
 
 
 def _jump_settings(settings: InspectSettings) -> JumpSettings:
@@ -378,7 +381,8 @@ def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSetti
         else:
             measures, trace = measure(routed, grids), routed
     jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
-    result = _inspection(measures, jumps, trace, settings.expert_tokens)
+    served = ServedRuns(None, NoiseReport((), NEEDS_MODEL))
+    result = _inspection(measures, jumps, trace, settings.expert_tokens, served)
     return replace(result, provenance=dict(measures.provenance), timings=clock.timings())
 
 
@@ -387,22 +391,26 @@ def _inspection(
     jumps: tuple[LayerJumps, ...],
     trace: RoutingTrace,
     expert_tokens: int,
+    served: ServedRuns,
 ) -> Inspection:
     """The result without text sample, provenance and timings."""
     needs = (
         tokens_needed(layer.name, layer.load.counts, layer.tokens, expert_tokens)
         for layer in measures.layers
     )
+    serving = served.serving
     return Inspection(
-        judgement=judge(measures, jumps),
+        judgement=judge(measures, jumps, serving),
         observations=observe(measures, jumps),
-        metrics=metrics(measures, jumps),
+        metrics=metrics(measures, jumps) | (serving.metrics if serving else {}),
         measures=measures,
         jumps=jumps,
         sample=None,
         provenance={},
         timings={},
         calibration=most_first(needs),
+        noise=served.noise,
+        serving=serving,
         trace=trace,
     )
 

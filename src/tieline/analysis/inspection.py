@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.analysis.calibration import CalibrationNeed
+from tieline.analysis.serving import Recommendation, Serving
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.measure.measures import RoutingMeasures
@@ -252,34 +253,29 @@ class Finding:
     kind: str = ""
 
 
-Stability = Literal["robust", "mostly stable", "fragile"]
-Harm = Literal["dangerous", "harmless", "unclear", "unknown"]
+Harm = Literal["dangerous", "harmless", "unclear"]
+"""Whether most near-ties have a large jump."""
 
 
 @dataclass(frozen=True)
 class RoutingJudgement:
-    """How stable the routing of a model is, as data; `Inspection.verdict` is its sentence.
+    """What rounding does to the routing and what to do; `Inspection.verdict` is its sentences.
 
     Attributes:
-        kind: "no scores" if gaps are unknown, "smoothed" if routers are smoothed, the one entry of
-            `states` if the interval allows one, else "undecided".
-        states: what the interval of `share` allows; empty without scores.
-        cause: what makes the tokens flip: "bf16", or σ of the noise on the logits.
-        share: tokens that change an expert in at least one layer, with its interval.
+        kind: "no scores" if gaps are unknown, "smoothed" if routers are smoothed, else "top-k".
+        cause: what makes tokens flip in the routers alone: "bf16", or σ of noise on the logits.
+        share: tokens that change an expert in at least one layer by that, with its interval.
         jump: median relative change of a layer's output at near-ties; None if not measured.
-        harm: whether most near-ties have a large jump.
-        advice: what to do.
         experts: experts in use per token, mean over layers.
+        recommendation: what to do about the precision served; None where that was not measured.
     """
 
-    kind: Literal["no scores", "smoothed", "robust", "mostly stable", "fragile", "undecided"]
-    states: tuple[Stability, ...] = ()
+    kind: Literal["no scores", "smoothed", "top-k"]
     cause: str = ""
     share: Share | None = None
     jump: float | None = None
-    harm: Harm = "unknown"
-    advice: Literal["nothing", "repair", "more tokens", "scores"] = "nothing"
     experts: float | None = None
+    recommendation: Recommendation | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -295,8 +291,8 @@ class Inspection(Result):
             "flip@P" for each format and each σ of the noise (mean over layers), "flip@P:any" (share
             of tokens that flip in a layer at least), "flip@P:worst" (worst layer), "tie@P", "ties"
             (share of exact ties), "jump" and "jump:worst" (median relative jump at near-ties),
-            "dangerous", "gap@p" (quantiles), "dead", "cold", "evenness". What the trace cannot
-            answer is absent.
+            "dangerous", "gap@p" (quantiles), "dead", "cold", "evenness"; of the precision served
+            "changed@model P", "kl@model P", "loss@model P". What is not known is absent.
         measures: everything about gaps, ties, flips and load.
         jumps: jump size per layer, in the order of `measures.layers`.
         sample: a stretch of text with its gaps; None where no text is known.
@@ -305,7 +301,9 @@ class Inspection(Result):
             and "tokens_per_second" of the forward passes.
         calibration: tokens of such a text until every expert has enough of them to calibrate a
             quantised model, layer by layer, the most demanding first.
-        noise: what rounding the whole model does near the ties of each layer.
+        noise: what the precision served does near the ties of each layer.
+        serving: what the precision served does to the model; None where it was not measured, for
+            the reason in `noise.status`.
         trace: the routing that was measured; not part of the JSON.
     """
 
@@ -322,6 +320,7 @@ class Inspection(Result):
     timings: dict[str, float]
     calibration: tuple[CalibrationNeed, ...] = ()
     noise: NoiseReport = NoiseReport((), "not measured: this needs the model")
+    serving: Serving | None = None
     trace: RoutingTrace | None = field(default=None, metadata={"json": False}, compare=False)
 
     @property

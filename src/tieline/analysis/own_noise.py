@@ -16,13 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tieline.analysis.effects import FullEffects, audit_phase, serving_effect
 from tieline.analysis.inspection import NoiseReport, OwnNoise
+from tieline.analysis.serving import Serving, served_rounding
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import scored
 from tieline.models.capture import ObserverSettings
-from tieline.models.families import family_of
+from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
 from tieline.models.running import batches, text_config
 from tieline.models.smooth_calibration import NORMAL_MEDIAN
@@ -31,6 +33,7 @@ from tieline.run.corpus import TokenisedText
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
+from tieline.run.schedule import Progress
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PRECISION = "bf16"
@@ -44,6 +47,12 @@ MOST_BYTES = 1 << 28
 """Largest size of the router inputs that one of the two runs keeps."""
 MOST_WEIGHTS = 8 << 30
 """Largest size of the weights, of which the rounded run holds a second copy."""
+SERVED_TOKENS = 4096
+"""Most tokens that `measure_serving` runs."""
+MOST_SCORES = 1 << 29
+"""Largest size of the scores that the clean and the rounded run keep."""
+SCORES = ObserverSettings(None, (), False, False)
+"""What is recorded of a precision served: the scores of all experts."""
 MOST_ORDER = 6
 """Tie orders from this one on are counted together."""
 
@@ -55,11 +64,13 @@ class RoundedRuns(NamedTuple):
         clean: traces with the scores of all experts and the routers' inputs.
         rounded: the same of the rounded run; None if it cannot be had.
         status: "ok", or why not.
+        precision: the format of the rounded run.
     """
 
     clean: RoutingTrace | None
     rounded: RoutingTrace | None
     status: str = "ok"
+    precision: str = PRECISION
 
 
 def rounded_runs(
@@ -73,10 +84,10 @@ def rounded_runs(
         text: the text; its first sequences are run, `TOKENS` tokens at most.
         batch_size: sequences per forward pass.
     """
-    status = _rounding_status(model, names)
+    status = rounding_status(model, names)
     if status != "ok":
         return RoundedRuns(None, None, status)
-    sequences = _first_sequences(text, _affordable_tokens(model, names))
+    sequences = first_sequences(text, _affordable_tokens(model, names))
     if not sequences:
         return RoundedRuns(None, None, "not measured: no sequence of the text is short enough")
     numbered = dict(enumerate(batches(sequences, batch_size)))
@@ -98,20 +109,81 @@ def own_noise(
 
     Arguments as for `rounded_runs`.
     """
-    runs = rounded_runs(model, names, text, batch_size)
+    return noise_report(rounded_runs(model, names, text, batch_size))
+
+
+class ServedRuns(NamedTuple):
+    """What was measured of a model in the precision served.
+
+    Attributes:
+        serving: what the precision does to the model; None if it cannot be measured.
+        noise: what it does to the scores of each layer, or why it cannot be measured.
+    """
+
+    serving: Serving | None
+    noise: NoiseReport
+
+
+def measure_serving(
+    model: Model,
+    names: Sequence[str],
+    text: TokenisedText,
+    batch_size: int,
+    precision: str,
+    progress: Progress | None = None,
+) -> ServedRuns:
+    """Run a piece of the text clean, in the precision served, and there with the clean routes.
+
+    Args:
+        model: the model, in float32.
+        names: routers whose noise is reported; experts that change are counted in all of them.
+        text: the text; its first sequences are run, `SERVED_TOKENS` tokens at most.
+        batch_size: sequences per forward pass.
+        precision: a name in `SERVED`.
+        progress: called with stage, done and total.
+    """
+    status = rounding_status(model.module, names)
+    if status != "ok":
+        return ServedRuns(None, NoiseReport((), status))
+    sequences = first_sequences(text, _affordable_scores(model))
+    numbered = dict(enumerate(batches(sequences, batch_size)))
+    rounding = served_rounding(precision)
+    condition, effects = Condition(rounding), FullEffects([rounding])
+    clean, rounded = (
+        RouteRecorder(model.module, SCORES, names, lambda run, c=watched: run.condition == c)
+        for watched in (CLEAN, condition)
+    )
+    phase = audit_phase("served precision", numbered, [condition])
+    Runner(model).run(Plan((phase,)), [effects, clean, rounded], progress)
+    runs = RoundedRuns(clean.trace(), rounded.trace(), precision=precision)
+    counted = serving_effect(precision, effects.effects[rounding], clean.trace().layers)
+    return ServedRuns(counted, noise_report(runs))
+
+
+def _affordable_scores(model: Model) -> int:
+    """Number of tokens whose scores fit the memory limit, twice."""
+    experts = 0
+    for router in find_routers(model.module).values():
+        weights = [weight for weight in router.parameters() if weight.ndim == 2]
+        experts += max((min(weight.shape) for weight in weights), default=256)
+    return min(SERVED_TOKENS, max(1, MOST_SCORES // (16 * experts)))
+
+
+def noise_report(runs: RoundedRuns) -> NoiseReport:
+    """Compare the routers of a clean and a rounded run."""
     if runs.clean is None or runs.rounded is None:
         return NoiseReport((), runs.status)
     documents = runs.clean.documents.long()
     with one_thread():  # many small operations
         layers = [
-            _router_noise(clean, rounded, documents)
+            _layer_noise(clean, rounded, documents, runs.precision)
             for clean, rounded in zip(runs.clean.layers, runs.rounded.layers, strict=True)
             if scored(clean) == "ok"
         ]
     return NoiseReport(tuple(layers))
 
 
-def _rounding_status(model: nn.Module, names: Sequence[str]) -> str:
+def rounding_status(model: nn.Module, names: Sequence[str]) -> str:
     """Return "ok" if rounding shows the noise of this model, else why not."""
     parameters = list(model.parameters())
     if any(parameter.is_meta for parameter in parameters):
@@ -135,7 +207,7 @@ def _affordable_tokens(model: nn.Module, names: Sequence[str]) -> int:
     return min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width)))
 
 
-def _first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
+def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
     """The first sequences with at most so many tokens; the beginning of one if it has more."""
     kept, used = [], 0
     for sequence in text.sequences:
@@ -146,7 +218,9 @@ def _first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
     return kept or [text.sequences[0][:most]]
 
 
-def _router_noise(clean: LayerTrace, rounded: LayerTrace, documents: Tensor) -> OwnNoise:
+def _layer_noise(
+    clean: LayerTrace, rounded: LayerTrace, documents: Tensor, precision: str
+) -> OwnNoise:
     k = clean.facts.k
     before, after = (by_expert(layer) for layer in (clean, rounded))
     change = (after - before).gather(1, clean.experts[:, k - 1 : k + 1].long())
@@ -163,7 +237,7 @@ def _router_noise(clean: LayerTrace, rounded: LayerTrace, documents: Tensor) -> 
         orders = order_shares(tie_order(ranked, k, epsilon), MOST_ORDER)
     return OwnNoise(
         name=clean.name,
-        precision=PRECISION,
+        precision=precision,
         tokens=len(clean.experts),
         epsilon=epsilon,
         flipped=share if error is None else Estimate(share.value, error),

@@ -28,6 +28,7 @@ from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.effects import Divergences
+from tieline.analysis.serving import replay_bytes as layer_bytes
 from tieline.analysis.smooth import NOISE, Calibration, smoothing_record
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
@@ -326,14 +327,12 @@ def replay_bytes(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[ChoiceMode,
     """
     sizes: dict[ChoiceMode, int] = {"live": 0, "recorded": 0}
     for name, layers in routes.items():
-        facts, smoothed = layers[0].facts, layers[0].smoothed
         require(
-            not smoothed,
+            not layers[0].smoothed,
             f"layer {name!r} is smoothed: it uses other numbers of experts than a record has",
         )
-        number = 1 if facts.n_experts <= 256 else 2
-        sizes["live"] += facts.k * number
-        sizes["recorded"] += facts.k * (number + 4)
+        sizes["live"] += layer_bytes(layers[0], weights=False)
+        sizes["recorded"] += layer_bytes(layers[0])
     return sizes
 
 

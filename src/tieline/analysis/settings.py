@@ -33,6 +33,16 @@ from tieline.run.settings import (
     TextSettings,
 )
 
+SERVED = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "fp8": "fp8_e4m3",
+    "int4": "int4_group",
+}
+"""Precisions that models are served in, with the number format that emulates each, fine to
+coarse."""
+
 
 class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
     """Options of `inspect` and `tieline inspect`."""
@@ -49,8 +59,12 @@ class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
         True, option="--no-jumps", help="Do not measure what flips do to a layer's output."
     )
     loss_jumps: bool = setting(False, help="Also measure what flips do to the loss.")
-    noise: bool = setting(
-        True, option="--no-noise", help="Do not measure what rounding the model does to its scores."
+    serve: str | None = setting(
+        None,
+        check=one_of(*SERVED, "none"),
+        metavar="|".join(SERVED),
+        help="Precision that the model is served in; by default bf16, and none for weights that "
+        "are streamed, which are read once more for it.",
     )
     expert_tokens: int = setting(
         128, check=at_least(1), help="Tokens that calibration shall give each expert."
@@ -88,7 +102,7 @@ class InspectOptions(ModelOptions, total=False):
     layers: Collection[str | int] | str | None
     jumps: bool
     loss_jumps: bool
-    noise: bool
+    serve: str | None
     expert_tokens: int
     resume: bool
     measure_settings: Any
@@ -196,8 +210,15 @@ class DiffOptions(TypedDict, total=False):
 class AuditSettings(ModelSettings, SeedSettings, SequenceSettings):
     """Options of `audit` and `tieline audit`."""
 
+    serve: str = setting(
+        "bf16",
+        check=one_of(*SERVED),
+        metavar="|".join(SERVED),
+        help="Precision that the model is served in: it, its neighbours and its remedies are run.",
+    )
+    all: bool = setting(False, help="Run every format, noise and remedy.")
     formats: Sequence[str] | None = setting(
-        None, read=read_names, help="Number formats, such as bf16,int4_group; all by default."
+        None, read=read_names, help="Number formats to run instead, such as bf16,int4_group."
     )
     perturbations: Any = setting(
         None, option=None, help="`Perturbation`s to run instead of those of the formats."
@@ -214,7 +235,7 @@ class AuditSettings(ModelSettings, SeedSettings, SequenceSettings):
         None,
         read=read_names,
         help="Perturbations that remedies are tried on, such as 'router bf16,model int8'; all, "
-        "none; by default router bf16, model bf16 and model int8.",
+        "none; by default the model in the precision served.",
     )
     budget_minutes: float | None = setting(
         None,
@@ -233,7 +254,11 @@ class AuditSettings(ModelSettings, SeedSettings, SequenceSettings):
         return math.inf if self.budget_minutes is None else 60 * self.budget_minutes
 
     def check(self) -> None:
-        """Refuse a budget of time on several processes."""
+        """Refuse two choices of what is run, and a budget of time on several processes."""
+        require_setting(
+            not self.all or (self.formats is None and self.perturbations is None),
+            "{all} runs every format: leave out {formats} and perturbations",
+        )
         require_setting(
             self.parallel is None or self.budget_minutes is None,
             "{budget_minutes} goes by the clock of one process: leave it out on several",
@@ -244,6 +269,8 @@ class AuditOptions(ModelOptions, total=False):
     """Keyword arguments of `audit`."""
 
     sequence_length: int | None
+    serve: str
+    all: bool
     formats: Sequence[str] | str | None
     perturbations: Any
     flips: int

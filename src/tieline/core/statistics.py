@@ -303,7 +303,8 @@ def mean_limits(mean: Estimate, clusters: int, positive: bool = False) -> tuple[
     half = _student(clusters - 1) * error
     if not positive:
         return value - half, value + half
-    factor = math.exp(half / value) if value > 0 else 1.0
+    # beyond e^700 the factor overflows, and an interval that wide says nothing
+    factor = math.exp(min(half / value, 700.0)) if value > 0 else 1.0
     return value / factor, value * factor
 
 

@@ -73,6 +73,7 @@ NumberOf = Callable[[PerturbationEffect], float | None]
 EstimateOf = Callable[[PerturbationEffect], Estimate]
 
 
+MORE = Text("--all runs every format, noise and remedy; the page and the JSON have every number.")
 IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
 
@@ -116,13 +117,17 @@ def _page_body(result: PrecisionAudit) -> dict[str, Any]:
 
 
 def _terminal_parts(result: PrecisionAudit, width: int) -> list[RenderableType]:
-    """One row per perturbation, what to keep, the remedies and what was left out."""
-    below: list[RenderableType] = [rich_table(COLUMNS, result.effects, width, left=1)]
-    keeps, ignored = keep_rows(result), ignore_rows(result)
+    """One row per perturbation, the remedies and what was left out; everything if all was run."""
+    columns = COLUMNS if result.is_full else SERVED_COLUMNS
+    below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
+    keeps, ignored, table = keep_rows(result), ignore_rows(result), result.remedies
+    if not result.is_full:
+        below += [] if table is None else remedies_view(table, brief=True)
+        return [*below, *(Text(f"Left out: {reason}.") for reason in result.left_out), MORE]
     if keeps:
         below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
-    if result.remedies is not None:
-        below += remedies_view(result.remedies)
+    if table is not None:
+        below += remedies_view(table)
     if ignored:
         below += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
     return [*below, *map(Text, notes(result, _labels_by_name(result)))]
@@ -218,14 +223,14 @@ def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
     ]
 
 
-def remedies_view(table: RemedyTable) -> list[RenderableType]:
-    """The tables and sentences of the remedies for a terminal."""
+def remedies_view(table: RemedyTable, brief: bool = False) -> list[RenderableType]:
+    """The tables of the remedies for a terminal, and their sentences unless `brief`."""
     below: list[RenderableType] = []
     for name in table.perturbations:
         rows = [_short_remedy_row(*pair) for pair in remedies_of(table, name)]
-        title = Text(f"What to do: {name}", style="bold")
+        title = Text(f"Remedies under {name}", style="bold")
         below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left=1), Text()]
-    return [*below, *map(Text, remedy_sentences(table)), Text()]
+    return [*below, *map(Text, remedy_sentences(table, brief)), Text()]
 
 
 def _remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
@@ -368,3 +373,10 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
     Column("floor", "KL with clean routes forced", _nats(lambda row: row.kl_floor), 10),
     Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
 )
+
+SERVED_COLUMNS = (
+    COLUMNS[0],
+    Column("tokens that change", "in a layer at least", _share(lambda row: row.any_layer), 1),
+    *(replace(column, rank=2) for column in COLUMNS if column.heading in ("KL", "floor", "Δ loss")),
+)
+"""Columns of an audit of the precision served."""

@@ -48,6 +48,9 @@ KEY_NUMBERS: tuple[tuple[tuple[tuple[str, str], ...], Callable[[float], str]], .
 """Names and meanings of the numbers in large type, none of which the verdict says; the first that
 is known of each group."""
 
+ON_PAGE_ONLY = ("epsilon",)
+"""Kinds of findings that the terminal leaves to the page."""
+
 LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which the ground of a token becomes weaker; above the last there is none."""
 MOST_GAPS = 40_000
@@ -83,7 +86,7 @@ def _page_body(result: Inspection) -> dict[str, Any]:
         "shown": MOST_FINDINGS,
         "text": _text_rows(result),
         "calibration": calibration_grid(result),
-        "calibration_words": calibration_sentence(result, _labels_by_name(result)),
+        "calibration_words": calibration_sentence(result),
         "text_title": TEXT.title,
         "table": grid(_page_columns(result), layer_rows(result)),
         "provenance": origin_rows(result.provenance, result.timings),
@@ -94,9 +97,10 @@ def _page_body(result: Inspection) -> dict[str, Any]:
 def _terminal_parts(result: Inspection, width: int) -> list[RenderableType]:
     """One row per layer, findings, and how many tokens calibration needs."""
     table = rich_table(COLUMNS, layer_rows(result), width)
-    sentence = calibration_sentence(result, _labels_by_name(result))
-    findings = findings_view(result.findings, _layer_names(result))
-    return [table, findings, *([Text(sentence)] if sentence else [])]
+    sentence = calibration_sentence(result)
+    findings = [finding for finding in result.findings if finding.kind not in ON_PAGE_ONLY]
+    shown = findings_view(tuple(findings), _layer_names(result))
+    return [table, shown, *([Text(sentence)] if sentence else [])]
 
 
 def _notebook(result: Inspection) -> str:

@@ -80,15 +80,17 @@ def test_every_section_is_there(result):
     assert [layer.name for layer in inspection.jumps] == names
     assert all(12 < layer.value.loss.swaps <= 16 for layer in inspection.jumps)
     assert {"flip@bf16", "jump", "loss", "dead"} <= set(inspection.metrics)
-    assert inspection.verdict.startswith("Too few tokens to tell how stable routing is")
+    assert inspection.verdict.startswith("Served in bf16, ")
+    assert inspection.serving.tokens == 200
+    assert inspection.metrics["kl@model bf16"] == inspection.serving.kl.value
     assert {"flips", "jump", "loss", "tokens"} <= {finding.kind for finding in inspection.findings}
     assert (
         "".join(piece.text for piece in inspection.sample.pieces)
         == TEXT[: len("".join(piece.text for piece in inspection.sample.pieces))]
     )
     assert len(inspection.sample.pieces) == 32
-    stages = {"tokenise", "forward", "measure", "jumps", "noise", "total", "tokens_per_second"}
-    assert set(inspection.timings) == stages
+    stages = {"tokenise", "forward", "measure", "jumps", "served precision", "total"}
+    assert set(inspection.timings) == stages | {"tokens_per_second"}
     assert all(seconds > 0 for seconds in inspection.timings.values())
 
 
@@ -103,10 +105,10 @@ def test_the_provenance_tells_model_text_and_settings(result):
 
 def test_progress_is_told_to_the_end(result, told):
     last = {stage: (done, total) for stage, done, total in told}
-    assert last == {"forward": (3, 3), "jumps": (2, 2), "losses": (2, 2), "noise": (1, 1)}
-    assert [stage for stage, *_ in told] == ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2 + [
-        "noise"
-    ]
+    served = {"served precision": (9, 9)}
+    assert last == {"forward": (3, 3), "jumps": (2, 2), "losses": (2, 2)} | served
+    stages = ["forward"] * 3 + ["jumps"] * 2 + ["losses"] * 2 + ["served precision"] * 9
+    assert [stage for stage, *_ in told] == stages
 
 
 def test_the_dictionary_is_json_and_holds_everything(result):

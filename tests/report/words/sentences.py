@@ -9,7 +9,7 @@ from tests.analysis.planted import renumbered, without_scores
 from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
-from tests.report.zoo import make_inspection, make_trace
+from tests.report.zoo import make_inspection, make_serving, make_trace
 from tieline.analysis.attribution import Expected, judge_size
 from tieline.analysis.audit import judge as judge_precision
 from tieline.analysis.audit_records import (
@@ -28,6 +28,7 @@ from tieline.analysis.diff_records import (
     SplitPart,
 )
 from tieline.analysis.findings import judge, observe
+from tieline.analysis.inspection import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_records import Measurement, MeasureSettings
@@ -42,11 +43,23 @@ from tieline.report.words.smooth import verdict as smooth_verdict
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 
 
-def judged(measures, jumps=()):
+def judged(measures, jumps=(), serving=None):
     """An inspection of these measures and jumps."""
     result = make_inspection()
-    facts = {"judgement": judge(measures, jumps), "observations": observe(measures, jumps)}
+    facts = {"judgement": judge(measures, jumps, serving), "observations": observe(measures, jumps)}
+    facts |= {"noise": NoiseReport((), "not measured: this needs the model"), "serving": serving}
     return replace(result, measures=measures, jumps=jumps, calibration=(), **facts)
+
+
+def servings():
+    """One of each recommendation, sure and unsure."""
+    harmless = make_serving()
+    unsure = replace(harmless, kl=Estimate(6e-4, 4e-4))
+    costly = replace(make_serving(kl=8e-3), precision="int8")
+    coarse = replace(costly, replayed=Estimate(7.8e-3, 1e-4))
+    states = [replace(costly, routers=state) for state in ("equal scores", "all chosen")]
+    lone = replace(costly, layers=1, sequences=1, replayed=Estimate(None))
+    return [harmless, unsure, costly, coarse, *states, lone]
 
 
 def lines(result):
@@ -73,17 +86,8 @@ def inspection():
     layers = (replace(measures.layers[0], product=product), *measures.layers[1:])
     smoothed = replace(measures, layers=tuple(replace(x, used=2.4) for x in measures.layers))
     full = make_inspection(losses=True)
-    short = {layer.name: str(i) for i, layer in enumerate(full.measures.layers)}
     unreached = replace(full.calibration[0], load=0, needed=None, high=None, low=1234.5)
-    bounds = {"0 to 0.1 %": (0.0, 0.001), "0 to 0.2 %": (0.0, 0.002), "0 to 90 %": (0.0, 0.9)}
-    bounds |= {"1 to 3 %": (0.01, 0.03), "2 to 50 %": (0.02, 0.5)}
-    verdicts = {
-        f"interval {name}": [
-            judged(with_share(measures, sum(ends) / 2, *ends), jumps).verdict
-            for jumps in (high, low)
-        ]
-        for name, ends in bounds.items()
-    }
+    third = with_share(measures, 0.02, 0.01, 0.03)
     return {
         "everything": lines(full),
         "large jumps": lines(judged(measures, losses)),
@@ -94,10 +98,11 @@ def inspection():
         "unknown logits": lines(judged(measure(softmax_trace(), SETTINGS))),
         "one busy expert": lines(judged(measure(busy_trace(), SETTINGS))),
         "smoothed": lines(judged(smoothed, high))[:1],
-        **verdicts,
+        "interval 1 to 3 %": [judged(third, high).verdict],
+        "served": [judged(measures, high, serving).verdict for serving in servings()],
         "calibration and noise": [
-            calibration_sentence(full, short),
-            calibration_sentence(replace(full, calibration=(unreached,)), short),
+            calibration_sentence(full),
+            calibration_sentence(replace(full, calibration=(unreached,))),
         ],
     }
 

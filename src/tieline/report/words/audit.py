@@ -1,6 +1,6 @@
 """Sentences of a precision audit: verdict, notes below the table, and remedies.
 
-verdict             which formats the routers tolerate, and what to do
+verdict             what serving does, what to do, and which formats the routers tolerate
 notes               noise of 1 % flips, experts never hit, what was left out
 remedy_sentences    what was best under each perturbation, and when each remedy is best
 """
@@ -15,8 +15,10 @@ from tieline.analysis.audit_records import (
     RemedyEffect,
     RemedyTable,
 )
+from tieline.analysis.settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
+from tieline.report.words.serving import served_sentences
 
 WHEN = (
     "Routers in float32 win where only the routers' own precision is at fault: the model is not "
@@ -31,21 +33,22 @@ WHEN = (
 
 
 def verdict(result: PrecisionAudit) -> str:
-    """Write which formats the routers tolerate, where damage comes from, and what to do."""
+    """Write what serving does, what to do, which remedy helps, and which formats routers take."""
+    recommendation, serving = result.judgement.recommendation, result.serving
+    served = [] if serving is None or recommendation is None else [serving, recommendation]
+    sentences = served_sentences(*served) if served else []
+    if serving is not None and result.remedies is not None:
+        sentences.append(_best_remedy(result.remedies, f"model {SERVED[serving.precision]}"))
+    if result.is_full or not served:
+        sentences += _of_routers(result)
+    return " ".join(filter(None, sentences))
+
+
+def _of_routers(result: PrecisionAudit) -> list[str]:
+    """Which formats the routers alone tolerate."""
     if result.judgement.kind == "not run":
-        return "No rounding of the routers was run: nothing is said about formats."
-    return " ".join(
-        filter(
-            None,
-            (
-                _tolerated(result),
-                _refused(result),
-                _unclear(result),
-                _whole_model(result),
-                _advice(result),
-            ),
-        )
-    )
+        return ["No rounding of the routers was run: nothing is said about their formats."]
+    return [_tolerated(result), _refused(result), _unclear(result)]
 
 
 def _format_names(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
@@ -60,12 +63,13 @@ def _tolerated(result: PrecisionAudit) -> str:
     judgement = result.judgement
     if judgement.smallest is None:
         return (
-            f"No format is shown to cost the routers less than {judgement.limit:g} nats per token."
+            f"No format is shown to cost the routers alone less than {judgement.limit:g} nats per "
+            "token."
         )
     smallest = result.effect(judgement.smallest)
     names = ", ".join(_format_names(result, judgement.tolerated))
     return (
-        f"The routers tolerate {names} (under {judgement.limit:g} nats per token): of these "
+        f"The routers alone tolerate {names} (under {judgement.limit:g} nats): of these "
         f"{smallest.level} is the smallest, with {_flips(smallest)} of tokens changing experts per "
         f"layer and a KL of {_nats_text(smallest.kl, result.sequences)}."
     )
@@ -89,33 +93,6 @@ def _unclear(result: PrecisionAudit) -> str:
         return ""
     costs = ", ".join(f"{x.level} costs a KL of {_nats_text(x.kl, result.sequences)}" for x in rows)
     return f"Too few tokens to tell about {_joined_by_or([str(x.level) for x in rows])}: {costs}."
-
-
-def _whole_model(result: PrecisionAudit) -> str:
-    """Flips of the whole model in one format: they add up over depth."""
-    if result.judgement.whole_model is None:
-        return ""
-    row = result.effect(result.judgement.whole_model)
-    sentence = (
-        f"With the whole model in {row.level}, {_flips(row)} of tokens change experts per layer, "
-        f"{row.compounding or 0.0:.1f} times what each router does by itself"
-    )
-    if row.by_flips is None or row.by_flips < 0.01:
-        return f"{sentence}."
-    share = percent(min(1.0, row.by_flips), trim=True)
-    return f"{sentence}, and flips are behind {share} of the damage."
-
-
-def _advice(result: PrecisionAudit) -> str:
-    judgement = result.judgement
-    if judgement.kind == "all":
-        return "What to do: store the routers in any of these formats."
-    unclear = _joined_by_or(_format_names(result, judgement.unclear))
-    more = f" Run more tokens to tell about {unclear}." if unclear else ""
-    if judgement.kind == "none":
-        return f"What to do: keep the routers in float32.{more}"
-    formats = _joined_by_or(_format_names(result, judgement.tolerated))
-    return f"What to do: store the routers in {formats}, or keep them in float32.{more}"
 
 
 def _flips(row: PerturbationEffect) -> str:
@@ -160,16 +137,21 @@ def notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
     return lines + [f"Left out: {reason}." for reason in result.left_out]
 
 
-def remedy_sentences(table: RemedyTable) -> list[str]:
-    """Write what was best under each perturbation, when each remedy wins, and what cannot be."""
-    best = [_best_remedy(table, name) for name in table.perturbations]
+def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
+    """Write what was best under each perturbation, when each remedy wins, and what cannot be.
+
+    Args:
+        table: the remedies.
+        brief: write only how to read the table, and what cannot be.
+    """
+    best = [] if brief else [_best_remedy(table, name) for name in table.perturbations]
     how = (
         f"KL in nats per token over {table.tokens:,} tokens; σ is the noise of each layer's gap "
         f"under {table.noise}. The second of two runs differs by the draw of the noise, or, under "
         "a rounding, by noise of the size of the format's own errors."
     )
     refused = [f"Not possible: {reason}." for reason in table.impossible]
-    return [*filter(None, best), *WHEN, how, *refused]
+    return [*filter(None, best), *(() if brief else WHEN), how, *refused]
 
 
 def remedies_of(table: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:

@@ -16,7 +16,6 @@ from tieline.analysis.inspection import (
     Inspection,
     JumpMeasures,
     Observation,
-    RoutingJudgement,
 )
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
 from tieline.report.words.numbers import (
@@ -26,54 +25,53 @@ from tieline.report.words.numbers import (
     tokens_needed,
     with_interval,
 )
-
-ADVICE = {
-    "nothing": "What to do: nothing, unless runs must choose the same experts exactly; then replay "
-    "them.",
-    "repair": "What to do: keep the routers in float32 (`tieline audit` names those that matter), "
-    "or make the routing continuous with `tieline smooth`.",
-    "more tokens": "What to do: route more tokens before you decide.",
-    "scores": "Inspect the model itself, or a trace with scores, to see its ties.",
-}
+from tieline.report.words.serving import served_sentences
 
 
 def verdict(result: Inspection) -> str:
-    """Write how stable the routing is and what to do."""
+    """Write what serving does, what to do, and what rounding the routers alone does."""
     judgement, layers = result.judgement, result.measures.layers
-    advice = ADVICE[judgement.advice]
-    if judgement.share is None:
+    if judgement.share is None and result.serving is None:
         return (
             f"The trace of {len(layers)} layers has no scores: only the load of the experts is "
-            f"known. {advice}"
+            "known. Inspect the model itself, or a trace with scores, to see its ties."
         )
-    height = ""
-    if judgement.jump is not None:
-        median = percent(judgement.jump, trim=True)
-        height = f"moves the output of its layer by {median} (median)"
-    cause = f"{_cause(judgement.cause, 'when')}"
-    share = with_interval(judgement.share)
-    if judgement.kind == "smoothed":
-        which = f", which {height}" if height else ""
-        return (
-            f"{_smoothed(layers, judgement.experts or 0.0)} {share} of tokens exchange two experts "
-            f"at the threshold in at least one of {len(layers)} layers {cause}{which}. {advice}"
-        )
-    harmless = judgement.harm == "harmless" and judgement.kind != "robust"
-    change = f", {'yet' if harmless else 'and'} such a change {height}" if height else ""
-    return (
-        f"{_headline(judgement, harmless)}: {share} of tokens change an expert in at least one of "
-        f"{len(layers)} layers {cause}{change}. {advice}"
+    recommendation = judgement.recommendation
+    if recommendation is not None and recommendation.action in ("mend router", "no ties"):
+        return " ".join(_served(result))
+    smoothed = judgement.kind == "smoothed"
+    return " ".join(
+        [
+            *([_smoothed(layers, judgement.experts or 0.0)] if smoothed else []),
+            *_served(result),
+            *([_routers_alone(result)] if judgement.share is not None else []),
+            *([] if result.serving else [_not_served(result)]),
+        ]
     )
 
 
-def _headline(judgement: RoutingJudgement, harmless: bool) -> str:
-    but = ", but mostly at harmless ties" if harmless else ""
-    states = judgement.states
-    if len(states) == 1:
-        return f"Routing is {states[0]}{but}"
-    if len(states) == 3:
-        return f"Too few tokens to tell how stable routing is{but}"
-    return f"Routing is {' or '.join(states)}, too few tokens to tell which{but}"
+def _served(result: Inspection) -> list[str]:
+    recommendation = result.judgement.recommendation
+    if result.serving is None or recommendation is None:
+        return []
+    return served_sentences(result.serving, recommendation)
+
+
+def _routers_alone(result: Inspection) -> str:
+    """What rounding the logits alone does, and how far such a change moves the output."""
+    judgement = result.judgement
+    assert judgement.share is not None
+    verb = "exchange two experts" if judgement.kind == "smoothed" else "change an expert"
+    cause = _cause(judgement.cause)
+    lead = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
+    if judgement.jump is None:
+        return f"{lead}."
+    return f"{lead}, which moves the output of its layer by {percent(judgement.jump, trim=True)}."
+
+
+def _not_served(result: Inspection) -> str:
+    reason = result.noise.status.removeprefix("not measured: ")
+    return f"What the precision served does was not measured: {reason}."
 
 
 def _smoothed(layers: Sequence[LayerMeasures], experts: float) -> str:
@@ -86,11 +84,11 @@ def _smoothed(layers: Sequence[LayerMeasures], experts: float) -> str:
     )
 
 
-def _cause(source: str, conjunction: str) -> str:
+def _cause(source: str) -> str:
     """What makes tokens flip: the format "bf16", or σ of noise."""
     if source == "bf16":
-        return f"{conjunction} the router's logits are rounded to bf16"
-    return f"under noise of {source} on the router's logits"
+        return "with the logits of the routers alone rounded to bf16"
+    return f"under noise of {source} on the logits of the routers alone"
 
 
 class _Layers:
@@ -135,7 +133,7 @@ def _worst_flips(fact: Observation, layers: _Layers) -> str:
     rate = next(x for x in (*model.precision, *model.noise) if x.name == fact.source)
     share = with_interval(rate.worst_share) if rate.worst_share else percent(rate.worst, trim=True)
     where = layers.label[rate.worst_layer]
-    return f"{share} of tokens change experts in {where}, the worst, {_cause(fact.source, 'if')}"
+    return f"{share} of tokens change experts in {where}, the worst, {_cause(fact.source)}"
 
 
 def _format_flips(fact: Observation, layers: _Layers) -> str:
@@ -144,7 +142,7 @@ def _format_flips(fact: Observation, layers: _Layers) -> str:
         for rate in layers.measures.model.precision
         if rate.name != "bf16"
     )
-    return f"tokens that change experts in at least one layer in other formats: {shares}"
+    return f"tokens that change experts with the logits alone in other formats: {shares}"
 
 
 def _product_flips(fact: Observation, layers: _Layers) -> str:
@@ -282,24 +280,16 @@ SENTENCES: dict[str, Callable[[Observation, _Layers], str]] = {
 """The sentence of each case."""
 
 
-def calibration_sentence(result: Inspection, short: Mapping[str, str]) -> str:
-    """Write how many tokens calibration needs, by the layer that needs most; empty if unknown.
-
-    Args:
-        result: the inspection.
-        short: short name of each layer.
-    """
+def calibration_sentence(result: Inspection) -> str:
+    """Write how many tokens calibration needs, by the layer that needs most; empty if unknown."""
     if not result.calibration:
         return ""
     most = result.calibration[0]
-    where = f"layer {short.get(most.name, most.name)}, expert {most.expert}, decides"
     if most.needed is None:
-        return (
-            f"Calibration needs at least {tokens_needed(most.low)} tokens of such text until every "
-            f"expert has {most.least:,} ({where}: none of these {most.tokens:,} tokens chose it)."
-        )
-    high = "any number" if most.high is None else tokens_needed(most.high)
+        least = f"at least {tokens_needed(most.low)}"
+    else:
+        least = f"about {tokens_needed(most.needed)}"
     return (
-        f"Calibration needs about {tokens_needed(most.needed)} tokens of such text until every "
-        f"expert has {most.least:,} (95 % interval {tokens_needed(most.low)} to {high}; {where})."
+        f"Calibrating a quantised model takes {least} tokens of such text, until every expert has "
+        f"{most.least:,}."
     )
