@@ -138,7 +138,7 @@ class Model:
         if isinstance(source, Model):
             return source
         if isinstance(source, str | Path):
-            return Opening(**options).model(source)
+            return Opening(**options).load(source)
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
             check_weights(source[0])
             return cls(source[0], source[1])
@@ -191,7 +191,7 @@ class Opening:
     copies: int = 1
     parallel: str | None = None
 
-    def model(self, name: str | Path) -> Model:
+    def load(self, name: str | Path) -> Model:
         """Open the model of a folder, a hub id or "demo"."""
         device = self._checked_device()
         if is_demo(name) and not self.stream:
