@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tieline.analysis.serving import Recommendation, Serving, served_rounding
 from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
@@ -160,6 +161,8 @@ class Repair(Result):
         smoothing: the width of each layer's band.
         repair: the model and its smoothed form under low precision.
         latency: time of the smoothed model over that of the original, by experts' implementation.
+        serving: what the precision served does to the original.
+        recommendation: what to do about that.
         provenance: text, seed and batch size.
         smoothed: the smoothed model itself; not part of the JSON.
         tokenizer: its tokenizer; not part of the JSON.
@@ -171,6 +174,8 @@ class Repair(Result):
     smoothing: Smoothing
     repair: RepairTable
     latency: tuple[Latency, ...]
+    serving: Serving
+    recommendation: Recommendation
     provenance: dict[str, object]
     smoothed: Any = field(default=None, metadata={"json": False}, compare=False)
     tokenizer: Any = field(default=None, metadata={"json": False}, compare=False)
@@ -185,11 +190,15 @@ class Repair(Result):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers: "factor@P", "kl@P" for each perturbation P, "experts", "moved", …."""
+        """Named numbers: "factor@P", "changed@P", "kl@P", "kl_after@P" for each perturbation P, ...
+
+        "changed" and "kl" are of the original, as `inspect` and `audit` have them.
+        """
         table = self.repair
         named = {"experts": table.experts_after, "moved": table.moved, "loss": table.loss_change}
         for row in table.rows:
-            named |= {f"factor@{row.name}": row.factor, f"kl@{row.name}": row.after}
+            named |= {f"factor@{row.name}": row.factor, f"kl_after@{row.name}": row.after}
+            named |= {f"changed@{row.name}": row.flips_before, f"kl@{row.name}": row.before}
         metrics = {name: estimate.value for name, estimate in named.items()}
         metrics |= {f"time@{timed.implementation}": timed.ratio for timed in self.latency}
         return {name: value for name, value in metrics.items() if value is not None}
@@ -339,6 +348,27 @@ def repair_phase(
                 for number in batches:
                     passes += form.perturbed(condition, number)
     return Phase("repair", batches, tuple(passes), compares_routes=True)
+
+
+def original_serving(precision: str, table: RepairTable, layers: int) -> Serving:
+    """What a precision does to the original, which is one row of the table.
+
+    Args:
+        precision: a name in `SERVED`.
+        table: the model and its smoothed form under low precision.
+        layers: routed layers of the model.
+    """
+    row = next(row for row in table.rows if row.name == served_rounding(precision).name)
+    return Serving(
+        precision=precision,
+        changed=row.flips_before,
+        kl=row.before,
+        replayed=row.before_floor,
+        loss=row.loss_before,
+        tokens=table.tokens,
+        sequences=table.sequences,
+        layers=layers,
+    )
 
 
 def measure_repair(

@@ -283,6 +283,12 @@ class AuditOptions(ModelOptions, total=False):
 class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
     """Options of `smooth` and `tieline smooth`."""
 
+    serve: str = setting(
+        "bf16",
+        check=one_of(*SERVED),
+        metavar="|".join(SERVED),
+        help="Precision that the model is served in, to see what smoothing repairs there.",
+    )
     budget: float | None = setting(
         None, help="Mean experts per token, above k; k + 0.5 by default."
     )
@@ -360,6 +366,7 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
 class SmoothOptions(ModelOptions, total=False):
     """Keyword arguments of `smooth`."""
 
+    serve: str
     budget: float | None
     noise: str | None
     epsilon: float | None

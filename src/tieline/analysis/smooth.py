@@ -27,19 +27,21 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.repair import (
-    REPAIR_PERTURBATIONS,
     Latency,
     ModelForm,
     Repair,
     RepairTable,
     measure_repair,
+    original_serving,
     smoothing_latency,
 )
-from tieline.analysis.settings import SmoothOptions, SmoothSettings
+from tieline.analysis.serving import recommend, served_rounding
+from tieline.analysis.settings import SERVED, SmoothOptions, SmoothSettings
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
 from tieline.models.demo import DEMO
+from tieline.models.families import find_routers
 from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
 from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
@@ -251,6 +253,7 @@ class _Smooth(NamedTuple):
         calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
+        serving = original_serving(settings.serve, table, len(find_routers(self.model.module)))
         smoothed, latency = self.smoothed(record, settings.rounds, settings.experts_impl)
         corpus, ranks = self.corpus, self.runner.ranks
         sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
@@ -259,6 +262,8 @@ class _Smooth(NamedTuple):
             smoothing=record,
             repair=table,
             latency=latency,
+            serving=serving,
+            recommendation=recommend(serving),
             provenance={"text": corpus.origin, **sizes, **ranks.provenance()},
             smoothed=smoothed,
             tokenizer=self.model.tokenizer,
@@ -305,7 +310,8 @@ class _Smooth(NamedTuple):
     def table(self, record: Smoothing, calibration: Calibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""
         forms, seed = [ModelForm(record)], self.corpus.seed
-        (table,) = measure_repair(self.runner, forms, _precisions(calibration), seed, self.progress)
+        precisions = _precisions(self.settings.serve, calibration)
+        (table,) = measure_repair(self.runner, forms, precisions, seed, self.progress)
         return table
 
     def smoothed(
@@ -322,10 +328,14 @@ class _Smooth(NamedTuple):
         return smoothed, _latencies(module, smoothed, ids, rounds, experts_impl)
 
 
-def _precisions(calibration: Calibration | None) -> list[Perturbation]:
-    """The default perturbations plus the one that is repaired."""
+def _precisions(serve: str, calibration: Calibration | None) -> list[Perturbation]:
+    """Routers and model in the precision served, the next coarser one, and what is repaired."""
+    order = list(SERVED)
+    coarser = order[min(order.index(serve) + 1, len(order) - 1)]
     repaired = [] if calibration is None else [calibration.noise]
-    return list(dict.fromkeys([*REPAIR_PERTURBATIONS, *repaired]))
+    routers = Perturbation("rounding", SERVED[serve])
+    served = [routers, served_rounding(serve), served_rounding(coarser)]
+    return list(dict.fromkeys([*served, *repaired]))
 
 
 def _check_streamed(experts_impl: str | None) -> None:

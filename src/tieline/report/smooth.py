@@ -18,7 +18,7 @@ from tieline.report.drawing import chart_figure
 from tieline.report.frame import Report, views
 from tieline.report.tables import Grid, flat, grid_table, short_names, view
 from tieline.report.words.numbers import finite, significant, with_error
-from tieline.report.words.smooth import facts, verdict
+from tieline.report.words.smooth import details, facts, verdict
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
@@ -51,7 +51,7 @@ def _report(result: Repair) -> Report:
             "style": "",
             "panels": [KL.drawn(chart())],
             "repairs": _repair_table(result),
-            "sentences": facts(result),
+            "sentences": [*facts(result), *details(result)],
             "layers": _layer_table(result),
             "provenance": flat(result.provenance),
         },
@@ -60,11 +60,11 @@ def _report(result: Repair) -> Report:
 
 
 def _terminal(result: Repair, width: int) -> RenderableType:
-    """One row per layer, one row per precision, and the facts, which tell the verdict."""
+    """The verdict, one row per layer, one row per precision, and the facts."""
     below = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
     sentences = map(Text, facts(result))
     table = grid_table(_layer_table(result))
-    return view(result.model, result.smoothing.how, "", table, below, *sentences)
+    return view(result.model, result.smoothing.how, verdict(result), table, below, *sentences)
 
 
 page, figures, terminal, summary, notebook = views(_report)._replace(terminal=_terminal)

@@ -98,7 +98,8 @@ def _replay_price(serving: Serving) -> str:
     if serving.replayed.value is None:
         return ""
     left = f"leaves {decimal(serving.replayed.value)} nats"
-    return f" ({left}, {serving.replay_bytes:,} bytes a token)" if serving.replay_bytes else ""
+    sent = f", {serving.replay_bytes:,} bytes a token" if serving.replay_bytes else ""
+    return f" ({left}{sent})"
 
 
 def _share(serving: Serving) -> str:

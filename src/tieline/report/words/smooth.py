@@ -1,19 +1,19 @@
 """Sentences of a smoothed model: its verdict, and what smoothing repairs and costs."""
 
 from tieline.analysis.repair import Latency, Repair, RepairRow
-from tieline.report.words.numbers import finite, percent, signed, significant
+from tieline.analysis.settings import SERVED
+from tieline.report.words.numbers import decimal, finite, percent, signed, significant
+from tieline.report.words.serving import advice, headline
 
 
 def facts(result: Repair) -> list[str]:
-    """Write experts, loss, distance, flips, time, and what was refused, one sentence each."""
+    """Write experts, loss, flips, time, and what was refused, one sentence each."""
     repair = result.repair
     before, after = repair.experts_before.value, repair.experts_after.value
     sentences = [
-        f"Experts per token: {significant(before)} before, {significant(after)} after.",
+        f"Experts per token: {significant(before)} before, {significant(after)} after. "
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
         f"{signed(repair.loss_change, '.5f', '.5f')} nats per token.",
-        f"Smoothing itself moves the predictions by KL {significant(repair.moved.value)}.",
-        *map(_price_sentence, repair.rows[:1]),
         f"Tokens whose experts change in some layer: {'; '.join(map(_flips_text, repair.rows))}.",
         f"Time of a forward pass: {'; '.join(map(_time_text, result.latency)) or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
@@ -23,21 +23,55 @@ def facts(result: Repair) -> list[str]:
     return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
 
 
+def details(result: Repair) -> list[str]:
+    """Write what the page says beside the facts: how far the model moved, what flips cost."""
+    moved = significant(result.repair.moved.value)
+    prices = map(_price_sentence, result.repair.rows[:1])
+    return [f"Smoothing itself moves the predictions by KL {moved}.", *prices]
+
+
 def verdict(result: Repair) -> str:
-    """Write what was gained and paid, and what to do with it; empty without a repair."""
-    rows = [row for row in result.repair.rows if finite(row.factor.value) is not None]
-    if not rows:
+    """Write what the precision served does, what smoothing gains and costs there, what to do."""
+    row = served_row(result)
+    if row is None:
         return ""
-    best = max(rows, key=lambda row: row.factor.value or 0.0)
-    lowered = f"KL under {best.name} is {significant(best.factor.value)} times lower"
-    moved, loss = result.repair.moved.value, signed(result.repair.loss_change, ".5f", ".5f")
-    cost = f"the model moved by KL {significant(moved)} (loss {loss} nats)"
-    if (best.factor.value or 0.0) <= 1:
+    return " ".join((headline(result.serving), _gain_sentence(result, row), _advice(result, row)))
+
+
+def served_row(result: Repair) -> RepairRow | None:
+    """Return the row of the precision served; None if its factor is not known."""
+    name = f"model {SERVED[result.serving.precision]}"
+    row = next((row for row in result.repair.rows if row.name == name), None)
+    return None if row is None or finite(row.factor.value) is None else row
+
+
+def _gain_sentence(result: Repair, row: RepairRow) -> str:
+    """How much better two runs agree, and how far the model moved for it."""
+    moved, cost = result.repair.moved.value or 0.0, row.before.value or 0.0
+    if (row.factor.value or 0.0) <= 1:
+        return "Smoothing repairs nothing there: two runs of the smoothed model agree no better."
+    times = "" if cost <= 0 else f", {significant(moved / cost, 2)} × what that precision costs it"
+    return (
+        f"Two runs of the smoothed model agree {significant(row.factor.value, 2)} × better, but "
+        f"smoothing itself moved the model by {decimal(moved)} nats{times}."
+    )
+
+
+def _advice(result: Repair, row: RepairRow) -> str:
+    action, repaired = result.recommendation.action, (row.factor.value or 0.0) > 1
+    if action in ("mend router", "no ties"):
+        return advice(result.serving, result.recommendation)
+    if action == "nothing":
         return (
-            f"Smoothing repairs nothing here: at best the {lowered}. What to do: keep the original."
+            "What to do: keep the original, to which that precision does little; replay its routes "
+            "where runs must choose the same experts exactly."
         )
-    advice = "What to do: use the smoothed model where that change and its time are acceptable."
-    return f"The {lowered}; for that {cost}. {advice}"
+    if action == "finer precision" or not repaired:
+        return "What to do: keep the original, and serve it in a finer precision."
+    return (
+        "What to do: take the smoothed model where independent runs must agree and a model this "
+        "near will do; where one run must follow another, replay the routes of the original."
+    )
 
 
 def _price_sentence(row: RepairRow) -> str:
