@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable
+from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable, original_serving
+from tieline.analysis.serving import recommend
 from tieline.core.statistics import Estimate
 from tieline.models.smooth import LayerSmoothing, Smoothing
 from tieline.report.smooth import figures, notebook, page, terminal
@@ -23,13 +24,13 @@ def estimate(value, error=0.1):
 def result():
     kls = [estimate(0.5 + place) for place in range(5)]
     other = [estimate(7.5), estimate(0.02), estimate(0.04), estimate(8.5), estimate(9.5)]
-    row = RepairRow("router bf16", *kls, *other)
+    rows = tuple(RepairRow(name, *kls, *other) for name in ("router bf16", "model bf16"))
     layers = (
         LayerSmoothing("a.0.gate", "olmoe", 2, 16, 4, 0.25, "logits"),
         LayerSmoothing("a.1.gate", "olmoe", 2, 16, 4, 0.0, "logits"),
     )
     repair = RepairTable(
-        rows=(row,),
+        rows=rows,
         experts_before=estimate(2.0),
         experts_after=estimate(2.5),
         experts_by_layer={"a.0.gate": 2.625},
@@ -41,7 +42,9 @@ def result():
     )
     smoothing = Smoothing(layers, {"a.2.gate": "hashes"}, how="budget 2.5")
     times = latency(1.7, "eager", "eager"), latency(1.2, "eager", "tieline")
-    return Repair("some <b>model</b>", smoothing, repair, times, {"seed": 0})
+    serving = original_serving("bf16", repair, 2)
+    served = (serving, recommend(serving))
+    return Repair("some <b>model</b>", smoothing, repair, times, *served, {"seed": 0})
 
 
 def latency(ratio, original, implementation):
@@ -69,7 +72,7 @@ def test_the_page_has_every_table_and_names_are_text():
     body = made[made.index("<body>") : made.index('<script type="application/json"')]
     assert "some &lt;b&gt;model&lt;/b&gt;" in body
     assert "<script" not in body
-    assert body.count("<tr>") == 2 + 1 + 2
+    assert body.count("<tr>") == 2 + 2 + 2
     assert "Not smoothed: a.2.gate: hashes." in body
 
 

@@ -30,6 +30,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.findings import judge, observe
 from tieline.analysis.inspection import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.serving import Recommendation
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_records import Measurement, MeasureSettings
 from tieline.measure.measures import measure
@@ -37,6 +38,7 @@ from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
 from tieline.report.words.inspection import calibration_sentence
+from tieline.report.words.smooth import details as smooth_details
 from tieline.report.words.smooth import facts as smooth_facts
 from tieline.report.words.smooth import verdict as smooth_verdict
 
@@ -224,15 +226,17 @@ def audit():
 
 
 def smooth():
-    """Verdicts and facts of a smoothed model."""
-    made = smoothed_model()
-    (row,) = made.repair.rows
-    useless = replace(made.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
+    """Verdicts of every recommendation, and facts of a smoothed model."""
+    repair = smoothed_model()
+    _, row = repair.repair.rows
+    useless = replace(repair.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
+    actions = ("nothing", "repair routing", "finer precision", "mend router", "no ties")
     return {
         "verdicts": [
-            smooth_verdict(made),
-            smooth_verdict(replace(made, repair=useless)),
-            smooth_verdict(replace(made, repair=replace(made.repair, rows=()))),
+            *(smooth_verdict(replace(repair, recommendation=Recommendation(x))) for x in actions),
+            smooth_verdict(replace(repair, repair=useless)),
+            smooth_verdict(replace(repair, repair=replace(repair.repair, rows=()))),
         ],
-        "facts": smooth_facts(made),
+        "facts": smooth_facts(repair),
+        "details": smooth_details(repair),
     }
