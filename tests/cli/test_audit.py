@@ -45,7 +45,7 @@ def test_a_run_writes_page_and_json_and_shows_a_row_per_perturbation(done):
     for name in ("router bf16", "router int4", "score noise 0.01", "model int4"):
         assert name in ended.stdout
     assert "Routers to keep in float32" in ended.stdout
-    assert all(f"What to do: model {name}" in ended.stdout for name in ("bf16", "int4"))
+    assert all(f"Remedies under model {name}" in ended.stdout for name in ("bf16", "int4"))
     assert "on the logits flips 1.0 % of tokens" in ended.stdout
     assert "words of text" not in ended.stdout
 

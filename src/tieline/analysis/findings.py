@@ -32,7 +32,6 @@ from tieline.analysis.inspection import (
     Severity,
 )
 from tieline.analysis.serving import SERVED_METRICS, Serving, recommend, served_rounding
-from tieline.analysis.settings import SERVED
 from tieline.core.statistics import Share, clustered_share
 from tieline.measure.measure_records import MeasureSettings
 from tieline.measure.measures import LayerMeasures, ModelRate, RoutingMeasures
@@ -69,12 +68,15 @@ def metrics(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> dict[st
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def metric_names(loss_jumps: bool = False, settings: MeasureSettings | None = None) -> set[str]:
+def metric_names(
+    loss_jumps: bool = False, settings: MeasureSettings | None = None, serve: str = "bf16"
+) -> set[str]:
     """Return every metric that an inspection with these settings can have.
 
     Args:
         loss_jumps: whether losses are measured.
         settings: grids and formats of the measures.
+        serve: the precision served, or "none".
     """
     grid = settings or MeasureSettings()
     causes = [*grid.precisions, *(f"{sigma:g}" for sigma in grid.sigmas)]
@@ -82,7 +84,8 @@ def metric_names(loss_jumps: bool = False, settings: MeasureSettings | None = No
     ties = {f"tie@{name}" for name in grid.precisions}
     gaps = {f"gap@{level:g}" for level in grid.probabilities}
     single = {"ties", "jump", "jump:worst", "dangerous", "dead", "cold", "evenness", "experts"}
-    served = {f"{kind}@{served_rounding(p).name}" for kind in SERVED_METRICS for p in SERVED}
+    rounding = "" if serve == "none" else served_rounding(serve).name
+    served = {f"{kind}@{rounding}" for kind in SERVED_METRICS if rounding}
     return flips | ties | gaps | single | served | ({"loss"} if loss_jumps else set())
 
 

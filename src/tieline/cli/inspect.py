@@ -3,7 +3,7 @@
 Conditions on the named numbers of the result make a run fail, for continuous integration:
 
     condition  =  metric comparison number
-    metric     =  name [ "@" level ] [ ":" which ]      flip@bf16, flip@0.01:any, gap@0.5, dead
+    metric     =  name [ "@" level ] [ ":" which ]      flip@bf16, kl@model bf16, gap@0.5, dead
     comparison =  ">" | ">=" | "<" | "<="
     number     =  a decimal number, 0.02 or 2e-2 or 2%
 
@@ -35,7 +35,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-_METRIC = r"[a-z][a-z_]*(?:@[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
+_METRIC = r"[a-z][a-z_]*(?:@(?:model )?[A-Za-z0-9_.+-]+)?(?::[a-z]+)?"
 _CONDITION = re.compile(rf"\s*({_METRIC})\s*(>=|<=|>|<)\s*({_NUMBER})\s*(%?)\s*", re.ASCII)
 
 
@@ -113,7 +113,8 @@ def _inspected(
             _check_saved(source, settings, save_trace, saved)
         if saved is not None:
             return saved
-        check_names(conditions, metric_names(settings.loss_jumps))
+        names = metric_names(settings.loss_jumps, serve=settings.serve or "bf16")
+        check_names(conditions, names)
         return run(source, settings=settings, parallel=parallel, progress=progress)
 
 

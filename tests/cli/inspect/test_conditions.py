@@ -32,6 +32,11 @@ def test_percentages_are_shares():
     assert parse_condition("flip@bf16 > 2.5 %").number == 0.025
 
 
+def test_a_metric_of_the_whole_model_is_written_with_a_space():
+    condition = parse_condition("kl@model bf16 > 0.001")
+    assert (condition.metric, condition.number) == ("kl@model bf16", 0.001)
+
+
 @pytest.mark.parametrize(
     "text",
     [

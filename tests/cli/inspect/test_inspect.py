@@ -149,7 +149,10 @@ def test_version_and_help_need_no_model(run):
         (["--html", "@"], "it is a folder"),
         (["--figure", "@/a.gif"], "a figure is"),
         (["--save-trace", "@/full"], "full is not empty"),
-        (["--fail-if", "flop>1"], "no metric 'flop' here; known: cold, dangerous, dead"),
+        (
+            ["--fail-if", "flop>1"],
+            "no metric 'flop' here; known: changed@model bf16, cold",
+        ),
         (["--fail-if", "loss>1"], "no metric 'loss' here"),
         (["--fail-if", "print(1)"], "cannot read the condition 'print(1)'"),
         (["--layers", "3-1"], "--layers"),
