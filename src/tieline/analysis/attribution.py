@@ -258,7 +258,9 @@ def _conclude(
         return "flips wider than their noise"
     if not flipped:
         return "no flips"
-    return "explained by ties" if flips == "yes" else "cannot tell"
+    if flips != "yes":
+        return "cannot tell"
+    return "explained by ties" if size == "yes" else "near-ties, size unknown"
 
 
 def _judge_choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:

@@ -31,6 +31,7 @@ from tieline.analysis.diff_records import (
     TokenDiff,
     WeightMoved,
 )
+from tieline.analysis.diff_serving import measured_serving
 from tieline.analysis.findings import SEVERITIES
 from tieline.analysis.inspection import Observation, Severity
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
@@ -42,6 +43,7 @@ from tieline.analysis.score_noise import (
     flip_test,
     layer_noise,
 )
+from tieline.analysis.serving import recommend
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -365,6 +367,8 @@ def diff_result(
     causes = attribute_causes(
         alignment, aligned.unranked, layers, compared.shapes, compared.near, expected
     )
+    traces = (aligned.a, aligned.b)
+    serving = measured_serving(traces, compared.flips.any(0), compared.documents, logits)
     return RoutingDiff(
         observations=observe(alignment, layers, compared.tokens, logits, causes),
         metrics=metrics(layers, compared.tokens, logits),
@@ -375,7 +379,9 @@ def diff_result(
         provenance={"a": aligned.a.provenance, "b": aligned.b.provenance},
         timings=timings,
         causes=causes,
-        traces=(aligned.a, aligned.b),
+        serving=serving,
+        recommendation=None if serving is None else recommend(serving),
+        traces=traces,
     )
 
 

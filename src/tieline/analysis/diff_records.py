@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tieline.analysis.inspection import Finding, Observation
+from tieline.analysis.serving import Recommendation, Serving
 from tieline.core.records import Result, Worded
 from tieline.core.statistics import Share
 from tieline.trace.record import RoutingTrace
@@ -323,12 +324,22 @@ class ShapeAnswer(Sentence):
 Conclusion = Literal[
     "no flips",
     "explained by ties",
+    "near-ties, size unknown",
     "noise larger than expected",
     "pattern",
     "flips wider than their noise",
     "choice against scores",
     "cannot tell",
 ]
+"""What a comparison comes to. "explained by ties" needs a known format or a measured reference;
+"near-ties, size unknown" is the same without one."""
+ACCUSING: tuple[Conclusion, ...] = (
+    "noise larger than expected",
+    "pattern",
+    "flips wider than their noise",
+    "choice against scores",
+)
+"""Conclusions that something other than ties is at work."""
 
 
 @dataclass(frozen=True)
@@ -355,8 +366,8 @@ class Causes:
 
     @property
     def alarm(self) -> bool:
-        """Whether something other than ties was found."""
-        return self.conclusion not in ("no flips", "explained by ties", "cannot tell")
+        """Whether something other than ties was found: the conclusion is in `ACCUSING`."""
+        return self.conclusion in ACCUSING
 
 
 @dataclass(frozen=True)
@@ -457,6 +468,7 @@ class LogitsDiff:
         loss_a: mean loss of A on the text.
         loss_b: mean loss of B.
         tokens: predicted tokens.
+        loss_error: standard error of loss_b - loss_a, clustered by document.
     """
 
     k3: float
@@ -469,6 +481,7 @@ class LogitsDiff:
     loss_a: float
     loss_b: float
     tokens: int
+    loss_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -562,6 +575,9 @@ class RoutingDiff(Result):
         replay: the KL with A's routes replayed in B; None unless it was asked for.
         dequantised: what the format of a quantised side costs and what its engine adds; None
             unless an engine ran a quantised model beside the original.
+        serving: what the precision of one side does beside the other in float32; None unless a
+            served precision was compared with float32 and predictions were.
+        recommendation: what to do about that precision; None without `serving`.
         traces: the routing of A and of B; not part of the JSON.
     """
 
@@ -579,6 +595,8 @@ class RoutingDiff(Result):
     causes: Causes | None = None
     replay: ReplaySplit | None = None
     dequantised: DequantisedSplit | None = None
+    serving: Serving | None = None
+    recommendation: Recommendation | None = None
     traces: tuple[RoutingTrace, RoutingTrace] | None = field(
         default=None, metadata={"json": False}, compare=False
     )

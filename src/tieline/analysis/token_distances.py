@@ -105,6 +105,7 @@ def logits_diff(
         loss_a=values.loss_a.mean().item(),
         loss_b=values.loss_b.mean().item(),
         tokens=int(predicted.sum()),
+        loss_error=clustered_error(values.loss_b - values.loss_a, groups),
     )
 
 

@@ -1,12 +1,15 @@
 """Ties or a bug, from end to end: sound runs, planted bugs, and inputs that cannot tell."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.analysis.planted import layer_of, moved_tokens, renumbered, without_scores
 from tieline.analysis.diff import diff
+from tieline.analysis.diff_records import ACCUSING, Conclusion
+from tieline.report.words.diff import CONCLUSIONS
 from tieline.trace import RoutingTrace
 
 TOKENS, LENGTH, EXPERTS, K = 2048, 128, 12, 3
@@ -41,10 +44,12 @@ def compare(other, **options):
     return diff(run(A), run(other), **options)
 
 
-def test_sound_noise_is_explained_by_ties():
+def test_near_ties_of_unknown_size_are_not_called_explained():
     found = compare(noisy(A))
     causes = found.causes
-    assert causes.conclusion == "explained by ties"
+    assert causes.conclusion == "near-ties, size unknown"
+    assert "whether noise of this size is right cannot be told" in found.verdict
+    assert "No sign of a bug" not in found.verdict
     assert not causes.alarm
     answers = [x.answer for x in (causes.choice, causes.flips, causes.size, causes.shape)]
     assert answers == ["yes", "yes", "cannot tell", "yes"]
@@ -52,6 +57,19 @@ def test_sound_noise_is_explained_by_ties():
     assert causes.flips.first + causes.flips.later == sum(x.flip.count for x in found.layers)
     assert found.metrics["unexplained:count"] == 0
     assert 0.005 < found.metrics["noise"] < 0.02
+
+
+def test_noise_that_flips_most_tokens_is_not_called_explained_without_a_format():
+    found = compare(noisy(A, 0.5))
+    assert found.tokens.anywhere.value > 0.75
+    assert found.causes.conclusion == "near-ties, size unknown"
+    assert not found.causes.alarm
+
+
+def test_every_conclusion_either_accuses_or_does_not():
+    clear = {"no flips", "explained by ties", "near-ties, size unknown", "cannot tell"}
+    assert clear | set(ACCUSING) == set(get_args(Conclusion)) == set(CONCLUSIONS)
+    assert clear.isdisjoint(ACCUSING)
 
 
 def test_the_same_noise_is_too_large_for_a_finer_format():
@@ -164,7 +182,7 @@ def test_with_the_scores_of_one_side_the_gaps_of_the_flips_are_known():
 
 @pytest.mark.parametrize("ranks", [1, 2, 9])
 def test_other_numbers_of_kept_ranks_are_compared_by_what_both_kept(ranks):
-    found = diff(run(A), run(noisy(A), ranks=ranks))
+    found = diff(run(A), run(noisy(A), ranks=ranks), expect="bf16")
     assert found.causes.conclusion == "explained by ties"
 
 
@@ -181,5 +199,5 @@ def test_constant_scores_never_raise_an_alarm():
     noise = noisy(flat, 1e-3)
     for b in (flat, noise):
         found = diff(run(flat), run(b), expect="bf16")
-        assert found.causes.conclusion in ("no flips", "explained by ties")
+        assert found.causes.conclusion == ("no flips" if b is flat else "near-ties, size unknown")
     assert not diff(run(noise), run(noisy(noise, 1e-9))).causes.alarm

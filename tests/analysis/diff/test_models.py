@@ -12,9 +12,11 @@ from tieline.analysis.diff import (
     diff_models,
     trace_model,
 )
+from tieline.analysis.serving import recommend
 from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
 from tieline.models.kernel import use_experts
+from tieline.report.words.serving import advice
 from tieline.trace import select_tokens
 from tieline.trace.record import identical, token_sequences
 
@@ -125,3 +127,28 @@ def test_the_emulation_has_the_noise_of_native_bf16(family):
     for layer, other in zip(emulated.layers, real.layers, strict=True):
         assert layer.attribution.noise == pytest.approx(other.attribution.noise, rel=0.15)
     assert emulated.logits.kl == pytest.approx(real.logits.kl, rel=0.5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_a_served_precision_beside_float32_is_what_inspect_reports(family):
+    a, b = two(family)
+    result = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4)
+    serving = result.serving
+    assert (serving.precision, serving.tokens, serving.sequences) == ("bf16", 192, 6)
+    assert serving.changed.value == result.tokens.anywhere.value
+    assert serving.kl.value == result.logits.kl
+    assert serving.loss.value == result.logits.loss_b - result.logits.loss_a
+    assert serving.replayed.value is None
+    assert result.recommendation == recommend(serving)
+    assert result.verdict.endswith(advice(serving, result.recommendation))
+    reverse = diff_models(Side(b, "bf16"), Side(a), list(batch(6, 32)), batch_size=4).serving
+    assert reverse.loss.value == pytest.approx(serving.loss.value)
+    assert reverse.changed == serving.changed
+
+
+def test_nothing_is_served_where_no_side_or_both_are_float32_or_a_part_is_rounded():
+    a, b = two("mixtral")
+    for sides in ((Side(a), Side(b)), (Side(a, "bf16"), Side(b, "bf16"))):
+        assert diff_models(*sides, list(batch(2, 16))).serving is None
+    result = diff_models(Side(a), Side(b, "bf16", "router"), list(batch(2, 16)))
+    assert (result.serving, result.recommendation) == (None, None)

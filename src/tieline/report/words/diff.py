@@ -17,11 +17,16 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.inspection import Finding, Observation
 from tieline.report.words.numbers import percent
+from tieline.report.words.serving import served_sentences
 
 REPLAY = (
     "What to do: replay the routes of A in B where they must agree; `tieline audit` compares the "
     "remedies."
 )
+NAME_FORMAT = "What to do: name the precision with --expect, or give the model, and compare again."
+NOTHING = "What to do: nothing."
+TIES = ("no flips", "explained by ties")
+"""Conclusions after which there is nothing to look for."""
 CAPTURE = "What to do: capture both runs with scores and compare them again."
 
 
@@ -41,25 +46,46 @@ def verdict(result: RoutingDiff) -> str:
             f"{_share(result.tokens.anywhere.value)} of the tokens differ somewhere."
         )
     causes = result.causes
-    return first if causes is None else f"{first} {CONCLUSIONS[causes.conclusion](causes)}"
+    if causes is None:
+        return first
+    sentences = [first, CONCLUSIONS[causes.conclusion](causes), *_served(result, causes)]
+    return " ".join(filter(None, sentences))
+
+
+def _served(result: RoutingDiff, causes: Causes) -> list[str]:
+    """What to do where ties explain all: by what the precision served does, if it was measured."""
+    if causes.conclusion not in TIES:
+        return []
+    if result.serving is None or result.recommendation is None:
+        return [NOTHING if causes.conclusion == "no flips" else REPLAY]
+    return served_sentences(result.serving, result.recommendation)
 
 
 def _explained(causes: Causes) -> str:
-    answer = causes.flips
-    near = answer.first - answer.unexplained
-    which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
     has_format = causes.expected is not None
     size = f", as large as {causes.expected} rounding explains" if has_format else ""
-    doubt = "" if has_format else f" {_capitalised(causes.size.text)}."
+    return f"{_near_ties(causes.flips, size)}. No sign of a bug."
+
+
+def _size_unknown(causes: Causes) -> str:
+    """Near-ties of noise whose size nobody vouches for."""
     return (
-        f"{which} first flips are near-ties{size}{later_flips(answer)}. No sign of a bug."
-        f"{doubt} {REPLAY}"
+        f"{_near_ties(causes.flips)}; whether noise of this size is right cannot be told: "
+        f"{causes.size.text}. {NAME_FORMAT}"
     )
 
 
+def _near_ties(answer: FlipAnswer, size: str = "") -> str:
+    """How many first flips are near-ties."""
+    near = answer.first - answer.unexplained
+    which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
+    return f"{which} first flips are near-ties{size}{later_flips(answer)}"
+
+
 CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
-    "no flips": lambda causes: "What to do: nothing.",
+    "no flips": lambda causes: "",
     "explained by ties": _explained,
+    "near-ties, size unknown": _size_unknown,
     "cannot tell": lambda causes: (
         f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE}"
     ),
@@ -267,10 +293,6 @@ NOTES: dict[str, Callable[[Alignment], str]] = {
 """The sentence of each difference between two runs."""
 
 
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _share(share: float | None) -> str:
     return "none" if share is None else percent(share, trim=True, least=0.0)
 
@@ -335,7 +357,7 @@ def size(answer: SizeAnswer) -> str:
     differ = f"the scores differ by {noise}, the size of {_rounding_text(answer.like)}"
     expected = f"{answer.expected} ({answer.origin})"
     if answer.kind == "not stated":
-        return f"{differ}; state the expected format to judge that"
+        return f"{differ}; no format is expected that it could be judged by"
     if answer.ratio is not None:
         ratio = f"{answer.ratio:.{1 if answer.ratio < 10 else 0}f}"
         times = f"{ratio} times the noise that {expected} makes in this model"
