@@ -1,12 +1,16 @@
 """How a run ends: Ctrl-C at any moment, closed pipes, full devices and plain terminals."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tieline.cli.ending import _spelled
 
@@ -139,6 +143,48 @@ def test_names_that_are_no_text_are_printed(tieline, tmp_path):
     assert code == 2
     assert "no such file" in err
     assert "\x1b" not in err
+
+
+EVIL = "evil\x1b[31m\x1b]52;c;QUFB\x07\x1b]8;;x\x07\r\u202e\u2066\x9b1m\x01"
+
+
+def refused_names(folder):
+    """Commands about files whose name or content is hostile."""
+    archive, empty, other = (folder / f"{EVIL}{end}" for end in (".npz", ".jsonl", ""))
+    np.savez(archive, **{EVIL: np.zeros((4, 2, 2), dtype=np.int64)})
+    empty.write_text(json.dumps({EVIL: EVIL}) + "\n")
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": EVIL, "architectures": [EVIL]}))
+    (folder / "result.json").write_text(json.dumps({"format": EVIL, "version": EVIL}))
+    tensors = {EVIL: torch.zeros(2, 2)}
+    save_file(tensors, folder / "t.safetensors", metadata={EVIL: EVIL, "format": EVIL})
+    return [
+        ("check", archive),
+        ("diff", archive, archive),
+        ("check", empty),
+        ("inspect", other),
+        ("inspect", folder / "result.json"),
+        ("check", folder / "t.safetensors"),
+        ("inspect", "demo", EVIL),
+        ("inspect", "demo", f"--{EVIL}"),
+        ("inspect", "demo", "--text", folder / f"{EVIL}.txt"),
+        ("inspect", "demo", "--fail-if", EVIL),
+        ("merge", archive, archive, "-o", folder / f"{EVIL}.out"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_no_name_and_no_file_acts_on_the_terminal(tieline, tmp_path, number):
+    code, out, err = tieline(*refused_names(tmp_path)[number])
+    assert code in (1, 2), err
+    assert [c for c in out + err if c not in "\n\t" and not c.isprintable()] == []
+    assert "a bug of tieline" not in err
+
+
+def test_a_name_with_a_line_end_is_no_message_of_its_own(tieline, tmp_path):
+    code, _, err = tieline("diff", tmp_path / "a\nwrote b", "demo")
+    assert code == 2
+    assert "\nwrote" not in err
 
 
 @pytest.fixture

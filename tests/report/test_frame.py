@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.report.browser import find_browser
 from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
+from tieline.core.printable import printable
 from tieline.report import frame
 from tieline.report.charts import Panel, figure
 from tieline.report.frame import embed_json, environment, notebook_html, render, script_hash
@@ -44,8 +45,8 @@ def test_text_in_a_template_is_read_back_as_text_alone(text):
     template = environment().from_string('<p title="{{ text }}">{{ text }}</p>')
     reader.feed(template.render(text=text))
     reader.close()
-    assert reader.text == text
-    assert reader.tags == [("p", [("title", text)])]
+    assert reader.text == printable(text)
+    assert reader.tags == [("p", [("title", printable(text))])]
 
 
 @given(texts, texts)
@@ -128,6 +129,39 @@ def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
         f"default-src 'none'; script-src {' '.join(map(script_hash, scripts))}; style-src "
         "'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+
+
+def test_a_page_holds_no_address_of_another_site():
+    made = page([DRAWN])
+    addresses = re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}", made)
+    assert set(addresses) <= {"http://www.w3.org"}  # names of XML languages
+
+
+def test_a_label_of_a_chart_holds_no_link_and_no_direction():
+    label = '<A href="https://example.org">\u202elayer</a>'
+    chart = figure([], 300)
+    chart["layout"]["title"] = label
+    made = page([Panel("a", "A", "How.").drawn(chart)])
+    data = re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1]
+    shown = json.loads(data)["figures"]["a"]["layout"]["title"]
+    assert "<a" not in shown.lower()
+    assert r"\u202elayer" in shown
+
+
+def test_no_text_of_a_page_turns_the_words_around_it():
+    hostile = {
+        name: f"{name}\u202e\u2066\x1b[31m\x9b" for name in ("kind", "title", "facts", "verdict")
+    }
+    made = render(
+        "smooth.html",
+        **hostile,
+        repairs=Grid(("a\u202e",), (("b\u2067",),)),
+        sentences=["c\u200f"],
+        layers=Grid((), ()),
+        provenance=[("d\u061c", ["e\u202e"])],
+    )
+    assert not re.search("[\x1b\x9b\u202e\u2066\u2067\u200f\u061c]", made)
+    assert r"title\u202e\u2066" in made
 
 
 def test_a_page_without_charts_carries_no_script():

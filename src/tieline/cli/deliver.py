@@ -24,6 +24,7 @@ from tieline.cli.progress import progress_bars
 from tieline.cli.ranks import is_first, joined
 from tieline.core.errors import require
 from tieline.core.files import check_folder, check_target, same_place, space_on, write_whole
+from tieline.core.printable import unfiltered
 from tieline.core.records import Result
 from tieline.core.settings import Settings
 
@@ -203,7 +204,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         if outputs.to_stdout:
             _to_stdout(contents[STDOUT])
         else:
-            console = Console(highlight=False, soft_wrap=False)
+            console = Console(file=unfiltered(sys.stdout), highlight=False, soft_wrap=False)
             console.print(report.terminal(result, console.width))
     for path in outputs.written:
         say(f"wrote {path}")

@@ -6,7 +6,7 @@ exit code 0   fine
           3   a bug of ours; --debug shows where
         130   stopped by Ctrl-C
 
-Nothing but the standard library is imported here, so that Ctrl-C has an answer from the first
+Nothing outside the standard library is imported here, so that Ctrl-C has an answer from the first
 moment on.
 """
 
@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
+
+from tieline.core.printable import PrintableStream, printable, unfiltered
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 SHOW_CURSOR = "\x1b[?25h"
@@ -48,9 +50,13 @@ class _Stop:
 
 
 def say(message: str) -> None:
-    """Print a message to stderr, if stderr is open."""
+    """Print a message to stderr, if stderr is open.
+
+    Further lines of the message are indented, so that no name with a line end passes for another
+    message.
+    """
     with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message).replace("\n", "\n  "), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -77,9 +83,27 @@ def terminal_session(ends_process: bool) -> Iterator[None]:
         ends_process: whether the process ends with the block. Ctrl-C is then ignored while large
             libraries shut down.
     """
-    for stream in (sys.stdout, sys.stderr):
+    with _printable_streams(), _interrupts_handled(ends_process):
+        yield
+
+
+@contextmanager
+def _printable_streams() -> Iterator[None]:
+    """Let whatever is printed in the block, also by libraries, pass through `printable`."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="tieline.plain")
+    sys.stdout, sys.stderr = (s and PrintableStream(s) for s in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _interrupts_handled(ends_process: bool) -> Iterator[None]:
+    """Handle Ctrl-C while the block runs, if it runs in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,8 +153,10 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 def _exit_at_once() -> NoReturn:
     """Exit from anywhere; imports and destructors of libraries do not survive an exception."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        say(SHOW_CURSOR)
+    stderr = unfiltered(sys.stderr)
+    if stderr is not None and stderr.isatty():
+        with suppress(OSError, ValueError):
+            print(SHOW_CURSOR, file=stderr, flush=True)
     say("stopped")
     os._exit(INTERRUPTED)
 

@@ -4,6 +4,7 @@ with progress_bars() as progress:
     progress("forward", 3, 8)      # stage, how much of it is done, and of how much
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from rich.progress import (
 
 from tieline.cli.ending import say
 from tieline.cli.ranks import is_first
+from tieline.core.printable import printable_line, unfiltered
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
@@ -50,13 +52,13 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
     if not is_first():
         yield lambda stage, done, total: None
         return
-    console = console or Console(stderr=True)
+    console = console or Console(file=unfiltered(sys.stderr))
     if not console.is_terminal:
         with _lines(first) as lines:
             yield lines
         return
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
-    description = TextColumn("{task.description}{task.fields[done]}")
+    description = TextColumn("{task.description}{task.fields[done]}", markup=False)
     columns = (spinner, description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         yield _Stages(bars, first)
@@ -134,4 +136,4 @@ class _Stages:
             self._bars.update(task, completed=1, total=1)
             self._bars.stop_task(task)
         if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total, done="")
+            self._tasks[stage] = self._bars.add_task(printable_line(stage), total=total, done="")

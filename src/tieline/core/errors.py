@@ -1,5 +1,7 @@
 """The errors Tieline raises: one base class, few children, each message naming value and rule."""
 
+from tieline.core.printable import printable
+
 __all__ = [
     "NoSpaceError",
     "ParameterError",
@@ -23,7 +25,7 @@ def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
     Messages quote names and values from files, which anybody may have written.
     """
     ends = message if len(message) <= 2 * most else message[:most] + message[-most:]
-    safe = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in ends)
+    safe = printable(ends)
     data = safe.encode()
     if len(data) <= most:
         return safe

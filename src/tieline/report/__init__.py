@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import ParameterError
 from tieline.core.plugins import result_formats
+from tieline.core.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,13 +68,15 @@ def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
 
 
 def terminal(result: Any, width: int) -> "RenderableType":
-    """Return a result for a terminal that is `width` characters wide."""
-    return _drawing(result).terminal(result, width)
+    """Return a result for a terminal that is `width` characters wide; its texts are printable."""
+    from tieline.report.tables import plain_view
+
+    return plain_view(_drawing(result).terminal(result, width))
 
 
 def summary(result: Any) -> str:
-    """Return a result in a few plain lines."""
-    return _drawing(result).summary(result)
+    """Return a result in a few plain lines; its texts are printable."""
+    return printable(_drawing(result).summary(result))
 
 
 def notebook(result: Any) -> str:

@@ -1,8 +1,9 @@
 """The frame of every result: its views, and Jinja2 templates, scripts and policy of its page.
 
 A page is one file that opens from a mail, offline, years later. One with charts carries Plotly's
-own script (about 4.8 MB). A content policy forbids every request and every script except the three
-written here, whose hashes it names: text from a model or a file can be shown but never run.
+own script (about 4.8 MB), without the addresses in it. A content policy forbids every request and
+every script except the three written here, whose hashes it names: text from a model or a file can
+be shown but never run, follows no link and turns no words around.
 
     Report            what the five views of a result show; `views` makes them
     listing_views     the views of a result that is one table; `line_views` of a few lines
@@ -16,6 +17,7 @@ import base64
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +28,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.core.errors import TraceError, require
+from tieline.core.printable import printable
 from tieline.report.charts import Panel, unmeasured
 from tieline.report.drawing import inline_image
 from tieline.report.tables import Grid, compact, grid_table, view, visible
@@ -196,6 +199,8 @@ def line_views(lines: Callable[[Any], list[str]]) -> Views:
     )
 
 
+_ADDRESS = re.compile(r"https?://(?=\w)(?!www\.w3\.org/)")
+_LINK = re.compile(r"\\u003c(?=[aA]\b)")
 _UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
@@ -228,7 +233,7 @@ def render(
             style=styles,
             scripts=scripts,
             policy=_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
-            data=embed_json(compact({"figures": figures, **(data or {})})),
+            data=_without_links(embed_json(compact({"figures": figures, **(data or {})}))),
             unmeasured=unmeasured(panels),
             **({"provenance": (), "metrics": (), "sections": ()} | content),
         )
@@ -268,6 +273,11 @@ def embed_json(value: object) -> str:
     return text.translate(_UNSAFE)
 
 
+def _without_links(data: str) -> str:
+    """Embedded JSON in which no label holds a link: Plotly makes one of <a href=...>."""
+    return _LINK.sub("‹", data)
+
+
 def script_hash(source: str) -> str:
     """'sha256-...' of an inline script, as a content policy names it."""
     digest = hashlib.sha256(source.encode()).digest()
@@ -276,13 +286,14 @@ def script_hash(source: str) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates: everything is escaped, and a name that is not given is an error."""
+    """The templates: texts are escaped and printable, and a name that is not given is an error."""
     templates = Environment(
         loader=PackageLoader("tieline.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     templates.filters |= {
         "unbroken": lambda text: text.replace(" %", "\u00a0%"),
@@ -292,6 +303,11 @@ def environment() -> Environment:
     return templates
 
 
+def _shown(value: object) -> object:
+    """Make what a template shows printable; what is marked safe was written in this room."""
+    return value if hasattr(value, "__html__") else printable(str(value))
+
+
 def _source(name: str) -> str:
     loader = environment().loader
     assert loader is not None
@@ -299,10 +315,20 @@ def _source(name: str) -> str:
 
 
 def _scripts() -> dict[str, str]:
+    return {"watch": _source("watch.js"), "plotly": _plotly_script(), "page": _source("page.js")}
+
+
+@functools.cache
+def _plotly_script() -> str:
+    """Plotly's script without addresses of its makers, of map services and of other sites.
+
+    They lose "https://": what stays names the authors in its licences and leads nowhere. Names of
+    XML languages, which look like addresses, are needed.
+    """
     # imported here: plotly is an extra, and only its script is read
     from plotly.offline import get_plotlyjs
 
-    return {"watch": _source("watch.js"), "plotly": get_plotlyjs(), "page": _source("page.js")}
+    return _ADDRESS.sub("", get_plotlyjs())
 
 
 def _policy(scripts: Sequence[str]) -> str:

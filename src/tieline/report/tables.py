@@ -13,6 +13,7 @@ findings_view  findings for a terminal
 compact        a JSON value with its numbers cut to a few digits, to keep the page small
 short_names    names of layers without the parts that all share
 visible        text with a sign for every control character
+plain_view     a view whose texts are printable and none of which is taken for markup
 flat           nested provenance as pairs of dotted names and values
 origin_rows    provenance and timings for the end of a page; metric_rows named numbers
 provenance_text  one entry of a provenance, which anybody may have written
@@ -34,6 +35,7 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
+from tieline.core.printable import printable, printable_line
 from tieline.report.words.numbers import DASH, short_exponent, significant
 
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
@@ -173,9 +175,40 @@ def grid_table(table: Grid, left: int = 0) -> Table:
 
 def view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
     """Title, facts and verdict for a terminal, then a result's own parts; the first is a table."""
+    title, facts = printable_line(title), printable_line(facts)
     head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
     first, *rest = views
     return Group(head, Padding(first, (1, 0)), *rest)
+
+
+def plain_view(view: RenderableType) -> RenderableType:
+    """Return a view whose texts are printable and none of which is taken for markup.
+
+    Texts come from models and files, too. They are replaced before the view is laid out, so that
+    its columns stay straight.
+    """
+    if isinstance(view, str):
+        return Text(printable(view))
+    if isinstance(view, Text):
+        return _plain_text(view)
+    if isinstance(view, Group):
+        return Group(*map(plain_view, view.renderables))
+    if isinstance(view, Padding):
+        view.renderable = plain_view(view.renderable)
+    elif isinstance(view, Table):
+        for column in view.columns:
+            column.header = plain_view(column.header)
+            column._cells[:] = map(plain_view, column._cells)  # pyright: ignore[reportPrivateUsage]
+    return view
+
+
+def _plain_text(text: Text) -> Text:
+    """The printable form of a text, each piece in its style."""
+    shown = text.blank_copy(printable(text.plain))
+    for start, end, style in text.spans:
+        offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
+        shown.stylize(style, *offsets)
+    return shown
 
 
 def finding_text(finding: "Finding", short: Mapping[str, str]) -> str:
@@ -255,9 +288,14 @@ def _empty_table() -> Table:
 
 
 def compact(value: Any, digits: int = 4) -> Any:
-    """The JSON value with floating-point numbers of `digits` digits; None for those not finite."""
+    """The JSON value with printable texts and floating-point numbers of `digits` digits.
+
+    Numbers that are not finite become None.
+    """
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, Mapping):
         return {key: compact(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,74 @@
+r"""Text from outside made safe to show.
+
+Names of models, files, layers and arrays, texts of tokens, values of JSON and messages of libraries
+may hold characters that act instead of showing: escape sequences that write to the clipboard or
+hide lines, carriage returns, marks that mirror the words around them. Everything that is printed or
+written on a page goes through `printable`.
+
+    printable          text in which such characters are written as \x1b or \u202e
+    printable_line     the same on one line, for names and titles
+    PrintableStream    a text stream that writes printable text only
+    unfiltered         the stream below it, for a program that styles printable text itself
+
+Only the standard library is imported here, so that errors are printed before others are loaded.
+"""
+
+import re
+from typing import Any
+
+__all__ = ["PrintableStream", "printable", "printable_line", "unfiltered"]
+
+_ACTING = (
+    r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but not the tab and the end of a line
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions of writing
+    r"\u2028\u2029"  # ends of lines that few programs take for such
+    r"\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # unseen
+    r"\ud800-\udfff"  # halves of surrogate pairs, which no file can hold
+)
+_UNPRINTABLE = re.compile(f"[{_ACTING}]")
+_NOT_ON_A_LINE = re.compile(rf"[\n\t{_ACTING}]")
+
+
+def printable(text: str) -> str:
+    r"""Return the text with every character that would act written as \r, \x1b or \u202e.
+
+    Ends of lines and tabs stay.
+    """
+    return _UNPRINTABLE.sub(_escaped, text)
+
+
+def printable_line(text: str) -> str:
+    r"""Return the text on one line: as `printable`, with \n and \t written so too."""
+    return _NOT_ON_A_LINE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return repr(match[0])[1:-1]
+
+
+class PrintableStream:
+    """A text stream that writes printable text only; in all else the stream below it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.below = stream
+
+    def write(self, text: str) -> int:
+        """Write the printable form of a text."""
+        self.below.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write the printable form of some texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def __iter__(self) -> Any:
+        return iter(self.below)
+
+
+def unfiltered(stream: Any) -> Any:
+    """Return the stream below a `PrintableStream`, or the stream itself."""
+    return stream.below if isinstance(stream, PrintableStream) else stream
