@@ -157,15 +157,15 @@ RULES = [
     ),
     (
         DiffSettings,
-        {"parallel": "fsdp", "batch_b": 2},
-        ["a", "b", "--parallel", "fsdp", "--batch-b", "2"],
-        "--batch-b: processes that gather weights by fsdp run equally many passes",
+        {"parallel": "fsdp", "batch_size_b": 2},
+        ["a", "b", "--parallel", "fsdp", "--batch-size-b", "2"],
+        "--batch-size-b: processes that gather weights by fsdp run equally many passes",
     ),
     (
         DesignSettings,
         {"n_experts": 4},
         ["--preset", "olmoe", "--n-experts", "4"],
-        "say which layer: --n-experts, --topk and --expert-width, or --preset, or --model",
+        "say which layer: --n-experts, --k and --expert-width, or --preset, or --model",
     ),
     (
         DesignSettings,
@@ -196,8 +196,8 @@ RULES = [
     (
         UpcycleSettings,
         {"k": 9},
-        ["m", *OUT, "--topk", "9"],
-        "--topk 9 of 8 experts: it must be at most --n-experts",
+        ["m", *OUT, "--k", "9"],
+        "--k 9 of 8 experts: it must be at most --n-experts",
     ),
 ]
 """A class, values that break a rule, what one types for them, and the message on the terminal."""

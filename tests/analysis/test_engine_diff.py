@@ -159,7 +159,7 @@ def test_what_engines_cannot_do_is_refused_first(tmp_path, monkeypatch, plain):
     twin(tmp_path, monkeypatch, plain)
     for options, words in (
         ({"replay": True}, "replay"),
-        ({"batch_b": 2}, "batch_b"),
+        ({"batch_size_b": 2}, "batch_size_b"),
         ({"experts_impl_b": "eager"}, "experts_impl_b and revision_b"),
         ({"dtype_b": "bf16"}, "not computed by twin"),
         ({"engine_python": tmp_path / "none"}, "no such file"),

@@ -37,7 +37,7 @@ def test_an_unsound_file_ends_with_1_and_everything_is_written(tieline, tmp_path
         (b"\x80\x04K\x01.", "pickle"),
         (b"{}", "no field of routes"),
         (b'{"meta_info": {"routed_experts": "AAAA"}}', "no int32 numbers"),
-        (b'{"meta_info": {"routed_experts": "AAAAAA=="}}', "--layers, --k"),
+        (b'{"meta_info": {"routed_experts": "AAAAAA=="}}', "--n-layers, --k"),
         (b"\x93NUMPY\x01\x00\xff\xff", "a.npy"),
     ],
 )

@@ -16,7 +16,7 @@ NAMES = {"vllm": "a.jsonl", "sglang": "a.jsonl", "trace": "a"}
 def test_every_form_is_written_and_read(tieline, tmp_path, form):
     target = tmp_path / NAMES.get(form, "a.safetensors" if form == "nemo" else "a.npz")
     code, out, err = tieline(
-        "convert", SIXTEEN, target, "--to", form, "--tokens", TOKENS, "--json", "-"
+        "convert", SIXTEEN, target, "--to", form, "--ids", TOKENS, "--json", "-"
     )
     assert code == 0, err
     assert json.loads(out)["tokens"] == 4096

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 from functools import cache
+from typing import get_args
 
 import pytest
 import typer
@@ -39,7 +40,7 @@ def test_defaults_construct_and_are_json_and_every_field_has_help(settings):
 @pytest.mark.parametrize("settings", JOBS, ids=lambda cls: cls.__name__)
 def test_typed_options_are_the_fields_and_the_signature_lists_them(settings):
     function, fields = job(settings), list(settings.described())
-    typed = inspect.getmodule(settings).__dict__[settings.__name__.replace("Settings", "Options")]
+    (typed,) = get_args(inspect.unwrap(function).__annotations__["options"])
     assert set(typed.__annotations__) == set(fields)
     listed = inspect.signature(function).parameters
     assert set(fields) <= set(listed)
@@ -91,3 +92,35 @@ def test_option_names_are_the_longest_before_a_slash():
     names = option_names(command("capture").callback)
     assert (names["out"], names["stream"], names["scores"]) == ("--out", "--stream", "--no-scores")
     assert names["debug"] == "--debug"
+
+
+def every_option():
+    """Command, option, its parameter's name and type, for all commands."""
+    names = typer.main.get_command(whole_app()).list_commands(None)
+    for name in names:
+        for parameter in command(name).params:
+            if parameter.param_type_name == "option":
+                for option in parameter.opts:
+                    yield name, option, parameter.name, parameter.type_descriptor.annotation
+
+
+TWO_MEANINGS = {"--noise"}
+"""A precision where a model is repaired, a standard deviation where something is drawn."""
+
+
+def test_an_option_is_the_same_thing_in_every_command():
+    kinds, spellings = {}, {}
+    for name, option, field, kind in every_option():
+        kinds.setdefault(option, {}).setdefault(kind, []).append(name)
+        spellings.setdefault((field, kind), {}).setdefault(name, set()).add(option)
+    mixed = {option: commands for option, commands in kinds.items() if len(commands) > 1}
+    assert set(mixed) <= TWO_MEANINGS, mixed
+    for field, commands in spellings.items():
+        assert len(set(map(frozenset, commands.values()))) == 1, (field, commands)
+
+
+def test_words_for_one_thing_are_the_same_in_every_command():
+    options = {option for _, option, _, _ in every_option()}
+    for known, others in (("--k", {"--topk", "--top-k"}), ("--ids", {"--token-ids"})):
+        assert known in options
+        assert not options & others

@@ -206,7 +206,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(as_rank, wor
     [
         ({"parallel": "tp", "dtype_b": "int8-emulated"}, "the dtype 'int8-emulated' of B emulates"),
         ({"parallel": "pp", "replay": True}, "replay needs all layers in every process"),
-        ({"parallel": "fsdp", "batch_b": 2}, "run equally many passes: take parallel data"),
+        ({"parallel": "fsdp", "batch_size_b": 2}, "run equally many passes: take parallel data"),
     ],
 )
 def test_comparisons_that_cannot_be_shared_are_refused(as_rank, options, words):

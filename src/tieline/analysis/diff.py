@@ -129,7 +129,9 @@ def _diff_in_process(
         "{text}: a text is for two models: a model beside a trace runs on the tokens of the trace",
     )
     require_setting(not settings.replay, "{replay} is for two models: a trace cannot be run")
-    require_setting(settings.batch_b is None, "{batch_b} is for two models: a trace has no batches")
+    require_setting(
+        settings.batch_size_b is None, "{batch_size_b} is for two models: a trace has no batches"
+    )
     if any(models):
         return _diff_model_and_trace(sides, models.index(True), settings, progress)
     shape = settings.n_experts, settings.k
@@ -250,11 +252,11 @@ def _diff_named_models(
     check_same_tokens(sequences, others)
     if a.stream is not None or b.stream is not None:
         _check_streams((a, b), settings)
-    run = {name: getattr(settings, name) for name in ("batch_size", "expect", "batch_b")}
+    run = {name: getattr(settings, name) for name in ("batch_size", "expect", "batch_size_b")}
     result = diff_models(a, b, sequences, progress=progress, parallel=settings.parallel, **run)
     facts: dict[str, object] = {"text": origin, "tokens": sum(map(len, sequences))}
-    if settings.batch_b is not None:
-        facts["sequences per pass"] = f"{settings.batch_size} in A, {settings.batch_b} in B"
+    if settings.batch_size_b is not None:
+        facts["sequences per pass"] = f"{settings.batch_size} in A, {settings.batch_size_b} in B"
     result = replace(result, provenance=result.provenance | facts)
     if not settings.replay:
         return result
@@ -268,8 +270,9 @@ def _check_streams(sides: Sequence["Side"], settings: DiffSettings) -> None:
     require_setting(both, "both models are streamed, or none ({stream})")
     emulated = any(side.emulated is not None for side in sides)
     require_setting(
-        not emulated and not settings.replay and settings.batch_b is None,
-        "emulated formats, {replay} and {batch_b} need the models in memory: leave out {stream}",
+        not emulated and not settings.replay and settings.batch_size_b is None,
+        "emulated formats, {replay} and {batch_size_b} need the models in memory: leave out "
+        "{stream}",
     )
 
 
@@ -400,7 +403,7 @@ def diff_models(
     batch_size: int = 8,
     expect: str | None = None,
     progress: Progress | None = None,
-    batch_b: int | None = None,
+    batch_size_b: int | None = None,
     parallel: str | None = None,
 ) -> RoutingDiff:
     """Compare how two models route and predict the same tokens.
@@ -412,11 +415,11 @@ def diff_models(
         batch_size: sequences per forward pass.
         expect: number format whose noise is to be expected; by default what both recorded.
         progress: called with stage, done and total.
-        batch_b: sequences per forward pass of B, by default as many as of A.
+        batch_size_b: sequences per forward pass of B, by default as many as of A.
         parallel: how processes share the models, which were loaded so.
     """
     require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
-    started, sizes = time.perf_counter(), (batch_size, batch_b or batch_size)
+    started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
     ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
     plan, split = _side_by_side((a, b), ranks, sizes)
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split)

@@ -115,7 +115,8 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
         not settings.replay, "{replay} is for two models: an engine's routes are not replayed"
     )
     require_setting(
-        settings.batch_b is None, "{batch_b} is for two models: engines run documents one by one"
+        settings.batch_size_b is None,
+        "{batch_size_b} is for two models: engines run documents one by one",
     )
     engines = {engine for engine, _ in filter(None, (split_side(x.source) for x in sides))}
     require_setting(

@@ -151,7 +151,7 @@ class DiffSettings(SequenceSettings):
         option="--no-dequantise",
         help="Do not run dequantised weights in transformers.",
     )
-    batch_b: int | None = setting(
+    batch_size_b: int | None = setting(
         None, check=at_least(1), help="Sequences per pass of B: batch invariance."
     )
     replay: bool = setting(
@@ -172,8 +172,8 @@ class DiffSettings(SequenceSettings):
             way=self.parallel,
         )
         require_setting(
-            self.batch_b is None or self.parallel != "fsdp",
-            "{batch_b}: processes that gather weights by fsdp run equally many passes: take "
+            self.batch_size_b is None or self.parallel != "fsdp",
+            "{batch_size_b}: processes that gather weights by fsdp run equally many passes: take "
             "{parallel} data",
         )
 
@@ -202,7 +202,7 @@ class DiffOptions(TypedDict, total=False):
     engine_python: str | Path | None
     engine_defaults: bool
     dequantise: bool
-    batch_b: int | None
+    batch_size_b: int | None
     replay: bool
     parallel: str | None
 
@@ -387,6 +387,7 @@ class RouteFileSettings(Settings):
     tokens: Any = setting(
         None,
         kind=Path,
+        option="--ids",
         help="Token ids: .npy of (tokens,) or (documents, length), .npz, .safetensors or JSON.",
     )
     n_experts: int | None = setting(None, check=at_least(1), help="Number of experts of the model.")
@@ -397,7 +398,10 @@ class RouteFileSettings(Settings):
         help="Experts per token, for files that do not say.",
     )
     layers: int | None = setting(
-        None, check=at_least(1), help="Layers of the array, for SGLang, which does not say."
+        None,
+        check=at_least(1),
+        option="--n-layers",
+        help="Layers of the array, for SGLang, which does not say.",
     )
     start: int | None = setting(None, check=at_least(0), help="Position of the first row.")
     format: str | None = setting(

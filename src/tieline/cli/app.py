@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -232,7 +233,7 @@ def with_json_target(arguments: Sequence[str]) -> list[str]:
     a bare --json; what can be neither a model nor a file is refused, not looked for on the hub.
     """
     complete: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in pairwise([*arguments, "--"]):
         complete.append(argument)
         if argument == "--json" and following != "-" and not following.endswith(".json"):
             require(

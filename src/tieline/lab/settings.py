@@ -68,7 +68,7 @@ class DesignSettings(HubSettings, SeedSettings, TextSettings):
     """Options of `design` and `tieline design`."""
 
     n_experts: int | None = setting(None, help="Number of routed experts N.")
-    k: int | None = setting(None, option="--topk", help="Experts chosen per token, k.")
+    k: int | None = setting(None, option="-k --k", help="Experts chosen per token, k.")
     expert_width: int | None = setting(None, help="Hidden neurons H of one expert.")
     d_eff: int = setting(
         16, check=at_least(1), help="Effective dimension of the inputs, usually 10 to 20."
@@ -424,7 +424,7 @@ class UpcycleSettings(SeedSettings):
     """Options of `upcycle` and `tieline upcycle`."""
 
     n_experts: int = setting(8, check=at_least(2), help="Experts per layer.")
-    k: int = setting(2, check=at_least(1), option="--topk", help="Experts per token.")
+    k: int = setting(2, check=at_least(1), option="-k --k", help="Experts per token.")
     layers: Collection[str | int] | None = setting(
         None, read=read_layers, help="Feed-forward networks, such as 0,2,5-7; all by default."
     )

@@ -139,6 +139,6 @@ def _positive_size(config: Any, field: str) -> int:
     kind = getattr(config, "model_type", type(config).__name__)
     raise UnsupportedModelError(
         f"the configuration of {kind!r} names no {field}: none of "
-        f"{', '.join(SIZE_NAMES[field])} is a positive integer; give --n-experts, --topk, "
+        f"{', '.join(SIZE_NAMES[field])} is a positive integer; give --n-experts, --k, "
         "--expert-width and --hidden instead"
     )

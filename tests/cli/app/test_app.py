@@ -64,3 +64,10 @@ def test_every_public_name_is_there():
     assert package.measure.__name__ == "tieline.measure"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = package.nothing
+
+
+def test_without_arguments_the_commands_are_shown(tieline):
+    code, out, err = tieline()
+    assert code in (0, 2)
+    assert "inspect" in out + err
+    assert "Traceback" not in err

@@ -7,7 +7,7 @@ import pytest
 
 from tieline.models.demo import DEMO_FOLDER
 
-GIVEN = ["--n-experts", 64, "--topk", 8, "--expert-width", 1024, "--d-eff", 4]
+GIVEN = ["--n-experts", 64, "--k", 8, "--expert-width", 1024, "--d-eff", 4]
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def test_the_shape_of_a_model_comes_from_its_configuration(run):
     ("words", "told"),
     [
         ([], "say which layer"),
-        (["--n-experts", 4], "also give --topk, --expert-width"),
+        (["--n-experts", 4], "also give --k, --expert-width"),
         ([*GIVEN, "--preset", "olmoe"], "say which layer"),
         (["--preset", "nothing"], "no preset 'nothing': one of mixtral"),
         ([*GIVEN, "--split", "1,x"], "--split takes numbers"),
         ([*GIVEN, "--split", "1.5"], "whole numbers"),
         ([*GIVEN, "--split", "0"], "from 1 on"),
         ([*GIVEN, "--split", "3"], "divide the expert width 1024"),
-        (["--n-experts", 4, "--topk", 4, "--expert-width", 8], "nothing is routed"),
+        (["--n-experts", 4, "--k", 4, "--expert-width", 8], "nothing is routed"),
         ([*GIVEN, "--figure", "a.txt"], "a figure is"),
         ([*GIVEN, "--html", "no/such/folder/a.html"], "there is no folder"),
         ([*GIVEN, "--html", "a.png", "--figure", "a.png"], "one file for two outputs"),

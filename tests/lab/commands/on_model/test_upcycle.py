@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_becomes_a_folder_that_loads(tieline, folder):
-    words = ["upcycle", folder / "dense", "-o", folder / "out", "--n-experts", 4, "--topk", 2]
+    words = ["upcycle", folder / "dense", "-o", folder / "out", "--n-experts", 4, "--k", 2]
     code, out, err = tieline(*words, "--layers", "0,2", "--json", folder / "a.json")
     assert code == 0, err
     assert "2 networks became mixtures of 4 experts, top-2" in out
@@ -34,7 +34,7 @@ def test_a_folder_becomes_a_folder_that_loads(tieline, folder):
 
 
 BAD = [
-    (["--topk", 9], "--topk 9 of 8 experts"),
+    (["--k", 9], "--k 9 of 8 experts"),
     (["--layers", "0,7"], "no such layer: 7"),
     (["--noise", "-1"], "--noise must be"),
     (["--router-init", "ones"], "--router-init"),

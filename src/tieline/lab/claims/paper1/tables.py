@@ -216,7 +216,7 @@ def table_five(run: ClaimRun) -> Evidence:
     Tested: Averages recomputed from the printed rows, and on how many benchmarks each wins.
     Overturned by: runs at the paper's size
     Untestable: needs accelerators, a vision-language model of 5.6B and LLaVA-665K: `tieline upcycle
-        BACKBONE --out MIXTURE --n-experts 4 --topk 2` makes the mixture, `tieline smooth MIXTURE
+        BACKBONE --out MIXTURE --n-experts 4 -k 2` makes the mixture, `tieline smooth MIXTURE
         --out SMOOTH` its smooth form; the fine-tuning and the benchmarks have no recipe
     """
     hard = (65.48, 60.41, 70.96, 40.18, 67.78, 42.67, 40.95, 32.7, 84.42, 39.78)
