@@ -28,7 +28,7 @@ def headline(serving: Serving) -> str:
         f"the predictions move by {_nats(serving.kl, serving.sequences)} per token (KL)"
     )
     if serving.loss.value is not None:
-        sentence += f" and the loss by {signed(serving.loss)}"
+        sentence += f" and the loss by {signed(serving.loss, '.5f', '.5f')}"
     return f"{sentence}."
 
 
