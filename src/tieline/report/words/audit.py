@@ -35,13 +35,12 @@ WHEN = (
 def verdict(result: PrecisionAudit) -> str:
     """Write what serving does, what to do, which remedy helps, and which formats routers take."""
     recommendation, serving = result.judgement.recommendation, result.serving
-    served = [] if serving is None or recommendation is None else [serving, recommendation]
-    sentences = served_sentences(*served) if served else []
-    if serving is not None and result.remedies is not None:
-        sentences.append(_best_remedy(result.remedies, f"model {SERVED[serving.precision]}"))
-    if result.is_full or not served:
-        sentences += _of_routers(result)
-    return " ".join(filter(None, sentences))
+    if serving is None or recommendation is None:
+        return " ".join(filter(None, _of_routers(result)))
+    further = _of_routers(result) if result.is_full else []
+    if result.remedies is not None:
+        further.append(_best_remedy(result.remedies, f"model {SERVED[serving.precision]}"))
+    return " ".join(served_sentences(serving, recommendation, *further))
 
 
 def _of_routers(result: PrecisionAudit) -> list[str]:

@@ -36,25 +36,12 @@ def verdict(result: Inspection) -> str:
             f"The trace of {len(layers)} layers has no scores: only the load of the experts is "
             "known. Inspect the model itself, or a trace with scores, to see its ties."
         )
-    recommendation = judgement.recommendation
-    if recommendation is not None and recommendation.action in ("mend router", "no ties"):
-        return " ".join(_served(result))
     smoothed = judgement.kind == "smoothed"
-    return " ".join(
-        [
-            *([_smoothed(layers, judgement.experts or 0.0)] if smoothed else []),
-            *_served(result),
-            *([_routers_alone(result)] if judgement.share is not None else []),
-            *([] if result.serving else [_not_served(result)]),
-        ]
-    )
-
-
-def _served(result: Inspection) -> list[str]:
-    recommendation = result.judgement.recommendation
-    if result.serving is None or recommendation is None:
-        return []
-    return served_sentences(result.serving, recommendation)
+    lead = [_smoothed(layers, judgement.experts or 0.0)] if smoothed else []
+    alone = [_routers_alone(result)] if judgement.share is not None else []
+    if result.serving is None or judgement.recommendation is None:
+        return " ".join([*lead, *alone, _not_served(result)])
+    return " ".join([*lead, *served_sentences(result.serving, judgement.recommendation, *alone)])
 
 
 def _routers_alone(result: Inspection) -> str:
@@ -66,7 +53,8 @@ def _routers_alone(result: Inspection) -> str:
     lead = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
     if judgement.jump is None:
         return f"{lead}."
-    return f"{lead}, which moves the output of its layer by {percent(judgement.jump, trim=True)}."
+    median = percent(judgement.jump, trim=True)
+    return f"{lead}; such a change moves the output of its layer by {median} (median)."
 
 
 def _not_served(result: Inspection) -> str:

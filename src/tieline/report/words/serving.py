@@ -1,8 +1,8 @@
 """Sentences about a model that is served in a low precision: what it does, and what to do.
 
-served_sentences    both of the following
-headline    share of tokens that change an expert, what that does to predictions and loss
-advice      the recommendation, with the price of what it recommends
+served_sentences    both of the following, with others between them
+headline            share of tokens that change an expert, what that does to predictions and loss
+advice              the recommendation, with the price of what it recommends
 """
 
 import math
@@ -12,11 +12,18 @@ from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, signed
 
 
-def served_sentences(serving: Serving, recommendation: Recommendation) -> list[str]:
-    """Write what the precision does and what to do; only the latter if routers do not choose."""
+def served_sentences(serving: Serving, recommendation: Recommendation, *further: str) -> list[str]:
+    """Write what the precision does, what else is known, and last what to do.
+
+    Args:
+        serving: what the precision does to the model.
+        recommendation: what to do; where routers do not choose, nothing else is written.
+        further: sentences before what to do.
+    """
     if recommendation.action in ("mend router", "no ties"):
         return [advice(serving, recommendation)]
-    return [headline(serving), advice(serving, recommendation)]
+    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    return [*filter(None, (headline(serving), cause, *further)), f"What to do: {action}"]
 
 
 def headline(serving: Serving) -> str:
@@ -33,51 +40,47 @@ def headline(serving: Serving) -> str:
 
 
 def advice(serving: Serving, recommendation: Recommendation) -> str:
-    """Write what to do."""
-    return ADVICE[recommendation.action](serving, recommendation)
+    """Write how grave it is and what to do."""
+    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    return " ".join(filter(None, (cause, f"What to do: {action}")))
 
 
-def _nothing(serving: Serving, recommendation: Recommendation) -> str:
-    return (
-        f"{_small(recommendation)} What to do: nothing, unless runs must choose the same experts "
-        f"exactly; then replay the routes{_replay_price(serving)}."
-    )
-
-
-def _small(recommendation: Recommendation) -> str:
+def _nothing(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     limit = f"{recommendation.limit:g} nats"
-    if recommendation.is_sure:
-        return f"That is harmless (below {limit})."
-    return f"That is small, though too few tokens to be sure that it is below {limit}."
+    small = f"That is harmless (below {limit})."
+    if not recommendation.is_sure:
+        small = f"That is small, though too few tokens to be sure that it is below {limit}."
+    return small, (
+        "nothing, unless runs must choose the same experts exactly; then replay the "
+        f"routes{_replay_price(serving)}."
+    )
 
 
-def _repair(serving: Serving, recommendation: Recommendation) -> str:
+def _repair(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     share = serving.by_routing
-    known = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
-    return (
-        f"{known}{_unsure(recommendation)} What to do: replay the routes where one run must follow "
-        f"another{_replay_price(serving)}; where independent runs must agree, compare smoothing "
-        "with a finer precision (`tieline audit`)."
-    ).strip()
+    cause = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
+    return f"{cause}{_unsure(recommendation)}".strip(), (
+        f"replay the routes where one run must follow another{_replay_price(serving)}; where "
+        "independent runs must agree, compare smoothing with a finer precision (`tieline audit`)."
+    )
 
 
-def _finer(serving: Serving, recommendation: Recommendation) -> str:
+def _finer(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     share = percent(max(0.0, serving.by_routing or 0.0))
+    cause = f"Changed experts are behind only {share} of it.{_unsure(recommendation)}"
+    action = "serve in a finer precision where that matters; repairing the routing hardly helps."
+    return cause, action
+
+
+def _mend(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     return (
-        f"Changed experts are behind only {share} of it.{_unsure(recommendation)} What to do: "
-        "serve in a finer precision where that matters; repairing the routing hardly helps."
+        "All scores of a router are equal: an untrained or broken router.",
+        "check the checkpoint; nothing else that is measured here means anything.",
     )
 
 
-def _mend(serving: Serving, recommendation: Recommendation) -> str:
-    return (
-        "All scores of a router are equal: an untrained or broken router. What to do: check the "
-        "checkpoint; nothing else that is measured here means anything."
-    )
-
-
-def _no_ties(serving: Serving, recommendation: Recommendation) -> str:
-    return "All experts are chosen: no tie is possible. What to do: nothing about routing."
+def _no_ties(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    return "All experts are chosen: no tie is possible.", "nothing about routing."
 
 
 ADVICE = {
@@ -87,7 +90,7 @@ ADVICE = {
     "mend router": _mend,
     "no ties": _no_ties,
 }
-"""The sentence of each action."""
+"""How grave it is, and what to do, for each action."""
 
 
 def _unsure(recommendation: Recommendation) -> str:
