@@ -166,4 +166,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES, *ROOMS})
+    return sorted({*__all__, *ROOMS})

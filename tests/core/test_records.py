@@ -27,6 +27,7 @@ from tieline.core.records import (
     parse_json,
     read_result,
     result_class,
+    short_repr,
     to_plain,
 )
 
@@ -340,3 +341,22 @@ def test_results_show_themselves_by_the_report(tmp_path, monkeypatch):
     with pytest.raises(ParameterError, match="no figure 'jumps'; the figures are: gaps, load"):
         shown.plot("jumps")
     assert shown.to_html(tmp_path / "p.html") == (tmp_path / "p.html").read_text()
+
+
+@dataclass(frozen=True)
+class Wide:
+    name: str
+    column: Any
+    rows: tuple[Any, ...]
+    facts: dict[str, Any]
+
+    __repr__ = short_repr
+
+
+def test_a_record_that_holds_much_is_shown_in_a_few_lines():
+    rows = tuple(Wide("x", None, (), {}) for _ in range(2000))
+    wide = Wide("n" * 10_000, torch.zeros(300, 4), rows, {"model": "demo", "text": "t" * 10_000})
+    assert len(repr(wide)) < 400
+    assert "column=Tensor(300, 4), rows=<2000 Wide>" in repr(wide)
+    assert "('model', 'demo') and 1 more" in repr(wide)
+    assert repr(Wide("x", 1.5, (1, 2), {})) == "Wide(name='x', column=1.5, rows=(1, 2), facts={})"

@@ -8,6 +8,7 @@ Two models run batch by batch side by side, so that no logits are kept: how far 
 are apart is measured token by token (`token_distances`).
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -239,7 +240,7 @@ def _diff_named_models(
 ) -> RoutingDiff:
     """Compare two models on a text, and split their KL by replay if asked for."""
     text, origin = as_text(settings.text)
-    a, b = (side.opened() for side in sides)
+    a, b = _opened_sides(sides)
     sequences, others = (
         tokenise(
             side.tokenizer,
@@ -262,6 +263,15 @@ def _diff_named_models(
         return result
     ranks = Ranks.of(settings.parallel, list(batches(sequences, settings.batch_size)))
     return _with_replay(result, replay_split(a, b, ranks))
+
+
+def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple["Side", "Side"]:
+    """Both models, ready to run; a copy of the second if one object shall compute in two ways."""
+    sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
+    first, second = sides
+    if sources[0] is sources[1] and first.experts != second.experts:
+        second = second._replace(source=copy.deepcopy(second.source))
+    return first.opened(), second.opened()
 
 
 def _check_streams(sides: Sequence["Side"], settings: DiffSettings) -> None:
@@ -410,7 +420,7 @@ def diff_models(
 
     Args:
         a: the model that is compared with.
-        b: the other; it must be another object, because both run at once.
+        b: the other, which may be the same object unless its weights are streamed.
         sequences: token ids, each sequence a document.
         batch_size: sequences per forward pass.
         expect: number format whose noise is to be expected; by default what both recorded.
@@ -418,7 +428,10 @@ def diff_models(
         batch_size_b: sequences per forward pass of B, by default as many as of A.
         parallel: how processes share the models, which were loaded so.
     """
-    require(a.model is not b.model, "A and B are one model: compare it with a copy (deepcopy)")
+    require(
+        a.model is not b.model or a.stream is None,
+        "A and B are one model that is streamed: open it twice, or have it in memory",
+    )
     started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
     ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
     plan, split = _side_by_side((a, b), ranks, sizes)

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from tieline.analysis.calibration import CalibrationNeed
 from tieline.analysis.serving import Recommendation, Serving
-from tieline.core.records import Result
+from tieline.core.records import Result, short_repr
 from tieline.core.statistics import Estimate, Quantiles, Share
 from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
@@ -51,6 +51,8 @@ class JumpSample:
     entering: tuple[int, ...]
     losses: tuple[float | None, ...] | None = None
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class GapJumpTable:
@@ -73,6 +75,8 @@ class GapJumpTable:
     jump_edges: tuple[float, ...]
     counts: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[float, ...], ...]
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class JumpMeasures:
     dangerous_above: float
     table: GapJumpTable
     loss: LossJumps | None = None
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,8 @@ class TextSample:
     document: int
     pieces: tuple[TextPiece, ...]
     scales: tuple[float | None, ...]
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)

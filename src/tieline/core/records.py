@@ -8,6 +8,7 @@
     read_result    the result in a JSON file
     parse_json     JSON from a file that anybody may have written
     canonical      the one text of a JSON value
+    short_repr     `repr` of a record that holds much, in a few lines
 
 JSON from files is bounded in size and depth. Repeated keys, NaN, infinities, integers beyond 64
 bits and strings that are not Unicode text raise `TraceError`, as does every other malformed file.
@@ -48,6 +49,7 @@ __all__ = [
     "parse_json",
     "read_result",
     "result_class",
+    "short_repr",
     "to_plain",
 ]
 
@@ -122,6 +124,35 @@ class Result(Worded):
 
     def _repr_html_(self) -> str:
         return _report().notebook(self)
+
+
+LONGEST_SHOWN = 80
+"""Characters of one field that `short_repr` shows."""
+
+
+def short_repr(self: Any) -> str:
+    """Return class and fields of a dataclass, what is long by its kind and size.
+
+    A class takes it by `__repr__ = short_repr` in its body.
+    """
+    fields = (f"{f.name}={_shown(getattr(self, f.name))}" for f in dataclasses.fields(self))
+    return f"{type(self).__name__}({', '.join(fields)})"
+
+
+def _shown(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"{type(value).__name__}{tuple(value.shape)}"
+    if dataclasses.is_dataclass(value) or hasattr(value, "state_dict"):
+        text = f"{type(value).__name__}(...)"
+    elif isinstance(value, Mapping) and len(value) > 1:
+        text = f"<{next(iter(value.items()))!r:.60} and {len(value) - 1} more>"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        kinds = {type(item).__name__ for item in value} if isinstance(value, tuple | list) else ()
+        text = repr(value) if kinds and kinds <= {"int", "float", "str"} and len(value) <= 4 else ""
+        text = text or f"<{len(value)} {' or '.join(sorted(kinds)) or 'entries'}>"
+    else:
+        text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _report() -> Any:

@@ -61,6 +61,9 @@ Scores = Float[Tensor, "tokens experts"]
 
 Gaps = Float[Tensor, " tokens"]
 
+LARGEST_LOG = 600.0
+"""Largest |log C| of a margin tail; C and its standard error overflow near 709."""
+
 
 @dataclass(frozen=True)
 class MassProfile:
@@ -237,9 +240,11 @@ def _tail_constant(exponent: Estimate, m: int, n: int, cutoff: float) -> Estimat
     """C = (m / n) / t0^α; log C has variance (1/m - 1/n) + (log t0)² Var α."""
     assert exponent.value is not None
     assert exponent.standard_error is not None
-    value = (m / n) / cutoff**exponent.value
+    log_value = math.log(m / n) - exponent.value * math.log(cutoff)
+    if abs(log_value) > LARGEST_LOG:  # gaps of repeated tokens are equal: α is as large as that
+        return Estimate(None, None, f"not answerable: α = {exponent.value:.3g} is no power law")
     spread = (1 / m - 1 / n) + (math.log(cutoff) * exponent.standard_error) ** 2
-    return Estimate(value, value * math.sqrt(spread))
+    return Estimate(math.exp(log_value), math.exp(log_value) * math.sqrt(spread))
 
 
 def _half_quantile(gaps: Gaps, mass: float) -> float:

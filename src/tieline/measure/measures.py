@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.records import short_repr
 from tieline.core.statistics import (
     Estimate,
     Quantiles,
@@ -108,6 +109,8 @@ class LayerMeasures:
     angular: Measurement[AngularSpread]
     used: float | None = None
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class ModelRate:
@@ -156,6 +159,8 @@ class ModelMeasures:
     cold: int
     evenness: float
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True)
 class RoutingMeasures:
@@ -164,6 +169,8 @@ class RoutingMeasures:
     layers: tuple[LayerMeasures, ...]
     model: ModelMeasures
     provenance: dict[str, object]
+
+    __repr__ = short_repr
 
 
 def measure_layer(
@@ -226,6 +233,8 @@ class MeasuredLayer:
     gaps: PerToken | None
     noise: dict[str, PerToken] = field(default_factory=dict)
     precision: dict[str, PerToken] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
 
 def measured_layer(

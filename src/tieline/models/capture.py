@@ -47,6 +47,7 @@ from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
 from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.demo import DEMO, DEMO_FOLDER
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.precision import precision_name, stored_in
 from tieline.models.router_call import RouterOutput, read_output
@@ -391,6 +392,9 @@ class Recorder:
         self._passes: list[RoutingTrace] = []
         self.n_tokens = 0
 
+    def __repr__(self) -> str:
+        return f"Recorder({self.provenance.get('model')!r}, {self.n_tokens:,} tokens)"
+
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         self._open.pop(threading.get_ident(), None)
@@ -562,7 +566,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return name, class, precision and versions, as every trace carries them."""
     config = getattr(model, "config", None)
     return {
-        "model": getattr(config, "_name_or_path", None) or class_name(model),
+        "model": _model_name(config) or class_name(model),
         "architecture": class_name(model),
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
@@ -574,6 +578,12 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+def _model_name(config: Any) -> str:
+    """The name or folder that a model was loaded by; "demo" for the one in the box."""
+    name = str(getattr(config, "_name_or_path", None) or "")
+    return DEMO if name == str(DEMO_FOLDER) else name
 
 
 def _check_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -> None:

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
+from tieline.core.records import short_repr
 from tieline.core.settings import require_setting
 from tieline.models.capture import model_facts
 from tieline.models.changes import (
@@ -45,6 +46,7 @@ from tieline.models.changes import (
 )
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
+from tieline.models.hub import hub_options
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.sizes import RoutedShape, routed_shape
 from tieline.models.smooth import FEATURE as SMOOTH
@@ -123,6 +125,8 @@ class Model:
     tokenizer: Any = None
     name: str = ""
     stream: ModelStream | None = None
+
+    __repr__ = short_repr
 
     @classmethod
     def open(
@@ -244,9 +248,7 @@ class Opening:
 
     def _hub(self, source: str | Path) -> dict[str, Any]:
         """Options of `from_pretrained` that say where files come from."""
-        local = isinstance(source, Path)
-        where = {"local_files_only": True} if local else {"revision": self.revision}
-        return {"trust_remote_code": self.trust_remote_code, **where}
+        return {"trust_remote_code": self.trust_remote_code, **_location(source, self.revision)}
 
     def _is_streamed(self, source: str | Path, dtype: str | torch.dtype) -> bool:
         """Whether weights are read layer by layer; several processes have room for their parts."""
@@ -301,8 +303,7 @@ def load_tokenizer(name: str | Path) -> Any:
     if is_demo(name):
         return load_demo_tokenizer()
     source = _source(name)
-    local = {"local_files_only": True} if isinstance(source, Path) else {}
-    return _loaded_tokenizer(source, name, **local)
+    return _loaded_tokenizer(source, name, **_location(source))
 
 
 def _spread(
@@ -396,6 +397,14 @@ def _source(name: str | Path) -> str | Path:
     )
     require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
     return str(name)
+
+
+def _location(source: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Options of `from_pretrained` that say where files of a folder or hub id come from."""
+    if isinstance(source, Path):
+        return {"local_files_only": True}
+    with _explained(source, "configuration"):
+        return hub_options(source, revision)
 
 
 def _refuse_run(folder: Path) -> None:
@@ -510,15 +519,13 @@ def load_dense(
     """Load a model of any kind, in evaluation mode, with its tokenizer or None.
 
     Args:
-        name: folder or hub id.
+        name: folder, hub id, or "demo".
         revision: branch, tag or commit on the hub.
         dtype: a name in `DTYPES`.
     """
     check_dtype(dtype)
-    source = _source(name)
-    options: dict[str, Any] = {"revision": revision}
-    if isinstance(source, Path):
-        options = {"local_files_only": True}
+    source = DEMO_FOLDER if is_demo(name) else _source(name)
+    options = _location(source, revision)
     with _explained(name, "configuration"):
         checkpoint = read_checkpoint(source, **options)
     with _explained(name, SAFETENSORS):

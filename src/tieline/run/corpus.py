@@ -147,6 +147,11 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     require(len(ids) > 0, "the tokenizer makes no token of the text")
     kept = _without_prefixes(tokens, length, len(prefix))
     ids, pieces = ids[:kept], pieces[:kept]
+    padding = getattr(tokenizer, "pad_token_id", None)
+    require(
+        any(token != padding for token in ids),
+        f"every token of the text is padding (token {padding}): there is nothing to route",
+    )
     rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
     sequences = tuple(torch.tensor(row) for row in rows)
     return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))

@@ -45,16 +45,14 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.records import short_repr
 from tieline.core.settings import TraceSettingError
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
 
 MOST_EXPERTS = 1 << 16
-
 MOST_LAYERS = 4096
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -197,6 +195,8 @@ class LayerTrace:
     faded: Float[Tensor, "tokens past"] | None = None
     used: Int[Tensor, " tokens"] | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         sizes = {"k": self.facts.k, "experts": self.facts.n_experts}
         for field_name, layout in LAYER_TENSORS.items():  # experts first: they fix T and C
@@ -279,6 +279,8 @@ class RoutingTrace:
     positions: Int[Tensor, " tokens"]
     epsilons: tuple[float, ...] = ()
     provenance: dict[str, object] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         _require_rule(len(self.layers) > 0, "a routing trace needs at least one layer, got none")
@@ -403,9 +405,7 @@ def map_layers(
 
 
 SPAN = 1 << 63
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 

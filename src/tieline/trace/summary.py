@@ -35,7 +35,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.records import canonical
+from tieline.core.records import canonical, short_repr
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
 from tieline.trace.record import (
     LAYER_TENSORS,
@@ -276,6 +276,8 @@ class LayerSummary:
     orders: Int[Tensor, "epsilons orders"] | None = None
     moments: ExactMoments | None = None
 
+    __repr__ = short_repr
+
     @property
     def measured(self) -> int:
         """Number of tokens with finite scores: the total of every histogram."""
@@ -362,6 +364,8 @@ class RoutingSummary:
     sample_size: int
     epsilons: tuple[float, ...] = ()
     sources: tuple[dict[str, object], ...] = ()
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_epsilons(self.epsilons)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import (
     Side,
@@ -16,6 +17,7 @@ from tieline.analysis.serving import recommend
 from tieline.analysis.token_distances import token_distances
 from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
 from tieline.models.kernel import use_experts
+from tieline.models.model import Model
 from tieline.report.words.serving import advice
 from tieline.trace import select_tokens
 from tieline.trace.record import identical, token_sequences
@@ -107,10 +109,35 @@ def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
         token_sequences(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
 
 
-def test_one_model_cannot_be_both_sides_and_unknown_experts_are_refused():
+SMALL_TEXT = {"text": words(192), "sequence_length": 48, "batch_size": 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_object_on_both_sides_is_as_good_as_a_copy(family):
+    model, copied = two(family)
+    run = {**SMALL_TEXT, "dtype_b": "bf16-emulated", "replay": True}
+    alone = diff((model, Letters()), (model, Letters()), **run)
+    beside = diff((model, Letters()), (copied, Letters()), **run)
+    assert alone.metrics == beside.metrics
+    assert alone.metrics["kl"] > 0
+    assert alone.verdict == beside.verdict
+
+
+def test_one_object_computes_with_two_implementations_of_its_experts():
+    source = (lively(tiny_model("olmoe")), Letters())
+    result = diff(source, source, experts_impl_a="eager", experts_impl_b="grouped_mm", **SMALL_TEXT)
+    sides = [result.provenance[side]["experts_implementation"] for side in "ab"]
+    assert sides == ["eager", "grouped_mm"]
+
+
+def test_one_streamed_model_cannot_be_both_sides():
+    model = Model.open("demo", stream=True)
+    with pytest.raises(ParameterError, match="A and B are one model that is streamed"):
+        diff(model, model, tokens=64)
+
+
+def test_unknown_experts_are_refused():
     a, _ = two("olmoe")
-    with pytest.raises(ParameterError, match="A and B are one model"):
-        diff_models(Side(a), Side(a), list(batch()))
     with pytest.raises(ParameterError, match="experts implementation 'magic'"):
         use_experts(a, "magic")
     with pytest.raises(UnsupportedModelError, match="cannot be set"):

@@ -13,6 +13,7 @@ from tieline.core.errors import TielineError
 from tieline.measure.measures import MeasureSettings, measure
 from tieline.models import capture
 from tieline.models.demo import load_demo_tokenizer
+from tieline.models.model import Model
 from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
@@ -242,3 +243,26 @@ def test_the_demo_model():
     assert all(layer.status == "ok" for layer in inspection.jumps)
     assert 0.05 < inspection.metrics["jump"] < 1
     assert inspection.metrics["dead"] == 0
+
+
+def test_what_an_inspection_holds_is_shown_in_a_few_lines(model, tokenizer, result):
+    with capture(model) as recorder:
+        model(input_ids=torch.arange(3, 40)[None])
+    trace = result.trace
+    shown = [trace, trace.layers[0], summarise(trace), result, result.measures, result.sample]
+    shown += [result.measures.layers[0], result.jumps[0].value, recorder, Model(model, tokenizer)]
+    assert max(len(repr(thing)) for thing in shown) < 1500
+
+
+@pytest.mark.parametrize("text", ["a" * 600, "a", "ab", "The cat sat on the mat. " * 40])
+def test_repetitive_and_short_texts_are_inspected(text):
+    result = inspect("demo", text=text)
+    assert result.verdict
+    assert result.to_html()
+
+
+def test_a_run_of_the_demo_is_called_so_however_it_was_loaded():
+    loaded = Model.open("demo")
+    result = inspect((loaded.module, loaded.tokenizer), tokens=64, jumps=False)
+    assert result.provenance["model"] == "demo"
+    assert Model.open("demo", stream=True).provenance.model == "demo"

@@ -142,3 +142,10 @@ def test_a_layer_that_always_ties_has_no_scale():
     sample = text_sample(trace_of([0.0, 0.0]), text)
     assert sample.scales == (None,)
     assert sample.pieces[0].gap is None
+
+
+def test_a_text_of_padding_alone_is_refused():
+    """Its embeddings are zero, so that all scores are equal, whatever the router."""
+    with pytest.raises(ParameterError, match=r"every token of the text is padding \(token 0\)"):
+        tokenise(TOKENIZER, TOKENIZER.pad_token * 300, 128, 64)
+    assert tokenise(TOKENIZER, TOKENIZER.pad_token + "a", 128, 64).tokens == 2

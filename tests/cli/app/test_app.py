@@ -59,7 +59,7 @@ def test_the_package_loads_nothing_heavy_until_a_name_is_used():
 def test_every_public_name_is_there():
     for name in package.__all__:
         assert getattr(package, name) is not None
-    assert set(package.__all__) <= set(dir(package))
+    assert set(dir(package)) == {*package.__all__, *package.ROOMS}
     assert set(package.HOMES) | {"TielineError", "__version__"} == set(package.__all__)
     assert package.measure.__name__ == "tieline.measure"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -134,6 +134,17 @@ def test_tail_leaves_exact_ties_out_and_counts_them():
     assert margin_tail(torch.full((5,), torch.inf)).exponent.status.startswith("not answerable")
 
 
+@pytest.mark.parametrize("gap", [1e-3, 0.3, 1.0, 40.0])
+def test_gaps_of_one_repeated_token_have_no_tail(gap):
+    noise = 1 + 1e-7 * torch.arange(2000, dtype=torch.float64) / 2000
+    tail = margin_tail(gap * noise)
+    assert tail.fitted.value > 1e6
+    assert all(
+        x is None or math.isfinite(x) for x in (tail.constant.value, tail.constant.standard_error)
+    )
+    assert gap == 1.0 or tail.constant.status.startswith("not answerable: α =")
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -145,7 +145,7 @@ def test_a_missing_tokenizer_is_told(checkpoint, tmp_path):
         ({"source": "./model"}, "no such folder"),
         ({"source": "a/b/c"}, "no such folder"),
         ({"source": ""}, "no such folder|no config.json"),
-        ({"source": "nobody/nothing"}, "cannot load the configuration of 'nobody/nothing'"),
+        ({"source": "nobody/nothing"}, "'nobody/nothing' is no local folder, and the hub"),
         ({"dtype": "int3"}, "dtype must be one of"),
         ({"device": "warp:9"}, "device 'warp:9' cannot be used"),
     ],
