@@ -132,7 +132,7 @@ def test_the_remedies_stand_side_by_side_with_what_they_leave(audit):
     left = significant(audit.effect("router bf16").kl.value, 2)
     for words in (page(audit), shown(audit, 80)):
         flat = html.unescape(" ".join(words.split()))
-        assert "What to do" in flat
+        assert "Remedies" in flat
         assert "Smoothing wins where two independent runs must agree" in flat
         assert left in flat
         assert all(remedy.name.split(",")[0] in flat for remedy in audit.remedies.remedies)
