@@ -407,7 +407,7 @@ class RouteFileSettings(Settings):
     format: str | None = setting(
         None,
         help="vllm, sglang, tensorrt-llm, megatron, megatron-trace, verl, nemo, slime, miles, "
-        "moe-trace, table or array; by default recognised by content.",
+        "moe-trace, moe-atlas, log, table, torch or array; by default recognised by content.",
     )
 
     @property

@@ -37,7 +37,8 @@ def _terminal_parts(result: RouteCheck, width: int) -> list[RenderableType]:
     """The files, then the findings one by one."""
     rows = [(Path(name).name, *others) for name, *others in _files(result).rows]
     lines = [_finding_line(finding, len(result.files) > 1) for finding in result.findings]
-    return [text_table(FILE_HEADINGS, rows, left=2), *lines]
+    notes = [Text(note, "dim") for note in _reader_notes(result)]
+    return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines]
 
 
 def _summary(result: RouteCheck) -> str:

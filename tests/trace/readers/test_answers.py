@@ -185,9 +185,16 @@ def test_a_billion_stated_rows_cost_nothing():
         import_trace(vllm({"data": "", "shape": [10**9, 3, 2], "dtype": "int32"}))
 
 
+class Recorder:
+    """What only a pickle can restore."""
+
+
 @pytest.mark.parametrize("name", ["a.pt", "a.npz", "a.json"])
 def test_pickles_are_refused_by_name(tmp_path, name):
     torch.save({"records": torch.zeros(3)}, tmp_path / name)
+    with pytest.raises(TraceError, match="records: needs integers"):
+        import_trace(tmp_path / name)
+    torch.save({"records": Recorder()}, tmp_path / name)
     with pytest.raises(TraceError, match=r"is a pickle.*np.savez"):
         import_trace(tmp_path / name)
     (tmp_path / name).write_bytes(b"\x80\x04K\x01.")

@@ -5,6 +5,7 @@
                               written) and NeMo-RL (-1 where the live router is to choose)
     rollout_routed_experts    the same of slime and miles; also `rollout_routed_experts_0`, ..., an
                               array per sample
+    routed_experts            (tokens, layers, 2k) of prime-rl: ids, bits of float32 weights
     routing_replay_out        (tokens, k) of FlashInfer: one layer
     moe_topk_indices.0, ...   (tokens, k) of each routed layer, as Megatron replays them
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from tieline.core.errors import TraceError, require
 from tieline.trace.readers.containers import read_arrays
-from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
 from tieline.trace.record import TOKEN_KEYS
 
 ARRAY = "routed_experts"
@@ -69,6 +70,8 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
 def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     """Routes of an array (tokens, layers, k)."""
     weights, scores = _first_array(arrays, WEIGHTS), _first_array(arrays, SCORES)
+    ids, packed = unpacked_weights(ids)
+    weights = packed if weights is None else weights
     for prompt, answer in PROMPTS:
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
             sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
@@ -164,8 +167,13 @@ def batch_routes(
     if certain and bool(unwritten.any(1).all()):  # the last token of every sequence has no row
         shown = shown & ~unwritten
     require(bool(shown.any()), f"{name}: no token was routed in any layer", TraceError)
+    ids, weights = unpacked_weights(ids)
     requests = [
-        Request(ids[row, shown[row]], None if tokens is None else tokens[row, shown[row]])
+        Request(
+            ids[row, shown[row]],
+            None if tokens is None else tokens[row, shown[row]],
+            weights=None if weights is None else weights[row, shown[row]],
+        )
         for row in range(len(ids))
         if shown[row].any()
     ]

@@ -23,7 +23,7 @@ import numpy as np
 
 from tieline.core.errors import TraceError, require
 from tieline.trace.readers.containers import array_in
-from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
 
 
 class Fields(NamedTuple):
@@ -102,7 +102,9 @@ def _answer_requests(
         rows = _choice_rows(answer, choice, fields, where)
         if rows is not None:
             first = _first_position(answer, choice, fields, where) if start is None else start
-            yield Request(rows, _token_ids(answer, choice, fields, where), first)
+            ids, weights = unpacked_weights(rows)
+            tokens = _token_ids(answer, choice, fields, where)
+            yield Request(ids, tokens, first, weights)
 
 
 def _choice_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
@@ -204,7 +206,9 @@ def _sample_requests(value: Any, label: str) -> Iterator[Request]:
     ids = None if tokens is None else array_in(list(tokens), f"{label}: tokens").astype(np.int64)
     fits = ids is None or ids.ndim == 1
     require(fits, f"{label}: tokens must be a list of integers", TraceError)
-    yield Request(*_without_padding(array, ids))
+    rows, ids = _without_padding(array, ids)
+    experts, weights = unpacked_weights(rows)
+    yield Request(experts, ids, weights=weights)
 
 
 def _is_batch(routes: Any, tokens: Any) -> bool:

@@ -2,17 +2,19 @@
 
     read_arrays     all arrays of an npy, npz or safetensors file, by name
     read_values     the values of a JSON file, or of each line of a JSONL file
+    open_unpacked   the bytes of a file, unpacked if it is a gzip
     array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
                     {"data", "shape", "dtype"}
     decoded         the bytes of a base64 text
 
 No pickles and no object arrays are read, and a header must state the size that is there. A
-compressed file may grow by what its compression can do (1032 times) and to 4 GiB in all. Every
-problem is a `TraceError` that names the file and the field.
+compressed array may grow by what its compression can do (1032 times) and to 4 GiB in all, a gzip
+of text by 200 times and 64 MiB. Every problem is a `TraceError` that names the file and the field.
 """
 
 import base64
 import binascii
+import gzip
 import io
 import math
 import zipfile
@@ -35,6 +37,9 @@ _TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F
 
 
 NPY_MAGIC = b"\x93NUMPY"
+GZIP_MAGIC = b"\x1f\x8b"
+GZIP_RATIO, GZIP_FREE = 200, 64 << 20
+"""A gzip may unpack to this many times its size, plus this many bytes."""
 
 
 class _Header(NamedTuple):
@@ -131,6 +136,40 @@ def _same_size(stated: int, actual: int, name: object) -> None:
     )
 
 
+class _LimitedGzip(gzip.GzipFile):
+    """A gzip that refuses to unpack to more than `most` bytes."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, "rb")
+        self.path, self.unpacked = file, 0
+        self.most = min(MOST_BYTES, GZIP_RATIO * file.stat().st_size + GZIP_FREE)
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read at most `size` bytes; raises once more than `most` were unpacked."""
+        data = super().read1(1 << 16 if size < 0 else size)
+        self.unpacked += len(data)
+        require(
+            self.unpacked <= self.most,
+            f"{self.path}: unpacks to more than {self.most} bytes from {self.path.stat().st_size}: "
+            "no log of routes does; unpack it yourself if you trust it",
+            TraceError,
+        )
+        return data
+
+    def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fill a buffer with unpacked bytes."""
+        data = self.read1(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def open_unpacked(file: Path) -> io.BufferedReader:
+    """Open a file for reading bytes; a gzip, told by its first bytes, is unpacked with a limit."""
+    with file.open("rb") as stream:
+        packed = stream.read(2) == GZIP_MAGIC
+    return io.BufferedReader(_LimitedGzip(file)) if packed else file.open("rb")
+
+
 def read_values(path: str | Path) -> list[tuple[str, Any]]:
     """Return (label, value) of a JSON file, or of each line of a JSON Lines file.
 
@@ -138,10 +177,10 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     """
     file = Path(path)
     require(file.is_file(), f"{file}: no such file", TraceError)
-    size = file.stat().st_size
+    with parsing(file), open_unpacked(file) as stream:
+        data = stream.read(MOST_JSON + 1)
+    size = max(len(data), file.stat().st_size)
     require(size <= MOST_JSON, f"{file}: {size} bytes, at most {MOST_JSON} are read", TraceError)
-    with parsing(file):
-        data = file.read_bytes()
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     require(bool(lines), f"{file}: is empty", TraceError)
     if len(lines) == 1 or not _stands_alone(lines[0][1]):

@@ -10,13 +10,16 @@
     megatron-trace  router_trace_rank*.jsonl, or the folder of them
     moe-trace       a CSV of layer,expert
     table           a CSV or JSONL of layer, token, experts[, scores]
+    log             a CSV or JSONL with other recognisable columns, as vLLM hooks write it
+    moe-atlas       objects with activations: layer, token_idx, expert_idx, gate_weight
+    torch           a .pt of tensors, or a folder with one per layer
     imatrix         counts of llama.cpp: a load, which is no routing
 
-Pickles are refused by name: reading one runs code that is in the file.
+JSON, logs and tables may be packed by gzip. Pickles are refused: reading one runs code that is in
+the file; a .pt of plain tensors is read without running any.
 """
 
 import json
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +32,20 @@ from tieline.core.plugins import import_added
 from tieline.trace.folders import parsing
 from tieline.trace.readers.arrays import array_routes, read_array_file
 from tieline.trace.readers.completions import ROUTES, completion_routes, field, rollout_routes
-from tieline.trace.readers.containers import NPY_MAGIC, read_arrays, read_values
+from tieline.trace.readers.containers import (
+    GZIP_MAGIC,
+    NPY_MAGIC,
+    open_unpacked,
+    read_arrays,
+    read_values,
+)
 from tieline.trace.readers.llamacpp import GGUF_MAGIC, HEADER, moe_trace_routes
+from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
 from tieline.trace.readers.megatron import FILES, megatron_routes
 from tieline.trace.readers.routes import Routes, with_tokens
 from tieline.trace.readers.sglang import BOXES, sglang_routes
 from tieline.trace.readers.tables import import_table
+from tieline.trace.readers.tensors import TENSORS, is_torch_file, refuse_pickle, torch_routes
 from tieline.trace.record import RoutingTrace
 
 FORMATS = (
@@ -50,11 +61,14 @@ FORMATS = (
     "megatron-trace",
     "moe-trace",
     "table",
+    "log",
+    "moe-atlas",
+    "torch",
     "imatrix",
 )
 ARRAY_FORMATS = {"array", "verl", "nemo", "slime", "miles"}
-SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf")
-PICKLES = (".pt", ".pth", ".pkl", ".pickle")
+SUFFIXES = (".npy", ".npz", ".safetensors", ".csv", ".json", ".jsonl", ".gguf", ".pt", ".gz")
+LOGS = {"log": log_routes, "moe-atlas": atlas_routes}
 _NPY_IN_BASE64 = "k05VTVBZ"
 _LOOK_BYTES = 1 << 20
 
@@ -107,14 +121,21 @@ def recognise(path: str | Path) -> str:
     """Return the name of a file's format, by its first bytes and the names of its fields."""
     file = Path(path)
     if file.is_dir():
+        if any(file.glob(TENSORS)):
+            return "torch"
         has_traces = any(file.glob(FILES))
-        require(has_traces, f"{file}: a folder without {FILES} holds no routes", TraceError)
+        require(
+            has_traces, f"{file}: a folder without {FILES} or {TENSORS} holds no routes", TraceError
+        )
         return "megatron-trace"
     require(file.is_file(), f"{file}: no such file", TraceError)
-    with parsing(file), file.open("rb") as stream:
+    with parsing(file), open_unpacked(file) as stream:
         head = stream.read(_LOOK_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
-    _refuse_pickle(file, head)
+    packed = _is_gzip(file)
+    if not packed and is_torch_file(file):
+        return "torch"
+    refuse_pickle(file, head)
     if head[:4] == GGUF_MAGIC:
         return "imatrix"
     if head[:6] == NPY_MAGIC or head[:2] == b"PK" or file.suffix.lower() == ".safetensors":
@@ -125,11 +146,13 @@ def recognise(path: str | Path) -> str:
         return "array"  # which will say what is wrong with it
     first = head.lstrip()[:1]
     if first in (b"{", b"["):
-        return _json_format(file, head)
+        return _json_format(file, head, packed)
     line = head.split(b"\n", 1)[0].strip().decode("utf-8", "replace").split(",")
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
     if line == HEADER or digits:
         return "moe-trace"
+    if (packed or not {"layer", "token", "experts"} <= set(line)) and log_format(head, str(file)):
+        return "log"
     is_table = file.suffix.lower() in (".csv", ".jsonl")
     require(
         is_table or "experts" in line,
@@ -139,35 +162,27 @@ def recognise(path: str | Path) -> str:
     return "table"
 
 
-def _refuse_pickle(file: Path, head: bytes) -> None:
-    arrays = head[:6] == NPY_MAGIC or head[8:9] == b"{"
-    pickled = file.suffix.lower() in PICKLES and not arrays
-    pickled |= head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    if head[:2] == b"PK" and not pickled:
-        with parsing(file), zipfile.ZipFile(file) as archive:
-            pickled = any(name.endswith("data.pkl") for name in archive.namelist())
-    require(
-        not pickled,
-        f"{file}: is a pickle (torch.save, as the expert recorder of SGLang writes it), and "
-        "reading one runs code that is in the file. Where it was made, save the array instead: "
-        "np.savez('routes.npz', routed_experts=array)",
-        TraceError,
-    )
+def _is_gzip(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(2) == GZIP_MAGIC
 
 
-def _json_format(file: Path, head: bytes) -> str:
-    """The format of JSON, by the fields of its first value."""
+def _json_format(file: Path, head: bytes, packed: bool) -> str:
+    """The format of JSON, by the fields of its first value, or of its first lines."""
     line = head.split(b"\n", 1)[0]
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
         first = read_values(file)[0][1]
     form = _value_format(first)
+    if form is None or (form == "table" and packed):
+        form = log_format(head, str(file))
     if form is None:
         keys = list(first)[:6] if isinstance(first, Mapping) else type(first).__name__
         raise TraceError(
             f"{file}: no field of routes was found (routed_experts, moe_topk_indices, "
-            f"rollout_routed_experts, top_indices, or layer, token, experts); got {keys}"
+            f"rollout_routed_experts, top_indices, activations, or layer, token and experts under "
+            f"one of their usual names, such as topk_ids); got {keys}"
         )
     return form
 
@@ -228,10 +243,12 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
 
 def _file_routes(path: Path, options: ReadOptions) -> Routes:
     name = options.format or recognise(path)
+    if name == "torch":
+        return torch_routes(path)
     if name != "megatron-trace":
         require(path.is_file(), f"{path}: no such file", TraceError)
         with path.open("rb") as stream:
-            _refuse_pickle(path, stream.read(16))
+            refuse_pickle(path, stream.read(16))
     if name in READERS:
         return READERS[name](path, options)
     if name in ARRAY_FORMATS and _is_text(path):
@@ -243,6 +260,8 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
         return megatron_routes(path)
     if name == "moe-trace":
         return moe_trace_routes(path, options.k)
+    if name in LOGS:
+        return LOGS[name](path)
     if name == "table":
         return routes_of_trace(import_table(path, options.n_experts, options.k), str(path))
     require(
@@ -255,7 +274,7 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
 
 
 def _is_text(path: Path) -> bool:
-    with path.open("rb") as stream:
+    with open_unpacked(path) as stream:
         return stream.read(64).lstrip()[:1] in (b"{", b"[")
 
 
@@ -294,7 +313,7 @@ def _memory_routes(source: Any, options: ReadOptions) -> Routes:
     if isinstance(source, Mapping) and all(isinstance(x, np.ndarray) for x in source.values()):
         return _with_producer(array_routes(source, "the arrays"), options)
     name = options.format or _value_format(source)
-    if name in (None, "table", "megatron-trace"):
+    if name in (None, "table", "megatron-trace", "log", "torch"):
         kind = type(source).__name__
         raise TraceError(
             f"routes come as a path, an array (tokens, layers, k) or an answer with "

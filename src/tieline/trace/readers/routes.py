@@ -39,6 +39,9 @@ from tieline.trace.record import (
 LEAST_ROWS = 16
 """Rows from which a layer of zeros is taken for a dense one where k = 1."""
 
+LEAST_BITS = 1 << 23
+"""Bits of the least positive float32 that is not subnormal; no id of an expert is so large."""
+
 KEPT_RANKS = 4
 """Ranks kept beyond k where a producer gives the scores of all experts."""
 
@@ -156,6 +159,25 @@ def check_array(array: np.ndarray, name: str) -> None:
             f"{name}: need integers of shape (tokens, layers, k), none of them zero, "
             f"got {array.dtype} of {array.shape}"
         )
+
+
+def unpacked_weights(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Split rows of prime-rl, [ids, bits of float32 weights], into ids and weights.
+
+    Args:
+        array: integers (..., 2k). Other arrays come back as they are, without weights: the bits of
+            a positive float32 weight are never the id of an expert.
+    """
+    half = array.shape[-1] // 2
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 4 or array.shape[-1] % 2 or not half:
+        return array, None
+    ids, bits = array[..., :half], array[..., half:]
+    written = bits != 0
+    if not written.any() or int(bits[written].min()) < LEAST_BITS or int(ids.max()) >= 1 << 16:
+        return array, None
+    weights = np.ascontiguousarray(bits.astype(np.int32)).view(np.float32)
+    inside = bool(np.isfinite(weights).all()) and float(weights.max()) < 1e4
+    return (ids, weights) if inside else (array, None)
 
 
 def row_mismatch(rows: int, tokens: int, start: int = 0) -> str | None:

@@ -1,0 +1,555 @@
+"""Logs of routes: JSON lines and CSV whose columns are recognised by their names.
+
+A line holds the choice of one token in one layer (a list of experts, or numbered columns), or one
+expert of it. Columns are recognised by the names in `COLUMNS` and the type of their first value;
+the notes of the routes say what was taken for what, and what was left out:
+
+    {"type": "route", "req_id": "r0", "token_idx": 7, "layer": 0,
+     "topk_ids": [4, 19], "topk_weights": [0.31, 0.22]}
+    layer_id,token_id,expert_0,expert_1
+    {"num_experts": 64, "activations": [{"layer": 0, "token_idx": 0, "expert_idx": 15, ...}]}
+
+The last form is that of MoE-Atlas: an object per text, its choices below `activations`. Lines
+without experts whose `type` is another (a header) are left out; the number of experts is taken from
+them. Every layer must have the same tokens. Files are plain or gzip; every error names the line and
+the field.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tieline.core.errors import TraceError, require
+from tieline.core.records import LONGEST, parse_json
+from tieline.trace.folders import parsing
+from tieline.trace.readers.containers import MOST_BYTES, open_unpacked, read_values
+from tieline.trace.readers.routes import Routes
+from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
+
+COLUMNS = {
+    "experts": [
+        "topk_ids",
+        "topk_indices",
+        "topk_idx",
+        "topk_experts",
+        "top_experts",
+        "experts",
+        "expert_ids",
+        "expert_indices",
+        "selected_experts",
+        "chosen_experts",
+        "routed_experts",
+        "routing_indices",
+        "indices",
+    ],
+    "expert": ["expert", "expert_id", "expert_idx", "expert_index"],
+    "weights": [
+        "topk_weights",
+        "topk_weight",
+        "weights",
+        "expert_weights",
+        "routing_weights",
+        "gate_weights",
+        "gate_weight",
+        "combine_weights",
+        "topk_probs",
+        "topk_scores",
+        "probs",
+        "probabilities",
+        "weight",
+        "prob",
+        "gate_prob",
+        "gate",
+    ],
+    "layer": [
+        "layer",
+        "layer_id",
+        "layer_idx",
+        "layer_index",
+        "layer_number",
+        "layer_no",
+        "moe_layer",
+        "block",
+    ],
+    "token": [
+        "token_idx",
+        "token_index",
+        "token_pos",
+        "token_position",
+        "position",
+        "pos",
+        "token",
+        "tok",
+        "token_no",
+        "row",
+        "token_id",
+        "tok_id",
+    ],
+    "document": [
+        "document",
+        "doc",
+        "doc_id",
+        "document_id",
+        "req_id",
+        "request_id",
+        "request",
+        "seq_id",
+        "sequence_id",
+        "sequence",
+        "sample_id",
+        "sample",
+        "prompt_id",
+        "prompt_idx",
+        "batch_idx",
+    ],
+    "id": ["input_id", "input_ids", "vocab_id", "token_id", "id"],
+}
+"""Names of columns by what they hold, the surest first."""
+MEANINGS = {
+    "experts": "the chosen experts",
+    "expert": "one chosen expert per line",
+    "weights": "their combine weights",
+    "layer": "the layer",
+    "token": "the token",
+    "document": "the document",
+    "id": "the token id",
+}
+SIZES = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts")
+ACTIVATIONS = "activations"
+_NUMBERED = re.compile(r"(expert|expert_id|topk_id|topk|id|e|weight|prob|w)_?(\d{1,3})")
+_LOOKED_AT = 64
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+class Columns(NamedTuple):
+    """Which field of a log holds what.
+
+    Attributes:
+        fields: name of the field by its role; numbered columns are joined by spaces.
+        others: fields that were not understood.
+    """
+
+    fields: dict[str, str]
+    others: tuple[str, ...]
+
+
+class Choice(NamedTuple):
+    """The experts of one token in one layer, or one of them.
+
+    Attributes:
+        label: file and line.
+        document: name of the document.
+        token: number of the token.
+        layer: name of the layer.
+        experts: ids.
+        weights: combine weights; empty if unknown.
+        identity: id of the token in the vocabulary; -1 if unknown.
+    """
+
+    label: str
+    document: str
+    token: int
+    layer: str
+    experts: tuple[int, ...]
+    weights: tuple[float, ...]
+    identity: int
+
+
+def recognised_columns(value: Any) -> Columns | None:
+    """Return what the fields of a log's line hold; None if no field holds experts."""
+    if not isinstance(value, Mapping):
+        return None
+    lower = {str(name).strip().lower(): str(name) for name in value}
+    fields = _numbered_columns(lower)
+    for role, names in COLUMNS.items():
+        taken = set(" ".join(fields.values()).split())
+        free = [lower[name] for name in names if name in lower and lower[name] not in taken]
+        fitting = [name for name in free if _fits_role(value[name], role)]
+        if role not in fields and fitting and not (role == "expert" and "experts" in fields):
+            fields[role] = fitting[0]
+    if not {"experts", "expert"} & set(fields) or not {"layer", "token"} & set(fields):
+        return None
+    taken = set(" ".join(fields.values()).split())
+    return Columns(fields, tuple(str(name) for name in value if str(name) not in taken))
+
+
+def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
+    """Columns expert_0, expert_1, ... and weight_0, ..., joined in the order of their numbers."""
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for name, column in lower.items():
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            role = "weights" if match[1] in ("weight", "prob", "w") else "experts"
+            groups.setdefault(role, []).append((int(match[2]), column))
+    return {role: " ".join(name for _, name in sorted(group)) for role, group in groups.items()}
+
+
+def _fits_role(value: Any, role: str) -> bool:
+    if role == "experts":
+        return len(_numbers(value)) > 0 and not isinstance(value, int | float)
+    if role == "weights":
+        return len(_numbers(value)) > 0
+    if role in ("layer", "document"):
+        return isinstance(value, int | str) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, str) and bool(_INTEGER.fullmatch(value)))
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers of a list, or of a cell: separated by spaces, semicolons, commas or bars."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, int | float):
+        return [value]
+    cells = re.split(r"[\s;,|]+", value.strip().strip("[]()").strip()) if value else []
+    try:
+        return [int(cell) if _INTEGER.fullmatch(cell) else float(cell) for cell in cells]
+    except ValueError:
+        return []
+
+
+def log_format(head: bytes, name: str) -> str | None:
+    """Return "log" or "moe-atlas" if the first bytes of a text file hold such lines, else None."""
+    lines = [line for line in head.split(b"\n") if line.strip()][:_LOOKED_AT]
+    if not lines or lines[0].lstrip()[:1] not in (b"{", b"["):
+        cells = next(csv.reader([lines[0].decode("utf-8", "replace")]), []) if lines else []
+        second = next(csv.reader([lines[1].decode("utf-8", "replace")]), []) if lines[1:] else []
+        return "log" if recognised_columns(dict(zip(cells, second, strict=False))) else None
+    if re.search(rb'"activations"\s*:\s*\[', head):
+        return "moe-atlas"
+    for line in lines:
+        try:
+            value = parse_json(line, name)
+        except TraceError:
+            return None
+        if recognised_columns(value):
+            return "log"
+    return None
+
+
+def log_routes(path: str | Path) -> Routes:
+    """Read a log of routes in JSON lines or CSV, plain or gzip."""
+    file = Path(path)
+    require(file.is_file(), f"{file}: no such file", TraceError)
+    size = file.stat().st_size
+    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    log = _Log(str(file))
+    with parsing(file):
+        choices = list(log.choices(_objects(file)))
+    require(bool(choices), f"{file}: no line holds experts", TraceError)
+    return _routes_of_choices(choices, "log", log)
+
+
+def atlas_routes(path: str | Path) -> Routes:
+    """Read texts of MoE-Atlas: JSON, or an object per line, each a document."""
+    values = read_values(path)
+    texts = [
+        (label, text)
+        for label, value in values
+        for text in (value if isinstance(value, list) else [value])
+    ]
+    log, choices = _Log(str(path)), []
+    for number, (label, text) in enumerate(texts):
+        rows = text.get(ACTIVATIONS) if isinstance(text, Mapping) else None
+        if not isinstance(rows, list):
+            raise TraceError(f"{label}: field {ACTIVATIONS} is missing, or is no list")
+        log.take_size(text)
+        lines = ((f"{label}: {ACTIVATIONS}[{i}]", row) for i, row in enumerate(rows))
+        choices += [choice._replace(document=str(number)) for choice in log.choices(lines)]
+    require(bool(choices), f"{path}: no text has {ACTIVATIONS}", TraceError)
+    return _routes_of_choices(_ordered_by_weight(choices), "moe-atlas", log)
+
+
+def _ordered_by_weight(choices: list[Choice]) -> list[Choice]:
+    """Choices of a token in a layer beside each other, the largest weight first."""
+    return sorted(
+        choices, key=lambda x: (int(x.document), x.layer, x.token, *(-w for w in x.weights))
+    )
+
+
+def _objects(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Label and fields of each line."""
+    with open_unpacked(file) as stream:
+        first = stream.peek(64)
+        lines = _limited_lines(stream, file)
+        if first.lstrip()[:1] in (b"{", b"["):
+            for label, data in lines:
+                value = parse_json(data, label)
+                if not isinstance(value, dict):
+                    raise TraceError(f"{label}: must hold a JSON object")
+                yield label, value
+            return
+        texts = (data.decode("utf-8") for _, data in lines)
+        reader = csv.reader(texts, strict=True)
+        names = next(reader, [])
+        require(len(set(names)) == len(names), f"{file}: line 1: a column comes twice", TraceError)
+        for cells in reader:
+            label = f"{file}: line {reader.line_num}"
+            full = len(cells) == len(names)
+            require(full, f"{label}: {len(cells)} cells, the header has {len(names)}", TraceError)
+            yield label, dict(zip(names, cells, strict=True))
+
+
+def _limited_lines(stream: Any, file: Path) -> Iterator[tuple[str, bytes]]:
+    number = 0
+    while data := stream.readline(LONGEST + 1):
+        number += 1
+        require(
+            len(data) <= LONGEST,
+            f"{file}: line {number}: longer than {LONGEST} bytes: no line of routes is",
+            TraceError,
+        )
+        if data.strip():
+            yield f"{file}: line {number}", data
+
+
+class _Log:
+    """What is learnt while the lines of a log are read.
+
+    Attributes:
+        name: the file.
+        columns: which field holds what, from the first line with experts.
+        n_experts: number of experts that a line states.
+        skipped: lines without experts, by their type.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.columns: Columns | None = None
+        self.kind: Any = None
+        self.n_experts: int | None = None
+        self.skipped: dict[str, int] = {}
+
+    def take_size(self, value: Mapping[str, Any]) -> None:
+        """Take the number of experts that a line states."""
+        stated = next((value[name] for name in SIZES if name in value), None)
+        if type(stated) is int and 0 < stated <= MOST_EXPERTS:
+            self.n_experts = stated
+
+    def choices(self, lines: Iterable[tuple[str, Any]]) -> Iterator[Choice]:
+        """The choices of the lines; lines of another type are counted and left out."""
+        for label, value in lines:
+            if not isinstance(value, Mapping):
+                raise TraceError(f"{label}: must hold a JSON object")
+            kind = value.get("type")
+            if self.columns is None:
+                self.columns, self.kind = recognised_columns(value), kind
+            if self.columns is None or kind != self.kind:
+                self._skip(label, value)
+                continue
+            yield self._choice(label, value, self.columns.fields)
+
+    def _skip(self, label: str, value: Mapping[str, Any]) -> None:
+        kind = value.get("type")
+        if kind is None:
+            raise TraceError(
+                f"{label}: no field of experts was recognised, got {list(value)[:8]!r:.200}; "
+                f"experts are called {', '.join(COLUMNS['experts'][:5])}, ..."
+            )
+        self.take_size(value)
+        self.skipped[str(kind)] = self.skipped.get(str(kind), 0) + 1
+
+    def _choice(self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]) -> Choice:
+        single = "experts" not in fields
+        experts = _listed(value, fields["expert" if single else "experts"], label, whole=True)
+        weights = _listed(value, fields["weights"], label) if "weights" in fields else ()
+        require(
+            len(weights) in (0, len(experts)),
+            f"{label}: {len(weights)} {fields.get('weights')} for {len(experts)} experts",
+            TraceError,
+        )
+        return Choice(
+            label,
+            str(_present(value, fields["document"], label)) if "document" in fields else "",
+            _whole(value, fields["token"], label) if "token" in fields else -1,
+            _layer_name(_present(value, fields["layer"], label), label)
+            if "layer" in fields
+            else "0",
+            tuple(experts),
+            tuple(map(float, weights)),
+            _whole(value, fields["id"], label) if "id" in fields else -1,
+        )
+
+    def notes(self) -> list[str]:
+        """Say what was taken for what, and what was left out."""
+        if self.columns is None:
+            return []
+        taken = [f"{name} for {MEANINGS[role]}" for role, name in self.columns.fields.items()]
+        notes = [f"took {', '.join(taken)}"]
+        others = [name for name in self.columns.others if name != "type"]
+        if others:
+            notes.append(f"left out the fields {', '.join(others[:8])}")
+        for kind, count in islice(self.skipped.items(), 4):
+            notes.append(f"{count} lines of type {kind!r:.40} hold no routes")
+        return notes
+
+
+def _present(value: Mapping[str, Any], name: str, label: str) -> Any:
+    if value.get(name) is None:
+        raise TraceError(f"{label}: field {name} is missing")
+    return value[name]
+
+
+def _whole(value: Mapping[str, Any], name: str, label: str) -> int:
+    number = _present(value, name, label)
+    if isinstance(number, str) and _INTEGER.fullmatch(number):
+        number = int(number)
+    if type(number) is not int or not 0 <= number < 1 << 40:
+        raise TraceError(f"{label}: field {name} must be a whole number >= 0, got {number!r:.40}")
+    return number
+
+
+def _layer_name(layer: Any, label: str) -> str:
+    plain = isinstance(layer, int | str) and not isinstance(layer, bool)
+    fits = plain and 0 < len(str(layer)) <= 256
+    require(fits, f"{label}: field layer must be a number or a name, got {layer!r:.40}", TraceError)
+    return str(layer)
+
+
+def _listed(
+    value: Mapping[str, Any], names: str, label: str, *, whole: bool = False
+) -> Sequence[Any]:
+    """Numbers of a field, or of numbered columns."""
+    cells = [_present(value, name, label) for name in names.split()]
+    cell = cells[0] if len(cells) == 1 else " ".join(map(str, cells))
+    numbers = _numbers(cell) if isinstance(cell, list | int | float | str) else []
+    kinds = (int,) if whole else (int, float)
+    fits = bool(numbers) and all(type(x) in kinds and abs(x) < 1 << 31 for x in numbers)
+    need = "whole numbers" if whole else "numbers"
+    require(fits, f"{label}: field {names} must hold {need}, got {cell!r:.60}", TraceError)
+    return numbers
+
+
+class _Row(NamedTuple):
+    """A choice whose experts are complete."""
+
+    key: tuple[str, int]
+    label: str
+    experts: tuple[int, ...]
+    weights: tuple[float, ...]
+    identity: int
+
+
+def _rows_by_layer(choices: Sequence[Choice]) -> dict[str, list[_Row]]:
+    """Rows of each layer in the order of the file; lines of one expert each are joined."""
+    layers: dict[str, list[_Row]] = {}
+    for (document, layer, token), lines in groupby(
+        choices, lambda x: (x.document, x.layer, x.token)
+    ):
+        group = list(lines)
+        joined = group if token < 0 or len(group[0].experts) > 1 else [_joined(group)]
+        rows = layers.setdefault(layer, [])
+        require(
+            len(layers) <= MOST_LAYERS,
+            f"{group[0].label}: more than {MOST_LAYERS} layers",
+            TraceError,
+        )
+        for x in joined:
+            number = len(rows) if token < 0 else token
+            rows.append(_Row((document, number), x.label, x.experts, x.weights, x.identity))
+    return layers
+
+
+def _joined(group: list[Choice]) -> Choice:
+    """One choice from lines that hold one expert each."""
+    experts = tuple(expert for x in group for expert in x.experts)
+    weights = tuple(weight for x in group for weight in x.weights)
+    return group[0]._replace(experts=experts, weights=weights)
+
+
+def _routes_of_choices(choices: Sequence[Choice], producer: str, log: _Log) -> Routes:
+    layers = _rows_by_layer(choices)
+    numbered = all(name.isascii() and name.isdecimal() and len(name) < 10 for name in layers)
+    names = sorted(layers, key=int) if numbered else list(layers)
+    first = layers[names[0]]
+    _check_widths(layers)
+    unique = len({row.key for row in first}) == len(first)
+    columns = [
+        first,
+        *(_aligned(layers[name], first, name, names[0], unique) for name in names[1:]),
+    ]
+    documents, positions, note = _places(first, unique)
+    order = np.argsort(documents, kind="stable")
+    weighted = all(row.weights for column in columns for row in column)
+    identities = np.array([row.identity for row in first])
+    experts = np.stack([np.array([row.experts for row in column]) for column in columns], 1)
+    weights = None
+    if weighted:
+        weights = np.stack([np.array([row.weights for row in column]) for column in columns], 1)
+    return Routes(
+        experts[order],
+        producer,
+        log.name,
+        identities[order] if (identities >= 0).all() else None,
+        documents[order],
+        positions[order],
+        None if weights is None else weights[order].astype(np.float64),
+        layer_names=tuple(f"layers.{name}" if numbered else name for name in names),
+        n_experts=log.n_experts,
+        notes=(*log.notes(), *note),
+    )
+
+
+def _check_widths(layers: Mapping[str, list[_Row]]) -> None:
+    width = len(next(iter(layers.values()))[0].experts)
+    for name, rows in layers.items():
+        for row in rows:
+            if len(row.experts) != width:
+                raise TraceError(
+                    f"{row.label}: {len(row.experts)} experts in layer {name!r:.40}, the first "
+                    f"line has {width}"
+                )
+
+
+def _aligned(
+    rows: list[_Row], first: list[_Row], name: str, first_name: str, unique: bool
+) -> list[_Row]:
+    """Rows of a layer in the order of the first layer's; raises if the tokens differ."""
+    if unique and len({row.key for row in rows}) == len(rows):
+        by_key = {row.key: row for row in rows}
+        known = {row.key for row in first}
+        for missing, where in (
+            (next((row for row in first if row.key not in by_key), None), name),
+            (next((row for row in rows if row.key not in known), None), first_name),
+        ):
+            if missing is not None:
+                raise TraceError(_missing_token(missing, where))
+        return [by_key[row.key] for row in first]
+    for mine, theirs in zip(rows, first, strict=False):
+        if mine.key != theirs.key:
+            raise TraceError(
+                f"{mine.label}: layer {name!r:.40} has token {mine.key[1]} where layer "
+                f"{first_name!r:.40} has token {theirs.key[1]}: layers are mixed"
+            )
+    if len(rows) != len(first):
+        longer, where = (rows, first_name) if len(rows) > len(first) else (first, name)
+        raise TraceError(_missing_token(longer[min(len(rows), len(first))], where))
+    return rows
+
+
+def _missing_token(row: _Row, layer: str) -> str:
+    document = f" of document {row.key[0]!r:.40}" if row.key[0] else ""
+    return (
+        f"{row.label}: token {row.key[1]}{document} is missing in layer {layer!r:.40}: every layer "
+        "must have the same tokens"
+    )
+
+
+def _places(rows: list[_Row], unique: bool) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Documents and positions; token numbers that begin anew begin a document each."""
+    positions = np.array([row.key[1] for row in rows])
+    names: dict[str, int] = {}
+    numbers = np.array([names.setdefault(row.key[0], len(names)) for row in rows])
+    if unique:
+        return numbers, positions, []
+    begins = (np.diff(numbers) != 0) | (np.diff(positions) <= 0)
+    documents = np.concatenate([[0], np.cumsum(begins)])
+    note = (
+        f"the numbers of tokens begin anew {int(begins.sum())} times: each stretch, a pass of the "
+        "engine, is a document of its own"
+    )
+    return documents, positions, [note]

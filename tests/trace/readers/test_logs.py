@@ -1,0 +1,212 @@
+"""Logs with columns under any usual name: what is taken for what, and what is refused."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import tieline as tl
+from tieline.core.errors import TraceError
+from tieline.trace import import_trace
+from tieline.trace.readers import ReadOptions, read_routes, recognise
+from tieline.trace.readers.routes import unpacked_weights
+
+RNG = np.random.default_rng(3)
+IDS = RNG.random((40, 2, 16)).argsort(axis=2)[..., :4]
+WEIGHTS = np.sort(RNG.random((40, 2, 4)), axis=2)[..., ::-1]
+
+
+def route(token, layer, **more):
+    return {
+        "type": "route",
+        "req_id": f"r{token // 20}",
+        "token_idx": token % 20,
+        "layer": layer,
+        "topk_ids": IDS[token, layer].tolist(),
+        "topk_weights": WEIGHTS[token, layer].tolist(),
+        **more,
+    }
+
+
+META = {"type": "meta", "model_id": "m", "top_k": 4, "num_experts": 16}
+ROUTES = [route(token, layer) for layer in range(2) for token in range(40)]
+
+
+def written(path, lines):
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.log.gz"])
+def test_a_log_of_a_hook_in_vllm_is_read_plain_and_packed(tmp_path, name):
+    file = written(tmp_path / name, [META, *ROUTES])
+    assert recognise(file) == "log"
+    routes = read_routes(file)
+    assert np.array_equal(routes.experts, IDS)
+    assert np.allclose(routes.weights, WEIGHTS)
+    assert routes.n_experts == 16
+    assert routes.documents.tolist() == [0] * 20 + [1] * 20
+    assert routes.positions.tolist() == [*range(20)] * 2
+    assert routes.layer_names == ("layers.0", "layers.1")
+    assert "took topk_ids for the chosen experts" in routes.notes[0]
+    assert "req_id for the document" in routes.notes[0]
+    assert any("'meta'" in note for note in routes.notes)
+    assert import_trace(file).n_tokens == 40
+    assert "took topk_ids" in tl.check(file).files[0].said[0]
+
+
+def test_numbers_that_begin_anew_begin_a_document(tmp_path):
+    lines = [route(token, 0) | {"req_id": "r", "token_idx": token % 8} for token in range(40)]
+    routes = read_routes(written(tmp_path / "a.jsonl", lines))
+    assert routes.documents.tolist() == np.repeat(range(5), 8).tolist()
+    assert any("begin anew 4 times" in note for note in routes.notes)
+
+
+def csv_text(head, cells):
+    rows = [cells(t, la) for la in range(2) for t in range(40)]
+    return head + "\n" + "\n".join(rows) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "cells"),
+    [
+        (
+            "layer_id,token_id,expert_0,expert_1,expert_2,expert_3",
+            lambda t, la: f"{la},{t}," + ",".join(map(str, IDS[t, la])),
+        ),
+        ("step,pos,Layer,TopK_IDs", lambda t, la: f'9,{t},{la},"{IDS[t, la].tolist()}"'),
+        (
+            "layer_idx,token_idx,experts",
+            lambda t, la: f"{la},{t}," + "|".join(map(str, IDS[t, la])),
+        ),
+        (
+            "token,layer,expert_id,prob",
+            lambda t, la: "\n".join(f"{t},{la},{e},0.5" for e in IDS[t, la]),
+        ),
+    ],
+)
+def test_tables_of_simulators_are_recognised_by_their_columns(tmp_path, head, cells):
+    file = tmp_path / "a.csv"
+    file.write_text(csv_text(head, cells))
+    routes = read_routes(file)
+    assert routes.producer == "log"
+    assert np.array_equal(routes.experts, IDS)
+    packed = tmp_path / "a.csv.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert np.array_equal(read_routes(packed).experts, IDS)
+
+
+def test_fields_that_were_not_understood_are_listed(tmp_path):
+    lines = [route(t, 0, latency_ms=1.5) for t in range(20)]
+    (_, note) = read_routes(written(tmp_path / "a.jsonl", lines)).notes
+    assert note == "left out the fields latency_ms"
+
+
+def atlas(document, indices):
+    activations = [
+        {
+            "layer": la,
+            "token_idx": n,
+            "expert_idx": int(IDS[t, la, j]),
+            "gate_weight": WEIGHTS[t, la, j],
+        }
+        for n, t in enumerate(indices)
+        for j in (2, 0, 3, 1)
+        for la in range(2)
+    ]
+    return {
+        "model_id": "m",
+        "num_experts": 16,
+        "text": f"text {document}",
+        "activations": activations,
+    }
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_texts_of_moe_atlas(tmp_path, lines):
+    texts = [atlas(0, range(25)), atlas(1, range(25, 40))]
+    file = tmp_path / ("a.jsonl" if lines else "a.json")
+    file.write_text("\n".join(map(json.dumps, texts)) if lines else json.dumps(texts, indent=1))
+    routes = read_routes(file)
+    assert routes.producer == "moe-atlas"
+    assert np.array_equal(routes.experts, IDS)
+    assert np.allclose(routes.weights, WEIGHTS)
+    assert routes.documents.tolist() == [0] * 25 + [1] * 15
+    assert routes.n_experts == 16
+
+
+def test_packed_ids_and_weight_bits_of_prime_rl(tmp_path):
+    weights = WEIGHTS.astype(np.float32)
+    packed = np.concatenate([IDS.astype(np.int32), weights.view(np.int32)], 2)
+    ids, found = unpacked_weights(packed)
+    assert np.array_equal(ids, IDS)
+    assert np.array_equal(found, weights)
+    plain, none = unpacked_weights(IDS)
+    assert plain is IDS
+    assert none is None
+    np.save(tmp_path / "a.npy", packed)
+    routes = read_routes(tmp_path / "a.npy")
+    assert np.array_equal(routes.experts, IDS)
+    assert np.array_equal(routes.weights, weights)
+    batch = read_routes({"routed_experts": packed.reshape(2, 20, 2, 8)}, ReadOptions())
+    assert np.array_equal(batch.weights, weights)
+
+
+LACKING = {key: value for key, value in route(3, 0).items() if key != "topk_ids"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([META, route(0, 0), LACKING], "line 3: field topk_ids is missing"),
+        ([route(0, 0), route(1, 0) | {"layer": None}], "line 2: field layer is missing"),
+        (
+            [route(0, 0), route(1, 0) | {"token_idx": "x"}],
+            "line 2: field token_idx must be a whole",
+        ),
+        ([route(0, 0), route(1, 0, topk_ids=[1, 2])], "line 2: 4 topk_weights for 2 experts"),
+        ([route(0, 0), route(1, 0, topk_ids=[1, 2, 3, "a"])], "line 2: field topk_ids must hold"),
+        (
+            [route(0, 0), route(1, 0, topk_ids=[1], topk_weights=[1.0])],
+            "line 2: 1 experts in layer '0', the first line has 4",
+        ),
+        ([*ROUTES[:40], *ROUTES[41:]], "line 1: token 0 of document 'r0' is missing in layer '1'"),
+        (
+            [*ROUTES[:39], *ROUTES[40:]],
+            "line 79: token 19 of document 'r1' is missing in layer '0'",
+        ),
+        (
+            [*ROUTES[:4], route(0, 0), *ROUTES[40:43], route(5, 1), route(0, 1)],
+            "line 9: layer '1' has token 5 where layer '0' has token 3: layers are mixed",
+        ),
+        ([META, {"a": 1}], "no field of routes was found"),
+        ([META, META], "no field of routes was found"),
+        ([route(0, 0), "x"], "line 2: must hold a JSON object"),
+    ],
+)
+def test_bad_lines_are_refused_by_line_and_field(tmp_path, lines, words):
+    with pytest.raises(TraceError) as caught:
+        import_trace(written(tmp_path / "a.jsonl", lines))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gzip_bombs_are_refused(tmp_path, monkeypatch):
+    from tieline.trace.readers import containers
+
+    monkeypatch.setattr(containers, "GZIP_FREE", 1 << 20)
+    bomb = tmp_path / "bomb.jsonl.gz"
+    line = (json.dumps(route(0, 0)) + "\n").encode()
+    bomb.write_bytes(gzip.compress(line + b"\n" * (40 << 20)))
+    with pytest.raises(TraceError, match="unpacks to more than"):
+        import_trace(bomb)
+    long = tmp_path / "long.jsonl.gz"
+    long.write_bytes(gzip.compress(line + b"[" * (1 << 25)))
+    with pytest.raises(TraceError, match=r"unpacks to more|longer than"):
+        import_trace(long)
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(line * 50)[:-20])
+    with pytest.raises(TraceError, match="cannot be read"):
+        import_trace(cut)
