@@ -121,13 +121,7 @@ def recognise(path: str | Path) -> str:
     """Return the name of a file's format, by its first bytes and the names of its fields."""
     file = Path(path)
     if file.is_dir():
-        if any(file.glob(TENSORS)):
-            return "torch"
-        has_traces = any(file.glob(FILES))
-        require(
-            has_traces, f"{file}: a folder without {FILES} or {TENSORS} holds no routes", TraceError
-        )
-        return "megatron-trace"
+        return _folder_format(file)
     require(file.is_file(), f"{file}: no such file", TraceError)
     with parsing(file), open_unpacked(file) as stream:
         head = stream.read(_LOOK_BYTES)
@@ -160,6 +154,15 @@ def recognise(path: str | Path) -> str:
         TraceError,
     )
     return "table"
+
+
+def _folder_format(folder: Path) -> str:
+    if any(folder.glob(TENSORS)):
+        return "torch"
+    has_traces = any(folder.glob(FILES))
+    message = f"{folder}: a folder without {FILES} or {TENSORS} holds no routes"
+    require(has_traces, message, TraceError)
+    return "megatron-trace"
 
 
 def _is_gzip(file: Path) -> bool:
