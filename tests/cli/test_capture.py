@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engines.fakes import HONEST, fake_engine
+from tieline.engines.registry import list_engines
 from tieline.trace import load_trace
 
 
@@ -79,10 +80,14 @@ def test_wrong_words_are_refused_before_any_work(tieline, tmp_path, monkeypatch,
 
 def test_engines_are_listed_with_how_to_install_them(tieline, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = tieline("capture", "--list-engines")
     assert code == 0, err
     for words in ("transformers", "llama.cpp", "vllm", "mlx", "not found", "$VENV/bin/pip install"):
         assert words in out
+    long = [line for engine in list_engines().engines if engine.folder for line in engine.install]
+    assert max(map(len, long)) > 80
+    assert set(long) - {""} <= set(out.splitlines()), "a command that is cut cannot be copied"
     code, out, _ = tieline("capture", "--list-engines", "--json", "-")
     found = {one["name"]: one["python"] for one in json.loads(out)["engines"]}
     assert found["vllm"] == ""

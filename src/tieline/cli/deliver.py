@@ -205,7 +205,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
             _to_stdout(contents[STDOUT])
         else:
             console = Console(file=unfiltered(sys.stdout), highlight=False, soft_wrap=False)
-            console.print(report.terminal(result, console.width))
+            console.print(report.terminal(result, console.width), crop=False)  # commands are copied
     for path in outputs.written:
         say(f"wrote {path}")
     if hint and not outputs.written and not outputs.to_stdout:

@@ -11,7 +11,15 @@ from rich.console import Console
 
 from tests.report.browser import find_browser, look_at
 from tieline.core.errors import TielineError
-from tieline.lab.report.design import cell_text, figures, notebook, page, summary, terminal
+from tieline.lab.report.design import (
+    cell_text,
+    figures,
+    notebook,
+    page,
+    recommendation,
+    summary,
+    terminal,
+)
 from tieline.lab.tropical.advisor import PRESETS, Entry, LayerShape, advise
 from tieline.report.drawing import drawn_bytes
 
@@ -46,6 +54,27 @@ def test_long_numbers_are_powers_of_ten():
     assert cell_text("coalitions", Entry(1820, 3.26)) == "1,820"
     assert cell_text("parameters", Entry(402_784_256, 8.6)) == "4.03e8"
     assert cell_text("bf16_flips", Entry(0.0219, -1.66)) == "2.2 %"
+
+
+@pytest.mark.parametrize(
+    ("preset", "splits", "advice"),
+    [
+        ("olmoe", (1, 2, 4, 8), "Do not go beyond 16 of 128 experts unless the router computes"),
+        ("olmoe", (8, 1, 4, 2), "Do not go beyond 16 of 128 experts unless the router computes"),
+        ("olmoe", (1,), "8 of 64 experts are fine, also with a router in bf16: rounding"),
+        ("olmoe", (8,), "Keep the router in float32: rounding its scores to bf16 changes"),
+    ],
+)
+def test_the_recommendation_leads_in_one_sentence(preset, splits, advice):
+    result = advise(PRESETS[preset], 16, splits)
+    text = recommendation(result)
+    assert text.startswith(advice)
+    assert text.count(". ") == 0
+    assert text.endswith(".")
+    lines = shown(terminal(result, 80), 80).splitlines()
+    assert advice[:40] in lines[1]
+    assert text in summary(result)
+    assert "1e+" not in text
 
 
 def test_a_first_split_other_than_one_is_told():

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Unpack
 
 from tieline._version import __version__
@@ -79,17 +79,19 @@ class Catalogue(Result):
     Attributes:
         papers: the papers of the claims.
         claims: the claims, in the order of the papers.
+        in_full: whether a terminal shows every claim rather than their number by paper.
     """
 
     format: ClassVar[str] = "tieline-claims"
 
     papers: tuple[PaperTitle, ...]
     claims: tuple[Claim, ...]
+    in_full: bool = field(default=True, metadata={"json": False})
 
     @classmethod
-    def of(cls, claims: Sequence[Claim]) -> "Catalogue":
+    def of(cls, claims: Sequence[Claim], in_full: bool = True) -> "Catalogue":
         """Collect claims with their papers."""
-        return cls(_titles(claims), tuple(claims))
+        return cls(_titles(claims), tuple(claims), in_full)
 
 
 @takes_settings(ReproduceSettings)

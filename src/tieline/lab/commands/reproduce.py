@@ -10,6 +10,7 @@ import typer
 from tieline.cli.app import CONDITION_HELD, OUR_BUG, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
+from tieline.core.errors import require
 from tieline.lab.settings import ReproduceSettings
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ def reproduce(
         list[str] | None,
         typer.Argument(help="all, papers (0, boundary-mass, ...) or claims.", metavar="CLAIM ..."),
     ] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show the claims, test none.")] = False,
+    show: Annotated[
+        bool, typer.Option("--list", help="Show the claims, many of them by paper; test none.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="With --list: show every claim.")] = False,
     settings: ReproduceSettings,
     html: Html = None,
     json_to: Json = None,
@@ -37,13 +41,14 @@ def reproduce(
     """
     outputs = Outputs(html, json_to, extended=settings.results, overwrite=overwrite)
     outputs.check()
+    require(show or not every, "--all is for --list")
     names = claims or ["all"]
     with progress_bars(first="loading the claims"):
         from tieline.lab import claims as ledgers
 
         chosen = ledgers.select(names)
     if show:
-        deliver(ledgers.Catalogue.of(chosen), outputs)
+        deliver(ledgers.Catalogue.of(chosen, in_full=every), outputs)
         return
     say(_plan(chosen, settings))
     with progress_bars(first="claims") as progress:

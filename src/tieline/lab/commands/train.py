@@ -21,7 +21,7 @@ GRACE = 2.0
 def train(
     *,
     recipe: Annotated[
-        str | None, typer.Argument(help="Name of a recipe; --list shows all.", metavar="RECIPE")
+        str | None, typer.Argument(help="Name of a recipe; --list shows them.", metavar="RECIPE")
     ] = None,
     out: Annotated[
         Path | None,
@@ -31,7 +31,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show size, data and time of the run, train nothing.")
     ] = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="Show the recipes.")] = False,
+    list_recipes: Annotated[
+        bool, typer.Option("--list", help="Show the recipes in groups.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="With --list: show every recipe.")] = False,
     html: Html = None,
     json_to: Json = None,
     overwrite: Overwrite = False,
@@ -46,9 +49,10 @@ def train(
     if list_recipes:
         from tieline.lab.training.recipes import recipe_list
 
-        deliver(recipe_list(), outputs)
+        deliver(recipe_list(in_full=every), outputs)
         return
-    require(recipe is not None, "name a recipe; `tieline train --list` shows all")
+    require(not every, "--all is for --list")
+    require(recipe is not None, "name a recipe; `tieline train --list` shows them")
     with progress_bars(first="loading the libraries"):
         from tieline.analysis.sources import quiet_transformers
         from tieline.core.processes import FirstRankError

@@ -1,5 +1,6 @@
 """The design advisor's numbers: report, figure and tables."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tieline.lab.tropical.advisor import Advice, Entry
+from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.drawing import chart_figure
@@ -75,6 +76,50 @@ TIES = {
 """The curve of each quantity."""
 
 
+MOST_FLIPS = 0.05
+"""Share of tokens that bf16 may flip in a layer of the recommended split."""
+
+
+def recommendation(result: Advice) -> str:
+    """Say how far to split the experts: as far as bf16 flips at most `MOST_FLIPS` of the tokens.
+
+    The gain of a split is the expected number of linear pieces; its cost, the flips, falls away
+    where the router computes in float32.
+    """
+    rows = sorted(result.rows, key=lambda row: row.split)
+    stable = [row for row in rows if _number(row, "bf16_flips") <= MOST_FLIPS]
+    finest = rows[-1]
+    if not stable:
+        return f"Keep the router in float32: {_flips_text(rows[0], finest)}."
+    if stable[-1] is finest:
+        return f"{_shape_text(finest)} are fine, also with a router in bf16: {_flips_text(finest)}."
+    gain = _number(finest, "expected_gain") / _number(stable[-1], "expected_gain")
+    return (
+        f"Do not go beyond {_shape_text(stable[-1])} unless the router computes in float32: "
+        f"{_flips_text(stable[-1], finest)}, for {significant(gain, 2)} times the expected linear "
+        "pieces."
+    )
+
+
+def _number(row: Granularity, name: str) -> float:
+    """A number of a granularity; infinite where it has none."""
+    value = row.entries[name].value
+    return math.inf if value is None else float(value)
+
+
+def _flips_text(*rows: Granularity) -> str:
+    """What rounding to bf16 does to the tokens at some granularities, each named once."""
+    shares = dict.fromkeys(
+        f"{cell_text('bf16_flips', row.entries['bf16_flips'])} of tokens with {_shape_text(row)}"
+        for row in rows
+    )
+    return f"rounding its scores to bf16 changes the choice of {' and '.join(shares)}"
+
+
+def _shape_text(row: Granularity) -> str:
+    return f"{row.shape.k} of {row.shape.n_experts} experts"
+
+
 def _report(result: Advice) -> Report:
     """Numbers by split, figure, and where each number holds."""
     table = _split_table(result)
@@ -83,6 +128,7 @@ def _report(result: Advice) -> Report:
         kind="design",
         title=f"Design of {result.source}",
         facts=_facts(result),
+        verdict=recommendation(result),
         table=lambda: table,
         body=lambda: {"sections": _page_sections(result, table, figures["design"])},
         figures=figures,
@@ -118,13 +164,15 @@ def _terminal(result: Advice, width: int) -> RenderableType:
     measured: list[RenderableType] = []
     if result.measured:
         measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
-    return view(result.source, _facts(result), "", table, notes, *measured, meanings)
+    return view(
+        result.source, _facts(result), recommendation(result), table, notes, *measured, meanings
+    )
 
 
 def _summary(result: Advice) -> str:
     """Source, shape and splits in two lines."""
     splits = ", ".join(str(row.split) for row in result.rows)
-    return f"Design of {result.source}, splits {splits}\n{_facts(result)}"
+    return f"Design of {result.source}, splits {splits}\n{_facts(result)}\n{recommendation(result)}"
 
 
 page, figures, terminal, summary, notebook = views(_report)._replace(

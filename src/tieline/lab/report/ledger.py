@@ -5,6 +5,7 @@ figure is named after the claim. `CATALOGUE` has the views of the catalogue.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -268,14 +269,36 @@ def _catalogue_listing(result: Catalogue) -> Listing:
 
 
 def _catalogue_view(result: Catalogue) -> RenderableType:
-    """One row per claim; a few claims are shown in full."""
+    """One row per claim, or per paper for those of several; a few claims are shown in full."""
     listing = _catalogue_listing(result).table
+    if len(result.papers) > 1 and len(result.claims) > FEW and not result.in_full:
+        return _papers_view(result)
     table = text_table(listing.head, (), len(listing.head), fold=True)
     table.columns[0].no_wrap = True
     for claim, cells in zip(result.claims, listing.rows, strict=True):
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=STYLES[claim.expected]))
     in_full = map(claim_text, result.claims) if len(result.claims) <= FEW else ()
     return Group(table, *in_full)
+
+
+def _papers_view(result: Catalogue) -> RenderableType:
+    """Number of claims of each paper by expected verdict."""
+    counts = Counter((claim.paper, claim.expected) for claim in result.claims)
+    verdicts = [verdict for verdict in Verdict if verdict in {v for _, v in counts}]
+    rows = [
+        (
+            f"{title.paper} {title.name}",
+            *(str(counts[title.paper, verdict] or DASH) for verdict in verdicts),
+        )
+        for title in result.papers
+    ]
+    table = text_table(("paper", *map(str, verdicts)), rows, 1, fold=True)
+    table.columns[0].no_wrap = True
+    hint = (
+        f"`tieline reproduce {result.papers[0].paper} --list` shows the claims of one paper, "
+        f"`tieline reproduce --list --all` all {len(result.claims)}."
+    )
+    return Group(table, Text(hint))
 
 
 CATALOGUE = listing_views(_catalogue_listing, _catalogue_view)

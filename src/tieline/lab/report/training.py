@@ -4,10 +4,11 @@ PLAN       views of the plan of a run
 RECIPES    views of the list of recipes; those of a run are names of the module
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.report.charts import Axis, Chart, Series
@@ -163,10 +164,37 @@ def _recipes_listing(result: "RecipeList") -> Listing:
 
 
 def _recipes_view(result: "RecipeList") -> RenderableType:
+    """One row per recipe, or per group of recipes that train the same model on similar data."""
     recipes = _recipes_listing(result).table
-    table = text_table(recipes.head, recipes.rows, 2, fold=True)
-    table.columns[0].no_wrap = True
-    return table
+    if result.in_full:
+        table = text_table(recipes.head, recipes.rows, 2, fold=True)
+        table.columns[0].no_wrap = True
+        return table
+    groups = _recipe_groups(recipes.rows)
+    rows = [
+        ("\n".join(names), str(sum(names.values())), description)
+        for description, names in groups.items()
+    ]
+    table = text_table(("recipes", "number", "what they train"), rows, 1, fold=True)
+    table.columns[0].no_wrap, table.columns[2].justify = True, "left"
+    return Group(table, Text(_recipes_hint(recipes.rows)))
+
+
+def _recipe_groups(rows: Sequence[Sequence[str]]) -> dict[str, Counter[str]]:
+    """Recipes counted by description and by the first two parts of their names."""
+    groups: dict[str, Counter[str]] = {}
+    for name, description in rows:
+        data, size, _ = name.split("-", 2)
+        groups.setdefault(description, Counter())[f"{data}-{size}-"] += 1
+    return groups
+
+
+def _recipes_hint(rows: Sequence[Sequence[str]]) -> str:
+    example = rows[0][0]
+    return (
+        f"Each name goes on with a gate or task, such as {example}. `tieline train --list --all` "
+        f"shows all {len(rows)}."
+    )
 
 
 PLAN = listing_views(_plan_listing, _plan_view)

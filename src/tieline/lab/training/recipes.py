@@ -51,7 +51,7 @@ the paper does not define for them.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import product
@@ -411,14 +411,25 @@ def recipe_config(name: str, seed: int = 0) -> TrainConfig:
 
 @dataclass(frozen=True, repr=False)
 class RecipeList(Result):
-    """Names of the recipes, with the description of each."""
+    """Names of the recipes, with the description of each.
+
+    Attributes:
+        recipes: description of each recipe.
+        in_full: whether a terminal shows every recipe rather than groups of them.
+    """
 
     format: ClassVar[str] = "tieline-recipes"
 
     recipes: dict[str, str]
+    in_full: bool = field(default=True, metadata={"json": False})
 
 
-def recipe_list() -> RecipeList:
-    """Return all recipes with the docstrings of their functions."""
+def recipe_list(in_full: bool = True) -> RecipeList:
+    """Return all recipes with the docstrings of their functions.
+
+    Args:
+        in_full: whether a terminal shows every recipe rather than groups of them.
+    """
     functions = {name: getattr(make, "func", make) for name, make in RECIPES.items()}
-    return RecipeList({name: (make.__doc__ or "").strip() for name, make in functions.items()})
+    texts = {name: (make.__doc__ or "").strip() for name, make in functions.items()}
+    return RecipeList(texts, in_full)

@@ -67,13 +67,24 @@ def test_a_test_that_breaks_leaves_with_3(run, monkeypatch):
 
 
 def test_the_list_tests_nothing(run, tmp_path):
-    code, out, _ = run("--list")
+    code, out, _ = run("--list", "--all")
     assert code == 0
     assert len(out.splitlines()) > 90
     assert "p1-thm5.3" in out
     code, out, _ = run("1", "--list", "--json")
     assert {claim["paper"] for claim in json.loads(out)["claims"]} == {1}
     assert not (tmp_path / "results").exists()
+
+
+def test_the_list_fits_a_screen(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run("--list")
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"all {len(registry.all_claims())}" in out.replace("\n", " ")
+    assert "p0-lem6.2" in run("0", "--list")[1]
+    assert run("p0-lem6.2", "--all")[0] == 2
 
 
 @pytest.mark.parametrize(

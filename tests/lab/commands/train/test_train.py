@@ -2,9 +2,25 @@
 
 import json
 
+from tieline.lab.training.recipes import RECIPES
 
-def test_recipes_are_listed(tieline):
+
+def test_recipes_are_listed_in_groups_that_fit_a_screen(tieline, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = tieline("train", "--list")
+    assert code == 0
+    assert "enwik8-10m-" in out
+    lines = out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    numbers = [int(word) for line in lines for word in line.split()[1:2] if word.isdigit()]
+    assert sum(numbers) == len(RECIPES)
+    assert f"all {len(RECIPES)}" in out.replace("\n", " ")
+    assert tieline("train", "demo-smoke-smoe", "--all")[0] == 2
+
+
+def test_every_recipe_is_listed(tieline):
+    code, out, _ = tieline("train", "--list", "--all")
     assert code == 0
     assert "enwik8-10m-smooth1" in out
     code, out, _ = tieline("train", "--list", "--json")
