@@ -293,7 +293,9 @@ def compact(value: Any, digits: int = 4) -> Any:
     Numbers that are not finite become None.
     """
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        short = float(f"{value:.{digits}g}")
+        # the largest numbers would round to infinity
+        return (short if math.isfinite(short) else value) if math.isfinite(value) else None
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):

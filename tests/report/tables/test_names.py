@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.report.zoo import HOSTILE
@@ -14,6 +14,7 @@ texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
+@example(1.7975000000000001e308)
 def test_compact_numbers_are_finite_and_near(number):
     short = compact({"a": [number, 7, "text", None]})["a"]
     assert short[1:] == [7, "text", None]

@@ -152,7 +152,11 @@ def _cone_diagram(router: CountingRouter, k: int) -> Diagram:
     offset = len(halves[0][0])
     moved = halves[1][1] + np.array([offset, 0, 0, offset])
     masks, points = (np.concatenate([half[i] for half in halves]) for i in (0, 2))
-    return masks, np.concatenate([halves[0][1], moved]), points
+    facets = np.concatenate([halves[0][1], moved])
+    if masks.shape == (2, 2):  # two experts: the half-lines meet at 0, where more would tie at once
+        first, second = masks.argmax(axis=1)
+        facets = np.array([(0, first, second, 1), (1, second, first, 0)], dtype=np.int64)
+    return masks, facets, points
 
 
 def _half_diagram(router: CountingRouter, k: int, side: float) -> Diagram:

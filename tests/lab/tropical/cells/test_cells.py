@@ -69,6 +69,13 @@ def test_integer_routers_agree_with_fractions(seed, experts, dim, data):
         assert count_cells(W, b, k) == expected
 
 
+@pytest.mark.parametrize("dim", [2, 3])
+def test_two_experts_without_bias_share_one_wall(dim):
+    W, _ = router(0, 2, dim)
+    facets = cells(W, np.zeros(2), 1).facets
+    np.testing.assert_array_equal(facets, [[0, 0, 1, 1], [1, 1, 0, 0]])
+
+
 @settings(max_examples=15, deadline=None)
 @given(seeds, st.integers(2, 6), st.integers(1, 4), st.booleans(), st.data())
 def test_search_by_linear_programming_finds_the_same_diagram(seed, experts, dim, biased, data):
