@@ -1,7 +1,9 @@
 """A model's heads as mixtures of keys: report, chart and table."""
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -12,6 +14,9 @@ from tieline.report.frame import Report, Section, views
 from tieline.report.tables import Grid, grid_table, short_names
 from tieline.report.words.numbers import percent, significant
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 HEAD = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass", "σ change")
 FEW_KEYS, NEAR_MASS = 4.0, 0.25
 
@@ -19,7 +24,7 @@ FEW_KEYS, NEAR_MASS = 4.0, 0.25
 def _report(result: AttentionView) -> Report:
     """Verdict, figure and one row per head."""
     table, sentences = _head_table(result), attention_facts(result)
-    figures = {"heads": lambda: chart_figure(_chart(result.heads))}
+    draw = partial(_figure, result.heads)
     caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     layers = len({head.layer for head in result.heads})
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
@@ -32,12 +37,12 @@ def _report(result: AttentionView) -> Report:
         table=lambda: table,
         body=lambda: {
             "sections": [
-                Section("Heads as mixtures", draw=figures["heads"], caption=caption),
+                Section("Heads as mixtures", draw=draw, caption=caption),
                 Section("All heads", table, notes=sentences),
             ]
         },
         below=lambda width: [grid_table(table), *map(Text, sentences)],
-        figures=figures,
+        figures={"heads": draw},
     )
 
 
@@ -100,6 +105,10 @@ def _head_table(result: AttentionView) -> Grid:
 
 def _layers(heads: Sequence[HeadView]) -> list[str]:
     return list(dict.fromkeys(head.layer for head in heads))
+
+
+def _figure(heads: Sequence[HeadView]) -> "Figure":
+    return chart_figure(_chart(heads))
 
 
 def _chart(heads: Sequence[HeadView]) -> Chart:

@@ -4,6 +4,8 @@ UPCYCLED    views of an upcycled model; those of a rerouted one are names of the
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -14,6 +16,9 @@ from tieline.report.drawing import chart_figure
 from tieline.report.frame import Report, Section, line_views, views
 from tieline.report.tables import Grid, grid_table, short_names
 from tieline.report.words.numbers import DASH, finite, percent, signed, significant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HEAD = ("layer", "kept", "fit", "t", "gap", "new gap", "flips", "new flips")
 CONTINUOUS = 1e-3
@@ -30,7 +35,7 @@ NAMES = {
 def _report(result: Rerouted) -> Report:
     """What was kept and paid, layer by layer."""
     table, sentences = _layer_table(result), reroute_facts(result)
-    figures = {"layers": lambda: chart_figure(_chart(result.layers))}
+    draw = partial(_figure, result.layers)
     caption = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
     return Report(
         kind="rerouting",
@@ -42,11 +47,11 @@ def _report(result: Rerouted) -> Report:
         body=lambda: {
             "sections": [
                 Section("Layers", table, notes=sentences),
-                Section("Choices kept and bf16 flips", draw=figures["layers"], caption=caption),
+                Section("Choices kept and bf16 flips", draw=draw, caption=caption),
             ]
         },
         below=lambda width: [grid_table(table), *map(Text, sentences)],
-        figures=figures,
+        figures={"layers": draw},
     )
 
 
@@ -120,6 +125,10 @@ def _layer_table(result: Rerouted) -> Grid:
 def _share_text(share: float | None) -> str:
     """A share near 1, whose distance to 1 counts."""
     return DASH if finite(share) is None else f"{share:.2%}".replace("%", " %")
+
+
+def _figure(layers: Sequence[ReroutedLayer]) -> "Figure":
+    return chart_figure(_chart(layers))
 
 
 def _chart(layers: Sequence[ReroutedLayer]) -> Chart:

@@ -123,15 +123,15 @@ def _shape_text(row: Granularity) -> str:
 def _report(result: Advice) -> Report:
     """Numbers by split, figure, and where each number holds."""
     table = _split_table(result)
-    figures = {"design": partial(_figure, result)}
+    draw = partial(_figure, result)
     return Report(
         kind="design",
         title=f"Design of {result.source}",
         facts=_facts(result),
         verdict=recommendation(result),
         table=lambda: table,
-        body=lambda: {"sections": _page_sections(result, table, figures["design"])},
-        figures=figures,
+        body=lambda: {"sections": _page_sections(result, table, draw)},
+        figures={"design": draw},
     )
 
 

@@ -39,7 +39,7 @@ MARKERS = "oDsv^P"
 def _report(result: RateStudy) -> Report:
     """Figure, slopes with all sample sizes, and notes on the fits."""
     table = _slopes(result, result.sizes)
-    figures = {"rates": partial(_draw, result)}
+    draw = partial(_draw, result)
     caption = "Mean losses with fitted power laws, one panel per loss, one colour per start"
     return Report(
         kind="rates",
@@ -50,12 +50,12 @@ def _report(result: RateStudy) -> Report:
         table=lambda: table,
         body=lambda: {
             "sections": [
-                Section("Losses against the sample size", draw=figures["rates"], caption=caption),
+                Section("Losses against the sample size", draw=draw, caption=caption),
                 Section("Slopes", table, notes=_fit_notes(result)),
             ]
         },
         below=partial(_terminal_parts, result),
-        figures=figures,
+        figures={"rates": draw},
     )
 
 
