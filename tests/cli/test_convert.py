@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tieline.trace import import_trace, load_trace
@@ -39,3 +40,17 @@ def test_nothing_is_written_over(tieline, tmp_path):
         assert tieline("convert", SIXTEEN, tmp_path / "b.npz", *words)[0] == 2
         assert not (tmp_path / "b.npz").exists()
     assert tieline("convert", tmp_path / "missing.npy", tmp_path / "c", "--to", "trace")[0] == 2
+
+
+def test_warm_up_is_dropped_and_counted(tieline, tmp_path):
+    sound = np.load(SIXTEEN)
+    dummy = np.broadcast_to(np.array([[3, 5]], sound.dtype), (300, *sound.shape[1:]))
+    np.save(tmp_path / "log.npy", np.concatenate([dummy, sound]))
+    words = ("convert", tmp_path / "log.npy", tmp_path / "a.npz", "--to", "npz")
+    code, out, _ = tieline(*words, "--drop", "warm-up")
+    assert code == 0
+    assert "dropped 300 of 4,396 rows" in out
+    assert import_trace(tmp_path / "a.npz").n_tokens == 4096
+    code, _, err = tieline(*words, "--overwrite", "--drop", "everything")
+    assert code == 2
+    assert "'everything' cannot be dropped" in err

@@ -24,6 +24,7 @@ from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents
 from tieline.trace.record import RoutingTrace
+from tieline.trace.repetition import repetitions
 from tieline.trace.soundness import RouteFinding, findings, route_table
 from tieline.trace.store import load_trace
 
@@ -128,7 +129,7 @@ def check(
     loaded = None if model is None else Model.open(model, "check takes", device=settings.device)
     all_findings, compared = [], 0
     for source_routes in read:
-        own_findings = findings(source_routes, n_experts)
+        own_findings = _own_findings(source_routes, n_experts)
         if other is not None:
             own_findings += compare(source_routes, other, n_experts)
         if loaded is not None:
@@ -145,6 +146,16 @@ def check(
         reference=None if other is None else other.name,
         compared=compared,
     )
+
+
+def _own_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
+    """What the routes themselves show; a repeated row is named once, by its likely cause."""
+    repeated = repetitions(routes, n_experts)
+    named = any(finding.kind == "repeated-rows" for finding in repeated)
+    plain = findings(routes, n_experts)
+    if any(finding.case == "all-ids" for finding in plain):
+        return plain
+    return [x for x in plain if not (named and x.kind == "repeated-rows")] + repeated
 
 
 def _read(source: Any, options: ReadOptions) -> Routes:
@@ -185,7 +196,7 @@ def _against_model(
         return list(own_findings), 0  # there is nothing to compare
     reference = model_routes(routes, model)
     experts = reference.n_experts
-    again = findings(routes, experts) if routes.n_experts is None else list(own_findings)
+    again = _own_findings(routes, experts) if routes.n_experts is None else list(own_findings)
     return again + compare(routes, reference, experts), len(reference.experts)
 
 

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
+import torch
+
 from tieline.analysis.settings import ConvertOptions, ConvertSettings, MergeOptions, MergeSettings
 from tieline.core.errors import TraceError, require
 from tieline.core.files import check_target
 from tieline.core.records import Result
 from tieline.core.settings import require_setting, takes_settings
-from tieline.trace.readers import import_trace
-from tieline.trace.record import RoutingTrace
+from tieline.trace.readers import import_trace, routes_of_trace
+from tieline.trace.record import RoutingTrace, select_tokens
+from tieline.trace.repetition import repeated_rows
 from tieline.trace.store import folder_kind, load_trace, merge_folders
 from tieline.trace.writers import FORMS, export
+
+DROPS = ("warm-up",)
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +39,7 @@ class Converted(Result):
         layers: names of the routed layers.
         k: experts per token.
         said: what the reader found, assumed and left out.
+        dropped: rows that `drop` left out.
     """
 
     format: ClassVar[str] = "tieline-conversion"
@@ -47,12 +53,14 @@ class Converted(Result):
     layers: tuple[str, ...]
     k: int
     said: tuple[str, ...]
+    dropped: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers: "tokens", "documents", "layers" and "k"."""
-        counts = (self.tokens, self.documents, len(self.layers), self.k)
-        return dict(zip(("tokens", "documents", "layers", "k"), map(float, counts), strict=True))
+        """Named numbers: "tokens", "documents", "layers", "k" and "dropped"."""
+        names = ("tokens", "documents", "layers", "k", "dropped")
+        counts = (self.tokens, self.documents, len(self.layers), self.k, self.dropped)
+        return dict(zip(names, map(float, counts), strict=True))
 
 
 @takes_settings(ConvertSettings)
@@ -78,6 +86,12 @@ def convert(
         form=f"{form!r:.40}",
         forms=", ".join(FORMS),
     )
+    require_setting(
+        settings.drop in (None, *DROPS),
+        "{drop}: {given} cannot be dropped; there is {drops}",
+        given=f"{settings.drop!r:.40}",
+        drops=", ".join(DROPS),
+    )
     same = os.path.realpath(source) == os.path.realpath(output)
     require(not same, f"{output} is the input: it is not written over")
     require_setting(
@@ -88,6 +102,8 @@ def convert(
     if form != "trace":
         check_target(Path(output))
     trace = _read(source, settings.reading)
+    read_tokens = trace.n_tokens
+    trace = trace if settings.drop is None else _without_warm_up(trace, str(source))
     export(trace, output, form, layers=settings.model_layers, overwrite=settings.overwrite)
     notes = trace.provenance.get("said", [])
     return Converted(
@@ -100,7 +116,15 @@ def convert(
         layers=tuple(layer.name for layer in trace.layers),
         k=trace.layers[0].facts.k,
         said=tuple(map(str, notes)) if isinstance(notes, list) else (),
+        dropped=read_tokens - trace.n_tokens,
     )
+
+
+def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
+    """The trace without the rows of a dummy token and of exact ties of all experts."""
+    repeated = repeated_rows(routes_of_trace(trace, name))
+    require(not repeated.all(), f"{name}: every row is warm-up: nothing would be left", TraceError)
+    return select_tokens(trace, torch.from_numpy(~repeated)) if repeated.any() else trace
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> RoutingTrace:

@@ -450,6 +450,9 @@ class ConvertSettings(RouteFileSettings):
     model_layers: int | None = setting(
         None, check=at_least(1), help="Layers of the model, for forms that count dense layers."
     )
+    drop: str | None = setting(
+        None, help="warm-up: leave out rows of a dummy token and of exact ties of all experts."
+    )
     overwrite: bool = setting(False, help="Replace an existing output.")
 
 
@@ -458,6 +461,7 @@ class ConvertOptions(RouteFileOptions, total=False):
 
     to: str
     model_layers: int | None
+    drop: str | None
     overwrite: bool
 
 

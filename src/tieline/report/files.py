@@ -24,7 +24,9 @@ def _converted_lines(result: Converted) -> list[str]:
     size = f"{result.tokens:,} tokens of {result.documents:,} documents"
     shape = f"{len(result.layers)} routed layers, k = {result.k}"
     first = f"{result.output}: {size}, {shape}, {result.producer} → {result.form}"
-    return [first, *result.said]
+    total = result.tokens + result.dropped
+    dropped = [f"dropped {result.dropped:,} of {total:,} rows: warm-up and exact ties"]
+    return [first, *(dropped if result.dropped else []), *result.said]
 
 
 def _captured_lines(result: EngineCapture) -> list[str]:

@@ -15,6 +15,7 @@ sentences are written by `tieline.report.words.check`. Severities:
     row-count         rows that do not fit the tokens
     token-shift       rows that belong to other tokens (also `trace.agreement`)
     layer-shift       layers in other places (`trace.agreement`)
+    copied-layers     layers whose rows are those of another (`trace.repetition`)
     dead-experts      experts that no token chose, beyond chance
 
 **Repeated rows.** A row that stands m times among N, in layers whose choices have the shares f_l of
@@ -48,6 +49,7 @@ Kind = Literal[
     "row-count",
     "layer-shift",
     "token-shift",
+    "copied-layers",
     "dead-experts",
 ]
 Severity = Literal["unsound", "suspicious", "note"]
@@ -404,8 +406,8 @@ def _narrow_layers(
             )
 
 
-def _row_codes(table: RouteTable) -> np.ndarray:
-    """A number for each row over all routed layers."""
+def row_codes(table: RouteTable) -> np.ndarray:
+    """Return a number for each row over all routed layers."""
     code = np.zeros(len(table.experts), np.uint64)
     for layer in table.layers:
         code = (code * np.uint64(0x9E3779B97F4A7C15)) ^ codes_of(table.experts[:, layer])
@@ -436,7 +438,7 @@ def log10_chance(copies: int, rows: int, share: float) -> float:
 
 
 def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
-    codes = _row_codes(table)
+    codes = row_codes(table)
     usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
     usable &= _first_documents(table, codes)
     rows = np.flatnonzero(usable)

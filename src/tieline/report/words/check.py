@@ -60,6 +60,27 @@ CASES = {
         "chance with probability 10^{log10_chance:.0f} at most under the load of the layers",
         "row {row}",
     ),
+    "warm-up": CaseText(
+        "one row, {ids}, fills {count} of {total} rows ({share:percent.3g}), {run} of them in a "
+        "row; by chance with probability 10^{log10_chance:.0f} at most",
+        "row {row}",
+    ),
+    "tied-rows": CaseText(
+        "{count} of {total} rows ({share:percent.3g}) choose {ids} with equal weights of "
+        "{weight:.6g}: an exact tie of all experts",
+        "row {row}",
+    ),
+    "layer-run": CaseText(
+        "layer {layer} repeats {ids} in {count} rows that follow each other, in which every other "
+        "layer has {others} choices or more",
+        "row {row}, layer {layer}",
+    ),
+    "copied": CaseText("{count} of {total} layers have the rows of another: {pairs:list}"),
+    "padding-shown": CaseText(
+        "{count} of {total} documents of one length {side} with runs of token {token}, {rows} rows "
+        "in all: padding that is counted as text",
+        "document {document}",
+    ),
     "lag": CaseText(
         "equal tokens choose alike in {shifted:percent.3g} of pairs if rows are moved by "
         "{shift:+d}, in {unshifted:percent.3g} as they are ({chance:percent.3g} by chance)",
@@ -100,6 +121,8 @@ CASES = {
 DRAFT = "(vllm 48622, sglang 26980)"
 STALE = "a stale row in padded or skipped steps (sglang 36404)"
 
+DROP = "drop these rows (tieline convert IN OUT --to FORM --drop warm-up)"
+
 REASONS = {
     "": "",
     "unwritten-buffer": "a fused or captured kernel that returns no choice leaves the buffer as it "
@@ -129,6 +152,14 @@ REASONS = {
     "narrow-draft": f"a draft model with fewer experts wrote into it {DRAFT}",
     "stale-row": STALE,
     "stale-row-or-token": f"{STALE}; or a token that is repeated: pass the tokens to tell",
+    "warm-up": f"a profiling run, which feeds one dummy token (vLLM at its start): {DROP}",
+    "dummy-rows": f"padded steps, a profiling run, or a token that is repeated: {DROP}",
+    "zero-input": "the input of the router was zero: a profiling run, padding, or memory that "
+    f"nothing was written to: {DROP}",
+    "stale-layer": "a buffer of this layer that was not written in these steps: leave the rows out",
+    "layer-index": "layers were written under the wrong index, or one buffer serves several",
+    "mask-of-ones": "an attention mask of ones over padding: pass the true mask, and drop these "
+    "rows; with padding first, the other rows saw it too and are to be made anew",
     "neighbouring-rows": "row t belongs to token t{lag:+d}: rows of the token before or after, or "
     "of another request that begins elsewhere (miles 3277)",
     "lost-rank": "choices of one expert-parallel rank are lost",

@@ -1,0 +1,124 @@
+"""Warm-up, exact ties, stale layers, copied layers and padding are found where they are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tieline as tl
+from tests.trace.test_soundness import sound
+from tieline.trace.readers import Routes
+from tieline.trace.repetition import repeated_rows, repetitions
+
+REAL = Path("/work/shared/data/real-routes")
+needs_logs = pytest.mark.skipif(not REAL.is_dir(), reason="needs the logs of real engines")
+
+
+def routes(ids, **known):
+    return Routes(ids, "array", "a", **known)
+
+
+def cases(found):
+    return {finding.case: finding for finding in found}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_warm_up_in_front_of_few_ids_is_found_and_counted(k, layers):
+    ids, _ = sound(400, layers, k)
+    dummy = np.broadcast_to(np.arange(3, 3 + k), (300, layers, k))
+    both = np.concatenate([dummy, ids])
+    finding = cases(repetitions(routes(both)))["warm-up"]
+    assert (finding.severity, finding.count, finding.total) == ("unsound", 300, 700)
+    assert finding.reason == "warm-up"
+    assert "--drop warm-up" in finding.cause
+    assert repeated_rows(routes(both)).tolist() == [True] * 300 + [False] * 400
+    assert repetitions(routes(ids)) == []
+
+
+def test_sticky_choices_and_a_repeated_token_are_no_warm_up():
+    rng = np.random.default_rng(0)
+    stay = rng.random(2000) < 0.9
+    ids = np.zeros(2000, int)
+    for row in range(1, 2000):
+        ids[row] = ids[row - 1] if stay[row] else rng.integers(8)
+    assert repetitions(routes(ids[:, None, None])) == []
+    ids, tokens = sound(400, 1, 4)
+    ids[100:180], tokens[100:180] = ids[100], tokens[100]
+    assert repetitions(routes(ids, tokens=tokens)) == []
+    (finding,) = repetitions(routes(ids))
+    assert finding.severity == "suspicious"
+    (finding,) = repetitions(routes(ids, tokens=np.arange(400)))
+    assert finding.severity == "unsound"
+
+
+def test_equal_weights_tell_a_warm_up_from_a_repeated_choice():
+    ids, _ = sound(1000, 1, 4)
+    ids[:80] = ids[0]
+    weights = np.random.default_rng(0).random(ids.shape)
+    assert cases(repetitions(routes(ids, weights=weights)))["warm-up"].severity == "suspicious"
+    weights[:80] = weights[0]
+    assert cases(repetitions(routes(ids, weights=weights)))["warm-up"].severity == "unsound"
+
+
+def test_exact_ties_of_all_experts_are_named():
+    ids, _ = sound(400, 1, 4)
+    weights = np.random.default_rng(0).random(ids.shape)
+    rows = np.random.default_rng(1).choice(400, 40, replace=False)
+    ids[rows], weights[rows] = [[3, 2, 1, 0]], 0.25
+    (finding,) = repetitions(routes(ids, weights=weights))
+    assert (finding.case, finding.count, finding.severity) == ("tied-rows", 40, "unsound")
+    assert "exact tie" in finding.message
+    assert np.flatnonzero(repeated_rows(routes(ids, weights=weights))).tolist() == sorted(rows)
+    uniform = np.full(ids.shape, 0.25)  # a model that weights all experts alike
+    assert repetitions(routes(sound(400, 1, 4)[0], weights=uniform)) == []
+
+
+def test_a_stale_layer_and_copied_layers():
+    ids, _ = sound(400, 4, 3)
+    stale = ids.copy()
+    stale[100:200, 2] = stale[100, 2]
+    (finding,) = repetitions(routes(stale))
+    assert (finding.case, finding.count) == ("layer-run", 100)
+    assert "layers.2" in finding.message
+    copied = ids.copy()
+    copied[:, 3] = copied[:, 1, ::-1]
+    (finding,) = repetitions(routes(copied))
+    assert finding.kind == "copied-layers"
+    assert "layers.3 = layers.1" in finding.message
+    assert repetitions(routes(ids)) == []
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_a_mask_of_ones_over_padding(side):
+    ids, _ = sound(400, 2, 2)
+    tokens = np.random.default_rng(0).integers(5, 90, (4, 100))
+    documents = np.repeat(range(4), 100)
+    assert repetitions(routes(ids, tokens=tokens.ravel(), documents=documents)) == []
+    for row, count in enumerate((0, 12, 30, 9)):
+        tokens[row, ::side][:count] = 2
+    found = cases(repetitions(routes(ids, tokens=tokens.ravel(), documents=documents)))
+    assert found["padding-shown"].count == 3
+    assert "51 rows" in found["padding-shown"].message
+    assert "mask" in found["padding-shown"].cause
+
+
+@needs_logs
+@pytest.mark.parametrize(
+    ("name", "case", "count"),
+    [
+        ("qwen15moe-a100-bf16", "warm-up", 8448),
+        ("qwen15moe-rtx5080-gptq4", "warm-up", 16640),
+        ("olmoe-t4", "tied-rows", 2048),
+    ],
+)
+def test_logs_of_real_engines_hold_warm_up_and_exact_ties(tmp_path, name, case, count):
+    from tieline.analysis.convert import convert
+
+    file = REAL / f"{name}-layer0.jsonl.gz"
+    result = tl.check(file)
+    (finding,) = [x for x in result.findings if x.severity == "unsound"]
+    assert (finding.case, finding.count) == (case, count)
+    made = convert(file, tmp_path / "a.npz", to="npz", drop="warm-up")
+    assert made.dropped == count
+    assert tl.check(tmp_path / "a.npz").sound
