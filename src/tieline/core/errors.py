@@ -11,6 +11,8 @@ __all__ = [
     "TielineError",
     "TraceError",
     "UnsupportedModelError",
+    "first_line",
+    "is_panic",
     "require",
     "shortened",
 ]
@@ -72,3 +74,13 @@ def require(condition: bool, message: str, error: type[TielineError] = Parameter
     """Raise `error(message)` unless `condition` holds."""
     if not condition:
         raise error(message)
+
+
+def is_panic(problem: BaseException) -> bool:
+    """Return whether this is a panic of a library in Rust, which no `except Exception` catches."""
+    return type(problem).__name__ == "PanicException"
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error's message that is not empty."""
+    return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))

@@ -7,6 +7,8 @@
     check_folder     refuse a folder that cannot be made, before any work is done
     same_place       whether an output would replace an input
     space_on         say which output found the disk full, whatever library noticed it
+    kind_of_file     "a named pipe", "a folder", ...
+    require_file     refuse a pipe, folder or device where a file is read
     file_digest      SHA-256 of a file
     cache_folder     where downloads, compiled kernels and results of claims are kept
 
@@ -42,8 +44,10 @@ __all__ = [
     "check_folder",
     "check_target",
     "file_digest",
+    "kind_of_file",
     "out_of_space",
     "remove_rests",
+    "require_file",
     "same_place",
     "space_on",
     "whole_folder",
@@ -200,6 +204,31 @@ def space_on(path: Path) -> Iterator[None]:
         if isinstance(problem, NoSpaceError) or not out_of_space(problem):
             raise
         raise NoSpaceError(f"no space left on the disk of {path}: it was not written") from problem
+
+
+KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of_file(path: Path) -> str:
+    """Return what stands at a path, as words for messages: "a file", "a named pipe", ..."""
+    try:
+        return KINDS.get(stat.S_IFMT(path.stat().st_mode), "no regular file")
+    except OSError:
+        return "missing"
+
+
+def require_file(path: Path, error: type[TielineError] = TielineError) -> None:
+    """Refuse a path at which no regular file is: a pipe or a device would be waited for."""
+    kind = kind_of_file(path)
+    require(kind != "missing", f"{path}: no such file", error)
+    require(kind == "a file", f"{path}: is {kind}, where a file is needed", error)
 
 
 def file_digest(path: Path) -> str:

@@ -28,7 +28,7 @@ from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.model import Model, load_tokenizer
 from tieline.models.running import batches
-from tieline.run.corpus import Text, as_text, tokenise
+from tieline.run.corpus import Text, as_text, check_ids, tokenise
 from tieline.run.processes import Ranks
 from tieline.run.recorder import recorded_routes
 from tieline.run.settings import CaptureOptions, CaptureSettings
@@ -161,6 +161,7 @@ class TransformersSource:
 
     def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
         """Return the routing of the documents."""
+        check_ids(self.model.module, documents.sequences)
         ranks = Ranks.of(self.parallel, list(batches(documents.sequences, self.batch_size)))
         trace = recorded_routes(self.model, ranks, memory=self.memory, on_progress=progress)
         provenance = trace.provenance | ranks.provenance()

@@ -20,6 +20,7 @@ instance of the class. `restore_class` takes the last change back.
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,8 +31,9 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.plugins import restorer_module
+from tieline.models.admission import check_built, check_fields, check_files, check_stored
 from tieline.models.sizes import check_sizes
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -219,8 +221,15 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
         source: folder or hub id.
         options: of `AutoConfig.from_pretrained`, such as `revision`.
     """
+    options = {"trust_remote_code": False} | options  # None would ask on the terminal
+    folder = Path(source)
+    if folder.is_dir():
+        check_files(folder)
     fields, _ = PreTrainedConfig.get_config_dict(source, **options)
     check_sizes(fields)
+    check_fields(fields, bool(options["trust_remote_code"]))
+    if folder.is_dir():
+        check_stored(fields, folder)
     key = next((key for key in (KEY, OLD_KEY) if key in fields), None)
     if key is None:
         config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
@@ -332,7 +341,8 @@ def _read(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrained
     refusal = f"the checkpoint {str(source)!r} does not fit its configuration: "
     options = {"ignore_mismatched_sizes": True} | options  # reported, and refused below by name
     try:
-        model, report = build.from_pretrained(source, output_loading_info=True, **options)
+        with _built_checked():
+            model, report = build.from_pretrained(source, output_loading_info=True, **options)
     except RuntimeError as problem:
         raise UnsupportedModelError(refusal + first_line(problem)) from problem
     missing = sorted(report["missing_keys"])
@@ -348,6 +358,30 @@ def _read(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrained
     return model
 
 
+LOADING = threading.RLock()
+"""Held while the step of `from_pretrained` that reads weights is another."""
+
+
+@contextmanager
+def _built_checked() -> Iterator[None]:
+    """Inside the block, a model is compared with the headers of its files before it has memory."""
+    with LOADING:
+        before = PreTrainedModel.__dict__["_load_pretrained_model"]
+        load = before.__func__
+
+        def checked(
+            model: Any, state: Any, files: Any, config: Any, *rest: Any, **more: Any
+        ) -> Any:
+            check_built(model, files or [], config.hf_quantizer is not None)
+            return load(model, state, files, config, *rest, **more)
+
+        PreTrainedModel._load_pretrained_model = staticmethod(checked)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            PreTrainedModel._load_pretrained_model = before
+
+
 MOST_NAMED = 3
 """Tensors that a message names one by one."""
 
@@ -360,8 +394,3 @@ def _counted(names: list[str], word: str) -> str:
 
 def _more(count: int) -> str:
     return f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
-
-
-def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message that is not empty."""
-    return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))

@@ -33,14 +33,21 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError, require
+from tieline.core.errors import (
+    ParameterError,
+    TielineError,
+    UnsupportedModelError,
+    first_line,
+    is_panic,
+    require,
+)
 from tieline.core.records import short_repr
 from tieline.core.settings import require_setting
+from tieline.models.admission import model_source
 from tieline.models.capture import model_facts
 from tieline.models.changes import (
     Checkpoint,
     changes_of,
-    first_line,
     load_pretrained,
     read_checkpoint,
 )
@@ -52,9 +59,6 @@ from tieline.models.sizes import RoutedShape, routed_shape
 from tieline.models.smooth import FEATURE as SMOOTH
 from tieline.models.spread import SpreadError, check_parallel, distributed_config
 from tieline.models.streaming import ModelStream, open_stream, too_large
-
-OWN_LAYERS = '"tieline_switch"'
-"""The model type, in a config.json, of a decoder of Tieline's own layers (`lab.training`)."""
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
@@ -200,7 +204,7 @@ class Opening:
         device = self._checked_device()
         if is_demo(name) and not self.stream:
             return self._demo(device)
-        source = DEMO_FOLDER if is_demo(name) else _source(name)
+        source = DEMO_FOLDER if is_demo(name) else model_source(name)
         options = self._hub(source)
         with _explained(name, "configuration"):
             checkpoint = read_checkpoint(source, **options)
@@ -302,7 +306,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     if is_demo(name):
         return load_demo_tokenizer()
-    source = _source(name)
+    source = model_source(name)
     return _loaded_tokenizer(source, name, **_location(source))
 
 
@@ -333,9 +337,12 @@ def _loaded_tokenizer(source: str | Path, name: object, **options: Any) -> Any:
     listed = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
     hint = f"put {listed} into {str(name)!r}, from the model that it was made of"
     absent = isinstance(source, Path) and not any((source / x).is_file() for x in TOKENIZER_FILES)
+    options = {"trust_remote_code": False} | options  # None would ask on the terminal
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except Exception as problem:  # a library of many authors: any class may come
+    except BaseException as problem:  # a library of many authors: any class may come
+        if not isinstance(problem, Exception) and not is_panic(problem):
+            raise
         why = f"there is no tokenizer: {hint}" if absent else first_line(problem)
         raise UnsupportedModelError(
             f"cannot load the tokenizer of {str(name)!r}: {why}"
@@ -381,46 +388,12 @@ CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types of weights that can hold NaN and be compared."""
 
 
-def _source(name: str | Path) -> str | Path:
-    """The folder, if there is one; else the hub id, if it can be one."""
-    folder = Path(name)
-    if folder.is_dir():
-        require((folder / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
-        _refuse_run(folder)
-        return folder
-    segments = str(name).split("/")
-    is_id = (
-        isinstance(name, str)
-        and len(segments) <= 2
-        and all(segments)
-        and segments[0] not in (".", "..")
-    )
-    require(is_id, f"no such folder, and no hub id either: {str(name)!r}")
-    return str(name)
-
-
 def _location(source: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Options of `from_pretrained` that say where files of a folder or hub id come from."""
     if isinstance(source, Path):
         return {"local_files_only": True}
     with _explained(source, "configuration"):
         return hub_options(source, revision)
-
-
-def _refuse_run(folder: Path) -> None:
-    """Refuse the folder of a training run and the model in it, naming the one that is readable."""
-    inside = (folder / "model" / "config.json").is_file()
-    run = folder if inside else folder.parent
-    if not inside and OWN_LAYERS not in (folder / "config.json").read_text(errors="replace"):
-        return
-    what = "the folder of a training run" if inside else "a model of Tieline's own layers"
-    stock = run / "stock"
-    raise UnsupportedModelError(
-        f"{str(folder)!r} is {what}: its form for transformers is {str(stock)!r}"
-        if stock.is_dir()
-        else f"{str(folder)!r} is {what}, which has no form for transformers: its router or gate "
-        "is none that transformers knows"
-    )
 
 
 def _device(name: str) -> torch.device | None:
@@ -524,7 +497,7 @@ def load_dense(
         dtype: a name in `DTYPES`.
     """
     check_dtype(dtype)
-    source = DEMO_FOLDER if is_demo(name) else _source(name)
+    source = DEMO_FOLDER if is_demo(name) else model_source(name)
     options = _location(source, revision)
     with _explained(name, "configuration"):
         checkpoint = read_checkpoint(source, **options)
@@ -552,7 +525,7 @@ def read_shape(
         revision: branch, tag or commit on the hub.
         trust_remote_code: whether code that comes with the model may run.
     """
-    source = DEMO_FOLDER if name is None or is_demo(name) else _source(name)
+    source = DEMO_FOLDER if name is None or is_demo(name) else model_source(name)
     options = Opening(revision, trust_remote_code=trust_remote_code)._hub(source)
     with _explained(source, "configuration"):
         checkpoint = read_checkpoint(source, **options)

@@ -22,9 +22,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.errors import TielineError, UnsupportedModelError, first_line, require
 from tieline.core.files import out_of_space
-from tieline.models.changes import first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -1,6 +1,7 @@
 """Sizes in a configuration: the shape of routed layers, and limits that are checked first.
 
     check_sizes     refuses sizes that no model has, before anything of that size is built
+    tables          every table inside a configuration
     routed_shape    experts, experts per token, widths and groups that a configuration describes
 
 A configuration is a file that anybody may have written. A model of ten million layers would be
@@ -35,7 +36,7 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     Layers, experts and all other numbers are bounded; 1 <= k <= E experts are chosen, from
     1 <= g <= G groups of equal size.
     """
-    for table in _tables(config, DEEPEST):
+    for table in tables(config):
         for name, value in table.items():
             if type(value) is int:
                 _refuse_unless(abs(value) <= _most(name), name, value, f"at most {_most(name):,}")
@@ -64,12 +65,12 @@ def _first(table: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] 
     return next(((name, table[name]) for name in names if type(table.get(name)) is int), None)
 
 
-def _tables(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Every table of a configuration: that of a text model may be inside another."""
+def tables(value: Any, depth: int = DEEPEST) -> Iterator[Mapping[str, Any]]:
+    """Yield every table of a configuration: that of a text model may be inside another."""
     if isinstance(value, Mapping) and depth > 0:
         yield value
         for inner in value.values():
-            yield from _tables(inner, depth - 1)
+            yield from tables(inner, depth - 1)
 
 
 SIZE_NAMES: dict[str, tuple[str, ...]] = {

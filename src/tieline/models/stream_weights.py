@@ -13,7 +13,6 @@ straight into their place; all others go through transformers' own converters. B
 that `from_pretrained` gives. Memory of a layer is used again for the next one of the same shapes.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.models.changes import LOADING
 from tieline.models.running import no_bars
 from tieline.models.shards import LINE, Shards, placed
 
@@ -47,8 +47,6 @@ SIDE_BY_SIDE = [("MergeModulelist", 0), ("Concatenate", 1)]
 
 SCALE = "_scale_inv"
 """What the name of a pattern of block scales adds to that of its weights."""
-
-_LOADING = threading.Lock()
 
 
 class Source(NamedTuple):
@@ -479,7 +477,7 @@ def skeleton(
         )
         return report, None
 
-    with _LOADING, no_bars():
+    with LOADING, no_bars():
         before = PreTrainedModel.__dict__["_load_pretrained_model"]
         PreTrainedModel._load_pretrained_model = staticmethod(pretend)  # type: ignore[method-assign]
         try:

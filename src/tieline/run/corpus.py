@@ -7,7 +7,8 @@ routed.sequences, routed.digest, corpus.batches(routed)
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.core.errors import ParameterError, require
+from tieline.core.errors import ParameterError, TielineError, first_line, is_panic, require
 from tieline.models.demo import DEMO, demo_text
 from tieline.models.running import batches, text_config
 
@@ -98,7 +99,9 @@ class Corpus:
 
     def tokenised(self, tokenizer: Any, model: nn.Module) -> TokenisedText:
         """Cut the text into sequences of tokens."""
-        return tokenise(tokenizer, self._read[0], self.tokens, self.length(model))
+        text = tokenise(tokenizer, self._read[0], self.tokens, self.length(model))
+        check_ids(model, text.sequences)
+        return text
 
     def batches(self, text: TokenisedText) -> list[Int[Tensor, "rows length"]]:
         """Stack neighbouring sequences of equal length, at most `batch_size` at a time."""
@@ -120,6 +123,7 @@ class Corpus:
         """
         length = min(self.length(model), first, self.tokens)
         text = tokenise(tokenizer, self._read[0], first + self.tokens, length)
+        check_ids(model, text.sequences)
         count = -(-first // length)
         require(
             len(text.sequences) > count,
@@ -140,10 +144,11 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     """
     require(tokens >= 1, f"need at least one token, got tokens={tokens}")
     require(bool(text.strip()), "the text is empty: there is nothing to route")
-    prefix = _prefix(tokenizer)
+    with _explained_tokenizer():
+        prefix = _prefix(tokenizer)
+        ids, pieces = _encode(tokenizer, text, tokens)
     body = length - len(prefix)
     require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
-    ids, pieces = _encode(tokenizer, text, tokens)
     require(len(ids) > 0, "the tokenizer makes no token of the text")
     kept = _without_prefixes(tokens, length, len(prefix))
     ids, pieces = ids[:kept], pieces[:kept]
@@ -155,6 +160,36 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
     sequences = tuple(torch.tensor(row) for row in rows)
     return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
+
+
+@contextmanager
+def _explained_tokenizer() -> Iterator[None]:
+    """Turn whatever a tokenizer raises on a text, also a panic, into one message."""
+    try:
+        yield
+    except TielineError:
+        raise
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and not is_panic(problem):
+            raise
+        raise ParameterError(
+            f"the tokenizer fails on this text: {first_line(problem)}"
+        ) from problem
+
+
+def check_ids(model: nn.Module, sequences: Sequence[Int[Tensor, " _"]]) -> None:
+    """Refuse token ids for which the embedding of a model has no row."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    rows = getattr(embedding, "num_embeddings", None)
+    if not isinstance(rows, int):
+        return
+    largest = max(int(ids.max()) for ids in sequences)
+    least = min(int(ids.min()) for ids in sequences)
+    require(
+        least >= 0 and largest < rows,
+        f"the token id {largest if largest >= rows else least} is none of the model, whose "
+        f"embedding has {rows} rows: its tokenizer, or the ids, belong to another model",
+    )
 
 
 def token_texts(text: TokenisedText) -> list[str]:

@@ -26,6 +26,7 @@ import numpy as np
 from safetensors import safe_open
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.folders import check_header_length, parsing
 
@@ -55,7 +56,7 @@ class _Header(NamedTuple):
 def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
     file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
+    require_file(file, TraceError)
     with parsing(file):
         with file.open("rb") as stream:
             magic = stream.read(6)
@@ -176,7 +177,7 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     The place names the file and, where there is more than one value, its line.
     """
     file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
+    require_file(file, TraceError)
     with parsing(file), open_unpacked(file) as stream:
         data = stream.read(MOST_JSON + 1)
     size = max(len(data), file.stat().st_size)

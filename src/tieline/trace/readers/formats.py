@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import require_file
 from tieline.core.plugins import import_added
 from tieline.trace.folders import parsing
 from tieline.trace.readers.arrays import array_routes, read_array_file
@@ -122,7 +123,8 @@ def recognise(path: str | Path) -> str:
     file = Path(path)
     if file.is_dir():
         return _folder_format(file)
-    require(file.is_file(), f"{file}: no such file", TraceError)
+    require_file(file, TraceError)
+    _refuse_model_file(file)
     with parsing(file), open_unpacked(file) as stream:
         head = stream.read(_LOOK_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
@@ -154,6 +156,15 @@ def recognise(path: str | Path) -> str:
         TraceError,
     )
     return "table"
+
+
+def _refuse_model_file(file: Path) -> None:
+    beside = file.suffix == ".safetensors" and (file.parent / "config.json").is_file()
+    require(
+        not (beside and file.name.startswith(("model.", "model-"))),
+        f"{file}: is one file of a model: give the folder, {str(file.parent)!r}",
+        TraceError,
+    )
 
 
 def _folder_format(folder: Path) -> str:
@@ -249,7 +260,7 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
     if name == "torch":
         return torch_routes(path)
     if name != "megatron-trace":
-        require(path.is_file(), f"{path}: no such file", TraceError)
+        require_file(path, TraceError)
         with path.open("rb") as stream:
             refuse_pickle(path, stream.read(16))
     if name in READERS:
@@ -269,8 +280,9 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
         return routes_of_trace(import_table(path, options.n_experts, options.k), str(path))
     require(
         name != "imatrix",
-        f"{path}: an importance matrix has the load of experts alone, no routes: read it with "
-        "trace.imatrix_load",
+        f"{path}: a GGUF holds no routes. A model runs in llama.cpp: tieline capture {path} "
+        f"--engine llama.cpp, or tieline diff MODEL llama.cpp:{path}. An importance matrix has the "
+        "load of experts alone: trace.imatrix_load reads it",
         TraceError,
     )
     return _answer_routes(read_values(path), name, str(path), options)
@@ -360,7 +372,7 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
             `tokens` and, for several documents, `documents`; or JSON: a list of ids or of lists.
     """
     file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
+    require_file(file, TraceError)
     if _is_text(file):
         return _token_lists(read_values(file), file)
     arrays = read_arrays(file)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import require_file
 from tieline.core.settings import TraceSettingError
 from tieline.trace.folders import parsing
 from tieline.trace.readers.containers import MOST_BYTES
@@ -128,6 +129,7 @@ _MOST_ENTRIES = 1 << 20
 def imatrix_load(path: str | Path) -> ImatrixLoad:
     """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
     file = Path(path)
+    require_file(file, TraceError)
     with parsing(file), file.open("rb") as stream:
         counts = dict(_count_tensors(stream, file))
     require(

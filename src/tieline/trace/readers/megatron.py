@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.folders import parsing
 from tieline.trace.readers.containers import MOST_BYTES, MOST_JSON, array_in
@@ -70,6 +71,7 @@ def _rank(file: Path) -> tuple[int, str]:
 def _read_rank(file: Path, steps: dict[tuple[int, int], dict[int, _Step]]) -> int:
     """Add the records of one rank; returns how many were left out."""
     others = 0
+    require_file(file, TraceError)
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
     with parsing(file), file.open("rb") as stream:

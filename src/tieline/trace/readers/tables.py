@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.folders import parsing
 from tieline.trace.record import (
@@ -55,7 +56,7 @@ class TableRow(NamedTuple):
 def read_rows(path: str | Path) -> Iterator[TableRow]:
     """Read the rows of a CSV file with a header line, or of a JSONL file of objects."""
     file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
+    require_file(file, TraceError)
     readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
     readable = file.suffix.lower() in readers
     require(readable, f"{file}: must end in {' or '.join(readers)}", TraceError)

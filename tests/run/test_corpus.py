@@ -1,0 +1,53 @@
+"""Texts cut into tokens: tokenizers that fail, and ids that a model has no row for."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tieline
+from tieline.core.errors import TielineError
+from tieline.models.demo import DEMO_FOLDER
+from tieline.run.corpus import tokenise
+
+
+class Panic(BaseException):
+    """Stands for what a library in Rust raises."""
+
+
+Panic.__name__ = "PanicException"
+
+
+def test_a_tokenizer_that_panics_is_refused_in_one_sentence():
+    class Panicking:
+        is_fast = False
+
+        def __call__(self, text, **options):
+            raise Panic("called `Result::unwrap()` on an `Err` value: retry-limit-in-match over")
+
+    with pytest.raises(TielineError, match=r"the tokenizer fails on this text: .*retry-limit"):
+        tokenise(Panicking(), "a text", 8, 8)
+
+
+def test_a_regex_that_panics_is_refused(tmp_path):
+    content = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    before = content["pre_tokenizer"]
+    both = [split | {"invert": False}, before]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    folder = Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TielineError, match="the tokenizer fails on this text"):
+        tieline.inspect(folder, text="x" * 4000, tokens=64)
+
+
+def test_ids_beyond_the_embedding_are_refused_with_both_numbers(tmp_path):
+    content = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append({"id": 600, "content": "zqx", **flags})
+    folder = Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    for run in (tieline.inspect, tieline.audit, tieline.smooth):
+        with pytest.raises(TielineError, match=r"token id (512|600) is none .* has 512 rows"):
+            run(folder, text="a zqx in a text, " * 60, tokens=64)
