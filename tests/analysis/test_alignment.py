@@ -191,3 +191,29 @@ def test_a_row_with_some_experts_missing_is_refused():
         TraceError, match=r"B, layer 'model.layers.1.mlp.gate': 1 tokens .* index 7"
     ):
         diff(a, replace(a, layers=layers))
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-3, 1e-2])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_experts_with_equal_or_nearly_equal_scores_are_ties_and_not_renumbered(apart, k):
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randn(2048, 12, generator=generator).double()
+    scores[:, 1] = scores[:, 0] + apart * torch.randn(2048, generator=generator)
+    scores[:, 5] = scores[:, 4]
+    noise = 1e-3 * torch.randn(2048, 12, generator=generator)
+    a, others = trace_of([scores], k), [scores + noise, scores.clone()]
+    others[1][:, [1, 5]] += 1e-6  # the other of two equals wins each time
+    for other in others:
+        b = trace_of([other], k)
+        assert align(a, b).alignment.permuted == ()
+        if other is others[0]:
+            assert align(without_scores(a), without_scores(b)).alignment.permuted == ()
+
+
+def test_a_renumbering_beside_ties_is_still_found():
+    scores = all_scores(3, layers=1, tokens=2048)[0]
+    scores[:, 1] = scores[:, 0] + 1e-3
+    swapped = scores.clone()
+    swapped[:, [6, 7]] = scores[:, [7, 6]]
+    pair = align(trace_of([scores]), trace_of([swapped])).alignment.permuted[0]
+    assert (pair.moved_experts, pair.moved_to) == ((6, 7), (7, 6))

@@ -10,14 +10,7 @@ numbers one apart, or by order, where one program counts dense layers and the ot
 
 Tokens: by document and position, B shifted by -1, 0 or 1.
 
-Experts: C[i, j] counts the tokens that choose i in A and j in B. The best renumbering maximises
-Σ C[i, π(i)] (an assignment problem). Experts that it moves are accepted only in whole cycles, and
-only if every member that is seen often enough really goes there:
-
-    κ(i) = (C[i, π(i)] - n_i m_j / T) / (min(n_i, m_j) - n_i m_j / T) > 1/2,   j = π(i)
-
-with n_i and m_j the tokens that choose i in A and j in B: their overlap beyond what the loads
-explain. A few flips therefore never look like a renumbering.
+Experts: by number, or by the renumbering that `expert_matching` finds in the choices.
 
 `search` judges every shift and pairing on a sample of tokens, by how far the chosen experts agree
 beyond chance once experts are renumbered. The plainest hypothesis stands unless another at least
@@ -31,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tieline.analysis.diff_records import Alignment, LayerPair
+from tieline.analysis.expert_matching import ExpertPermutation, have_equal_scores, match_experts
 from tieline.core.errors import TraceError, require
 from tieline.core.settings import TraceSettingError
 from tieline.trace.record import (
@@ -186,114 +179,6 @@ def equal_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) -> IdCheck
     different = both & (of_a != of_b)
     first = int(different.float().argmax()) if bool(different.any()) else None
     return IdCheck(int(both.sum()), int(different.sum()), first)
-
-
-SEEN = 5
-"""Tokens that must choose an expert on both sides before it counts as evidence."""
-MOST_MATCHED = 2048
-"""Most experts for which a renumbering is searched: the table of pairs has their square."""
-
-Table = Int[np.ndarray, "experts experts"]
-
-
-class ExpertPermutation(NamedTuple):
-    """Number in B of each expert of A, and how well the choices agree under it.
-
-    Attributes:
-        to_b: π.
-        agreement: share of chosen experts in common, of the smaller k.
-        chance: the same for independent choices of these loads.
-        unseen: moved experts that were too rare to count as evidence.
-    """
-
-    to_b: Int[np.ndarray, " experts"]
-    agreement: float
-    chance: float
-    unseen: int
-
-    @property
-    def beyond_chance(self) -> float | None:
-        """(agreement - chance) / (1 - chance); None where all choices must agree."""
-        if self.chance >= 1 - 1e-12:
-            return None
-        return (self.agreement - self.chance) / (1 - self.chance)
-
-
-def co_occurrence(
-    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
-) -> Table:
-    """C: tokens that choose i in A and j in B."""
-    pairs = in_a.astype(np.int64)[:, :, None] * experts + in_b.astype(np.int64)[:, None, :]
-    return np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
-
-
-def match_experts(
-    in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
-) -> ExpertPermutation:
-    """Estimate the expert permutation from both runs' choices.
-
-    Args:
-        in_a: experts chosen in A.
-        in_b: experts chosen in B.
-        experts: number of experts, both sides.
-    """
-    loads = [np.bincount(ids.ravel(), minlength=experts) for ids in (in_a, in_b)]
-    identity, sizes = np.arange(experts), (len(in_a), min(in_a.shape[1], in_b.shape[1]))
-    if experts > MOST_MATCHED:
-        common = int((in_a[:, :, None] == in_b[:, None, :]).sum())
-        return _matching(identity, common, loads, sizes, 0)
-    table = co_occurrence(in_a, in_b, experts)
-    bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
-    best = linear_sum_assignment(bonus, maximize=True)[1]
-    to_b, unseen = _supported_cycles(best, table, loads, len(in_a))
-    return _matching(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
-
-
-def _matching(
-    to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
-) -> ExpertPermutation:
-    """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
-    tokens, k = max(sizes[0], 1), sizes[1]
-    chance = float(loads[0] @ loads[1][to_b]) / (tokens * tokens * k)
-    return ExpertPermutation(to_b, common / (tokens * k), min(chance, 1.0), unseen)
-
-
-def _supported_cycles(
-    best: np.ndarray, table: np.ndarray, loads: list[np.ndarray], tokens: int
-) -> tuple[np.ndarray, int]:
-    """Keep the cycles of `best` that all evidence supports; also count experts without evidence."""
-    to_b, unseen = np.arange(len(best)), 0
-    for cycle in _cycles(best):
-        witness = [_has_evidence(i, int(best[i]), table, loads, tokens) for i in cycle]
-        supported = [agrees for agrees in witness if agrees is not None]
-        if supported and all(supported):
-            to_b[cycle] = best[cycle]
-            unseen += len(cycle) - len(supported)
-    return to_b, unseen
-
-
-def _has_evidence(
-    i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
-) -> bool | None:
-    """Whether κ > 1/2; None if the expert is too rare on one side."""
-    n, m, both = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
-    if min(n, m) < SEEN:
-        return None
-    chance, most = n * m / tokens, min(n, m)
-    return both - chance > 0.5 * (most - chance) or both == n == m
-
-
-def _cycles(permutation: np.ndarray) -> list[list[int]]:
-    """Cycles of more than one element."""
-    left, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
-    while left:
-        cycle, at = [], min(left)
-        while at in left:
-            left.discard(at)
-            cycle.append(at)
-            at = int(permutation[at])
-        cycles.append(cycle)
-    return cycles
 
 
 SAMPLE = 4096
@@ -607,7 +492,8 @@ def _match_pair(
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     chosen_a = first.experts[common.in_a, : first.facts.k].long().numpy()
     chosen_b = second.experts[common.in_b, : second.facts.k].long().numpy()
-    return match_experts(chosen_a, chosen_b, experts)
+    scored = first if first.has_gaps else second  # numbers agree where experts are tied
+    return match_experts(chosen_a, chosen_b, experts, lambda i, j: have_equal_scores(scored, i, j))
 
 
 def _pair_record(

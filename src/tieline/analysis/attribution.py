@@ -6,6 +6,9 @@
    rarely convicts: a bug that acts as noise widens the noise of the tokens whose flips it causes.
 3. Is the noise of the size and the shape (`noise_shapes`) that was to be expected?
 
+Where predictions were compared, a fourth: are they as near as that noise lets them be? Experts,
+norms and the head of the last layers may be wrong although every route agrees.
+
 A question that the inputs cannot answer is answered "cannot tell", with what is missing, and never
 raises an alarm.
 
@@ -34,12 +37,15 @@ from typing import NamedTuple
 import numpy as np
 
 from tieline.analysis.diff_records import (
+    ACCUSING,
     Alignment,
     Causes,
     ChoiceAnswer,
     Conclusion,
     FlipAnswer,
     LayerDiff,
+    LogitsDiff,
+    OutputAnswer,
     Pattern,
     ShapeAnswer,
     SizeAnswer,
@@ -47,6 +53,7 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.noise_shapes import NoiseShape, find_patterns
 from tieline.core.settings import require_setting
+from tieline.core.statistics import Estimate
 from tieline.models.emulate import OF_ROUTERS
 
 ROUNDING = {
@@ -202,10 +209,79 @@ def _judge_against(
     )
 
 
+LOGIT_SPREAD = 10.0
+"""Standard deviation of logits, in nats, that noise relative to them is multiplied by."""
+FAR = 4.0
+"""How much more KL than a reference run counts as far: twice the deviation of the logits."""
+FAR_UNKNOWN = 16.0
+"""The same where a single document leaves the error of the means unknown."""
+ERRORS = 3.0
+"""Standard errors by which a KL must differ, its own and the reference's."""
+
+
+def kl_of_noise(relative: float) -> float:
+    """KL = Var(d)/2 in nats for logits that differ by this share of their spread."""
+    return 0.5 * (relative * LOGIT_SPREAD) ** 2
+
+
+def judge_outputs(
+    logits: LogitsDiff | None,
+    reference: Estimate | None,
+    size: SizeAnswer,
+    expected: Expected | None,
+) -> OutputAnswer | None:
+    """Return whether the predictions are as near as the noise lets them be; None if unknown.
+
+    By the KL of a reference run where there is one. Else by the largest noise that the expected
+    format explains or, if none is expected, by the noise of the scores grown by one layer; then
+    over the tokens that no flip has reached.
+
+    Args:
+        logits: how far the final distributions are apart.
+        reference: KL of the model in float32 to itself in the expected format.
+        size: the noise of the scores.
+        expected: the format.
+    """
+    if logits is None:
+        return None
+    name = None if expected is None else expected.name
+    loss = logits.loss_b - logits.loss_a
+    if reference is not None and reference.value is not None:
+        errors = logits.kl_error, reference.standard_error
+        far = FAR_UNKNOWN if None in errors else FAR
+        limit = far * (reference.value + ERRORS * (errors[1] or 0.0)) + ERRORS * (errors[0] or 0.0)
+        limit = max(limit, kl_of_noise(allowed("fp32", 2)))
+        answer: YesNo = "no" if logits.kl > limit else "yes"
+        return OutputAnswer(answer, logits.kl, limit, reference.value, loss, name)
+    relative = _largest_noise(size, name)
+    if relative is None or logits.kl_before is None:
+        return None
+    limit = kl_of_noise(relative)
+    answer = "no" if logits.kl_before > limit else "yes"
+    return OutputAnswer(answer, logits.kl_before, limit, None, loss, name)
+
+
+def _largest_noise(size: SizeAnswer, expected: str | None) -> float | None:
+    """Relative noise that the outputs may have; None where nothing says it."""
+    if expected is not None:
+        return allowed(expected, 2)
+    if size.kind == "no scores":
+        return None
+    measured = max(size.largest or 0.0, size.relative or 0.0)
+    return max(GROWTH * measured, allowed("fp32", 2))
+
+
 TOLERATED = 0.005
 """Share of the first flips that may be unexplained without an alarm."""
 MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
+
+
+class Predictions(NamedTuple):
+    """How far predictions are apart: of A and B, and the KL of a reference run."""
+
+    logits: LogitsDiff | None
+    reference: Estimate | None = None
 
 
 def attribute_causes(
@@ -215,6 +291,7 @@ def attribute_causes(
     shapes: Sequence[NoiseShape],
     near: Sequence[np.ndarray],
     expected: Expected | None,
+    predictions: Predictions | None = None,
 ) -> Causes:
     """Answer the three questions and draw the conclusion.
 
@@ -226,6 +303,7 @@ def attribute_causes(
         near: where scores of one side are missing, the share of tokens with a smaller gap than
             that of each first flip.
         expected: the format whose noise is to be expected.
+        predictions: how far the predictions are apart, here and in a reference run.
     """
     choice = _judge_choice(layers, unranked)
     flips = _judge_flips(layers, near)
@@ -234,14 +312,20 @@ def attribute_causes(
     size = judge_size(shapes, expected)
     shape = _judge_shape(shapes, patterns)
     flipped = any(layer.flip.count for layer in layers)
+    logits, reference = predictions or (None, None)
+    outputs = judge_outputs(logits, reference, size, expected)
+    conclusion = _conclude(flipped, choice.answer, flips.answer, size.answer, patterns)
+    if outputs is not None and outputs.answer == "no" and conclusion not in ACCUSING:
+        conclusion = "outputs differ"
     return Causes(
-        conclusion=_conclude(flipped, choice.answer, flips.answer, size.answer, patterns),
+        conclusion=conclusion,
         choice=choice,
         flips=flips,
         size=size,
         shape=shape,
         patterns=patterns,
         expected=None if expected is None else expected.name,
+        outputs=outputs,
     )
 
 

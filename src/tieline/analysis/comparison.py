@@ -19,7 +19,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tieline.analysis.alignment import Aligned, align
-from tieline.analysis.attribution import Expected, attribute_causes, recorded_format
+from tieline.analysis.attribution import (
+    Expected,
+    Predictions,
+    attribute_causes,
+    recorded_format,
+)
 from tieline.analysis.diff_records import (
     Alignment,
     Attribution,
@@ -45,7 +50,7 @@ from tieline.analysis.score_noise import (
 )
 from tieline.analysis.serving import recommend
 from tieline.core.ranking import n_changed
-from tieline.core.statistics import clustered_share
+from tieline.core.statistics import Estimate, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 MOST_NAMED = 20
@@ -353,6 +358,7 @@ def diff_result(
     logits: LogitsDiff | None,
     timings: dict[str, float],
     expected: Expected | None = None,
+    reference_kl: Estimate | None = None,
 ) -> RoutingDiff:
     """Return the result with its causes, observations and metrics.
 
@@ -361,11 +367,18 @@ def diff_result(
         logits: how far the final distributions are apart, if models were run.
         timings: seconds per stage.
         expected: the format whose noise is to be expected.
+        reference_kl: KL that this format makes in the model by itself, if that was run.
     """
     layers, aligned = tuple(compared.layers), compared.aligned
     alignment = aligned.alignment
     causes = attribute_causes(
-        alignment, aligned.unranked, layers, compared.shapes, compared.near, expected
+        alignment,
+        aligned.unranked,
+        layers,
+        compared.shapes,
+        compared.near,
+        expected,
+        Predictions(logits, reference_kl),
     )
     traces = (aligned.a, aligned.b)
     serving = measured_serving(traces, compared.flips.any(0), compared.documents, logits)
@@ -426,6 +439,8 @@ def _cause_observations(causes: Causes) -> list[Observation]:
         for x in causes.patterns
         if x.kind not in ("lag", "permutation") or (x.layer is not None and x.kind == "lag")
     ]
+    if causes.outputs is not None and causes.outputs.answer == "no":
+        observations.append(Observation("outputs", "warning", causes.outputs.kl))
     if causes.choice.answer == "no":
         observations.append(Observation("choice", "warning", 1.0))
     levels: dict[str, Severity] = {"no": "warning", "cannot tell": "notice", "yes": "info"}

@@ -26,7 +26,13 @@ from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspection import Observation
 from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.sources import read_routes, source_kind
-from tieline.analysis.token_distances import DistanceObserver, Rows, logits_of, replay_split
+from tieline.analysis.token_distances import (
+    DistanceObserver,
+    Rows,
+    logits_of,
+    mean_kl,
+    replay_split,
+)
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
@@ -337,6 +343,7 @@ def reference_run(
     expected: Expected | None,
     batch_size: int,
     parts: Region | None = None,
+    predictions: DistanceObserver | None = None,
 ) -> RoutingTrace | None:
     """A run of a model in the expected format, next to its own run in float32.
 
@@ -349,6 +356,7 @@ def reference_run(
         expected: the format.
         batch_size: sequences per forward pass.
         parts: what is in that format; by default what a side emulates in it, else all.
+        predictions: compares its predictions with those in float32, which then run again.
     """
     exact = [
         side
@@ -362,9 +370,26 @@ def reference_run(
     lengths = np.cumsum([len(sequence) for sequence in sequences])
     count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
     try:
+        if predictions is not None:
+            return _trace_beside(exact[0], side, sequences[:count], batch_size, predictions)
         return trace_model(side, sequences[:count], batch_size=batch_size)
     except UnsupportedModelError:  # routers that cannot be emulated apart
         return None
+
+
+def _trace_beside(
+    exact: "Side",
+    side: "Side",
+    sequences: Sequence[Int[Tensor, " _"]],
+    batch_size: int,
+    predictions: DistanceObserver,
+) -> RoutingTrace:
+    """Record the routing of a model in a format, and compare its predictions with its own."""
+    ranks = Ranks.of(None, list(batches(sequences, batch_size)))
+    plan, _ = _side_by_side((exact, side), ranks, (batch_size, batch_size))
+    recorder = side.recorder(1)
+    Runner(exact.opened, side.opened, ranks=ranks).run(plan, [recorder, predictions])
+    return recorder.trace()
 
 
 class Side(NamedTuple):
@@ -435,19 +460,25 @@ def diff_models(
     started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
     ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
     plan, split = _side_by_side((a, b), ranks, sizes)
-    recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split)
+    models = (a.model, b.model)
+    recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)
     runner = Runner(a.opened, b.opened, ranks=ranks)
     runner.run(plan, [*recorders, predictions], progress)
     traces, distances = [recorder.trace() for recorder in recorders], predictions.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
-    reference = None
+    reference, beside = None, DistanceObserver() if distances else None
     if parallel not in UNROUNDED and a.stream is None:
-        reference = reference_run((a, b), traces, sequences, expected, batch_size)
+        run = (traces, sequences, expected, batch_size)
+        reference = reference_run((a, b), *run, predictions=beside)
+    reference_kl = None
+    if reference is not None and beside is not None:
+        reference_kl = mean_kl(beside.distances, reference.documents)
     ran = time.perf_counter()
     with one_thread():
         compared = compare(*traces, reference=reference)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
-    return diff_result(compared, logits_of(compared, distances), timings, expected)
+    logits = logits_of(compared, distances)
+    return diff_result(compared, logits, timings, expected, reference_kl)
 
 
 def _side_by_side(

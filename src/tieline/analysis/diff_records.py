@@ -321,6 +321,29 @@ class ShapeAnswer(Sentence):
     patterns: tuple[Pattern, ...] = ()
 
 
+@dataclass(frozen=True)
+class OutputAnswer(Sentence):
+    """Whether the predictions are no further apart than the noise explains.
+
+    Attributes:
+        text: the evidence.
+        answer: "yes" or "no".
+        kl: KL(A ‖ B), nats per token; over tokens before the first flip of their document where
+            there is no reference run.
+        limit: largest KL that the noise explains.
+        reference: KL that the expected format makes in this model; None without a reference run.
+        loss: loss of B minus that of A, nats per token.
+        expected: the format whose noise is expected; None where the noise of the scores is taken.
+    """
+
+    answer: YesNo
+    kl: float
+    limit: float
+    reference: float | None = None
+    loss: float = 0.0
+    expected: str | None = None
+
+
 Conclusion = Literal[
     "no flips",
     "explained by ties",
@@ -329,6 +352,7 @@ Conclusion = Literal[
     "pattern",
     "flips wider than their noise",
     "choice against scores",
+    "outputs differ",
     "cannot tell",
 ]
 """What a comparison comes to. "explained by ties" needs a known format or a measured reference;
@@ -338,6 +362,7 @@ ACCUSING: tuple[Conclusion, ...] = (
     "pattern",
     "flips wider than their noise",
     "choice against scores",
+    "outputs differ",
 )
 """Conclusions that something other than ties is at work."""
 
@@ -354,6 +379,8 @@ class Causes:
         shape: whether the noise lacks any pattern that rounding does not make.
         patterns: the patterns that were found, most specific first.
         expected: the format whose noise was to be expected; None if nobody says it.
+        outputs: whether the predictions are no further apart than the noise explains; None where
+            they were not compared or nothing says how far they may be.
     """
 
     conclusion: Conclusion
@@ -363,6 +390,7 @@ class Causes:
     shape: ShapeAnswer
     patterns: tuple[Pattern, ...] = ()
     expected: str | None = None
+    outputs: OutputAnswer | None = None
 
     @property
     def alarm(self) -> bool:
@@ -469,6 +497,8 @@ class LogitsDiff:
         loss_b: mean loss of B.
         tokens: predicted tokens.
         loss_error: standard error of loss_b - loss_a, clustered by document.
+        kl_before: mean over tokens before the first flip of their document, to which no flip has
+            reached; None if there are none.
     """
 
     k3: float
@@ -482,6 +512,7 @@ class LogitsDiff:
     loss_b: float
     tokens: int
     loss_error: float | None = None
+    kl_before: float | None = None
 
 
 @dataclass(frozen=True)

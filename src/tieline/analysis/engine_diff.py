@@ -37,7 +37,12 @@ from tieline.analysis.diff import NamedSide, Side, reference_run, trace_side
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspection import Observation
 from tieline.analysis.settings import DiffSettings
-from tieline.analysis.token_distances import TokenDistances, logits_of, token_distances
+from tieline.analysis.token_distances import (
+    TokenDistances,
+    check_logits,
+    logits_of,
+    token_distances,
+)
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting
@@ -316,6 +321,8 @@ def _distances(a: _SideRun, b: _SideRun, job: _Job) -> list[TokenDistances] | No
     if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
         return None
     distances, start = [], 0
+    for side, logprobs in (("A", a.logprobs), ("B", b.logprobs)):
+        check_logits(logprobs[None], side)
     for ids in job.documents.sequences:
         rows = slice(start, start + len(ids))
         distances.append(token_distances(a.logprobs[rows][None], b.logprobs[rows][None], ids[None]))

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
-from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.statistics import clustered_error, k3
+from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.statistics import Estimate, clustered_error, k3
 from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode
 from tieline.run.observers import Observer, Outcome
@@ -49,6 +49,45 @@ class TokenDistances(NamedTuple):
     kl: Float[Tensor, " tokens"]
     loss_a: Float[Tensor, " tokens"]
     loss_b: Float[Tensor, " tokens"]
+
+
+def check_logits(
+    logits: Float[Tensor, "rows length vocabulary"], side: str, model: nn.Module | None = None
+) -> None:
+    """Raise if logits are NaN or +inf; -inf excludes a token from the vocabulary.
+
+    Args:
+        logits: the logits of a batch.
+        side: "A" or "B".
+        model: the model that made them, whose layers and weights the error names.
+    """
+    if logits.amax(-1).sum().isfinite():  # the maximum of a row with a NaN is NaN
+        return
+    wrong = ~logits.amax(-1).isfinite()
+    if not bool(wrong.any()):
+        return
+    row, position = (int(x) for x in wrong.nonzero()[0])
+    raise TielineError(
+        f"the logits of {side} are NaN or infinite at {int(wrong.sum())} of {wrong.numel()} tokens "
+        f"of a batch, first at token {position} of its row {row}{_origin(model)}"
+    )
+
+
+def _origin(model: nn.Module | None) -> str:
+    """Which weight is not finite or, if all are, after which router values overflow."""
+    if model is None:
+        return ""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    broken = [name for name, x in tensors if not x.is_meta and _is_broken(x)]
+    if broken:
+        return f": {len(broken)} tensors of the model are not finite, {broken[0]!r} first"
+    routers = list(find_routers(model))
+    return f": it began after the scores of layer {routers[-1]!r}, the last with a router"
+
+
+def _is_broken(values: Tensor) -> bool:
+    """Whether a tensor has a NaN or an infinite value."""
+    return values.is_floating_point() and not bool(values.isfinite().all())
 
 
 def token_distances(
@@ -72,6 +111,8 @@ def token_distances(
 def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
     terms = k3(log_a, log_b)
+    if bool(terms.isnan().any()):  # tokens that both exclude from the vocabulary
+        terms = terms.masked_fill(log_a.isneginf() & log_b.isneginf(), 0.0)
     kl = (log_a.exp() * terms).sum(1)
     index = target.cpu()[:, None]
     at_text = (x.gather(1, index).squeeze(1) for x in (terms, -log_a, -log_b))
@@ -106,7 +147,19 @@ def logits_diff(
         loss_b=values.loss_b.mean().item(),
         tokens=int(predicted.sum()),
         loss_error=clustered_error(values.loss_b - values.loss_a, groups),
+        kl_before=_mean_or_none(distances.kl[predicted & before_flips(flipped, documents)]),
     )
+
+
+def before_flips(
+    flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
+) -> Bool[Tensor, " tokens"]:
+    """Return the tokens of each document before its first flip; documents are contiguous."""
+    count = flipped.long().cumsum(0)
+    starts = torch.ones_like(flipped)
+    starts[1:] = documents[1:] != documents[:-1]
+    earlier = (count - flipped.long())[starts]
+    return count == earlier[starts.long().cumsum(0) - 1]
 
 
 def _mean_or_none(values: Tensor) -> float | None:
@@ -121,14 +174,16 @@ class DistanceObserver(Observer):
     """Compares the predictions of two models, batch by batch.
 
     A pass with a reference is compared with it. Where A and B run the same sequences in passes of
-    other sizes, `split` lists the passes that belong together, in order.
+    other sizes, `split` lists the passes that belong together, in order. `models` are A and B, for
+    errors that name a weight.
 
     Attributes:
         distances: of all batches; None for models that do not predict the same tokens.
     """
 
-    def __init__(self, split: Sequence[Rows] = ()) -> None:
+    def __init__(self, split: Sequence[Rows] = (), models: Sequence[nn.Module] = ()) -> None:
         self.distances: list[TokenDistances] | None = []
+        self._models = models or (None, None)
         self._split = {run: rows for rows in split for side in rows for run in side}
         self._ended: dict[Pass, Outcome] = {}
 
@@ -151,6 +206,8 @@ class DistanceObserver(Observer):
         if not able or a.shape[:2] != ids.shape:
             self.distances = None
         elif self.distances is not None:
+            for logits, side, model in zip((a, b), "AB", self._models, strict=True):
+                check_logits(logits, side, model)
             self.distances.append(token_distances(a, b, ids))
 
     def join(self, ranks: Ranks) -> None:
@@ -176,6 +233,22 @@ def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> Log
     tokens = compared.aligned.common.in_a
     of_tokens = TokenDistances(*(column[tokens] for column in joined))
     return logits_diff(of_tokens, compared.flips.any(0), compared.documents)
+
+
+def mean_kl(distances: list[TokenDistances] | None, documents: Tensor) -> Estimate | None:
+    """Mean KL over all tokens of a run, clustered by document; None without predictions.
+
+    Args:
+        distances: of its batches.
+        documents: document of each token (T,), in the same order.
+    """
+    if not distances:
+        return None
+    kl = torch.cat([batch.kl for batch in distances])
+    kept = ~kl.isnan()
+    if not bool(kept.any()):
+        return None
+    return Estimate(kl[kept].mean().item(), clustered_error(kl[kept], documents[kept]))
 
 
 CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}

@@ -35,6 +35,7 @@ SENTENCES = {
     "Pattern.text": "tieline.report.words.diff:pattern",
     "ChoiceAnswer.text": "tieline.report.words.diff:choice",
     "FlipAnswer.text": "tieline.report.words.diff:flips",
+    "OutputAnswer.text": "tieline.report.words.diff:outputs",
     "SizeAnswer.text": "tieline.report.words.diff:size",
     "ShapeAnswer.text": "tieline.report.words.diff:shape",
     "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",

@@ -14,8 +14,8 @@ from tieline.analysis.diff import (
     trace_model,
 )
 from tieline.analysis.serving import recommend
-from tieline.analysis.token_distances import token_distances
-from tieline.core.errors import ParameterError, TraceError, UnsupportedModelError
+from tieline.analysis.token_distances import before_flips, token_distances
+from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
 from tieline.models.kernel import use_experts
 from tieline.models.model import Model
 from tieline.report.words.serving import advice
@@ -179,3 +179,63 @@ def test_nothing_is_served_where_no_side_or_both_are_float32_or_a_part_is_rounde
         assert diff_models(*sides, list(batch(2, 16))).serving is None
     result = diff_models(Side(a), Side(b, "bf16", "router"), list(batch(2, 16)))
     assert (result.serving, result.recommendation) == (None, None)
+
+
+OUTPUT_FAULTS = {
+    "head": lambda model: model.lm_head.weight.mul_(3),
+    "final norm": lambda model: model.model.norm.weight.mul_(2),
+    "last experts": lambda model: model.model.layers[-1].mlp.experts.down_proj.mul_(-3),
+}
+
+
+@pytest.mark.parametrize("formats", [(None, None), (None, "bf16"), (None, "int8")])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen2_moe"])
+def test_equal_routes_with_other_outputs_are_an_alarm(family, formats):
+    for fault in OUTPUT_FAULTS.values():
+        a, b = two(family)
+        with torch.no_grad():
+            fault(b)
+        sides = [Side(model, name) for model, name in zip((a, b), formats, strict=True)]
+        result = diff_models(*sides, list(batch(6, 32)), batch_size=4)
+        assert result.causes.conclusion == "outputs differ"
+        assert result.causes.alarm
+        assert "look at experts, norms or the head" in result.verdict
+        assert any(x.kind == "outputs" for x in result.observations)
+
+
+@pytest.mark.parametrize("name", [None, "bf16", "int8", "int4_group", "fp8_e4m3"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen2_moe"])
+def test_outputs_of_sound_formats_are_no_alarm(family, name):
+    a, b = two(family)
+    use_experts(b, "grouped_mm")
+    result = diff_models(Side(a), Side(b, name), list(batch(6, 32)), batch_size=4)
+    assert result.causes.outputs.answer == "yes"
+    assert not result.causes.alarm
+
+
+def test_logits_that_are_not_finite_name_the_side_and_the_weight():
+    a, b = two("mixtral")
+    with torch.no_grad():
+        b.model.layers[1].mlp.experts.down_proj[0] = torch.nan
+    with pytest.raises(TielineError, match=r"logits of B .*'model.layers.1.mlp.experts.down_proj'"):
+        diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
+    a, b = two("mixtral")
+    with torch.no_grad():
+        a.lm_head.weight[5, 3] = torch.inf
+    with pytest.raises(TielineError, match=r"logits of A are NaN or infinite .*'lm_head.weight'"):
+        diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
+
+
+def test_a_token_that_both_exclude_from_the_vocabulary_costs_nothing():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2, 5, 7).unbind(0)
+    ids = torch.randint(0, 6, (2, 5))
+    plain = token_distances(a[..., :6], b[..., :6], ids)
+    a[..., 6] = b[..., 6] = -torch.inf
+    torch.testing.assert_close(token_distances(a, b, ids), plain, equal_nan=True)
+
+
+def test_tokens_before_the_first_flip_of_their_document():
+    documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    flipped = torch.tensor([0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    assert before_flips(flipped, documents).tolist() == [1, 0, 0, 1, 1, 0, 0, 0]

@@ -9,6 +9,7 @@ from tieline.analysis.diff_records import (
     ChoiceAnswer,
     DequantisedSplit,
     FlipAnswer,
+    OutputAnswer,
     Pattern,
     ReplaySplit,
     RoutingDiff,
@@ -67,6 +68,15 @@ def _explained(causes: Causes) -> str:
     return f"{_near_ties(causes.flips, size)}. No sign of a bug."
 
 
+def _outputs_differ(causes: Causes) -> str:
+    assert causes.outputs is not None
+    routes = "The flips are near-ties" if causes.flips.first else "Routes agree"
+    return (
+        f"{routes}, outputs do not: {causes.outputs.text}. What to do: look at experts, norms or "
+        "the head."
+    )
+
+
 def _size_unknown(causes: Causes) -> str:
     """Near-ties of noise whose size nobody vouches for."""
     return (
@@ -93,6 +103,7 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
         f"A router does not follow its scores: {causes.choice.text}."
     ),
     "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
+    "outputs differ": lambda causes: _outputs_differ(causes),
     "noise larger than expected": lambda causes: (
         f"Noise larger than {causes.expected} explains: {causes.size.text}. What to do: look for "
         "another precision, other weights or a bug, in the first layer named below."
@@ -202,6 +213,7 @@ SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
     "alignment": lambda fact, result: NOTES[fact.source](result.alignment),
     "choice": _answer_text("choice"),
     "noise": _answer_text("size"),
+    "outputs": _answer_text("outputs"),
     "unexplained": _unexplained,
     "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
     "unrelated": _unrelated,
@@ -382,6 +394,15 @@ def _rounding_text(like: tuple[str, ...]) -> str:
         ("less",): "less than 16-bit rounding makes",
     }
     return special.get(like, f"{' to '.join(like)} rounding")
+
+
+def outputs(answer: OutputAnswer) -> str:
+    """Write how far the predictions are apart, and how far they may be."""
+    differ = f"the predictions differ by {answer.kl:.3g} nats per token (loss {answer.loss:+.2g})"
+    if answer.reference is not None:
+        return f"{differ}; {answer.expected} makes {answer.reference:.2g} in this model"
+    cause = "the noise of the scores" if answer.expected is None else answer.expected
+    return f"{differ}; {cause} explains at most {answer.limit:.2g}"
 
 
 def shape(answer: ShapeAnswer) -> str:
