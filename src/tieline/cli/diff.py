@@ -56,10 +56,12 @@ def diff(
 def _check_attributable(limits: DiffLimits, result: Any) -> None:
     """Refuse a limit on unexplained flips where flips cannot be attributed."""
     if limits.max_unexplained is not None and "unexplained" not in result.metrics:
+        from tieline.report.words.numbers import layer_label
+
         layer = next(layer for layer in result.layers if layer.attribution is None)
         raise SettingError(
-            "{max_unexplained}: layer {layer} is {status}",
-            layer=repr(layer.name),
+            "{max_unexplained}: {layer} is {status}",
+            layer=layer_label(layer.name),
             status=layer.attribution_status,
         )
 

@@ -17,7 +17,7 @@ from tieline.analysis.diff_records import (
     SizeAnswer,
 )
 from tieline.analysis.inspection import Finding, Observation
-from tieline.report.words.numbers import percent
+from tieline.report.words.numbers import layer_label, percent
 from tieline.report.words.serving import served_sentences
 
 REPLAY = (
@@ -277,7 +277,9 @@ def _layers_of_sides(template: str, names_a: Sequence[str], names_b: Sequence[st
     """Fill the template for each side that has names, with their number and the first three."""
     return [
         template.format(
-            len(names), ", ".join(names[:3]) + (", …" if len(names) > 3 else ""), side=side
+            len(names),
+            ", ".join(map(layer_label, names[:3])) + (", …" if len(names) > 3 else ""),
+            side=side,
         )
         for side, names in (("A", names_a), ("B", names_b))
         if names
@@ -316,9 +318,9 @@ def choice(answer: ChoiceAnswer) -> str:
     """Write whether routers choose the largest of their scores."""
     if answer.answer == "no":
         return (
-            f"{answer.tokens:,} tokens of {answer.side} in layer {answer.layer!r} chose an expert "
-            "of a lower score than one they left out: look for another k, a bias, groups, or "
-            "routes of another layer or step"
+            f"{answer.tokens:,} tokens of {answer.side} in {layer_label(answer.layer)} chose an "
+            "expert of a lower score than one they left out: look for another k, a bias, groups, "
+            "or routes of another layer or step"
         )
     if answer.missing:
         verb = "has" if len(answer.missing) == 1 else "have"
@@ -363,7 +365,9 @@ def size(answer: SizeAnswer) -> str:
         return NO_SCORES
     if answer.kind == "equal":
         return "the scores are equal up to the rounding of float32"
-    noise = f"{_noise_text(answer.relative)} of the spread of the scores in layer {answer.layer!r}"
+    noise = (
+        f"{_noise_text(answer.relative)} of the spread of the scores in {layer_label(answer.layer)}"
+    )
     if answer.largest is not None:
         noise += f", up to {_noise_text(answer.largest)} later"
     differ = f"the scores differ by {noise}, the size of {_rounding_text(answer.like)}"
@@ -373,12 +377,12 @@ def size(answer: SizeAnswer) -> str:
     if answer.ratio is not None:
         ratio = f"{answer.ratio:.{1 if answer.ratio < 10 else 0}f}"
         times = f"{ratio} times the noise that {expected} makes in this model"
-        return f"layer {answer.judged!r} has {times}; {differ}"
+        return f"{layer_label(answer.judged)} has {times}; {differ}"
     if answer.answer == "yes":
         return f"{differ}; {expected} explains that"
     return (
-        f"the noise of layer {answer.judged!r} is {_noise_text(answer.noise)} of the spread of its "
-        f"scores, and {expected} explains at most {_noise_text(answer.allowed)}; {differ}"
+        f"the noise of {layer_label(answer.judged)} is {_noise_text(answer.noise)} of the spread "
+        f"of its scores, and {expected} explains at most {_noise_text(answer.allowed)}; {differ}"
     )
 
 
@@ -434,7 +438,7 @@ def renumbering(layers: int, total: int, first: str, moves: tuple[tuple[int, int
     pairs = ", ".join(f"{i} → {j}" for i, j in moves[:4]) + (", …" if len(moves) > 4 else "")
     return (
         f"experts are numbered differently in {layers} of {total} layers "
-        f"(A → B in {first!r}: {pairs})"
+        f"(A → B in {layer_label(first)}: {pairs})"
     )
 
 
@@ -448,8 +452,8 @@ def _lag_pattern(shape: Pattern) -> str:
         return f"lag of tokens: {token_shift(int(shape.effect), against_ids=True)}"
     where = "before" if (shape.number or 0) > 0 else "after"
     return (
-        f"lag of tokens: {100 * shape.effect:.0f} % of {shape.flips:,} flips in layer "
-        f"{shape.layer!r} have in B the experts that A gave to the token {where} it"
+        f"lag of tokens: {100 * shape.effect:.0f} % of {shape.flips:,} flips in "
+        f"{layer_label(shape.layer)} have in B the experts that A gave to the token {where} it"
     )
 
 
@@ -460,7 +464,7 @@ def _permutation_pattern(shape: Pattern) -> str:
 
 def _expert_pattern(shape: Pattern) -> str:
     return (
-        f"one expert: tokens that chose expert {shape.number} of layer {shape.layer!r} have "
+        f"one expert: tokens that chose expert {shape.number} of {layer_label(shape.layer)} have "
         f"{_times(shape)} times the noise of others in the next layer: compare the weights of that "
         "expert (swapped, stale, or quantised otherwise)"
     )
@@ -468,7 +472,7 @@ def _expert_pattern(shape: Pattern) -> str:
 
 def _row_pattern(shape: Pattern) -> str:
     return (
-        f"one expert: the scores of expert {shape.number} in layer {shape.layer!r} differ "
+        f"one expert: the scores of expert {shape.number} in {layer_label(shape.layer)} differ "
         f"{_times(shape)} times as much as those of others: compare its row of the router"
     )
 
@@ -476,15 +480,16 @@ def _row_pattern(shape: Pattern) -> str:
 def _offset_pattern(shape: Pattern) -> str:
     bias = " that are the recorded selection bias" if shape.detail == "bias" else ""
     return (
-        f"offsets of experts: {100 * shape.effect:.0f} % of the noise in layer {shape.layer!r} is "
-        f"one number per expert{bias}: look for a selection bias that was dropped or added"
+        f"offsets of experts: {100 * shape.effect:.0f} % of the noise in "
+        f"{layer_label(shape.layer)} is one number per expert{bias}: look for a selection bias "
+        "that was dropped or added"
     )
 
 
 def _positions_pattern(shape: Pattern) -> str:
     grows = shape.effect > 0
     return (
-        f"positions: the noise of layer {shape.layer!r} {'grows' if grows else 'falls'} "
+        f"positions: the noise of {layer_label(shape.layer)} {'grows' if grows else 'falls'} "
         f"{_times(shape)}-fold along positions: look at "
         f"{'rotary tables and caches' if grows else 'attention masks'}"
     )
@@ -493,15 +498,15 @@ def _positions_pattern(shape: Pattern) -> str:
 def _document_pattern(shape: Pattern) -> str:
     return (
         f"one document: document {shape.number} has {_times(shape)} times the noise of others in "
-        f"layer {shape.layer!r}: compare its tokens, positions and cache"
+        f"{layer_label(shape.layer)}: compare its tokens, positions and cache"
     )
 
 
 def _layer_pattern(shape: Pattern) -> str:
     others = "the layers beside it" if shape.detail == "beside" else "the layer before"
     return (
-        f"one layer: the scores of layer {shape.layer!r} differ {shape.effect:.2g} times as much "
-        f"as those of {others}: compare its weights and the precision of its router"
+        f"one layer: the scores of {layer_label(shape.layer)} differ {shape.effect:.2g} times as "
+        f"much as those of {others}: compare its weights and the precision of its router"
     )
 
 
