@@ -1,5 +1,6 @@
 """Files are whole or absent, whatever happens while they are written."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 from tieline.core import files
 from tieline.core.errors import NoSpaceError, ParameterError, TielineError
 from tieline.core.files import (
+    TakenError,
+    alone_in,
     cache_folder,
     check_folder,
     check_target,
@@ -323,3 +326,151 @@ def test_the_cache_is_where_the_system_wants_it(tmp_path, monkeypatch):
 def test_the_digest_is_sha256(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert file_digest(tmp_path / "x").startswith("ba7816bf8f01cfea")
+
+
+def filled(target, meanwhile, **options):
+    """Make a folder with the file "weights", while somebody else calls `meanwhile`."""
+    with whole_folder(target, **options) as half:
+        (half / "weights").write_bytes(b"w")
+        meanwhile()
+
+
+def thesis(target):
+    target.mkdir()
+    (target / "thesis").write_bytes(b"mine")
+
+
+def test_a_folder_made_meanwhile_is_left_alone(tmp_path):
+    target = tmp_path / "model"
+    with pytest.raises(TakenError, match="not empty: another process wrote it meanwhile"):
+        filled(target, lambda: thesis(target))
+    assert [path.name for path in target.iterdir()] == ["thesis"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_file_where_the_folder_was_to_be_is_left_alone(tmp_path):
+    target = tmp_path / "model"
+    with pytest.raises(TakenError, match="exists"):
+        filled(target, lambda: target.write_bytes(b"mine"), replace=True)
+    assert target.read_bytes() == b"mine"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_folder_of_another_kind_is_not_replaced(tmp_path, monkeypatch, exchange, late):
+    """`late`: it comes between the last look at the folder and the rename."""
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange_folders", lambda half, target: False)
+    target, answers = tmp_path / "model", iter([True] if late else [])
+
+    def kind(folder):
+        return next(answers, (folder / "weights").exists())
+
+    with pytest.raises(TakenError):
+        filled(target, lambda: thesis(target), replace=True, kind=kind)
+    assert (target / "thesis").read_bytes() == b"mine"
+    assert list(tmp_path.iterdir()) == [target]
+    (target / "weights").write_bytes(b"old")
+    filled(target, lambda: None, replace=True, kind=kind)
+    assert [path.read_bytes() for path in target.iterdir()] == [b"w"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("means", ["rename", "link", "neither"])
+def test_a_file_made_meanwhile_is_left_alone(tmp_path, monkeypatch, means):
+    def refused(*names):
+        raise OSError(errno.ENOSYS, "not here")
+
+    if means != "rename":
+        monkeypatch.setattr(files, "_renameat2", refused)
+    if means == "neither":
+        monkeypatch.setattr(os, "link", refused)
+    target = tmp_path / "a.json"
+    write_whole(target, b"first", replace=False)
+    with pytest.raises(TakenError, match=r"a\.json exists: another process wrote it meanwhile"):
+        write_whole(target, b"second", replace=False)
+    assert target.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [target]
+    write_whole(target, b"third")
+    assert target.read_bytes() == b"third"
+
+
+RACER = """
+import sys
+from pathlib import Path
+from tieline.core.files import TakenError, whole_folder, write_whole
+kind, name, place = sys.argv[1:]
+for number in range(50):
+    target = Path(place) / f"{kind}{number}"
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        if kind == "file":
+            write_whole(target, name.encode(), replace=False)
+        else:
+            with whole_folder(target) as half:
+                (half / "name").write_text(name)
+        print("wrote", flush=True)
+    except TakenError:
+        print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_one_of_two_writers_writes(tmp_path, kind):
+    words = [sys.executable, "-c", RACER, kind]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers = {name: subprocess.Popen([*words, name, tmp_path], **pipes) for name in "ab"}
+    for number in range(50):
+        for writer in writers.values():
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers.values():
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+        ends = {name: writer.stdout.readline().strip() for name, writer in writers.items()}
+        assert sorted(ends.values()) == ["left", "wrote"]
+        target = tmp_path / f"{kind}{number}"
+        text = (target if kind == "file" else target / "name").read_text()
+        assert ends[text] == "wrote"
+    for writer in writers.values():
+        writer.communicate()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_files_of_a_folder_follow_the_umask(tmp_path, mask):
+    original = tmp_path / "original"
+    original.touch(0o600)
+    before = os.umask(mask)
+    try:
+        with whole_folder(tmp_path / "model") as half:
+            (half / "config").touch()
+            (half / "weights").touch(0o600)  # as safetensors leaves them
+            os.link(original, half / "linked")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert modes == {"config": 0o666 & ~mask, "weights": 0o666 & ~mask, "linked": 0o600}
+
+
+def test_an_empty_folder_that_is_filled_keeps_its_mode(tmp_path):
+    target = tmp_path / "model"
+    target.mkdir(0o700)
+    with whole_folder(target) as half:
+        (half / "weights").touch()
+    assert target.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_is_held_by_one_process(tmp_path):
+    target = tmp_path / "runs" / "one"
+    code = "import sys; from pathlib import Path; from tieline.core.files import alone_in\n"
+    code += "with alone_in(Path(sys.argv[1])): print('held')"
+    words = [sys.executable, "-c", code, str(target)]
+    with alone_in(target):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert f"another process writes to {target}: wait until it ends" in done.stderr
+    assert subprocess.run(words, capture_output=True, text=True, check=False).stdout == "held\n"
+    with pytest.raises(RuntimeError), alone_in(tmp_path / "new" / "run"):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -16,6 +16,7 @@ Standard errors are clustered by sequence; those of factors follow the ratio of 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -184,9 +185,15 @@ class Repair(Result):
         """Return format, version and all fields as JSON values."""
         return super().to_dict() | {"smoothing": self.smoothing.to_dict()}
 
-    def save(self, folder: Any) -> None:
-        """Save the smoothed model, its tokenizer and this result in a new folder."""
-        save_model(folder, self.smoothed, self.tokenizer, tieline_smooth=self.to_json())
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Save the smoothed model, its tokenizer and this result in a new folder.
+
+        Args:
+            folder: the folder to make.
+            overwrite: whether a model that is there may be replaced.
+        """
+        texts = {"tieline_smooth": self.to_json()}
+        save_model(folder, self.smoothed, self.tokenizer, overwrite=overwrite, **texts)
 
     @property
     def metrics(self) -> dict[str, float]:

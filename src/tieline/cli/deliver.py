@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,14 @@ from tieline.cli.ending import closed_pipe_ignored, say
 from tieline.cli.progress import progress_bars
 from tieline.cli.ranks import is_first, joined
 from tieline.core.errors import require
-from tieline.core.files import check_folder, check_target, same_place, space_on, write_whole
+from tieline.core.files import (
+    check_folder,
+    check_target,
+    holds_model,
+    same_place,
+    space_on,
+    write_whole,
+)
 from tieline.core.printable import unfiltered
 from tieline.core.records import Result
 from tieline.core.settings import Settings
@@ -58,6 +65,7 @@ class Outputs:
     extended: Path | None = None
     overwrite: bool = False
     page_package: str = "plotly"
+    _replaced: set[Path] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def to_stdout(self) -> bool:
@@ -108,8 +116,14 @@ class Outputs:
             _check_trace(self.trace, self.overwrite)
         if self.model is not None:
             _check_model(self.model, self.overwrite)
+        existing = [path for path in self.files if path.is_file()]
         if not self.overwrite:
-            _ask([path for path in self.files if path.is_file()])
+            _ask(existing)
+        self._replaced.update(existing)
+
+    def may_replace(self, path: Path) -> bool:
+        """Whether a file may be replaced: one that was there at the check, or any if asked to."""
+        return self.overwrite or path in self._replaced
 
     def _check_names(self) -> None:
         to_stdout = [self.json == "-", self.html == STDOUT]
@@ -139,7 +153,7 @@ def _check_trace(folder: Path, overwrite: bool) -> None:
 
 
 def _check_model(folder: Path, overwrite: bool) -> None:
-    allowed = _is_new(folder, overwrite) or (folder / "config.json").is_file()
+    allowed = _is_new(folder, overwrite) or holds_model(folder)
     require(allowed, f"{folder} holds something else than a model: it is not replaced")
 
 
@@ -199,7 +213,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         _save_folders(result, outputs)
         for path, data in contents.items():
             if path != STDOUT:
-                write_whole(path, data)
+                write_whole(path, data, replace=outputs.may_replace(path))
     with closed_pipe_ignored():
         if outputs.to_stdout:
             _to_stdout(contents[STDOUT])
@@ -244,4 +258,4 @@ def _save_folders(result: Any, outputs: Outputs) -> None:
 
         save_trace(result.trace, outputs.trace, overwrite=outputs.overwrite)
     if outputs.model is not None:
-        result.save(outputs.model)
+        result.save(outputs.model, overwrite=outputs.overwrite)

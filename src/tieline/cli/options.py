@@ -50,7 +50,8 @@ Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Replace an existing output folder made by Tieline. (Files are always replaced.)",
+        help="Replace an existing output folder made by Tieline. (Files that are there when a "
+        "command starts are always replaced.)",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a bug.")]

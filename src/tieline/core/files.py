@@ -1,7 +1,10 @@
 """Files and folders that are complete or absent, and the cache folder.
 
-    write_whole      replace a file in one step
+    write_whole      make or replace a file in one step
     whole_folder     fill a folder under a hidden name, which takes its place when it is complete
+    alone_in         hold a folder that is written file by file, against other processes
+    locked_file      open a file that several processes add to, one after another
+    follow_umask     make files readable as the user's umask says
     remove_rests     remove what killed processes left half-written
     check_target     refuse a file that cannot be written, before any work is done
     check_folder     refuse a folder that cannot be made, before any work is done
@@ -15,6 +18,9 @@
 A process killed at any moment leaves the old file or folder or the new one, and perhaps a hidden
 `.NAME.*.partial`, which nothing reads and the next process that writes NAME removes. A process
 holds a lock on the hidden names that it fills, so those of others that still run are left alone.
+
+Whether something may be replaced is decided at the moment of the rename, by the rename itself: what
+another process put there while this one worked raises `TakenError` and stays.
 """
 
 import ctypes
@@ -25,14 +31,15 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import platformdirs
 
-from tieline.core.errors import NoSpaceError, TielineError, require
+from tieline.core.errors import NoSpaceError, ParameterError, TielineError, require
+from tieline.core.settings import SettingError
 
 try:
     import fcntl
@@ -40,11 +47,16 @@ except ImportError:  # not on Windows, where nothing is locked and no rest is re
     fcntl = None
 
 __all__ = [
+    "TakenError",
+    "alone_in",
     "cache_folder",
     "check_folder",
     "check_target",
     "file_digest",
+    "follow_umask",
+    "holds_model",
     "kind_of_file",
+    "locked_file",
     "out_of_space",
     "remove_rests",
     "require_file",
@@ -59,8 +71,17 @@ STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (?:28|122)\b")
+TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 LONGEST_NAME = 200
 """Bytes of a name that a hidden name repeats; systems allow 255 in all."""
+
+NO_REPLACE, EXCHANGE = 1, 2
+"""Flags of Linux's renameat2."""
+
+
+class TakenError(SettingError, OSError):
+    """An output is there already, or another process made it meanwhile: it is left alone."""
 
 
 def cache_folder(name: str = "") -> Path:
@@ -93,6 +114,11 @@ def check_folder(path: Path) -> None:
     require(not target.is_mount(), f"cannot replace {path}: it is a mount point; name a new folder")
 
 
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a model of transformers."""
+    return (folder / "config.json").is_file()
+
+
 def same_place(output: Path, given: Path) -> bool:
     """Whether writing `output` would replace the file or folder `given`, or a file in it."""
     out, source = _resolved(output), _resolved(given)
@@ -102,11 +128,16 @@ def same_place(output: Path, given: Path) -> bool:
     return out == source or out in source.parents
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data` in one step.
+def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Write `data` to the file at `path` in one step.
 
     A symbolic link stays and its target is replaced; devices and pipes are written to directly. A
     file that is replaced keeps its mode and, where the system allows it, its owner.
+
+    Args:
+        path: the file to make.
+        data: its contents.
+        replace: whether a file that is there may be replaced; else `TakenError` is raised.
     """
     with space_on(path):
         if _is_special(path):
@@ -122,38 +153,90 @@ def write_whole(path: Path, data: bytes) -> None:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                half.replace(target)
+                _place_file(half, target, path, replace)
             finally:
                 half.unlink(missing_ok=True)
 
 
 @contextmanager
-def whole_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def whole_folder(
+    path: Path, *, replace: bool = False, kind: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """Yield a hidden folder to fill, which becomes `path` unless the block raises.
+
+    Its files follow the umask, whatever mode a library gave them.
 
     Args:
         path: the folder to make; its parents are made, a symbolic link stays.
-        replace: whether a folder that is not empty may be replaced; else `OSError` is raised.
+        replace: whether a folder that is not empty may be replaced; else `TakenError` is raised
+            after the block, also for one that was made meanwhile.
+        kind: whether a folder is of the kind that may be replaced; by default every one is.
     """
     target = _resolved(path)
-    new = [parent for parent in target.parents if not parent.exists()]
+
+    def replaceable(folder: Path) -> bool:
+        return replace and folder.is_dir() and (kind is None or kind(folder))
+
+    with space_on(path), _parents_made(target):
+        remove_rests(target)
+        with _hidden_sibling(target, Path.mkdir) as half:
+            try:
+                yield half
+                follow_umask(half)
+                for inner in (*half.rglob("*"), half):
+                    _sync(inner)
+                _place_folder(half, target, path, replaceable)
+            finally:
+                shutil.rmtree(half, ignore_errors=True)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder, made with its parents if missing, while the block runs.
+
+    Raises `ParameterError` if another process holds it. A folder that is still empty when the block
+    raises is removed if it was made here.
+    """
+    target = _resolved(folder)
+    with _parents_made(target / "any"):
+        handle = os.open(target, os.O_RDONLY) if fcntl is not None else None
+        try:
+            if handle is not None and not _lock(handle, unless=BUSY):
+                raise ParameterError(
+                    f"another process writes to {folder}: wait until it ends, or choose another "
+                    "folder"
+                )
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+@contextmanager
+def locked_file(path: Path) -> Iterator[int]:
+    """Yield the handle of a file to read and write, made if missing, while no other process may.
+
+    Waits for other processes that use this function.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with space_on(path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_rests(target)
-            with _hidden_sibling(target, Path.mkdir) as half:
-                try:
-                    yield half
-                    for inner in (*half.rglob("*"), half):
-                        _sync(inner)
-                    _move_into_place(half, target, replace)
-                finally:
-                    shutil.rmtree(half, ignore_errors=True)
-    except BaseException:
-        for parent in new:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
+        _wait_for_lock(handle)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files in a new folder the mode that the umask leaves of 0666.
+
+    Libraries that write under a temporary name leave 0600. Files with another name elsewhere, and
+    links, are left as they are.
+    """
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666  # the folder was made under the umask
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            path.chmod(mode)
 
 
 def remove_rests(path: Path) -> None:
@@ -165,9 +248,9 @@ def remove_rests(path: Path) -> None:
     ours = re.compile(rf"\.{re.escape(_hidden_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial")
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     for rest in map(target.with_name, filter(ours.fullmatch, names)):
-        if not _is_abandoned(rest):
-            continue
-        with suppress(OSError):
+        with suppress(OSError), _abandoned(rest) as alone:
+            if not alone:
+                continue
             if rest.name.endswith(".old.partial") and not target.exists():
                 rest.rename(target)
             elif rest.is_dir():
@@ -262,36 +345,124 @@ def _keep_mode(old: Path, new: Path) -> None:
     new.chmod(stat.S_IMODE(status.st_mode))  # after the owner, whose change takes bits away
 
 
-def _move_into_place(half: Path, target: Path, replace: bool) -> None:
-    if replace and target.is_dir() and any(target.iterdir()):
+@contextmanager
+def _parents_made(target: Path) -> Iterator[None]:
+    """Make the parents of a path; those that are empty are removed again if the block raises."""
+    new = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for parent in new:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _taken(path: Path) -> TakenError:
+    return TakenError(
+        "{path} {state}: another process wrote it meanwhile, and it is left alone; choose another "
+        "name or add {overwrite}",
+        path=path,
+        state="is not empty" if path.is_dir() else "exists",
+    )
+
+
+def _place_file(half: Path, target: Path, path: Path, replace: bool) -> None:
+    """Rename a complete file; `path` is what the user calls it."""
+    try:
+        if replace:
+            half.replace(target)
+        else:
+            _rename_new(half, target)
+    except OSError as problem:
+        if problem.errno not in TAKEN:
+            raise
+        raise _taken(path) from problem
+
+
+def _rename_new(half: Path, target: Path) -> None:
+    """Rename a file, unless the new name is taken: `FileExistsError`."""
+    try:
+        _renameat2(half, target, NO_REPLACE)
+    except OSError as problem:
+        if problem.errno == errno.EEXIST:
+            raise
+        try:
+            os.link(half, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links: the best that it can do
+            half.rename(_absent(target))
+
+
+def _absent(target: Path) -> Path:
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    return target
+
+
+def _place_folder(
+    half: Path, target: Path, path: Path, replaceable: Callable[[Path], bool]
+) -> None:
+    """Rename a complete folder; `path` is what the user calls it."""
+    if target.is_dir():
         _keep_mode(target, half)
-        if not _exchange_folders(half, target):
-            _replace_in_two_steps(half, target)
-    else:
+    try:
         half.rename(target)  # replaces an empty folder, refuses any other
+    except OSError as problem:
+        if problem.errno not in TAKEN:
+            raise
+        if not replaceable(target) or not _exchanged(half, target, replaceable):
+            raise _taken(path) from problem
     _sync(target.parent)
+
+
+def _exchanged(half: Path, target: Path, replaceable: Callable[[Path], bool]) -> bool:
+    """Exchange two folders, and back if the old one turns out to be none that may be replaced."""
+    if not _exchange_folders(half, target):
+        return _replaced_in_two_steps(half, target, replaceable)
+    if replaceable(half):
+        return True
+    _exchange_folders(half, target)
+    return False
 
 
 def _exchange_folders(half: Path, target: Path) -> bool:
     """Exchange two folders in one step, where the system can: no moment without either."""
     try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
+        _renameat2(half, target, EXCHANGE)
+    except OSError:
         return False
-    here, exchange = -100, 2
-    return rename(here, os.fsencode(half), here, os.fsencode(target), exchange) == 0
+    return True
 
 
-def _replace_in_two_steps(half: Path, target: Path) -> None:
+def _renameat2(source: Path, target: Path, flag: int) -> None:
+    """Rename as Linux can: without replacing, or as an exchange; `OSError` elsewhere."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError) as problem:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from problem
+    here = -100
+    if rename(here, os.fsencode(source), here, os.fsencode(target), flag):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+
+def _replaced_in_two_steps(half: Path, target: Path, replaceable: Callable[[Path], bool]) -> bool:
     """Replace a folder in two steps; one killed between them leaves the old one to come back."""
     old = half.with_suffix(".old.partial")
     target.rename(old)
+    if not replaceable(old):
+        old.rename(target)
+        return False
     try:
         half.rename(target)
     except OSError:
         old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    return True
 
 
 def _hidden_stem(target: Path) -> str:
@@ -308,40 +479,56 @@ def _hidden_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path
         if fcntl is None:
             yield half
             return
-        handle = os.open(half, os.O_RDONLY)
-        try:
-            _lock(handle)
-            # another process may have taken it for a rest before it was locked
-            if half.exists() and os.path.samestat(half.stat(), os.fstat(handle)):
-                yield half
-                return
-        finally:
-            os.close(handle)
+        # another process may take it for a rest and remove it before it is locked
+        with suppress(FileNotFoundError):
+            handle = os.open(half, os.O_RDONLY)
+            try:
+                _wait_for_lock(handle)
+                if half.exists() and os.path.samestat(half.stat(), os.fstat(handle)):
+                    yield half
+                    return
+            finally:
+                os.close(handle)
 
 
-def _lock(handle: int) -> bool:
-    """Hold a hidden name until it is closed or the process ends; whether that was possible."""
+def _wait_for_lock(handle: int) -> None:
+    """Hold an open file or folder as soon as others let go of it, where there are locks."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def _lock(handle: int, unless: Collection[int] = ()) -> bool:
+    """Hold an open file or folder until it is closed or the process ends; whether that is so.
+
+    Args:
+        handle: the open file or folder.
+        unless: errors that mean that it is not held; by default all do.
+    """
     if fcntl is None:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as problem:
+        return bool(unless) and problem.errno not in unless
     return True
 
 
-def _is_abandoned(rest: Path) -> bool:
-    """Whether a hidden file or folder belongs to no process that runs."""
-    with suppress(OSError):
-        kind = rest.lstat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-            return False
-        handle = os.open(rest, os.O_RDONLY)
-        try:
-            return _lock(handle)
-        finally:
-            os.close(handle)
-    return False
+@contextmanager
+def _abandoned(rest: Path) -> Iterator[bool]:
+    """Whether a hidden file or folder belongs to no process that runs; held while the block runs.
+
+    A process that has just made it waits until the block ends, and then finds it gone.
+    """
+    kind = rest.lstat().st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        yield False
+        return
+    handle = os.open(rest, os.O_RDONLY)
+    try:
+        yield _lock(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync(path: Path) -> None:

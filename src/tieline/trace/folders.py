@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ def write_folder(
         overwrite: whether a folder of this kind may be replaced; another is only if it is empty.
     """
     target = check_target(directory, kind, overwrite)
-    with whole_folder(target, replace=overwrite) as folder:
+    ours = partial(_is_ours, kind=kind)
+    with whole_folder(target, replace=overwrite, kind=ours) as folder:
         written = {
             name: _write_tensors(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }

@@ -30,6 +30,7 @@ from safetensors.numpy import save
 
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
+from tieline.core.settings import require_setting
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS, RoutingTrace
 from tieline.trace.store import save_trace
 
@@ -54,7 +55,7 @@ def export(
         path: the file, or the folder of the form "trace".
         to: the form; by default "npz" for a file that ends in .npz, and "trace" otherwise.
         layers: number of layers of the model, for forms that count dense layers.
-        overwrite: whether a folder of the form "trace" may be replaced.
+        overwrite: whether a file, or a folder of the form "trace", may be replaced.
     """
     target = Path(path)
     form = to or ("npz" if target.suffix == ".npz" else "trace")
@@ -63,7 +64,12 @@ def export(
     if form == "trace":
         save_trace(trace, target, overwrite)
     else:
-        write_whole(target, _file_content(trace, target, form, layers))
+        require_setting(
+            overwrite or not target.is_file(),
+            "{path} exists: choose another name or add {overwrite}",
+            path=target,
+        )
+        write_whole(target, _file_content(trace, target, form, layers), replace=overwrite)
     return target
 
 

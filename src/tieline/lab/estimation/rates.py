@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.files import locked_file, space_on
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result, canonical, from_plain, parse_json
 from tieline.core.statistics import mean_estimate
@@ -466,13 +467,15 @@ class RateStore:
     def add(self, rows: Iterable[RateRow]) -> None:
         """Append rows, after cutting off an unfinished last line."""
         text = "".join(canonical(asdict(row)) + "\n" for row in rows).encode()
-        end = self._valid_length()
-        with self.path.open("r+b" if self.path.exists() else "xb") as file:
-            file.truncate(end)
-            file.seek(end)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with space_on(self.path), locked_file(self.path) as handle:
+            end = self._valid_length()  # now, as another run may have added rows
+            os.ftruncate(handle, end)
+            os.lseek(handle, end, os.SEEK_SET)
+            try:
+                _write_synced(handle, text)
+            except OSError:
+                os.ftruncate(handle, end)  # no half of a line
+                raise
 
     def _content(self) -> bytes:
         if not self.path.exists():
@@ -491,6 +494,13 @@ class RateStore:
         except TraceError:
             return begin
         return end
+
+
+def _write_synced(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+    os.fsync(handle)
 
 
 def _parse_row(line: bytes, name: str) -> RateRow:

@@ -121,9 +121,15 @@ class Rerouted(Result):
         numbers["at_zero"] = max((item.at_zero for item in self.layers), default=None)
         return {name: value for name, value in numbers.items() if value is not None}
 
-    def save(self, folder: str | Path) -> None:
-        """Save the rerouted model, its tokenizer and this result in a new folder."""
-        save_model(folder, self.rerouted, self.tokenizer, tieline_reroute=self.to_json())
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Save the rerouted model, its tokenizer and this result in a new folder.
+
+        Args:
+            folder: the folder to make.
+            overwrite: whether a model that is there may be replaced.
+        """
+        texts = {"tieline_reroute": self.to_json()}
+        save_model(folder, self.rerouted, self.tokenizer, overwrite=overwrite, **texts)
 
 
 @takes_settings(RerouteSettings)

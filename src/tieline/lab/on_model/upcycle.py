@@ -92,9 +92,14 @@ class Upcycled(Result):
             numbers["loss_change"] = self.loss_after.value - self.loss_before.value
         return numbers
 
-    def save(self, folder: str | Path) -> None:
-        """Save model and tokenizer, replacing a model that is there; whole or not at all."""
-        save_model(folder, self.mixture, self.tokenizer)
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Save model and tokenizer in a new folder, whole or not at all.
+
+        Args:
+            folder: the folder to make.
+            overwrite: whether a model that is there may be replaced.
+        """
+        save_model(folder, self.mixture, self.tokenizer, overwrite=overwrite)
 
 
 @takes_settings(UpcycleSettings)

@@ -30,9 +30,10 @@ class CheckpointError(TielineError):
     """A checkpoint is malformed or of another run."""
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    write_whole(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
+    """Write a JSON file, whole or not at all; replaces one that is there only where allowed."""
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    write_whole(path, text.encode(), replace=replace)
 
 
 def read_json(path: Path) -> Any:

@@ -10,8 +10,8 @@ are restored exactly, so a run that was killed and resumed ends with the same lo
 
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers import set_seed
 
 from tieline.analysis.monitor_trainer import monitor_trainer
 from tieline.core.errors import require
-from tieline.core.files import check_folder, remove_rests, space_on
+from tieline.core.files import alone_in, check_folder, remove_rests, space_on
 from tieline.core.processes import (
     TIMEOUT,
     first_rank,
@@ -149,10 +149,10 @@ def run(
         progress: called at each stage.
         watch: called after every step; it must not change weights or random generators.
     """
-    checkpoint = prepare_folder(config, out, resume)
-    if resume and (result := stored_result(out)) is not None:
-        return result
-    return _save_result(_train(config, out, checkpoint, progress or _silent, watch))
+    with run_folder(config, out, resume) as checkpoint:
+        if resume and (result := stored_result(out)) is not None:
+            return result
+        return _save_result(_train(config, out, checkpoint, progress or _silent, watch))
 
 
 def run_parallel(
@@ -174,8 +174,8 @@ def run_parallel(
         timeout: seconds after which a process that does not answer is lost.
     """
     joined = nullcontext() if dist.is_initialized() else join_processes(timeout=timeout)
-    with joined, naming_lost_ranks(RESUME):
-        checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume))
+    with joined, naming_lost_ranks(RESUME), ExitStack() as folder:
+        checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume, folder))
         if checkpoint is None:
             return stored_result(out) if is_first() else None
         start = Path(checkpoint) if checkpoint else None
@@ -189,13 +189,15 @@ def _silent(stage: str, done: int, of: int) -> None:
     """Report no progress."""
 
 
-def _prepare_parallel(config: TrainConfig, out: Path, resume: bool) -> str | None:
+def _prepare_parallel(
+    config: TrainConfig, out: Path, resume: bool, folder: ExitStack
+) -> str | None:
     """Check the run and fetch its data for all processes; returns its checkpoint, None at the end.
 
-    A run without a checkpoint has the empty one.
+    A run without a checkpoint has the empty one. `folder` holds the folder of the run.
     """
     rows_per_process(config.optim)
-    checkpoint = prepare_folder(config, out, resume)
+    checkpoint = folder.enter_context(run_folder(config, out, resume))
     if resume and stored_result(out) is not None:
         return None
     task_of(config).data(config)
@@ -245,8 +247,9 @@ def _train(
 
 
 def _write_config(config: TrainConfig, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", config.to_dict())
+    path = out / "config.json"
+    if not path.exists():  # else it was found to be the same when the run was resumed
+        write_json(path, config.to_dict(), replace=False)
 
 
 def _save_result(trained: _Trained) -> TrainingResult:
@@ -319,20 +322,30 @@ def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
     return min(seconds) * batch / micro
 
 
-def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
-    """Return the checkpoint to start from; raises if the folder holds another run.
+@contextmanager
+def run_folder(config: TrainConfig, out: Path, resume: bool) -> Iterator[Path | None]:
+    """Hold the folder of a run alone, and yield the checkpoint to start from.
 
-    Removes the incomplete checkpoints of a killed run.
+    Raises if the folder holds another run, or another process writes to it. Removes the incomplete
+    checkpoints of a killed run.
     """
     check_folder(out / "model")
-    if out.is_dir():
+    if resume:
+        _check_same_run(config, out)
+    with alone_in(out):
         remove_rests(out / "config.json")
-    if not resume:
-        require(
-            not out.exists() or (out.is_dir() and not any(out.iterdir())),
-            f"{out} is not empty: a run begins in a new folder, or goes on with --resume",
-        )
-        return None
+        if not resume:
+            require(
+                not any(out.iterdir()),
+                f"{out} is not empty: a run begins in a new folder, or goes on with --resume",
+            )
+        for half in incomplete_checkpoints(out):
+            shutil.rmtree(half, ignore_errors=True)
+        yield last_checkpoint(out)
+
+
+def _check_same_run(config: TrainConfig, out: Path) -> None:
+    """Raise unless the folder holds a run of this configuration."""
     path = out / "config.json"
     require(
         path.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
@@ -344,9 +357,6 @@ def prepare_folder(config: TrainConfig, out: Path, resume: bool) -> Path | None:
         f"{out} holds another run: {differing or 'its fields'} differ from the recipe's",
         CheckpointError,
     )
-    for half in incomplete_checkpoints(out):
-        shutil.rmtree(half, ignore_errors=True)
-    return last_checkpoint(out)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -277,9 +277,10 @@ class LanguageModelling:
         """Write the model with its tokenizer, and its stock form if it has one."""
         assert isinstance(model, SwitchForCausalLM)
         tokenizer = data.streams.tokenizer
-        save_model(folder, model, tokenizer)
+        save_model(folder, model, tokenizer, overwrite=True)
         if why_not_stock(model) is None:
-            save_model(folder.parent / "stock", stock_form(model), tokenizer)
+            stock = folder.parent / "stock"
+            save_model(stock, stock_form(model), tokenizer, overwrite=True)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from tieline.core.errors import require
+from tieline.core.files import whole_folder
 from tieline.lab.training.checkpoint import save_weights
 from tieline.lab.training.config import GateConfig, SentenceConfig, TrainConfig
 from tieline.lab.training.fetch import (
@@ -284,7 +285,8 @@ class SentenceTask:
 
     def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
         """Write the weights to one file; the configuration of the run has the shape."""
-        save_weights(model, folder)
+        with whole_folder(folder, replace=True) as half:
+            save_weights(model, half)
 
 
 def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tieline.core.errors import TielineError, require
+from tieline.core.files import follow_umask
 from tieline.core.processes import naming_lost_ranks
 from tieline.lab.training.checkpoint import (
     load_generators,
@@ -248,6 +249,7 @@ class RoutingTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
+                follow_umask(folder)
                 mark_complete(folder, step)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)  # it is incomplete

@@ -1,0 +1,93 @@
+"""Outputs that somebody else makes while a command works are left alone."""
+
+import numpy as np
+import pytest
+
+from tests.cli.deliver.test_full_disk import FEW
+from tests.models.dense import dense_model
+from tests.trace.zoo import make_trace
+from tieline.core import files
+from tieline.trace import save_trace
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A dense model, two traces and a file of routes."""
+    folder = tmp_path_factory.mktemp("made")
+    dense_model("llama").save_pretrained(folder / "dense")
+    for seed in (0, 1):
+        save_trace(make_trace(seed, tokens=40), folder / f"trace{seed}")
+    np.save(folder / "routes.npy", np.arange(240).reshape(40, 3, 2) % 8)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    """An output that somebody makes just before ours is written: a file, or a folder with one."""
+    path, remove_rests = tmp_path / "out.x", files.remove_rests
+
+    def thesis_first(target):
+        if target.name == path.name and not path.exists():
+            make_thesis(path)
+        remove_rests(target)
+
+    monkeypatch.setattr(files, "remove_rests", thesis_first)
+    return path
+
+
+def make_thesis(path):
+    path.mkdir()
+    (path / "thesis").write_text("mine")
+
+
+FOLDERS = {
+    "inspect": ["inspect", "--tokens", 64, "--save-trace", "@"],
+    "capture": ["capture", "--tokens", 64, "--engine", "transformers", "-o", "@"],
+    "merge": ["merge", "+/trace0", "+/trace1", "--renumber", "-o", "@"],
+    "convert": ["convert", "+/trace0", "@", "--to", "trace"],
+    "smooth": ["smooth", *FEW, "-o", "@"],
+    "reroute": ["reroute", "--tokens", 512, "--fit-tokens", 512, "-o", "@"],
+    "upcycle": ["upcycle", "+/dense", "-o", "@"],
+}
+FILES = {
+    "json": ["design", "--preset", "olmoe", "--json=@"],
+    "page": ["design", "--preset", "olmoe", "--html=@"],
+    "converted": ["convert", "+/routes.npy", "@", "--to", "vllm"],
+}
+
+
+def spelled(words, out, made):
+    return [str(word).replace("@", str(out)).replace("+", str(made)) for word in words]
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]], ids=["new", "overwrite"])
+@pytest.mark.parametrize("words", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_made_meanwhile_is_left_alone(tieline, out, made, words, more):
+    code, _, err = tieline(*spelled(words, out, made), *more)
+    assert (code, "another process wrote it meanwhile" in err) == (2, True), err
+    assert "wrote " + str(out) not in err
+    assert [path.name for path in out.iterdir()] == ["thesis"]
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("words", FILES.values(), ids=FILES)
+def test_a_file_made_meanwhile_is_left_alone(tieline, out, made, monkeypatch, words):
+    monkeypatch.setitem(globals(), "make_thesis", lambda path: path.write_text("mine"))
+    code, _, err = tieline(*spelled(words, out, made))
+    expected = f"error: {out} exists: another process wrote it meanwhile, and it is left alone"
+    assert (code, expected in err) == (2, True), err
+    assert "choose another name or add --overwrite" in err
+    assert out.read_text() == "mine"
+    assert list(out.parent.iterdir()) == [out]
+    code, _, err = tieline(*spelled(words, out, made), "--overwrite")
+    assert code == 0, err
+    assert out.read_text() != "mine"
+
+
+@pytest.mark.parametrize("words", [FOLDERS["upcycle"], FOLDERS["merge"]], ids=["model", "trace"])
+def test_files_that_are_written_are_as_readable_as_their_siblings(tieline, tmp_path, made, words):
+    code, _, err = tieline(*spelled(words, tmp_path / "out", made))
+    assert code == 0, err
+    (tmp_path / "sibling").touch()
+    mode = (tmp_path / "sibling").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
