@@ -1,30 +1,44 @@
-"""Kill commands at random moments: what is there is whole, and the next run is not blocked.
+"""Kill commands at random moments, let two write into one output, put something in their way.
 
-    python -m tools.attack 8 [seed] [command ...]        # so many times each command
+    python -m tools.attack KILLS [RACES] [SEED] [COMMAND ...]        # so many of each command
 
-Half of the kills come at a random moment of the run, the others a few milliseconds after
-something was written. After each kill the output must be absent or
-complete; a last run must succeed, and leave nothing hidden beside its output.
+kills       Half come at a random moment of the run, the others a few milliseconds after something
+            was written. What is there must be absent or complete; a last run must succeed, and
+            leave nothing hidden beside its output.
+races       Two runs write into one new output at the same time: one does, the other says why it
+            does not and leaves with 2. Commands that add to a file or folder of results both do.
+intruders   Somebody makes the output at a random moment of a run: it stays as it is, and the run
+            leaves with 2, unless it had ended before.
+
+Nothing that a command says may call itself a bug. Commands run in forks of this process, which has
+loaded the libraries: most of a run is then its work and its writing.
 """
 
+import importlib
+import io
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from tieline import cli
+from tieline.cli.app import whole_app
 from tieline.lab.estimation.rates import RateStore
 from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
 from tieline.lab.training.checkpoint import last_checkpoint
@@ -32,7 +46,11 @@ from tieline.models import load_pretrained
 from tieline.trace import load_trace, save_trace
 from tieline.trace.readers import import_trace
 
-LONGEST = 300
+LONGEST = 600
+REFUSALS = ("another process", "is not empty", "exists")
+LIBRARIES = ("tieline.analysis.smooth", "tieline.lab.on_model.reroute", "tieline.engines.sources")
+LIBRARIES += ("tieline.lab.on_model.upcycle", "tieline.lab.claims", "tieline.lab.training.engine")
+LIBRARIES += ("tieline.analysis.convert", "tieline.report", "tieline.lab.report", "plotly")
 
 
 @dataclass
@@ -43,12 +61,16 @@ class Victim:
         words: of the command; `{out}` stands for the output.
         whole: raises if the output is there and not whole.
         more: words of a run whose output is there already.
+        resume: words of a run that goes on with what a killed one left.
+        kind: what the output is; others may add to a "shared" one.
         seconds: how long an undisturbed run takes.
     """
 
     words: list[str]
     whole: Callable[[Path], object]
-    more: list[str] = field(default_factory=list)
+    more: list[str] = field(default_factory=lambda: ["--overwrite"])
+    resume: list[str] = field(default_factory=list)
+    kind: Literal["file", "folder", "run", "shared"] = "folder"
     seconds: float = 0.0
 
 
@@ -72,8 +94,54 @@ def _results_are_whole(out: Path) -> None:
         json.loads(path.read_bytes())
 
 
+def _json_is_whole(out: Path) -> None:
+    json.loads(out.read_bytes())
+
+
+def _lines_are_whole(out: Path) -> None:
+    for line in out.read_bytes().splitlines():
+        json.loads(line)
+
+
+def _page_is_whole(out: Path) -> None:
+    assert out.read_text().rstrip().endswith("</html>")
+
+
 def victims(folder: Path) -> dict[str, Victim]:
     """Every command that makes something."""
+    make_inputs(folder)
+    few = ["--tokens", "512", "--calibration", "512", "--rounds", "2", "--batch-size", "2"]
+    fit = ["--tokens", "512", "--fit-tokens", "512", "--steps", "20"]
+    grid = ["--gate", "linear", "--link", "softmax", "--expert", "linear", "--sizes", "500,1000"]
+    rows = ["--repetitions", "40", "--results", "{out}"]
+    claim = ["reproduce", "1", "--fast", "--results", "{out}"]
+    part, routes, to = str(folder / "part"), str(folder / "routes.npy"), ["-o", "{out}"]
+    design = ["design", "--preset", "olmoe"]
+    captured = ["capture", "--engine", "transformers", "--tokens", "2048", *to]
+    shared: dict[str, Any] = {"more": [], "kind": "shared"}
+    return {
+        "merge": Victim(["merge", part, part, "--renumber", *to], load_trace),
+        "upcycle": Victim(["upcycle", str(folder / "dense"), *to], load_pretrained),
+        "inspect": Victim(["inspect", "--tokens", "2048", "--save-trace", "{out}"], load_trace),
+        "capture": Victim(captured, load_trace),
+        "convert": Victim(["convert", routes, "{out}", "--to", "trace"], load_trace),
+        "lines": Victim(
+            ["convert", routes, "{out}", "--to", "vllm"], _lines_are_whole, kind="file"
+        ),
+        "json": Victim([*design, "--json={out}"], _json_is_whole, kind="file"),
+        "page": Victim([*design, "--html={out}"], _page_is_whole, kind="file"),
+        "rates": Victim(["rates", *grid, *rows], _rows_are_whole, **shared),
+        "reproduce": Victim(claim, _results_are_whole, **shared),
+        "train": Victim(
+            ["train", "demo-smoke-smooth1", *to], _run_is_whole, [], ["--resume"], kind="run"
+        ),
+        "smooth": Victim(["smooth", *few, *to], load_pretrained),
+        "reroute": Victim(["reroute", *fit, *to], load_pretrained),
+    }
+
+
+def make_inputs(folder: Path) -> None:
+    """Make a dense model, routes in a file and a trace."""
     sizes: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -84,35 +152,80 @@ def victims(folder: Path) -> dict[str, Victim]:
     experts = np.random.default_rng(0).integers(0, 8, (20_000, 4, 1))
     np.save(folder / "routes.npy", np.concatenate([experts, (experts + 1) % 8], 2))
     save_trace(import_trace(folder / "routes.npy"), folder / "part")
-    few = ["--tokens", "512", "--calibration", "512", "--rounds", "2", "--batch-size", "2"]
-    grid = ["--gate", "linear", "--link", "softmax", "--expert", "linear", "--sizes", "500,1000"]
-    part, replaced = str(folder / "part"), ["-o", "{out}", "--overwrite"]
-    return {
-        "merge": Victim(["merge", part, part, "--renumber", *replaced], load_trace),
-        "upcycle": Victim(["upcycle", str(folder / "dense"), *replaced], load_pretrained),
-        "inspect": Victim(
-            ["inspect", "--tokens", "2048", "--save-trace", "{out}", "--overwrite"], load_trace
-        ),
-        "rates": Victim(
-            ["rates", *grid, "--repetitions", "40", "--jobs", "2", "--results", "{out}"],
-            _rows_are_whole,
-        ),
-        "reproduce": Victim(
-            ["reproduce", "1", "--fast", "--jobs", "2", "--results", "{out}"], _results_are_whole
-        ),
-        "train": Victim(
-            ["train", "demo-smoke-smooth1", "-o", "{out}"], _run_is_whole, ["--resume"]
-        ),
-        "smooth": Victim(["smooth", *few, *replaced], load_pretrained),
-    }
 
 
-def start(victim: Victim, out: Path, again: bool) -> subprocess.Popen[Any]:
-    """Start the command in a session of its own, so that its workers can be killed with it."""
+class Run:
+    """A command in a fork, in a session of its own, so that its workers can be killed with it."""
+
+    def __init__(self, words: list[str]) -> None:
+        """Start the command."""
+        handle, self._errors = tempfile.mkstemp()
+        sys.stdout.flush()
+        self.id, self.code = os.fork(), None
+        if self.id == 0:
+            _be_command(words, handle)
+        os.close(handle)
+
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        if self.code is None:
+            done, status = os.waitpid(self.id, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if done else None
+        return self.code is None
+
+    def kill(self) -> None:
+        """Kill it with its workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.id, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> str:
+        """Wait until it has ended; returns what it said on stderr."""
+        until = time.monotonic() + LONGEST
+        while self.runs():
+            if time.monotonic() > until:
+                self.kill()
+                raise AssertionError("a command does not end")
+            time.sleep(0.002)
+        message = Path(self._errors).read_text(errors="replace")
+        assert "bug of tieline" not in message, message
+        assert "Traceback" not in message, message
+        return message
+
+
+def _be_command(words: list[str], errors: int) -> None:
+    """Become the command: never returns."""
+    code = 70
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(0, 1)
+        os.dup2(errors, 2)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+        cli.main(words)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def start(victim: Victim, out: Path, overwrite: bool = False) -> Run:
+    """Start a command on its output; one that was killed is resumed."""
     words = [word.replace("{out}", str(out)) for word in victim.words]
-    command = [sys.executable, "-m", "tieline", *words, *(victim.more if again else [])]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, start_new_session=True, **quiet)
+    resumed = victim.resume if (out / "config.json").exists() and victim.resume else []
+    return Run([*words, *resumed, *(victim.more if overwrite else [])])
+
+
+def finish(victim: Victim, out: Path) -> float:
+    """Let a run end; returns how long it took."""
+    began, process = time.monotonic(), start(victim, out, out.exists())
+    message = process.wait()
+    assert process.code == 0, message
+    victim.whole(out)
+    return time.monotonic() - began
 
 
 def hidden(out: Path) -> list[Path]:
@@ -122,35 +235,31 @@ def hidden(out: Path) -> list[Path]:
 
 def state(out: Path) -> set[tuple[str, int]]:
     """Hidden names and sizes of what a run writes."""
-    files = [out, *out.rglob("*")] if out.exists() else []
-    found = set()
-    for path in (*files, *hidden(out)):
+    sizes = set()
+    for path in (out, *out.rglob("*"), *hidden(out)):
         with suppress(OSError):  # gone meanwhile
-            found.add((str(path), path.stat().st_size))
-    return found
+            sizes.add((str(path), path.stat().st_size))
+    return sizes
 
 
 def kill(victim: Victim, out: Path, draw: random.Random) -> tuple[bool, bool]:
     """Kill one run; returns whether it still ran, and whether it had begun to write."""
-    known = state(out)
-    process = start(victim, out, (out / "config.json").exists())
+    before = state(out)
+    process = start(victim, out, overwrite=True)
     until = time.monotonic() + victim.seconds * draw.random()
     wait_for_write = draw.random() < 0.5
-    while process.poll() is None:
-        if state(out) - known if wait_for_write else time.monotonic() > until:
+    while process.runs():
+        if state(out) - before if wait_for_write else time.monotonic() > until:
             break
         time.sleep(0.002)
     time.sleep(draw.random() * 0.02)
-    ran, writing = process.poll() is None, bool(state(out) - known)
-    if ran:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    ran, writing = process.runs(), bool(state(out) - before)
+    process.kill() if ran else process.wait()
     return ran, ran and writing
 
 
 def attack(name: str, victim: Victim, folder: Path, times: int, draw: random.Random) -> int:
     """Kill a command several times, then let it finish; returns how often it had begun to write."""
-    victim.seconds = finish(victim, folder / f"{name}-first")
     out, killed, wrote = folder / f"{name}-out", 0, 0
     while killed < times:
         ran, writing = kill(victim, out, draw)
@@ -160,39 +269,98 @@ def attack(name: str, victim: Victim, folder: Path, times: int, draw: random.Ran
         if not ran:  # it has ended: the next one begins anew
             out = folder / f"{name}-out-{killed}-{draw.random()}"
     finish(victim, out)
-    victim.whole(out)
-    left = hidden(out)
-    assert not left, f"{name} left {left}"
+    check_nothing_hidden(name, out)
     return wrote
 
 
-def finish(victim: Victim, out: Path) -> float:
-    """Let a run end; returns how long it took."""
-    began = time.monotonic()
-    process = start(victim, out, (out / "config.json").exists())
-    _, said = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, said.decode()
-    return time.monotonic() - began
+def check_nothing_hidden(name: str, out: Path) -> None:
+    """Raise if a run has left a half."""
+    assert not hidden(out), f"{name} left {hidden(out)}"
+
+
+def race(name: str, victim: Victim, out: Path, draw: random.Random) -> None:
+    """Let two runs write into one new output."""
+    first = start(victim, out)
+    time.sleep(draw.random() * min(0.2, victim.seconds) * (draw.random() < 0.5))
+    second = start(victim, out) if victim.kind != "run" else Run(spelled(victim, out))
+    ends = [(process.wait(), process.code) for process in (first, second)]
+    codes = sorted(str(code) for _, code in ends)
+    assert codes == (["0", "0"] if victim.kind == "shared" else ["0", "2"]), f"{name}: {ends}"
+    for message, code in ends:
+        refused = any(words in message for words in REFUSALS)
+        assert code == 0 or (refused and f"wrote {out}" not in message), f"{name}: {message}"
+    victim.whole(out)
+    check_nothing_hidden(name, out)
+
+
+def spelled(victim: Victim, out: Path) -> list[str]:
+    """The words of a command that begins anew."""
+    return [word.replace("{out}", str(out)) for word in victim.words]
+
+
+def intrude(name: str, victim: Victim, out: Path, draw: random.Random) -> bool:
+    """Make the output during a run; returns whether that was before the run's own."""
+    thesis = out.with_name(f"{out.name}-thesis")
+    thesis.write_text("mine") if victim.kind == "file" else thesis.mkdir()
+    if victim.kind != "file":
+        (thesis / "thesis").write_text("mine")
+    process = start(victim, out)
+    time.sleep(victim.seconds * draw.random())
+    try:
+        os.link(thesis, out) if victim.kind == "file" else thesis.rename(out)
+    except OSError:  # the run was faster
+        assert process.wait() is not None
+        assert process.code == 0, name
+        return False
+    message = process.wait()
+    text = (out if victim.kind == "file" else out / "thesis").read_text()
+    assert text == "mine", f"{name} replaced what somebody else had made"
+    assert process.code == 2, f"{name} {process.code}: {message}"
+    check_nothing_hidden(name, out)
+    return True
+
+
+def attack_all(name: str, victim: Victim, folder: Path, counts: tuple[int, int], seed: int) -> Any:
+    """Run all attacks on a command; returns how many there were of each kind."""
+    draw, (kills, races) = random.Random(f"{name} {seed}"), counts  # noqa: S311
+    victim.seconds = finish(victim, folder / f"{name}-first")
+    done = Counter(kills=kills, writing=attack(name, victim, folder, kills, draw))
+    for number in range(races):
+        race(name, victim, folder / f"{name}-race-{number}", draw)
+        if victim.kind in ("file", "folder"):
+            done["intruders"] += intrude(name, victim, folder / f"{name}-taken-{number}", draw)
+    done["races"] = races
+    return done
 
 
 def main() -> None:
     """Attack every command and report."""
     logging.disable_progress_bar()
-    times, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    draw = random.Random(seed)  # noqa: S311
-    total = 0
-    with tempfile.TemporaryDirectory() as place:
-        known = victims(Path(place))
-        for name in sys.argv[3:] or known:
-            victim, folder = known[name], Path(place) / name
+    torch.set_num_threads(1)
+    for module in LIBRARIES:
+        importlib.import_module(module)
+    whole_app()
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    kills, races, seed = (*numbers, *(8, 4, 0)[len(numbers) :])
+    total: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as parent:
+        commands = victims(Path(parent))
+        for name in [word for word in sys.argv[1:] if not word.isdigit()] or commands:
+            folder = Path(parent) / name
             folder.mkdir()
-            writing = attack(name, victim, folder, times, draw)
-            total += times
-            print(
-                f"{name:10} {times} kills, {writing} of them after it began to write: whole",
-                flush=True,
-            )
-    print(f"{total} kills: nothing half, no run blocked")
+            done = attack_all(name, commands[name], folder, (kills, races), seed)
+            total += done
+            print(f"{name:10} {told(done)}", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+    print(f"{told(total)}: nothing lost, nothing half, no run blocked")
+
+
+def told(counts: Counter[str]) -> str:
+    """The counts in words."""
+    return (
+        f"{counts['kills']} kills ({counts['writing']} after it began to write), "
+        f"{counts['races']} races, {counts['intruders']} intruders"
+    )
 
 
 if __name__ == "__main__":

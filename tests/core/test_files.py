@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -305,6 +306,8 @@ def test_an_output_is_found_to_be_an_input(tmp_path):
     [
         (OSError(28, "No space left on device"), True),
         (OSError(122, "Disk quota exceeded"), True),
+        (OSError(27, "File too large"), True),
+        (RuntimeError("I/O error: File too large (os error 27)"), True),
         (RuntimeError("Error while serializing: I/O error: No space left (os error 28)"), True),
         (OSError(2, "No such file"), False),
         (TielineError("no such file: No space left on device"), False),
@@ -420,8 +423,10 @@ for number in range(50):
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_one_of_two_writers_writes(tmp_path, kind):
     words = [sys.executable, "-c", RACER, kind]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    writers = {name: subprocess.Popen([*words, name, tmp_path], **pipes) for name in "ab"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    writers: dict[str, Any] = {
+        name: subprocess.Popen([*words, name, tmp_path], **pipes) for name in "ab"
+    }
     for number in range(50):
         for writer in writers.values():
             assert writer.stdout.readline() == "ready\n"

@@ -69,8 +69,12 @@ __all__ = [
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 """Names of open files: a rename would part them from whoever reads the other end."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (?:28|122)\b")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_WORDS = re.compile(
+    r"No space left on device|Disk quota exceeded|File too large|os error (?:28|122|27)\b"
+)
+"""A disk, a quota, or the size of a file that the system allows (`ulimit -f`)."""
+
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 LONGEST_NAME = 200

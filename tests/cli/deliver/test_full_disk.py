@@ -3,8 +3,10 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 
+import numpy as np
 import pytest
 
 from tests.models.dense import dense_model
@@ -33,11 +35,12 @@ def disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A dense model and two traces, each larger than the disk."""
+    """A dense model, two traces and a file of routes, each larger than the disk."""
     folder = tmp_path_factory.mktemp("made")
     dense_model("llama").save_pretrained(folder / "dense")
     for seed in (0, 1):
         save_trace(make_trace(seed, tokens=4000), folder / f"trace{seed}")
+    np.save(folder / "routes.npy", np.arange(160_000).reshape(20_000, 4, 2) % 8)
     return folder
 
 
@@ -45,6 +48,9 @@ COMMANDS = {
     "inspect": ["inspect", "--tokens", 4096, "--save-trace", "@/out"],
     "merge": ["merge", "+/trace0", "+/trace1", "--renumber", "-o", "@/out"],
     "smooth": ["smooth", *FEW, "-o", "@/out"],
+    "reroute": ["reroute", "--tokens", 512, "--fit-tokens", 512, "-o", "@/out"],
+    "capture": ["capture", "--tokens", 4096, "--engine", "transformers", "-o", "@/out"],
+    "convert": ["convert", "+/routes.npy", "@/out", "--to", "vllm"],
     "upcycle": ["upcycle", "+/dense", "--n-experts", 32, "-o", "@/out"],
     "page": ["inspect", "--tokens", 64, "--html", "@/out"],
 }
@@ -69,6 +75,28 @@ def test_a_run_that_meets_a_full_disk_goes_on_when_there_is_space(tieline, disk)
     subprocess.run(["mount", "-o", "remount,size=64M", str(disk)], check=True)
     code, _, err = tieline(*words, "--resume")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("pages", [27, 28, 29, 30])
+def test_a_disk_that_is_full_after_the_weights_of_a_checkpoint_is_said(tieline, disk, pages):
+    """The pages are those of 4 KiB up to the end of the weights, and the next ones."""
+    subprocess.run(["mount", "-o", f"remount,size={4 * pages}k", str(disk)], check=True)
+    code, _, err = tieline("train", "demo-smoke-smooth1", "-o", disk / "run")
+    assert (code, f"no space left on the disk of {disk}" in err) == (2, True), err
+    assert [path.name for path in (disk / "run").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("largest", [1 << 10, 20 << 10, 120 << 10])
+def test_a_limit_on_the_size_of_files_is_said(tmp_path, largest):
+    """In a process of its own, which the limit does not outlive."""
+    code = "import resource, sys; from tieline import cli\n"
+    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest}))\n"
+    code += "cli.main(sys.argv[1:])"
+    words = [sys.executable, "-c", code, "train", "demo-smoke-smooth1", "-o", str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would keep halves of modules
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2, done.stderr
+    assert f"no space left on the disk of {tmp_path / 'run'}" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

@@ -27,7 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tieline.core.errors import TielineError, require
 from tieline.core.files import follow_umask
@@ -38,6 +44,7 @@ from tieline.lab.training.checkpoint import (
     mark_complete,
     save_generators,
     save_optimizer,
+    save_weights,
 )
 from tieline.lab.training.config import OptimConfig, TrainConfig
 from tieline.lab.training.controllers import GateSchedule
@@ -239,9 +246,14 @@ class RoutingTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        super()._save(output_dir, state_dict)
+        # transformers would also pickle its arguments, which nothing reads, and whose writer does
+        # not say that a disk is full
         folder = Path(str(output_dir or self.args.output_dir))
-        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(folder, state_dict=state_dict)
+        else:
+            save_weights(model, folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
