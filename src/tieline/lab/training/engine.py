@@ -11,7 +11,7 @@ are restored exactly, so a run that was killed and resumed ends with the same lo
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -247,9 +247,12 @@ def _train(
 
 
 def _write_config(config: TrainConfig, out: Path) -> None:
-    path = out / "config.json"
-    if not path.exists():  # else it was found to be the same when the run was resumed
-        write_json(path, config.to_dict(), replace=False)
+    """Write the configuration of a new run; that of a resumed one is there."""
+    path, fields = out / "config.json", config.to_dict()
+    with suppress(CheckpointError):
+        if read_json(path) == fields:
+            return
+    write_json(path, fields, replace=False)
 
 
 def _save_result(trained: _Trained) -> TrainingResult:

@@ -1,12 +1,19 @@
 """Rows survive what may befall a file."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from tieline.core.errors import TielineError
+from tieline.core.errors import NoSpaceError, TielineError
 from tieline.lab.estimation.rates import RateRow, RateStore
+
+ROOT = Path(__file__).parents[4]
 
 
 def row(study="a", n=10, repetition=0, **changes):
@@ -78,3 +85,38 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path):
     with pytest.raises(TielineError, match="it is a folder"):
         RateStore(tmp_path).check()
     RateStore(tmp_path / "x").check()
+
+
+ADDER = """
+import sys
+from pathlib import Path
+from tests.lab.estimation.rates.test_rate_store import row
+from tieline.lab.estimation.rates import RateStore
+for number in range(60):
+    RateStore(Path(sys.argv[1])).add([row(sys.argv[2], repetition=number)])
+"""
+
+
+def test_two_runs_that_add_at_once_lose_no_row(store):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    words = [sys.executable, "-c", ADDER, str(store.path)]
+    env = {**os.environ, "PYTHONPATH": path}
+    adders = [subprocess.Popen([*words, name], env=env) for name in "ab"]
+    assert [adder.wait() for adder in adders] == [0, 0]
+    for name in "ab":
+        assert [kept.repetition for kept in store.load(name)] == list(range(60))
+
+
+def test_a_full_disk_is_said_and_no_half_line_is_left(store, monkeypatch):
+    store.add([row()])
+    before, write = store.path.read_bytes(), os.write
+
+    def half_then_full(handle, data):
+        if len(data) < 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[: len(data) - 50])
+
+    monkeypatch.setattr(os, "write", half_then_full)
+    with pytest.raises(NoSpaceError, match=r"no space left on the disk of .*rows\.jsonl"):
+        store.add([row(repetition=1)])
+    assert store.path.read_bytes() == before

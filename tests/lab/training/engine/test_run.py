@@ -92,6 +92,40 @@ def test_nothing_is_pickled_and_what_is_kept_is_whole(tmp_path):
     assert loaded.tokenizer("ab")["input_ids"] == [97, 98]
 
 
+def test_one_process_trains_in_a_folder_and_a_new_run_spares_what_is_there(tmp_path):
+    config, out = tiny("smoe", steps=4, checkpoint_every=2), tmp_path / "run"
+
+    def second(stage, done, of):
+        if stage == "train" and done == 3:
+            (out / "checkpoint-9").mkdir()  # as if it were being written
+            with pytest.raises(TielineError, match=r"another process writes to .*run: wait"):
+                run(config, out, resume=True)
+            assert (out / "checkpoint-9").exists()
+            with pytest.raises(TielineError, match=r"another process writes|is not empty"):
+                run(config, out)
+
+    run(config, out, progress=second)
+    assert (out / "result.json").exists()
+
+
+def test_the_files_of_a_run_are_as_readable_as_their_siblings(tmp_path):
+    run(tiny("smooth1", checkpoint_every=3), tmp_path / "run")
+    (tmp_path / "sibling").touch()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "sibling").stat().st_mode}
+
+
+def test_a_configuration_made_meanwhile_is_left_alone(tmp_path):
+    def meanwhile(stage, done, of):
+        if stage == "data":
+            (tmp_path / "config.json").write_text("mine")
+
+    # it is there when the run begins to write, and is not the run's own
+    with pytest.raises(TielineError, match=r"config\.json exists"):
+        run(tiny("smoe"), tmp_path, progress=meanwhile)
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
 @pytest.mark.parametrize("gate", GATE_NAMES)
 def test_every_gate_trains_and_learns(gate, tmp_path):
     result = run(tiny(gate, steps=12), tmp_path)
