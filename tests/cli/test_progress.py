@@ -53,3 +53,21 @@ def test_a_file_gets_lines_also_while_nothing_is_reported(capsys, monkeypatch):
 def test_a_quick_run_says_nothing(capsys):
     assert drawn(False, ("forward", 1, 2), ("forward", 2, 2)) == ""
     assert capsys.readouterr().err == ""
+
+
+def announced(capsys, monkeypatch, seconds):
+    """What is said on stderr while eight passes take so many seconds each."""
+    clock = iter(seconds * number for number in range(100))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    lines = progress._Lines("loading the model")
+    for done in range(1, 9):
+        lines("audit", done, 8)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_long_stage_says_once_how_long_it_will_take(capsys, monkeypatch):
+    assert announced(capsys, monkeypatch, 5.0) == ["audit: about 30 s more, after 2 of 8"]
+
+
+def test_a_short_stage_says_nothing(capsys, monkeypatch):
+    assert announced(capsys, monkeypatch, 1.2) == []

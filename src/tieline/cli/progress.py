@@ -37,6 +37,9 @@ BYTES = ("streaming",)
 FIRST = "loading the model"
 """The stage before anything is reported."""
 
+LONG, MEASURED = 10.0, 1.0
+"""Seconds above which a stage is announced, and for which it is measured before."""
+
 PATIENCE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds before the first line in a file, and between later ones, which come ever more rarely."""
 
@@ -90,9 +93,28 @@ class _Lines:
     def __init__(self, first: str) -> None:
         self._began = time.monotonic()
         self._latest = (first, 0, 0)
+        self._start: tuple[float, int] | None = None  # time and amount of the stage's first report
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._latest[0]:
+            self._start = (now, done)
         self._latest = (stage, done, total)
+        if self._start is not None and now - self._start[0] >= MEASURED:
+            self._announce(now)
+
+    def _announce(self, now: float) -> None:
+        """Say once per stage how long it will take, if that is long, by what was measured."""
+        assert self._start is not None
+        (began, before), (stage, done, total) = self._start, self._latest
+        if done <= before:
+            return
+        self._start = None
+        left = (now - began) * (total - done) / (done - before)
+        if left > LONG:
+            from tieline.report.words.numbers import duration
+
+            say(f"{stage}: about {duration(left, 1)} more, after{_amount(stage, done, total)}")
 
     def print_line(self) -> None:
         """Print the latest state to stderr."""
