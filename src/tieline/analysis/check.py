@@ -30,6 +30,8 @@ from tieline.trace.store import load_trace
 
 SAMPLE_TOKENS = 2048
 """Tokens that a model routes to be compared with a file."""
+LEAST_SAMPLED = 32
+"""Tokens of a document that it routes at least, so that documents are told apart."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _against_model(
 
 
 def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Routes:
-    """Route the first tokens of the file's documents with a model.
+    """Route the first tokens of each of the file's documents with a model.
 
     Documents are run whole from position 0 up to the last row of the sample, so that every token
     has its context.
@@ -220,9 +222,11 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
     documents = routes.documents if routes.documents is not None else np.zeros(len(tokens), int)
     positions = routes.positions if routes.positions is not None else np.arange(len(tokens))
     numbers, kept, used = [], [], 0
-    for number in np.unique(documents):
+    every = np.unique(documents)
+    each = max(most // len(every), LEAST_SAMPLED)
+    for number in every:
         rows = np.flatnonzero(documents == number)
-        rows = rows[np.argsort(positions[rows], kind="stable")][: max(most - used, 0)]
+        rows = rows[np.argsort(positions[rows], kind="stable")][: min(each, max(most - used, 0))]
         complete = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
         if len(rows) and not complete:
             raise ParameterError(

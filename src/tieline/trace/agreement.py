@@ -21,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from tieline.trace.document_agreement import documents_astray, split_documents
 from tieline.trace.readers.routes import Routes
 from tieline.trace.soundness import RouteFinding, RouteTable, route_table
 
@@ -41,14 +42,32 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
     ours, theirs = route_table(routes, n_experts), route_table(reference, n_experts)
     rows, other = _common_rows(routes, reference)
     mask = _written_rows(ours, rows) & _written_rows(theirs, other)
-    rows, other = rows[mask][:MOST_ROWS], other[mask][:MOST_ROWS]
+    every = rows[mask], other[mask]
+    rows, other = every[0][:MOST_ROWS], every[1][:MOST_ROWS]
     if len(rows) == 0 or not ours.layers or not theirs.layers:
         return []
     if routes.experts.shape[2] != reference.experts.shape[2]:
         return [_different_k(routes, reference)]
     a = routes.experts[rows][:, ours.layers]
     b = reference.experts[other][:, theirs.layers]
-    return list(_explanations(a, b, ours, theirs, reference))
+    return list(_astray(ours, theirs, every)) or list(_explanations(a, b, ours, theirs, reference))
+
+
+def _astray(
+    ours: RouteTable, theirs: RouteTable, rows: tuple[np.ndarray, np.ndarray]
+) -> Iterator[RouteFinding]:
+    """Report documents whose rows belong elsewhere; nothing if all are shifted alike."""
+    documents = ours.documents[rows[0]]
+    if len(ours.layers) != len(theirs.layers) or len(np.unique(documents)) < 2:
+        return
+    positions = ours.routes.positions
+    keys = (rows[0] if positions is None else positions[rows[0]], documents)
+    order = np.lexsort(keys)
+    left = ours.experts[rows[0][order]][:, ours.layers]
+    right = theirs.experts[rows[1][order]][:, theirs.layers]
+    findings = list(documents_astray(split_documents(left, right, documents[order])))
+    if all(x.count < x.total or x.case == "exchanged-documents" for x in findings):
+        yield from findings
 
 
 def _written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
@@ -152,6 +171,20 @@ def _odd_layers(
         yield replace(shift, count=len(odd))
         return
     names = [ours.routes.names[ours.layers[layer]] for layer in odd]
+    numbered = [_renumbered_agreement(a[:, layer], b[:, layer]) for layer in odd]
+    if min(numbered) >= AGREES:
+        evidence = {"agreement": float(np.median(numbered)), "layers": names[:4]}
+        count, total = len(odd), len(straight)
+        yield RouteFinding(
+            "out-of-range",
+            "unsound",
+            "renumbered-layers",
+            count,
+            total,
+            "load-balancing",
+            evidence,
+        )
+        return
     evidence = {
         "layers": names[:4],
         "layer": names[0],
@@ -175,7 +208,7 @@ def _moved_layers(
     pairs = [f"{i}→{j}" for i, j in zip(left, right, strict=True) if i != j]
     evidence = {"pairs": pairs[:6], "agreement": float(np.median(matched))}
     if counts[0] != counts[1]:
-        case, reason = "layer-count", "dense-on-one-side"
+        case, reason = "layer-count" if pairs else "layer-count-straight", "dense-on-one-side"
         evidence["expected"] = counts[1]
     elif len(shifts) == 1:
         case, reason = "all-moved", "dense-shift"
@@ -217,18 +250,21 @@ def _renumbered_experts(
     """Report experts that agree under another numbering."""
     if a.shape[1] != b.shape[1]:
         return None
-    size = int(max(a.max(), b.max())) + 1
-    agreements = []
-    for layer in range(a.shape[1]):
-        left, right = _choice_masks(a[:, layer], size), _choice_masks(b[:, layer], size)
-        half = len(left) // 2
-        names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
-        order = np.zeros(size, np.int64)
-        order[names] = numbers
-        agreements.append(agreement(order[a[half:, layer].astype(np.int64)], b[half:, layer]))
+    agreements = [_renumbered_agreement(a[:, x], b[:, x]) for x in range(a.shape[1])]
     if float(np.median(agreements)) < AGREES:
         return None
     evidence, layers = {"agreement": float(np.median(agreements))}, a.shape[1]
     return RouteFinding(
         "out-of-range", "unsound", "renumbered", layers, layers, "load-balancing", evidence
     )
+
+
+def _renumbered_agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Agreement on the second half of the rows under the numbering that fits the first best."""
+    size = int(max(a.max(), b.max())) + 1
+    left, right = _choice_masks(a, size), _choice_masks(b, size)
+    half = len(left) // 2
+    names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
+    order = np.zeros(size, np.int64)
+    order[names] = numbers
+    return agreement(order[a[half:].astype(np.int64)], b[half:])

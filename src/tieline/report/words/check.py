@@ -106,10 +106,29 @@ CASES = {
     "layer-count": CaseText(
         "the file has {total} routed layers, the reference {expected}" + WITH_PAIRS
     ),
+    "layer-count-straight": CaseText(
+        "the file has {total} routed layers, the reference {expected}: they agree as far as both "
+        "go ({agreement:.2f})"
+    ),
     "all-moved": CaseText("all layers are moved by {shift:+d}" + WITH_PAIRS),
     "reordered": CaseText("{count} of {total} layers stand in other places" + WITH_PAIRS),
     "moved-rows": CaseText(
         "{share:percent.0f} of sampled rows are those of the token {shift:+d} places on"
+    ),
+    "exchanged-documents": CaseText(
+        "{count} of {total} documents have the rows of another: {documents:list}"
+    ),
+    "shifted-documents": CaseText(
+        "{count} of {total} documents have rows of the token {shift:+d} places on: documents "
+        "{documents:list}"
+    ),
+    "strange-documents": CaseText(
+        "{count} of {total} documents do not agree with the reference, the others do: documents "
+        "{documents:list}"
+    ),
+    "renumbered-layers": CaseText(
+        "{count} of {total} layers agree with the reference once their ids are renumbered "
+        "(agreement {agreement:.2f}): {layers:list}"
     ),
     "renumbered": CaseText(
         "ids agree with the reference once they are renumbered (agreement {agreement:.2f}): they "
@@ -174,6 +193,10 @@ REASONS = {
     "7805)",
     "cut-prompt": "rows of the token before or after, of a prompt that was cut, or from a request "
     "that began anew (miles 3277): align them by position",
+    "exchanged-requests": "answers were assigned to other requests, as where they come in order "
+    "of completion: assign the rows by request id, or drop these documents",
+    "strange-requests": "rows of requests that are not in the file, or of other tokens: drop these "
+    "documents",
     "load-balancing": "expert load balancing (EPLB): map physical ids to logical ones",
 }
 """Likely causes by the reason of a finding."""
