@@ -36,6 +36,12 @@ def test_agreement_is_1_for_equal_choices_and_0_for_strangers():
     assert agreement(half, a) == pytest.approx(0.5, abs=0.05)
 
 
+def test_one_choice_that_fills_a_layer_agrees_with_itself():
+    constant = np.broadcast_to(np.arange(4), (200, 4))
+    assert agreement(constant, constant) == 1
+    assert agreement(constant, constant + 1) < 1
+
+
 def test_another_precision_needs_no_explanation():
     assert explained(IDS) == []
     assert explained(other_precision(IDS)) == []

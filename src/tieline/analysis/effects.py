@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.jump import relative_change
 from tieline.analysis.predicted_flips import predicted_flips
-from tieline.analysis.serving import Serving, replay_bytes, router_state
+from tieline.analysis.serving import Serving, equal_layers, replay_bytes, router_state
 from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.errors import TielineError
 from tieline.core.numerics import one_thread
@@ -394,6 +394,7 @@ def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTra
         layers=len(effect.flips),
         replay_bytes=sum(replay_bytes(layer) for layer in layers),
         routers=router_state(layers),
+        equal_layers=equal_layers(layers),
     )
 
 

@@ -71,6 +71,7 @@ class Serving:
         layers: routed layers of the model.
         replay_bytes: bytes per token that a replay of experts and weights sends.
         routers: whether the routers choose at all.
+        equal_layers: names of the routers whose scores are all equal.
     """
 
     precision: str
@@ -83,6 +84,7 @@ class Serving:
     layers: int = 1
     replay_bytes: int = 0
     routers: Routers = "sound"
+    equal_layers: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -130,6 +132,11 @@ def router_state(layers: Iterable[LayerTrace]) -> Routers:
         return "equal scores"
     chosen = [layer.facts.k == layer.facts.n_experts for layer in every]
     return "all chosen" if chosen and all(chosen) else "sound"
+
+
+def equal_layers(layers: Iterable[LayerTrace]) -> tuple[str, ...]:
+    """Return the names of the routers whose scores are all equal."""
+    return tuple(layer.name for layer in layers if has_equal_scores(layer))
 
 
 def has_equal_scores(layer: LayerTrace) -> bool:

@@ -49,6 +49,7 @@ from tieline.models.smooth_calibration import (
     Measured,
     Scores,
     budget_epsilon,
+    refuse_equal_scores,
 )
 from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.models.spread import check_parallel
@@ -250,6 +251,7 @@ class _Smooth(NamedTuple):
     def repair(self) -> Repair:
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
         settings = self.settings
+        self.check_routers()
         calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
@@ -269,10 +271,26 @@ class _Smooth(NamedTuple):
             tokenizer=self.model.tokenizer,
         )
 
+    def check_routers(self) -> None:
+        """Refuse routers that choose all experts, or by scores that are all equal."""
+        plans, _ = plan_layers(self.model.module, None)
+        choosing = [plan for plan in plans if plan.k < plan.n_experts]
+        require(
+            bool(choosing) or not plans,
+            "all experts are chosen: no tie is possible, and there is nothing to smooth",
+            UnsupportedModelError,
+        )
+        if self.model.stream is not None:  # a read of all weights: its scores are looked at later
+            return
+        batch = self.corpus.stacked(self.split.calibration)[:1]
+        refuse_equal_scores(measure_scores(self.runner, batch, None).clean)
+
     def measured(self, noise: str | None) -> Measured:
         """Scores and noise of the calibration text, which every process runs."""
         batches = self.corpus.stacked(self.split.calibration)
-        return measure_scores(self.runner, batches, noise, self.progress)
+        measured = measure_scores(self.runner, batches, noise, self.progress)
+        refuse_equal_scores(measured.clean)
+        return measured
 
     def calibrate(self, noise: str) -> Calibration:
         """What the calibration text says of the model."""

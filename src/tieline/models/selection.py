@@ -8,7 +8,8 @@ Selection scores are the numbers that a router ranks,
     sqrt(softplus(z)) + bias       sqrtsoftplus
 
 evaluated in the router's own precision, so that equal numbers tie here if and only if they tie
-there. Experts outside the chosen groups get the router's fill value (minus infinity or zero).
+there; logits stand for their softmax, and tie where that underflows. Experts outside the chosen
+groups get the router's fill value (minus infinity or zero).
 
 Combine weights of experts i with shares s_i in [0, 1] (1 for a chosen expert) are
 
@@ -22,6 +23,7 @@ times the family's scale, a number or one per expert.
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -123,7 +125,21 @@ def _activate(
         return attrgetter(family.activation)(router)(logits), units
     if units == "softmax":
         return logits.softmax(dim=-1), units
+    if units == "logits" and combine_rule(family, router) == "softmax":
+        return without_underflow(logits), units
     return (logits.sigmoid() if units == "sigmoid" else logits), units
+
+
+def without_underflow(
+    logits: Float[Tensor, "tokens experts"],
+) -> Float[Tensor, "tokens experts"]:
+    """Return logits, those whose softmax is no normal number of float32 raised to one floor.
+
+    Routers rank the probabilities themselves: experts of probability 0 tie, and which of them are
+    chosen is an accident.
+    """
+    least = math.log(torch.finfo(torch.float32).tiny * logits.shape[-1])
+    return logits.maximum(logits.amax(dim=-1, keepdim=True) + least)
 
 
 def _bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:

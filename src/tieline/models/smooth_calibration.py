@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.core.errors import require
+from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.ranking import ranked_scores
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.changes import Call
@@ -75,6 +75,19 @@ class Measured(NamedTuple):
 
     clean: Mapping[str, Scores]
     sigmas: Mapping[str, float]
+
+
+def refuse_equal_scores(clean: Mapping[str, Scores]) -> None:
+    """Refuse routers that give all experts of every token one score."""
+    equal = [
+        name for name, kept in clean.items() if bool((kept.scores == kept.scores[:, :1]).all())
+    ]
+    if equal:
+        others = f" and {len(equal) - 1} more" if len(equal) > 1 else ""
+        raise UnsupportedModelError(
+            f"all scores are equal in layer {equal[0]!r}{others}: an untrained or broken router, "
+            "which cannot be smoothed; check the checkpoint"
+        )
 
 
 def budget_epsilon(

@@ -111,6 +111,8 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
     ours, theirs = _choice_masks(a, size), _choice_masks(b, size)
     chance = float((ours.mean(0) * theirs.mean(0)).sum()) / k
     shared = float((ours * theirs).sum(1).mean()) / k
+    if shared == 1:  # also where one choice fills a layer, which chance alone would explain
+        return 1.0
     return (shared - chance) / max(1 - chance, 1e-9)
 
 

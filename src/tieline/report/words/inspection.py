@@ -2,13 +2,10 @@
 
 verdict              the judgement
 findings             the observations, one sentence each
-layer_labels         "layer 3" for "model.layers.3.mlp.gate"
 calibration_sentence tokens that calibrating a quantised model needs
 """
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tieline.analysis.inspection import (
@@ -18,6 +15,7 @@ from tieline.analysis.inspection import (
     Observation,
 )
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
+from tieline.report.words.layers import layer_labels
 from tieline.report.words.numbers import (
     joined,
     listed,
@@ -102,18 +100,6 @@ def findings(result: Inspection) -> tuple[Finding, ...]:
         Finding(x.severity, SENTENCES[x.case](x, layers), x.number, x.layer, x.kind)
         for x in result.observations
     )
-
-
-def layer_labels(names: Sequence[str]) -> dict[str, str]:
-    """Label "layer 3" for the name "model.layers.3.mlp.gate", where that tells the layers apart."""
-    numbers = [re.search(r"\d+", name) for name in names]
-    counts = Counter(match.group() for match in numbers if match)
-    return {
-        name: f"layer {match.group()}"
-        if match and counts[match.group()] == 1
-        else f"layer {name!r}"
-        for name, match in zip(names, numbers, strict=True)
-    }
 
 
 def _worst_flips(fact: Observation, layers: _Layers) -> str:

@@ -9,7 +9,8 @@ import math
 
 from tieline.analysis.serving import Recommendation, Serving
 from tieline.core.statistics import Estimate, mean_limits
-from tieline.report.words.numbers import decimal, percent, signed
+from tieline.report.words.layers import layer_labels
+from tieline.report.words.numbers import decimal, listed, percent, signed
 
 
 def served_sentences(serving: Serving, recommendation: Recommendation, *further: str) -> list[str]:
@@ -73,8 +74,10 @@ def _finer(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
 
 
 def _mend(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    labels = list(layer_labels(serving.equal_layers).values())
+    where = f" in {listed(labels)}" if labels else ""
     return (
-        "All scores of a router are equal: an untrained or broken router.",
+        f"All scores are equal{where}: an untrained or broken router.",
         "check the checkpoint; nothing else that is measured here means anything.",
     )
 

@@ -1,0 +1,132 @@
+"""One model gets one number and one advice from inspect, audit, smooth and diff."""
+
+from functools import cache
+
+import pytest
+
+import tieline
+from tests.analysis.zoo import Letters, words
+from tests.models.tiny import lively, tiny_model
+from tieline.core.errors import UnsupportedModelError
+from tieline.models import find_routers
+from tieline.models.model import Model
+from tieline.models.smooth import smooth_
+
+FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
+RUN = {"text": words(160), "sequence_length": 40, "batch_size": 2}
+CHOOSING = (*FAMILIES, "demo", "smoothed", "saturated", "sharp")
+NAMES = (*CHOOSING, "equal scores", "one equal layer", "all chosen")
+
+
+def changed(family, factor, layers=(0, 1), **options):
+    model = lively(tiny_model(family, **options))
+    for number, router in enumerate(find_routers(model).values()):
+        if number in layers:
+            router.weight.mul_(factor)
+    return model
+
+
+@cache
+def source(name):
+    """A small model and its tokenizer."""
+    if name == "demo":
+        loaded = Model.open("demo", dtype="fp32")
+        return loaded.module, loaded.tokenizer
+    if name == "smoothed":
+        model = lively(tiny_model("olmoe"))
+        smooth_(model, epsilon=0.02)
+        return model, Letters()
+    special = {
+        "equal scores": lambda: changed("olmoe", 0.0),
+        "one equal layer": lambda: changed("mixtral", 0.0, layers=(1,)),
+        "all chosen": lambda: changed("olmoe", 1.0, num_experts_per_tok=8),
+        "saturated": lambda: changed("mixtral", 400.0),
+        "sharp": lambda: changed("qwen3_moe", 8.0),
+    }
+    return special.get(name, lambda: lively(tiny_model(name)))(), Letters()
+
+
+@cache
+def inspected(name):
+    return tieline.inspect(source(name), jumps=False, **RUN)
+
+
+@cache
+def audited(name):
+    return tieline.audit(source(name), flips=50, remedies=[], **RUN)
+
+
+@cache
+def compared(name):
+    return tieline.diff(source(name), source(name), dtype_b="bf16-emulated", **RUN)
+
+
+def repaired(name):
+    size = {"tokens": 120, "calibration": 80, "batch_size": 2}
+    return tieline.smooth(source(name), text=words(280), rounds=2, **size)
+
+
+def recommendations(name):
+    """Those of inspect, audit and diff, on the same tokens."""
+    judged = [inspected(name).judgement, audited(name).judgement]
+    return [*(judgement.recommendation for judgement in judged), compared(name).recommendation]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_command_contradicts_another(name):
+    advised = recommendations(name)
+    assert None not in advised
+    assert len({advice.action for advice in advised if advice.is_sure}) <= 1
+    assert advised[0] == advised[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens_give_the_same_numbers(name):
+    results = [inspected(name), audited(name), compared(name)]
+    changed_shares = {result.serving.changed.value for result in results}
+    assert len(changed_shares) == 1
+    key = "changed@model bf16"
+    assert inspected(name).metrics[key] == audited(name).metrics[key]
+    assert inspected(name).serving.kl == audited(name).serving.kl
+
+
+@pytest.mark.parametrize("name", [name for name in CHOOSING if name != "smoothed"])
+def test_smoothing_advises_as_the_others_do(name):
+    advised = [*recommendations(name), repaired(name).recommendation]
+    assert len({advice.action for advice in advised if advice.is_sure}) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("equal scores", "layer 0, layer 1"), ("one equal layer", "layer 1")],
+)
+def test_routers_with_equal_scores_are_named_and_not_smoothed(name, layers):
+    sentence = f"All scores are equal in {layers}: an untrained or broken router."
+    for result in (inspected(name), audited(name), compared(name)):
+        assert sentence in result.verdict
+    with pytest.raises(UnsupportedModelError, match=r"all scores are equal in layer .* broken"):
+        repaired(name)
+    with pytest.raises(UnsupportedModelError, match="all scores are equal"):
+        tieline.smooth(source(name), text=words(280), tokens=120, calibration=80, epsilon=0.1)
+
+
+def test_where_all_experts_are_chosen_no_tie_is_possible():
+    sentence = "All experts are chosen: no tie is possible."
+    for result in (inspected("all chosen"), audited("all chosen"), compared("all chosen")):
+        assert sentence in result.verdict
+        assert result.to_html()
+    with pytest.raises(UnsupportedModelError, match="all experts are chosen: no tie is possible"):
+        repaired("all chosen")
+
+
+@pytest.mark.parametrize("name", ["equal scores", "all chosen", "saturated"])
+def test_the_routes_of_such_routers_are_sound(name):
+    trace = inspected(name).trace
+    assert tieline.check(trace, model=source(name)).sound
+
+
+def test_a_saturated_softmax_ties_exactly():
+    """Experts of probability zero tie, and which of them is chosen is an accident."""
+    result = inspected("saturated")
+    assert result.metrics["ties"] > 0.5
+    assert any(x.kind == "ties" and x.severity == "warning" for x in result.findings)
