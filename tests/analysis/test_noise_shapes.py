@@ -159,3 +159,20 @@ def test_flips_that_have_the_experts_of_a_neighbour_are_a_lag():
     assert kinds(late_shape) == ["lag"]
     (pattern,) = find_patterns([late_shape])
     assert (pattern.number, pattern.effect, pattern.flips) == (1, 0.9, 500)
+
+
+def test_layers_quieter_than_their_reference_have_no_pattern():
+    quiet = [NoiseShape("x", 0.01, 900, beyond=0.3), NoiseShape("y", 0.03, 900, beyond=0.9)]
+    assert find_patterns(quiet, True) == ()
+    loud = [NoiseShape("x", 0.01, 900, beyond=1.0), NoiseShape("y", 0.03, 900, beyond=3.0)]
+    assert [x.kind for x in find_patterns(loud, True)] == ["layer"]
+    unsure = [loud[0], loud[1]._replace(beyond_error=0.5)]
+    assert find_patterns(unsure, True) == ()
+    group = Outlier(3, 4.0, 0.1, is_louder=False)
+    assert find_patterns([loud[0]._replace(document=group, expert=group)], True) == ()
+
+
+def test_noise_that_is_loud_in_many_layers_is_not_that_of_one():
+    sizes = (5.0, 2.4, 2.0)  # another format: loudest where it begins
+    shapes = [NoiseShape(f"l{i}", 0.01, 900, beyond=x) for i, x in enumerate(sizes)]
+    assert find_patterns(shapes, True) == ()

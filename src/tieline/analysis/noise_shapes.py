@@ -21,6 +21,11 @@ levels of significance; each was set beyond the largest effect in some hundred s
 families (`benchmarks/attribution.py --calibrate`), and an effect must also be five to six standard
 errors away from zero.
 
+Beside a reference run a shape counts only where something is louder than the reference: the group
+itself, or the layer for rows, offsets and layers. A layer is named alone only if the layers that it
+is compared with are not too loud themselves; noise that is loud in many layers is another format or
+a fault of all of them, and is left to its size.
+
 measure_shape    the effects of one layer
 find_patterns    those beyond their limits, the most specific first
 """
@@ -63,16 +68,30 @@ ATTENTION = 0.025
 """Relative noise that another attention kernel in 16 bits may make: it begins at position 1."""
 
 
+LOUDER = 3.0
+"""Standard errors by which a level must exceed that of a reference run."""
+BESIDE = 1.6
+"""Noise over that of a reference run up to which a layer is as loud as expected."""
+
+
 class Outlier(NamedTuple):
-    """The group that stands out most: which, by how much, and the standard error of that."""
+    """The group that stands out most.
+
+    Attributes:
+        group: which.
+        excess: how much louder it is than the third loudest.
+        error: standard error of that.
+        is_louder: whether its own level exceeds that of the reference; always without one.
+    """
 
     group: int
     excess: float
     error: float
+    is_louder: bool = True
 
     def beyond(self, limit: float) -> bool:
         """Whether the excess is large and sure."""
-        return self.excess >= limit and self.excess >= SURE * self.error
+        return self.is_louder and self.excess >= limit and self.excess >= SURE * self.error
 
 
 class NoiseShape(NamedTuple):
@@ -90,6 +109,8 @@ class NoiseShape(NamedTuple):
         likeness: correlation of these numbers with the recorded selection bias; None without one.
         lag: shift, share and number of the flips that have the experts of a neighbour in A.
         beyond: size of the noise over that of a reference run; None without one.
+        beyond_error: standard error of its logarithm, clustered by document.
+        loudest_end: whether the loudest octave of positions exceeds the reference.
     """
 
     name: str
@@ -103,6 +124,15 @@ class NoiseShape(NamedTuple):
     likeness: float | None = None
     lag: tuple[int, float, int] | None = None
     beyond: float | None = None
+    beyond_error: float = 0.0
+    loudest_end: bool = True
+
+    @property
+    def is_louder(self) -> bool:
+        """Whether the layer is louder than the reference run beyond chance; always without one."""
+        if self.beyond is None:
+            return True
+        return math.log(self.beyond) > LOUDER * self.beyond_error
 
 
 class TokenKeys(NamedTuple):
@@ -139,18 +169,69 @@ def measure_shape(
     if not relative or len(rows) < FEWEST:
         return shape
     if expected is not None:
-        shape = shape._replace(beyond=math.exp(float(np.median(level[rows])) / 2))
+        shape = shape._replace(
+            beyond=math.exp(float(np.median(level[rows])) / 2),
+            beyond_error=_level_error(level[rows], keys.documents[rows]) / 2,
+        )
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
     kept = _CentredDifferences(noise, rows)
     share, means = _expert_offsets(kept)
+    outliers = (
+        _loudest_document(level[rows], keys.documents[rows]),
+        None if before is None else _loudest_expert(level - before[0], rows, before[1]),
+    )
+    if expected is not None:
+        chosen = None if before is None else before[1]
+        outliers = _louder_groups(outliers, level, rows, keys.documents, chosen)
+        end = _has_louder_octave(level[noisy], keys.positions[noisy])
+        shape = shape._replace(loudest_end=end)
     return shape._replace(
         rise=_position_rise(level[noisy], keys.positions[noisy]),
-        document=_loudest_document(level[rows], keys.documents[rows]),
-        expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
+        document=outliers[0],
+        expert=outliers[1],
         row=_loudest_row(kept),
         offset=share,
         likeness=None if bias is None else _bias_likeness(means, bias),
     )
+
+
+def _level_error(level: np.ndarray, documents: np.ndarray) -> float:
+    """Standard error of a median level: by the medians of documents, at least by tokens."""
+    plain = 1.2533 * float(level.std()) / math.sqrt(len(level))
+    medians = [float(np.median(level[documents == x])) for x in np.unique(documents)]
+    if len(medians) < 4:
+        return plain
+    return max(plain, 1.2533 * float(np.std(medians, ddof=1)) / math.sqrt(len(medians)))
+
+
+def _exceeds(level: np.ndarray) -> bool:
+    """Whether a mean level is above zero, the reference, beyond chance."""
+    return float(level.mean()) > LOUDER * float(level.std()) / math.sqrt(len(level))
+
+
+def _louder_groups(
+    outliers: tuple[Outlier | None, Outlier | None],
+    level: np.ndarray,
+    rows: np.ndarray,
+    documents: np.ndarray,
+    chosen: np.ndarray | None,
+) -> tuple[Outlier | None, Outlier | None]:
+    """The loudest document and expert, each with whether it is louder than the reference."""
+    document, expert = outliers
+    if document is not None:
+        members = level[rows][documents[rows] == document.group]
+        document = document._replace(is_louder=_exceeds(members))
+    if expert is not None and chosen is not None:
+        members = level[rows][(chosen[rows] == expert.group).any(1)]
+        expert = expert._replace(is_louder=_exceeds(members))
+    return document, expert
+
+
+def _has_louder_octave(level: np.ndarray, positions: np.ndarray) -> bool:
+    """Whether some octave of positions is louder than the reference."""
+    octave = np.log2(positions + 1).astype(int)
+    groups = [level[octave == x] for x in np.unique(octave[octave > 0])]
+    return any(_exceeds(group) for group in groups if len(group) >= 8)
 
 
 def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
@@ -302,8 +383,9 @@ def find_patterns(shapes: Sequence[NoiseShape], referred: bool = False) -> tuple
     loud = [shape for shape in shapes if shape.relative]
     experts = _strongest([x for s in loud if (x := _expert_pattern(s, shapes, limits["expert"]))])
     offsets = _strongest([x for s in loud if (x := _offset_pattern(s, shapes, limits["offset"]))])
+    louder = [shape for shape in loud if shape.is_louder]
     rows = _strongest(
-        [x for s in loud if (x := _outlier_pattern("row", s.name, s.row, limits["row"]))]
+        [x for s in louder if (x := _outlier_pattern("row", s.name, s.row, limits["row"]))]
     )
     first = loud if referred else loud[:1]
     positions = _strongest([x for s in first if (x := _position_pattern(s, limits["positions"]))])
@@ -356,7 +438,7 @@ def _offset_pattern(
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
     like = likeness >= LIKENESS and share >= limit / 2
     others = [other.offset or 0.0 for other in shapes if other.name != shape.name]
-    alone = share >= limit and max(others, default=1.0) < limit / 2
+    alone = shape.is_louder and share >= limit and max(others, default=1.0) < limit / 2
     if not like and not alone:
         return None
     return Pattern(
@@ -366,7 +448,7 @@ def _offset_pattern(
 
 def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
     rise, error = shape.rise or (0.0, 0.0)
-    if abs(rise) < limit or abs(rise) < SURE * error:
+    if abs(rise) < limit or abs(rise) < SURE * error or not shape.loudest_end:
         return None
     if rise > 0 and (shape.relative or 0.0) < ATTENTION:
         return None
@@ -382,7 +464,10 @@ def _layer_patterns(
     sizes = [None, *(_noise_size(shape, referred) for shape in shapes), None]
     for index, shape in enumerate(shapes):
         before, size, after = sizes[index : index + 3]
-        if size is None:
+        if size is None or not shape.is_louder:
+            continue
+        neighbour = after if before is None else before
+        if referred and neighbour is not None and neighbour > BESIDE:
             continue
         down = None if after is None else size / after
         up = None if before is None else size / before

@@ -105,8 +105,9 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
     "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
     "outputs differ": lambda causes: _outputs_differ(causes),
     "noise larger than expected": lambda causes: (
-        f"Noise larger than {causes.expected} explains: {causes.size.text}. What to do: look for "
-        "another precision, other weights or a bug, in the first layer named below."
+        f"Noise louder than {causes.expected} explains, another format or a fault: "
+        f"{causes.size.text}. What to do: compare the precision and the weights from the first "
+        "layer named below."
     ),
     "flips wider than their noise": lambda causes: (
         f"Not ties alone: {causes.flips.text}. What to do: look for a bug in the layers and tokens "
