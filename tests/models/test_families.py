@@ -295,6 +295,8 @@ def test_a_plain_model_is_inspected_with_what_its_flips_cost(plain):
     result = tieline.inspect((plain, Bytes()), text="what is routed where " * 40, tokens=256)
     assert result.metrics["experts"] == CHOSEN
     assert result.metrics["jump"] > 0
+    assert result.noise.layers
+    assert "not measured: the model gives no logits" in result.verdict
 
 
 def test_a_plain_model_is_smoothed_and_restored(plain):

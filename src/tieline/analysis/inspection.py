@@ -311,7 +311,7 @@ class Inspection(Result):
             quantised model, layer by layer, the most demanding first.
         noise: what the precision served does near the ties of each layer.
         serving: what the precision served does to the model; None where it was not measured, for
-            the reason in `noise.status`.
+            the reason in `noise.status`, or, where that is "ok", as the model gives no logits.
         trace: the routing that was measured; not part of the JSON.
     """
 

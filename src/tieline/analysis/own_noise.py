@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tieline.analysis.effects import FullEffects, audit_phase, serving_effect
 from tieline.analysis.inspection import NoiseReport, OwnNoise
 from tieline.analysis.serving import Serving, served_rounding
+from tieline.core.errors import NoLogitsError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
@@ -141,6 +142,8 @@ def measure_serving(
         batch_size: sequences per forward pass.
         precision: a name in `SERVED`.
         progress: called with stage, done and total.
+
+    A model without logits shows the noise of its scores alone.
     """
     status = rounding_status(model.module, names)
     if status != "ok":
@@ -154,7 +157,10 @@ def measure_serving(
         for watched in (CLEAN, condition)
     )
     phase = audit_phase("served precision", numbered, [condition])
-    Runner(model).run(Plan((phase,)), [effects, clean, rounded], progress)
+    try:
+        Runner(model).run(Plan((phase,)), [effects, clean, rounded], progress)
+    except NoLogitsError:
+        return ServedRuns(None, own_noise(model.module, names, text, batch_size))
     runs = RoundedRuns(clean.trace(), rounded.trace(), precision=precision)
     counted = serving_effect(precision, effects.effects[rounding], clean.trace().layers)
     return ServedRuns(counted, noise_report(runs))

@@ -3,6 +3,7 @@
 from tieline.core.printable import printable
 
 __all__ = [
+    "NoLogitsError",
     "NoSpaceError",
     "ParameterError",
     "PrecisionWarning",
@@ -56,6 +57,10 @@ class TraceError(TielineError):
 
 class UnsupportedModelError(TielineError):
     """A model is no Mixture of Experts, or routes in a way that scores cannot describe."""
+
+
+class NoLogitsError(UnsupportedModelError):
+    """A model gives no logits for its tokens, where predictions are to be measured."""
 
 
 class NoSpaceError(TielineError, OSError):

@@ -39,7 +39,7 @@ from tieline.report.tables import (
     short_names,
     text_table,
 )
-from tieline.report.words.audit import notes, remedies_of, remedy_sentences
+from tieline.report.words.audit import caveats, notes, remedies_of, remedy_sentences
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 FLIPS = Panel(
@@ -123,7 +123,7 @@ def _terminal_parts(result: PrecisionAudit, width: int) -> list[RenderableType]:
     keeps, ignored, table = keep_rows(result), ignore_rows(result), result.remedies
     if not result.is_full:
         below += [] if table is None else remedies_view(table, brief=True)
-        return [*below, *(Text(f"Left out: {reason}.") for reason in result.left_out), MORE]
+        return [*below, *map(Text, caveats(result)), MORE]
     if keeps:
         below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if table is not None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.errors import NoLogitsError, UnsupportedModelError, require
 from tieline.core.settings import SettingError
 from tieline.models.changes import Call
 from tieline.models.emulate import (
@@ -494,7 +494,7 @@ def model_logits(output: object, ids: Ids) -> Tensor:
     require(
         isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
         "the model gives no logits for its tokens, so damage to its predictions has no measure",
-        UnsupportedModelError,
+        NoLogitsError,
     )
     assert isinstance(logits, Tensor)
     return logits

@@ -83,7 +83,7 @@ def test_an_inspection_says_what_is_left_to_flip(tieline, folders):
     words = " ".join(shown.split())
     assert code == 0
     assert "Routing is smoothed: tokens use " in words
-    assert "exchange two experts at the threshold" in words
+    assert "of tokens exchange two experts" in words
     assert "2 of 8 experts, smoothed" in words
     assert any(line.split()[:2] == ["layer", "experts"] for line in shown.splitlines())
 

@@ -1,7 +1,8 @@
 """Sentences of a precision audit: verdict, notes below the table, and remedies.
 
 verdict             what serving does, what to do, and which formats the routers tolerate
-notes               noise of 1 % flips, experts never hit, what was left out
+notes               noise of 1 % flips, experts never hit, and the caveats
+caveats             what a flip of a smoothed model is, what was left out
 remedy_sentences    what was best under each perturbation, and when each remedy is best
 """
 
@@ -126,6 +127,12 @@ def notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
             f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
             f"text ({first}), so it says nothing about them."
         )
+    return [*lines, *caveats(result)]
+
+
+def caveats(result: PrecisionAudit) -> list[str]:
+    """Write what a flip of a smoothed model is, and what was impossible or left out."""
+    lines = []
     if result.experts is not None:
         lines.append(
             f"The model is smoothed: tokens use {result.experts:.2f} experts on average, a flip is "

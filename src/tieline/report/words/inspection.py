@@ -57,6 +57,8 @@ def _routers_alone(result: Inspection) -> str:
 
 def _not_served(result: Inspection) -> str:
     reason = result.noise.status.removeprefix("not measured: ")
+    if reason == "ok":  # the scores showed it, the predictions could not
+        reason = "the model gives no logits for its tokens"
     return f"What the precision served does was not measured: {reason}."
 
 
