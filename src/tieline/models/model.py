@@ -24,7 +24,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -53,6 +53,7 @@ from tieline.models.changes import (
 )
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
+from tieline.models.finite import check_weights
 from tieline.models.hub import hub_options
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.sizes import RoutedShape, routed_shape
@@ -358,34 +359,6 @@ def _has_words(tokenizer: Any) -> bool:
         return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
     except (AttributeError, NotImplementedError):
         return True
-
-
-def check_weights(model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite weights, naming the first such tensor.
-
-    One pass over the parameters, without a copy: a NaN anywhere makes minimum and maximum NaN.
-    """
-    wrong = {name: p for name, p in model.named_parameters() if not _finite(p)}
-    if not wrong:
-        return
-    name, tensor = next(iter(wrong.items()))
-    bad = ~tensor.detach().isfinite()
-    others = f", and so are values of {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
-    raise UnsupportedModelError(
-        f"weight {name!r}: {int(bad.sum()):,} of {bad.numel():,} values are NaN or infinite, the "
-        f"first at {bad.nonzero()[0].tolist()}{others}"
-    )
-
-
-def _finite(tensor: Tensor) -> bool:
-    if tensor.is_meta or not tensor.numel() or tensor.dtype not in CHECKED:
-        return True
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low.isfinite()) and bool(high.isfinite())
-
-
-CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Types of weights that can hold NaN and be compared."""
 
 
 def _location(source: str | Path, revision: str | None = None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.changes import LOADING
+from tieline.models.finite import check_tensor
 from tieline.models.running import no_bars
 from tieline.models.shards import LINE, Shards, placed
 
@@ -194,6 +195,7 @@ class Weights:
         self.found = self._found()
         self._pool: dict[int, list[Tensor]] = {}
         self._pooled: dict[str, list[Tensor]] = {}
+        self._finite: set[str] = set()
         self.tied: dict[str, str] = {}
         self.plans: dict[str, ReadPlan] = {}
         self._names: dict[str, list[str]] = {}
@@ -341,6 +343,7 @@ class Weights:
         for source in plan.plain:
             into = self._room(source.target, reuse, source.key)
             self.shards.copy(source.key, into)
+            self._check(source.target, into)
             self._put_read(source.target, into, unit)
         for stack in plan.stacks:
             into = self._room(stack.target, reuse)
@@ -350,6 +353,7 @@ class Weights:
             self._convert(plan.others)
             for source in plan.others:
                 target = source.target
+                self._check(target, self.at(target))
                 # transformers leaves what a quantised file has beside its blocks as it is stored
                 self._put_read(target, self.at(target).to(self.dtype(target)), unit)
 
@@ -357,11 +361,19 @@ class Weights:
         """Read the experts from `first` on into a tensor (some experts, rows, columns)."""
         for index in range(len(into)):
             start = 0
+            expert = f"{stack.target}[{first + index}]"
             for part in stack.parts:
                 rows = self.shards.tensors[part.keys[first + index]].shape[0]
                 row = into[index, start : start + rows]
                 self._fill_part(part, first + index, row)
                 start += rows
+            self._check(expert, into[index])
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        """Refuse NaN and infinity in a tensor, the first time that it is read."""
+        if name not in self._finite:
+            check_tensor(name, tensor)
+            self._finite.add(name)
 
     def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
         key = part.keys[expert]
