@@ -36,7 +36,8 @@ from tieline.core.errors import TielineError
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
-from tieline.models.capture import Batch, Call, LayerObserver, ObserverSettings
+from tieline.models.capture import Call, LayerObserver, ObserverSettings
+from tieline.models.documents import Batch
 from tieline.models.families import family_of
 from tieline.models.router_call import Choice, RouterOutput, read_output
 from tieline.models.selection import select

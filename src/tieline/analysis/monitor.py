@@ -52,7 +52,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.router_calls import LogitSums, RouterCall, untraced, watch_routing
+from tieline.analysis.router_calls import LogitSums, RouterCall, watch_routing
 from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
@@ -62,6 +62,8 @@ from tieline.measure.flips import LogitView, logit_view
 from tieline.measure.load import ExpertLoad, load_from_counts
 from tieline.measure.measures import check_finite, scored
 from tieline.measure.rounding import precision_flips
+from tieline.models.changes import untraced
+from tieline.models.documents import token_part
 from tieline.models.running import text_config
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
@@ -164,7 +166,7 @@ def _is_learning(module: nn.Module) -> bool:
 
 def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
     """Name and value of the coefficient in the model's configuration."""
-    config = text_config(model)
+    config = text_config(token_part(model))
     for path in COEFFICIENTS:
         value: Any = config
         for name in path.split("."):

@@ -15,8 +15,8 @@ used           tokens that used each expert (weight not zero, or chosen)
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from tieline.core.errors import TielineError
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
-from tieline.models.capture import Batch, Call, DocumentCounter, LayerObserver, ObserverSettings
+from tieline.models.capture import LayerObserver, ObserverSettings
+from tieline.models.changes import Call, untraced
+from tieline.models.documents import Batch, DocumentCounter, argument_names, called_part
 from tieline.models.families import RouterFamily, chosen_routers, family_of
-from tieline.models.router_call import read_output
+from tieline.models.router_call import live_output, read_output
 from tieline.models.selection import GroupLimit, at_least_single, restrict
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
@@ -87,16 +89,22 @@ class RouterCall:
 def transformers_call(
     observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
 ) -> RouterCall:
-    """Return the call of a transformers router; its tokens are those of `batch` if counts match."""
-    logits = read_output(observer.family, router, call, output).logits
+    """Return the call of a transformers router; its tokens are those of `batch` if counts match.
+
+    Under replay the trace is that of the router's own choice, and `used` that of the replayed one.
+    """
+    own = live_output(observer.family, router, output)
+    logits = read_output(observer.family, router, call, own).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
         batch = _unmasked_batch(len(logits))
-    trace = observer.observe(router, call, output, batch)
+    trace = observer.observe(router, call, own, batch)
     if batch.kept is not None:
         logits = logits.index_select(0, batch.kept.to(logits.device))
     sums, active = _logit_sums(logits, observer.family.probabilities), float(trace.facts.k)
     used = _chosen_counts(trace)
+    if own is not output:
+        used = _replayed_counts(observer.family, router, call, output, batch)
     return RouterCall(trace, sums, used, active, None, is_recomputing(), rounding)
 
 
@@ -120,6 +128,15 @@ def own_call(
 def _chosen_counts(trace: LayerTrace) -> Int[Tensor, " experts"]:
     chosen = trace.experts[:, : trace.facts.k].long().flatten()
     return torch.bincount(chosen, minlength=trace.facts.n_experts)
+
+
+def _replayed_counts(
+    family: RouterFamily, router: nn.Module, call: Call, output: Any, batch: Batch
+) -> Int[Tensor, " experts"]:
+    """Tokens that used each expert of a replayed choice."""
+    routed = read_output(family, router, call, output)
+    ids = routed.ids.cpu() if batch.kept is None else routed.ids.cpu()[batch.kept]
+    return torch.bincount(ids.flatten(), minlength=routed.logits.shape[1])
 
 
 def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> LayerTrace:
@@ -222,17 +239,14 @@ def watch_routing(
                 layer.gate.register_forward_hook(reader.of_gate(name, layer, ranks)).remove
             )
         if routers or not layers:  # the latter refuses a model without routers
+            reader.names = argument_names(model)
+            hook = untraced(reader.begin)
             stack.callback(
-                model.register_forward_pre_hook(untraced(reader.begin), with_kwargs=True).remove
+                called_part(model).register_forward_pre_hook(hook, with_kwargs=True).remove
             )
             for name, router in chosen_routers(model, None).items():
                 _watch_router(stack, name, router, reader, ranks)
         yield
-
-
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a hook from `torch.compile`, because it reads values."""
-    return cast(Callable[..., Any], torch.compiler.disable(hook))
 
 
 def _watch_router(
@@ -248,10 +262,10 @@ def _watch_router(
         hook = untraced(lambda m, args, kwargs, output: report(args, kwargs, output))
         stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
         return
-    plain = getattr(router, family.method)
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        output = plain(*args, **kwargs)
+        # of the class at each call, which a replay or capture replaces meanwhile
+        output = getattr(type(router), family.method)(router, *args, **kwargs)
         report(args, kwargs, output)
         return output
 
@@ -268,12 +282,14 @@ class _Reader:
     training_only: bool
     failed: Callable[[TielineError], None] | None
     batch: Batch | None = None
+    names: list[str] = field(default_factory=list)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read which tokens the pass has; inputs that are not tokens are taken as all visible."""
         first = {"input_ids": args[0]} if args else {}
+        arguments = first | dict(zip(self.names, args, strict=False)) | kwargs
         try:
-            self.batch = DocumentCounter().read(first | kwargs)
+            self.batch = DocumentCounter().read(arguments)
         except (TielineError, RuntimeError, IndexError):
             self.batch = None
 

@@ -11,14 +11,13 @@ exception, restores the classes.
     capture          the context manager
     Recorder         the records of every forward pass, kept as one trace or handed to a `Sink`
     LayerObserver    turns each call of one router into a `LayerTrace`
-    DocumentCounter  tells which tokens a forward pass routes
 
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
 device of the scores; only the results go to the CPU.
 
-Rows of a batch are documents, numbered from 0 over all batches. A pass that continues a cache (as
-the steps of `generate` do) continues the documents of the pass before. Padding is left out: tokens
-that the attention mask hides and, in a cached step, padding fed to rows that have ended.
+Documents are numbered as `tieline.models.documents` says: rows of a batch, and the documents
+that a row is packed of; padding is left out. Inside `replay` the record is that of the router's own
+choice, before it was replaced.
 
 `check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
 
@@ -28,7 +27,6 @@ since a router may evaluate the same function in another order, or rank probabil
 are kept. A larger difference means that the family's record does not describe the router.
 """
 
-import inspect
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -46,11 +44,18 @@ from tieline.core.errors import TielineError, TraceError, UnsupportedModelError,
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
-from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.demo import DEMO, DEMO_FOLDER
+from tieline.models.documents import (
+    Batch,
+    DocumentCounter,
+    document_counter,
+    token_part,
+    watch_forward,
+)
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.precision import precision_name, stored_in
-from tieline.models.router_call import RouterOutput, read_output
+from tieline.models.router_call import RouterOutput, live_output, read_output
 from tieline.models.selection import Selection, at_least_single, restrict, select
 from tieline.models.spread import class_name
 from tieline.trace.record import (
@@ -60,105 +65,6 @@ from tieline.trace.record import (
     check_epsilons,
     concatenate,
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Tokens of one forward pass, padding left out.
-
-    Attributes:
-        tokens: token ids, -1 where the model was given embeddings.
-        documents: number of the row that each token belongs to.
-        positions: number of tokens before it in its document.
-        kept: the rows of the routers' inputs that hold these tokens; None if all do.
-        routed: number of rows that every router sees, padding included.
-    """
-
-    tokens: Int[Tensor, " tokens"]
-    documents: Int[Tensor, " tokens"]
-    positions: Int[Tensor, " tokens"]
-    kept: Int[Tensor, " tokens"] | None
-    routed: int
-
-
-class DocumentCounter:
-    """Numbers the rows of successive forward passes."""
-
-    def __init__(self, padding: int | None = None, ends: frozenset[int] = frozenset()) -> None:
-        """Take the padding id that `generate` feeds to ended rows, and the ids that end a row."""
-        self._padding = padding
-        self._ends = ends if padding is None else ends | {padding}
-        self._next = 0
-        self._rows: Tensor | None = None
-        self._last: Tensor | None = None
-
-    def read(self, arguments: Mapping[str, Any]) -> Batch:
-        """Return the tokens of a forward pass with these arguments."""
-        ids = _token_ids(arguments)
-        visible = _attention_mask(arguments, ids.shape)
-        past = _past_length(arguments, ids.shape[1], visible)
-        if visible is None:
-            visible = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.bool)
-        rows = self._documents(len(ids), past > 0)
-        positions = (visible.cumsum(dim=1) - 1)[:, -ids.shape[1] :]
-        shown = visible[:, -ids.shape[1] :] & ~self._after_end(ids, past > 0)
-        self._last = ids[:, -1]
-        return _batch(ids, rows, positions, shown)
-
-    def _documents(self, rows: int, continues: bool) -> Tensor:
-        if not continues or self._rows is None or len(self._rows) != rows:
-            self._rows = torch.arange(self._next, self._next + rows)
-            self._next += rows
-        return self._rows
-
-    def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
-        """Mask of the padding in a cached step after an end or other padding."""
-        if self._padding is None or self._last is None or not continues:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        if len(self._last) != len(ids):
-            return torch.zeros_like(ids, dtype=torch.bool)
-        before = torch.cat([self._last[:, None], ids[:, :-1]], dim=1)
-        ended = torch.isin(before, torch.tensor(sorted(self._ends)))
-        return ended & (ids == self._padding)
-
-
-def _batch(ids: Tensor, rows: Tensor, positions: Tensor, shown: Tensor) -> Batch:
-    documents = rows[:, None].expand_as(ids)
-    kept = None if bool(shown.all()) else shown.flatten().nonzero().squeeze(1)
-    tokens, documents, positions = (x[shown] for x in (ids, documents, positions))
-    return Batch(tokens, documents, positions, kept, ids.numel())
-
-
-def _token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if isinstance(ids, Tensor) and ids.ndim == 2:
-        return ids.detach().cpu().long()
-    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
-        return torch.full(embeddings.shape[:2], -1)
-    raise TielineError(
-        "the model was called without `input_ids` (rows, length) or `inputs_embeds` (rows, length, "
-        "width), so its routers' tokens are unknown"
-    )
-
-
-def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    """The mask (rows, past + length) as booleans; None for masks of other forms."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= shape[1]:
-        return mask.detach().cpu().bool()
-    return None
-
-
-def _past_length(arguments: Mapping[str, Any], length: int, visible: Tensor | None) -> int:
-    if visible is not None:
-        return visible.shape[1] - length
-    cache = arguments.get("past_key_values")
-    if cache is None or not hasattr(cache, "get_seq_length"):
-        return 0
-    try:
-        return int(cache.get_seq_length())
-    except ValueError:  # a cache of linear attention alone has no length
-        return 0
 
 
 @dataclass(frozen=True)
@@ -289,9 +195,10 @@ class LayerObserver:
             return None
         version = 0 if weight.is_inference() else weight._version  # moves with every training step
         state = (weight.data_ptr(), version)
-        if self._matrix is None or self._matrix[0] != state:
-            self._matrix = (state, expert_distances(weight))
-        tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
+        with torch.autocast(weight.device.type, enabled=False):  # its products would be rounded
+            if self._matrix is None or self._matrix[0] != state:
+                self._matrix = (state, expert_distances(weight))
+            tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
         return tie.distance.cpu()
 
     def _inputs(self, call: Call, batch: Batch) -> Float[Tensor, "tokens width"] | None:
@@ -515,55 +422,17 @@ def _observed_class(
         if not is_recomputing():
             # an emulated number format is the model's, not that of the record's own arithmetic
             with torch._C.DisableTorchFunction():
-                recorder.observe(observer, router, call, output)
+                own = live_output(observer.family, router, output)
+                recorder.observe(observer, router, call, own)
         return output
 
     members: dict[str, Any] = {_CAPTURED: True}
-    return wrapped_class(cls, observer.family.method, observe, **members)
-
-
-@runtime_checkable
-class Watcher(Protocol):
-    """What is told where the forward passes of a model begin and end."""
-
-    def begin(self, arguments: Mapping[str, Any]) -> None:
-        """Take the arguments of a pass that begins."""
-        ...
-
-    def finish(self) -> None:
-        """Take note that the pass has ended without an error."""
-        ...
-
-
-def watch_forward(
-    model: nn.Module, recorder: Watcher
-) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Hook the model to tell a watcher where forward passes begin and end."""
-    names = list(inspect.signature(model.forward).parameters)
-
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_recomputing():
-            recorder.begin(dict(zip(names, args, strict=False)) | kwargs)
-
-    def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not is_recomputing():
-            recorder.finish()
-
-    yield model.register_forward_pre_hook(begin, with_kwargs=True)
-    yield model.register_forward_hook(finish)
-
-
-def document_counter(model: nn.Module) -> DocumentCounter:
-    """Document counter that knows the padding fed by `generate` to rows that have ended."""
-    config = getattr(model, "generation_config", None)
-    ends = getattr(config, "eos_token_id", None)
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    padding = getattr(config, "pad_token_id", None)
-    return DocumentCounter((ends or [None])[0] if padding is None else padding, frozenset(ends))
+    return wrapped_class(cls, observer.family.method, untraced(observe), **members)
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return name, class, precision and versions, as every trace carries them."""
+    model = token_part(model)
     config = getattr(model, "config", None)
     return {
         "model": _model_name(config) or class_name(model),

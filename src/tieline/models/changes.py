@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -110,6 +111,11 @@ def wrapped_class(
         return after(self, (args, kwargs), plain(self, *args, **kwargs))
 
     return subclass(cls, name, **{method: wrapped}, **members)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude a function that reads values from what `torch.compile` traces."""
+    return cast(Callable[..., Any], torch.compiler.disable(function))
 
 
 def restore_class(thing: Any) -> None:

@@ -5,6 +5,7 @@ softmax             softmax(z), which is ranking z     p_i, renormalised or not
 softmax_of_chosen   z                                  softmax over the chosen
 biased_softmax      softmax(z) + bias                  p_i
 sigmoid             sigmoid(z) + bias                  sigmoid(z_i), renormalised or not
+single_sigmoid      sigmoid of z cast to float32       the same
 grouped_sigmoid     the same inside the best groups    the same
 """
 
@@ -31,8 +32,10 @@ softmax = partial(RouterFamily, eager_skip="with interface")
 softmax_flag = partial(softmax, renormalise=_FLAG)
 softmax_of_chosen = partial(softmax, combine="softmax of chosen", renormalise="never")
 best_softmax = partial(softmax, groups=_BEST_GROUPS, renormalise="never", scale=_SCALE)
-biased_softmax = partial(softmax, ranked="softmax", bias=_BIAS)
-sigmoid = partial(softmax, ranked="sigmoid", combine="sigmoid", bias=_BIAS)
+# routers that compute float32 logits activate them as they are, which autocast makes bfloat16
+biased_softmax = partial(softmax, ranked="softmax", bias=_BIAS, own_dtype=True)
+sigmoid = partial(softmax, ranked="sigmoid", combine="sigmoid", bias=_BIAS, own_dtype=True)
+single_sigmoid = partial(sigmoid, own_dtype=False)
 grouped_sigmoid = partial(sigmoid, groups=GroupRule(), renormalise=_FLAG, scale=_SCALE)
 gemma_softmax = partial(
     softmax,
@@ -180,7 +183,6 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     sigmoid(
         "lfm2_moe",
         ("Lfm2MoeTopKRouter",),
-        own_dtype=True,
         bias=None,
         bias_argument="expert_bias",
         bias_flag="use_expert_bias",
@@ -209,8 +211,10 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     softmax_flag("mellum", ("MellumTopKRouter",)),
     grouped_sigmoid("mimo_v2_flash", ("MiMoV2FlashTopkRouter",)),
     softmax("minimax", ("MiniMaxTopKRouter",), note=_JITTER),
-    sigmoid("minimax_m2", ("MiniMaxM2TopKRouter",), bias=None, bias_argument=_BIAS, note=_JITTER),
-    sigmoid("minimax_m3_vl", ("MiniMaxM3VLTopKRouter",), note=_SCALED),
+    single_sigmoid(
+        "minimax_m2", ("MiniMaxM2TopKRouter",), bias=None, bias_argument=_BIAS, note=_JITTER
+    ),
+    single_sigmoid("minimax_m3_vl", ("MiniMaxM3VLTopKRouter",), note=_SCALED),
     softmax(
         "mistral4",
         ("Mistral4TopkRouter",),
@@ -220,7 +224,11 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
         scale=_SCALE,
     ),
     softmax(
-        "mistral_large4", ("MistralLarge4TextTopkRouter",), groups=_SOFTMAX_GROUPS, scale=_SCALE
+        "mistral_large4",
+        ("MistralLarge4TextTopkRouter",),
+        own_dtype=True,
+        groups=_SOFTMAX_GROUPS,
+        scale=_SCALE,
     ),
     softmax("mixtral", ("MixtralTopKRouter",), note=_JITTER),
     sigmoid(
@@ -261,7 +269,7 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     softmax("qwen3_vl_moe", ("Qwen3VLMoeTextTopKRouter",)),
     softmax_flag("qwen4_exp", ("Qwen4ExpTextTopKRouter",)),
     grouped_sigmoid("solar_open", ("SolarOpenTopkRouter",)),
-    sigmoid("step3p7", ("Step3p7TopKRouter",), eager_skip="always", note=_SCALED),
+    single_sigmoid("step3p7", ("Step3p7TopKRouter",), eager_skip="always", note=_SCALED),
     refuse("switch_transformers", ("SwitchTransformersTop1Router",), refused=_ENCODER_DECODER),
     best_softmax("unlimited_ocr", ("UnlimitedOcrTextTopkRouter",)),
     refuse(
@@ -272,7 +280,6 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     biased_softmax(
         "zaya",
         ("ZayaRouter",),
-        own_dtype=True,
         bias="balancing_biases",
         skip_class=True,
         renormalise="never",

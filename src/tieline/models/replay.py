@@ -4,10 +4,12 @@
         model(**batch)
     replayed.changed        tokens whose live router would have chosen otherwise, by layer
 
-A row of the record belongs to the document and position of a token: documents are the rows of all
-batches of the block in order, as `capture` numbers them, and the i-th of them takes the i-th
-document of the record. A token id that differs from the record's is refused with its place. Tokens
-without a record go by the live router.
+A row of the record belongs to the document and position of a token. Documents are the rows of all
+batches of the block in order, and those that a row is packed of, as `capture` numbers them; the
+i-th of them takes the i-th document of the record, and a token id that differs from the record's is
+refused with its place. With `match="tokens"` a document takes the one of the record whose tokens
+agree instead, in any order and as often as it comes. Tokens without a record go by the live router;
+documents without any are counted, and a `ReplayWarning` at the end of the block tells them.
 
 Only the choice is replaced. With live weights the experts of the record are weighted by the rule of
 the family from the live logits, so that gradients reach router and experts as if the router had
@@ -29,6 +31,7 @@ and scores per token:
     )
 """
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +39,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -50,11 +52,12 @@ from tieline.core.errors import (
     require,
 )
 from tieline.core.numerics import is_recomputing
-from tieline.models.capture import Batch, document_counter, watch_forward
-from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.changes import Call, swapped_class, untraced, wrapped_class
+from tieline.models.documents import Batch, document_counter, watch_forward
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.layouts import NO_CHOICE, Choice
-from tieline.models.router_call import with_experts
+from tieline.models.record_rows import MatchedRows, OrderedRows
+from tieline.models.router_call import forget_live, note_live, with_experts
 from tieline.models.selection import weights_and_output
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -67,7 +70,14 @@ MOST_PASSES = 64
 NEAR = 2**-7
 """Gap, over the largest score of the layer, below which two roundings to bfloat16 may flip."""
 
+SHOWN = 6
+"""Token ids that a message shows of a document."""
+
 _REPLAYED = "_tieline_replayed"
+
+
+class ReplayWarning(UserWarning):
+    """Documents of a replay had no record."""
 
 
 @dataclass
@@ -77,6 +87,8 @@ class ReplayCounts:
     Attributes:
         tokens: tokens of all forward passes, padding left out.
         recorded: tokens of them that have a record.
+        documents: documents of all forward passes.
+        unmatched: documents of them without any record, routed live.
         replayed: choices that were taken from the record, by layer.
         changed: choices of them that the live router would have made otherwise, by layer.
         bytes_full: bytes of the ids of all recorded tokens, in the smallest type.
@@ -86,6 +98,8 @@ class ReplayCounts:
 
     tokens: int = 0
     recorded: int = 0
+    documents: int = 0
+    unmatched: int = 0
     replayed: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
     bytes_full: int = 0
@@ -103,6 +117,7 @@ def replay(
     routes: RoutingTrace | str | Path | Any,
     weights: Literal["live", "recorded"] = "live",
     *,
+    match: Literal["order", "tokens"] = "order",
     only: Literal["near-ties"] | float | None = None,
     layers: Collection[str] | None = None,
 ) -> Iterator[ReplayCounts]:
@@ -117,6 +132,8 @@ def replay(
         routes: a trace, the folder of one, or anything that `tieline.trace.import_trace` reads.
         weights: "live" weights the recorded experts by the live logits; "recorded" uses the combine
             weights of the trace.
+        match: "order" gives the i-th document of the passes the i-th of the record; "tokens" the
+            one whose tokens agree (`tieline.models.record_rows`), for trainers that shuffle rows.
         only: replay near ties alone: tokens whose recorded gap is below this threshold, or
             "near-ties" for 2^-7 of the layer's largest score, what two roundings to bfloat16 may
             move. Needs a trace with scores.
@@ -125,9 +142,12 @@ def replay(
     trace = _trace(routes)
     if weights not in ("live", "recorded"):
         raise ParameterError(f'weights are "live" or "recorded", got {weights!r:.40}')
+    if match not in ("order", "tokens"):
+        raise ParameterError(f'match is "order" or "tokens", got {match!r:.40}')
     routers = chosen_routers(model, layers)
     records = _matched(trace, list(routers), every=layers is None)
-    table = _Rows(trace)
+    in_order = match == "order"
+    table = OrderedRows(trace) if in_order else MatchedRows(trace, list(records.values()))
     state = ReplayCounts()
     session = _Session(model, table, state)
     with ExitStack() as stack:
@@ -137,11 +157,13 @@ def replay(
             layer.count_bytes(state, only is not None)
             members: dict[str, Any] = {_REPLAYED: True}
             method = "forward" if layer.family.method == "__call__" else layer.family.method
-            rewritten = wrapped_class(type(router), method, layer, **members)
+            rewritten = wrapped_class(type(router), method, untraced(layer.__call__), **members)
             stack.enter_context(swapped_class(router, rewritten))
+            stack.callback(forget_live, router)
         for handle in watch_forward(model, session):
             stack.callback(handle.remove)
         yield state
+    session.tell_unmatched()
 
 
 def _trace(routes: Any) -> RoutingTrace:
@@ -179,44 +201,6 @@ def _matched(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, La
     return dict(zip(names, trace.layers, strict=True))
 
 
-class _Rows:
-    """The row of each document and position; -1 without one."""
-
-    def __init__(self, trace: RoutingTrace) -> None:
-        documents = trace.documents.numpy()
-        numbers, order = np.unique(documents, return_inverse=True)
-        self.tokens = trace.tokens
-        positions = trace.positions.numpy()
-        require(int(positions.min()) >= 0, "positions of a record must not be negative", TraceError)
-        lengths = np.zeros(len(numbers), np.int64)
-        np.maximum.at(lengths, order, positions + 1)
-        self._starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-        cells = self._starts.numpy()[order] + positions
-        self._rows = torch.full((int(self._starts[-1]) + 1,), -1)
-        self._rows[torch.from_numpy(cells)] = torch.arange(len(cells))
-        twice = len(np.unique(cells)) < len(cells)
-        require(not twice, "a document of the record has a position twice", TraceError)
-
-    def of(self, batch: Batch) -> Int[Tensor, " tokens"]:
-        """Return the row of each token of a batch; refuses token ids that differ."""
-        count = len(self._starts) - 1
-        inside = batch.documents < count
-        document = batch.documents.clamp(max=max(count - 1, 0))
-        cell = self._starts[document] + batch.positions
-        inside &= cell < self._starts[document + 1]
-        rows = torch.where(inside, self._rows[cell.clamp(max=len(self._rows) - 1)], -1)
-        recorded = self.tokens[rows.clamp(min=0)].long()
-        wrong = (rows >= 0) & (recorded >= 0) & (batch.tokens >= 0) & (recorded != batch.tokens)
-        if bool(wrong.any()):
-            first = int(wrong.nonzero()[0])
-            raise TraceError(
-                f"the record belongs to other tokens: document {int(batch.documents[first])}, "
-                f"position {int(batch.positions[first])} has token {int(batch.tokens[first])}, the "
-                f"record {int(recorded[first])} ({int(wrong.sum())} of {len(wrong)} tokens differ)"
-            )
-        return rows
-
-
 @dataclass
 class _Pass:
     """The rows of one forward pass, for every row of the routers, and its logits' fingerprints."""
@@ -235,9 +219,12 @@ class _Pass:
 class _Session:
     """Tells each layer which rows of the record belong to the tokens that it routes."""
 
-    def __init__(self, model: nn.Module, table: _Rows, state: ReplayCounts) -> None:
+    def __init__(
+        self, model: nn.Module, table: OrderedRows | MatchedRows, state: ReplayCounts
+    ) -> None:
         self._model, self._counter = model, document_counter(model)
         self._table, self.state = table, state
+        self._unmatched: dict[int, str] = {}
         self._passes: list[_Pass] = []
         self._running = False
 
@@ -247,6 +234,7 @@ class _Session:
         rows = self._table.of(batch)
         self.state.tokens += len(rows)
         self.state.recorded += int((rows >= 0).sum())
+        self._count_documents(batch, rows)
         if batch.kept is not None:
             rows = torch.full((batch.routed,), -1).index_copy(0, batch.kept, rows)
         self._passes = [*self._passes[1 - MOST_PASSES :], _Pass(rows)]
@@ -255,6 +243,32 @@ class _Session:
     def finish(self) -> None:
         """End a forward pass."""
         self._running = False
+
+    def _count_documents(self, batch: Batch, rows: Tensor) -> None:
+        """Count the documents that begin here, and those without a record so far."""
+        recorded = set(batch.documents[rows >= 0].tolist())
+        for number in batch.documents.unique().tolist():
+            if number in recorded:
+                self._unmatched.pop(number, None)
+            elif number >= self.state.documents:
+                tokens = batch.tokens[batch.documents == number]
+                ids = " ".join(map(str, tokens[:SHOWN].tolist()))
+                self._unmatched[number] = f"document {number} of {len(tokens)} tokens, ids {ids}"
+        if len(batch.documents):
+            self.state.documents = max(self.state.documents, int(batch.documents.max()) + 1)
+        self.state.unmatched = len(self._unmatched)
+
+    def tell_unmatched(self) -> None:
+        """Warn about the documents that had no record."""
+        if self._unmatched:
+            first = next(iter(self._unmatched.values()))
+            warnings.warn(
+                f"{len(self._unmatched)} of {self.state.documents} documents had no record and "
+                f"were routed live (first: {first} ...); rows padded without an attention mask or "
+                "cut off at their beginning have none",
+                ReplayWarning,
+                stacklevel=4,
+            )
 
     def rows(self, name: str, logits: Tensor) -> Tensor:
         """Return the record's row of each token of a call, -1 without one."""
@@ -368,9 +382,12 @@ class LayerReplay:
         if self.session is not None and not is_recomputing():
             self.session.state.replayed[self.name] += int(has.sum())
             self.session.state.changed[self.name] += changed
+        if self.session is not None:
+            forget_live(router)
         if self.weights is None and not changed:
             return output
-        return self._written(router, logits, output, live, recorded_rows, has, differ)
+        written = self._written(router, logits, output, live, recorded_rows, has, differ)
+        return written if self.session is None else note_live(router, output, written)
 
     def _rows(self, logits: Tensor) -> Tensor:
         """Row of the record of each token, -1 without one."""

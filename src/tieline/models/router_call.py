@@ -3,6 +3,7 @@
     read_output, write_output     the output in one form, and back into the layout of its family
     override_choice               force the choice of a router inside a block of code
     attach, detach                let a handler rewrite every output of a router
+    live_output                   the router's own output where a replay has replaced it
     to_slots                      a weights matrix (T, E) as the K columns that experts take
     SkipRule                      how a slot that no expert uses is left out
 
@@ -130,6 +131,38 @@ def with_experts(family: RouterFamily, output: Any, choice: Choice, n_experts: i
         skipped = ids == n_experts - 1
         weights, ids = weights.masked_fill(skipped, 0), ids.masked_fill(skipped, 0)
     return family.layout.with_choice(output, NewChoice(weights, ids))
+
+
+LIVE = "_tieline_live"
+
+
+class LiveOutput(NamedTuple):
+    """What a router returned by itself, and what was returned instead."""
+
+    live: Any
+    rewritten: Any
+
+
+def note_live(router: nn.Module, live: Any, rewritten: Any) -> Any:
+    """Return `rewritten`, after a note of the router's own output for those that observe it."""
+    router.__dict__[LIVE] = LiveOutput(live, rewritten)
+    return rewritten
+
+
+def forget_live(router: nn.Module) -> None:
+    """Take the note of `note_live` away."""
+    router.__dict__.pop(LIVE, None)
+
+
+def live_output(family: RouterFamily, router: nn.Module, output: Any) -> Any:
+    """Return what the router itself returned in the call whose `output` may be a replayed one.
+
+    A method of a block may be observed below the replay: its output is the router's own then.
+    """
+    note = router.__dict__.get(LIVE)
+    if note is None or (family.in_block and note.rewritten is not output):
+        return output
+    return note.live
 
 
 @contextmanager

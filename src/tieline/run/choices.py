@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.ranking import sets_differ
-from tieline.models.capture import Batch, LayerObserver, ObserverSettings
+from tieline.models.capture import LayerObserver, ObserverSettings
 from tieline.models.changes import Call
+from tieline.models.documents import Batch
 from tieline.models.families import HANDLER
 from tieline.models.replay import LayerReplay
 from tieline.models.router_call import (

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tieline.core.numerics import is_recomputing
 from tieline.models.changes import Call, swapped_class, wrapped_class
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
-from tieline.models.router_call import Choice
+from tieline.models.router_call import Choice, live_output
 from tieline.run.plan import Pass
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def watching(
         if watch.busy or is_recomputing():
             return output
         if watch.observers:
-            watch.routed(site, call, output)
+            watch.routed(site, call, live_output(site.family, router, output))
         for rewritten in rewrites:
             output = rewritten(site, call, output)
         return output

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
 from tieline.core.records import from_plain, to_plain
-from tieline.models.capture import Batch, LayerObserver, ObserverSettings, model_facts
+from tieline.models.capture import LayerObserver, ObserverSettings, model_facts
 from tieline.models.changes import Call
+from tieline.models.documents import Batch
 from tieline.models.families import chosen_routers, family_of
 from tieline.models.model import Model
 from tieline.run.observers import Observer, Site

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tieline.models import GroupRule, RouterFamily
-from tieline.models.capture import DocumentCounter, LayerObserver, ObserverSettings, near_counts
+from tieline.models.capture import LayerObserver, ObserverSettings, near_counts
+from tieline.models.documents import DocumentCounter
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
 IDS = torch.tensor([[0, 3], [1, 2]])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.models.capture import DocumentCounter, check_distinct, check_finite, check_selected
+from tieline.models.capture import check_distinct, check_finite, check_selected
+from tieline.models.documents import DocumentCounter
 
 BATCH = DocumentCounter().read({"input_ids": torch.tensor([[4, 5], [6, 7]])})
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.models.capture import DocumentCounter
+from tieline.models.documents import DocumentCounter
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 
@@ -104,3 +104,87 @@ def test_masks_of_other_forms_hide_no_token():
 def test_a_call_without_tokens_is_refused():
     with pytest.raises(TielineError, match="input_ids"):
         DocumentCounter().read({"pixel_values": torch.zeros(1)})
+
+
+PACKED = torch.tensor([[5, 6, 7, 8, 9, 10]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0]])
+PACKED_LISTS = [5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": POSITIONS},
+        {"position_ids": POSITIONS + 2},
+        {"position_ids": torch.stack([POSITIONS] * 4)},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 5, 6], dtype=torch.int32)},
+        {"cu_seqlens": torch.tensor([0, 3, 5, 6])},
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2]], dtype=torch.int32)},
+        {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3]])},
+        {"attention_mask": torch.ones(1, 6), "position_ids": POSITIONS},
+    ],
+)
+def test_packed_rows_are_documents(given):
+    counter = DocumentCounter()
+    batch = counter.read({"input_ids": PACKED, **given})
+    assert _lists(batch) == PACKED_LISTS
+    assert batch.kept is None
+    assert counter.read({"input_ids": IDS}).documents.tolist() == [3, 3, 3, 4, 4, 4]
+
+
+def test_offsets_count_through_the_rows_and_end_before_padding():
+    ids, offsets = torch.arange(5, 13).view(2, 4), torch.tensor([0, 2, 4, 7])
+    batch = DocumentCounter().read({"input_ids": ids, "cu_seq_lens_q": offsets})
+    assert batch.documents.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2]
+    assert batch.kept.tolist() == list(range(7))
+
+
+def test_padding_of_packed_rows_is_left_out():
+    ids = torch.tensor([[5, 6, 7, 8, 0, 0]])
+    positions = torch.tensor([[0, 1, 0, 1, 0, 0]])
+    batch = DocumentCounter(padding=0).read({"input_ids": ids, "position_ids": positions})
+    assert _lists(batch) == ([5, 6, 7, 8], [0, 0, 1, 1], [0, 1, 0, 1])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0]])
+    hidden = DocumentCounter().read(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": torch.tensor([[1, 0, 1, 0, 1, 1]]),
+        }
+    )
+    assert _lists(hidden) == ([6, 7, 8, 0], [0, 0, 1, 1], [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[[0, 1, 2]], [[1, 0, 1], [0, 1, 2]], [[4, 5, 6], [4, 5, 6]]],
+)
+def test_positions_that_only_rise_leave_a_row_one_document(positions):
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    given = {"attention_mask": mask, "position_ids": torch.tensor(positions)}
+    batch = DocumentCounter().read({"input_ids": IDS, **given})
+    assert batch.documents.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, "ends at 9, but the pass has 6 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 3])}, "must rise from 0"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 3, 6]), "cu_seq_lens_k": torch.tensor([0, 9, 18])},
+            "differ: the pass continues packed documents in a cache",
+        ),
+    ],
+)
+def test_offsets_that_cannot_be_are_refused(given, message):
+    with pytest.raises(TielineError, match=message):
+        DocumentCounter().read({"input_ids": PACKED, **given})
+
+
+def test_a_cache_of_packed_documents_cannot_be_continued():
+    counter = DocumentCounter()
+    counter.read({"input_ids": PACKED, "position_ids": POSITIONS})
+    with pytest.raises(TielineError, match="continues a cache of packed documents"):
+        counter.read({"input_ids": PACKED[:, :1], "past_key_values": _Cache(6)})
