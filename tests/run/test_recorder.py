@@ -20,7 +20,7 @@ TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
 TOKENS = {"text": TEXT, "tokens": 100, "batch_size": 2, "sequence_length": 16}
 SMALL = {
     **TOKENS,
-    "noise": False,
+    "serve": "none",
     "measure_settings": MeasureSettings(sigmas=(1e-2,), precisions=("bf16",)),
     "jump_settings": JumpSettings(near=8, random=8),
 }
