@@ -313,7 +313,8 @@ def _unscaled_weights(
         # relative to the largest in use, so that no sum is empty
         mass = chosen.masked_fill(share == 0, -torch.inf).softmax(dim=-1) * share
         return mass / mass.sum(dim=-1, keepdim=True)
-    mass = (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp() * share
+    # less the largest logit first: the logarithm of the sum is rounded by the size of the logits
+    mass = logits.log_softmax(dim=-1).gather(1, ids).exp() * share
     return mass / _divisor(family, router, mass) if divided else mass
 
 
