@@ -34,8 +34,8 @@ def measured_serving(
 ) -> Serving | None:
     """Return what the served precision of one side does beside the other in float32.
 
-    None unless one side is in float32, the other in a served precision, and predictions were
-    compared. The KL is that of A to B, whichever is served.
+    None unless one side is in float32, the other in a served precision, routers are not smoothed,
+    and predictions were compared. The KL is that of A to B, whichever is served.
 
     Args:
         traces: the routing of A and of B.
@@ -51,6 +51,8 @@ def measured_serving(
     if precision is None:
         return None
     plain, sign = traces[exact.index(True)], 1.0 if exact[0] else -1.0
+    if any(layer.smoothed for layer in plain.layers):
+        return None  # compared are the k experts of top-k, not those with any weight
     sequences = len(documents.unique())
     return Serving(
         precision=precision,
