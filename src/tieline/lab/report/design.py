@@ -46,7 +46,8 @@ MEASURED = (
     "a tie of a Gaussian router.",
 )
 
-SHARES = {"bf16_flips"}
+FLIPS = "bf16_flips"
+SHARES = {FLIPS}
 """Quantities that are written as percentages."""
 WHOLE = 10**7
 """Integers below are written with all their digits."""
@@ -69,7 +70,7 @@ TIES = {
     "gap_density": replace(
         LINE, name="tie density $f_{gap}(0)$", colour="@notice", dash="dashdot", symbol="square"
     ),
-    "bf16_flips": replace(
+    FLIPS: replace(
         LINE, name="flips by bf16 (share of tokens)", colour="@warn", dash="dash", symbol="circle"
     ),
 }
@@ -87,7 +88,7 @@ def recommendation(result: Advice) -> str:
     where the router computes in float32.
     """
     rows = sorted(result.rows, key=lambda row: row.split)
-    stable = [row for row in rows if _number(row, "bf16_flips") <= MOST_FLIPS]
+    stable = [row for row in rows if _number(row, FLIPS) <= MOST_FLIPS]
     finest = rows[-1]
     if not stable:
         return f"Keep the router in float32: {_flips_text(rows[0], finest)}."
@@ -110,8 +111,7 @@ def _number(row: Granularity, name: str) -> float:
 def _flips_text(*rows: Granularity) -> str:
     """What rounding to bf16 does to the tokens at some granularities, each named once."""
     shares = dict.fromkeys(
-        f"{cell_text('bf16_flips', row.entries['bf16_flips'])} of tokens with {_shape_text(row)}"
-        for row in rows
+        f"{cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_shape_text(row)}" for row in rows
     )
     return f"rounding its scores to bf16 changes the choice of {' and '.join(shares)}"
 
