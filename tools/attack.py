@@ -114,7 +114,8 @@ def victims(folder: Path) -> dict[str, Victim]:
     fit = ["--tokens", "512", "--fit-tokens", "512", "--steps", "20"]
     grid = ["--gate", "linear", "--link", "softmax", "--expert", "linear", "--sizes", "500,1000"]
     rows = ["--repetitions", "40", "--results", "{out}"]
-    claim = ["reproduce", "1", "--fast", "--results", "{out}"]
+    claims = ["p1-corA.12", "p1-def3.1", "p1-lemA.16", "p1-propA.15", "p1-propA.9"]
+    kept = ["--fast", "--results", "{out}"]
     part, routes, to = str(folder / "part"), str(folder / "routes.npy"), ["-o", "{out}"]
     design = ["design", "--preset", "olmoe"]
     captured = ["capture", "--engine", "transformers", "--tokens", "2048", *to]
@@ -131,7 +132,7 @@ def victims(folder: Path) -> dict[str, Victim]:
         "json": Victim([*design, "--json={out}"], _json_is_whole, kind="file"),
         "page": Victim([*design, "--html={out}"], _page_is_whole, kind="file"),
         "rates": Victim(["rates", *grid, *rows], _rows_are_whole, **shared),
-        "reproduce": Victim(claim, _results_are_whole, **shared),
+        "reproduce": Victim(["reproduce", *claims, *kept], _results_are_whole, **shared),
         "train": Victim(
             ["train", "demo-smoke-smooth1", *to], _run_is_whole, [], ["--resume"], kind="run"
         ),
