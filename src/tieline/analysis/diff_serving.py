@@ -64,7 +64,7 @@ def measured_serving(
         tokens=len(flipped),
         sequences=sequences,
         layers=len(plain.layers),
-        replay_bytes=sum(replay_bytes(layer) for layer in plain.layers),
+        replay_bytes=sum(replay_bytes(layer, weights=False) for layer in plain.layers),
         routers=router_state(plain.layers),
         equal_layers=equal_layers(plain.layers),
     )

@@ -393,7 +393,7 @@ def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTra
         tokens=sum(counts),
         sequences=len(counts),
         layers=len(effect.flips),
-        replay_bytes=sum(replay_bytes(layer) for layer in layers),
+        replay_bytes=sum(replay_bytes(layer, weights=False) for layer in layers),
         routers=router_state(layers),
         equal_layers=equal_layers(layers),
     )

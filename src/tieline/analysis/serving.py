@@ -69,7 +69,7 @@ class Serving:
         tokens: tokens that were run.
         sequences: sequences that they are in, the clusters of the standard errors.
         layers: routed layers of the model.
-        replay_bytes: bytes per token that a replay of experts and weights sends.
+        replay_bytes: bytes per token that a replay of experts sends.
         routers: whether the routers choose at all.
         equal_layers: names of the routers whose scores are all equal.
     """

@@ -308,3 +308,11 @@ def test_damaged_files_are_read_or_refused_with_one_kind_of_error(tmp_path_facto
         return
     assert all(0 <= int(x.experts.min()) <= int(x.experts.max()) < 1 << 16 for x in trace.layers)
     assert torch.equal(trace.documents, trace.documents)
+
+
+def test_an_archive_that_unpacks_to_far_more_than_it_holds_is_refused_unread(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "bomb.npz", np.zeros((1 << 14, 1 << 11, 4), np.uint8))
+    unread = AttributeError("a member of the archive was opened")
+    monkeypatch.setattr("zipfile.ZipFile.open", lambda *_: (_ for _ in ()).throw(unread))
+    with pytest.raises(TraceError, match=r"bytes that unpack to 134,2.*more than the"):
+        import_trace(tmp_path / "bomb.npz")

@@ -179,7 +179,7 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
     agreeing, between = min(independent, key=lambda pair: _kl_or_infinity(pair[1].two_runs))
     moved = f"moved by {_kl_text(agreeing.moved)}" if agreeing.moved.value else "not moved"
     return (
-        f"{sentence}; two independent runs agree best with {agreeing.name} "
+        f"{sentence}; two runs without replay agree best with {agreeing.name} "
         f"({_kl_text(between.two_runs)}, the model {moved})."
     )
 

@@ -32,7 +32,8 @@ def headline(serving: Serving) -> str:
     layers = serving.layers
     where = "its routed layer" if layers == 1 else f"at least one of {layers} layers"
     sentence = (
-        f"Served in {serving.precision}, {_share(serving)} of tokens change an expert in {where}; "
+        f"Served in {serving.precision}, {_share(serving)} of {serving.tokens:,} tokens change an "
+        f"expert in {where}; "
         f"the predictions move by {_nats(serving.kl, serving.sequences)} per token (KL)"
     )
     if serving.loss.value is not None:

@@ -49,11 +49,11 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
     """How much better two runs agree, and how far the model moved for it."""
     moved, cost = result.repair.moved.value or 0.0, row.before.value or 0.0
     if (row.factor.value or 0.0) <= 1:
-        return "Smoothing repairs nothing there: two runs of the smoothed model agree no better."
+        return "Smoothing repairs nothing there: the smoothed model comes no nearer to itself."
     times = "" if cost <= 0 else f", {significant(moved / cost, 2)} × what that precision costs it"
     return (
-        f"Two runs of the smoothed model agree {significant(row.factor.value, 2)} × better, but "
-        f"smoothing itself moved the model by {decimal(moved)} nats{times}."
+        f"There the smoothed model stays {significant(row.factor.value, 2)} × nearer to itself in "
+        f"float32, but smoothing moved the model by {decimal(moved)} nats{times}."
     )
 
 

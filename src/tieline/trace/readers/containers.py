@@ -80,10 +80,22 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         require(len(members) <= _MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
+        stated, most = sum(member.file_size for member in members), _most_unpacked(file)
+        require(
+            stated <= most,
+            f"{file}: {file.stat().st_size:,} bytes that unpack to {stated:,}, more than the "
+            f"{most:,} of any record of routes of that size",
+            TraceError,
+        )
         return {
             member.filename.removesuffix(".npy"): _read_member(archive, member, file)
             for member in members
         }
+
+
+def _most_unpacked(file: Path) -> int:
+    """Bytes that an archive may unpack to: ids of experts hardly repeat, whatever packs them."""
+    return GZIP_RATIO * file.stat().st_size + GZIP_FREE
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:

@@ -126,7 +126,7 @@ _LOOKED_AT = 64
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
-class Columns(NamedTuple):
+class LogColumns(NamedTuple):
     """Which field of a log holds what.
 
     Attributes:
@@ -138,7 +138,7 @@ class Columns(NamedTuple):
     others: tuple[str, ...]
 
 
-class Choice(NamedTuple):
+class RowChoice(NamedTuple):
     """The experts of one token in one layer, or one of them.
 
     Attributes:
@@ -160,7 +160,7 @@ class Choice(NamedTuple):
     identity: int
 
 
-def recognised_columns(value: Any) -> Columns | None:
+def recognised_columns(value: Any) -> LogColumns | None:
     """Return what the fields of a log's line hold; None if no field holds experts."""
     if not isinstance(value, Mapping):
         return None
@@ -175,7 +175,7 @@ def recognised_columns(value: Any) -> Columns | None:
     if not {"experts", "expert"} & set(fields) or not {"layer", "token"} & set(fields):
         return None
     taken = set(" ".join(fields.values()).split())
-    return Columns(fields, tuple(str(name) for name in value if str(name) not in taken))
+    return LogColumns(fields, tuple(str(name) for name in value if str(name) not in taken))
 
 
 def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
@@ -264,7 +264,7 @@ def atlas_routes(path: str | Path) -> Routes:
     return _routes_of_choices(_ordered_by_weight(choices), "moe-atlas", log)
 
 
-def _ordered_by_weight(choices: list[Choice]) -> list[Choice]:
+def _ordered_by_weight(choices: list[RowChoice]) -> list[RowChoice]:
     """Choices of a token in a layer beside each other, the largest weight first."""
     return sorted(
         choices, key=lambda x: (int(x.document), x.layer, x.token, *(-w for w in x.weights))
@@ -319,7 +319,7 @@ class _Log:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.columns: Columns | None = None
+        self.columns: LogColumns | None = None
         self.kind: Any = None
         self.n_experts: int | None = None
         self.skipped: dict[str, int] = {}
@@ -330,7 +330,7 @@ class _Log:
         if type(stated) is int and 0 < stated <= MOST_EXPERTS:
             self.n_experts = stated
 
-    def choices(self, lines: Iterable[tuple[str, Any]]) -> Iterator[Choice]:
+    def choices(self, lines: Iterable[tuple[str, Any]]) -> Iterator[RowChoice]:
         """The choices of the lines; lines of another type are counted and left out."""
         for label, value in lines:
             if not isinstance(value, Mapping):
@@ -353,7 +353,7 @@ class _Log:
         self.take_size(value)
         self.skipped[str(kind)] = self.skipped.get(str(kind), 0) + 1
 
-    def _choice(self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]) -> Choice:
+    def _choice(self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]) -> RowChoice:
         single = "experts" not in fields
         experts = _listed(value, fields["expert" if single else "experts"], label, whole=True)
         weights = _listed(value, fields["weights"], label) if "weights" in fields else ()
@@ -362,7 +362,7 @@ class _Log:
             f"{label}: {len(weights)} {fields.get('weights')} for {len(experts)} experts",
             TraceError,
         )
-        return Choice(
+        return RowChoice(
             label,
             str(_present(value, fields["document"], label)) if "document" in fields else "",
             _whole(value, fields["token"], label) if "token" in fields else -1,
@@ -434,7 +434,7 @@ class _Row(NamedTuple):
     identity: int
 
 
-def _rows_by_layer(choices: Sequence[Choice]) -> dict[str, list[_Row]]:
+def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_Row]]:
     """Rows of each layer in the order of the file; lines of one expert each are joined."""
     layers: dict[str, list[_Row]] = {}
     for (document, layer, token), lines in groupby(
@@ -454,14 +454,14 @@ def _rows_by_layer(choices: Sequence[Choice]) -> dict[str, list[_Row]]:
     return layers
 
 
-def _joined(group: list[Choice]) -> Choice:
+def _joined(group: list[RowChoice]) -> RowChoice:
     """One choice from lines that hold one expert each."""
     experts = tuple(expert for x in group for expert in x.experts)
     weights = tuple(weight for x in group for weight in x.weights)
     return group[0]._replace(experts=experts, weights=weights)
 
 
-def _routes_of_choices(choices: Sequence[Choice], producer: str, log: _Log) -> Routes:
+def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _Log) -> Routes:
     layers = _rows_by_layer(choices)
     numbered = all(name.isascii() and name.isdecimal() and len(name) < 10 for name in layers)
     names = sorted(layers, key=int) if numbered else list(layers)
