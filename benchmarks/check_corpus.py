@@ -79,7 +79,7 @@ def sound_run(shape: Shape, rng: np.random.Generator) -> Run:
 def positions(run: Run) -> np.ndarray:
     """Position of each row in its document."""
     begins = np.flatnonzero(np.diff(run.documents, prepend=-1))
-    return np.arange(len(run.ids)) - np.repeat(begins, np.diff([*begins, len(run.ids)]))
+    return np.arange(len(run.ids)) - np.repeat(begins, np.diff(begins, append=len(run.ids)))
 
 
 def other_precision(run: Run, rng: np.random.Generator) -> np.ndarray:
