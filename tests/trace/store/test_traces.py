@@ -155,7 +155,7 @@ def die_at(line, only):
         nonlocal seen
         if frame.f_code.co_filename not in (folders.__file__, files.__file__):
             return None
-        if only not in ("", frame.f_code.co_name):
+        if only and frame.f_code.co_name not in only:
             return tracer
         if event == "line":
             seen += 1
@@ -164,6 +164,7 @@ def die_at(line, only):
         return tracer
     return tracer
 
+PLACING = "_place_folder", "_exchanged", "_exchange_folders", "_renameat2"
 where, outcomes, lines = Path(sys.argv[1]), set(), 0
 old, new = (make_trace(seed, tokens=2, facts=FACTS[:1]) for seed in (1, 2))
 for replacing in (False, True):
@@ -173,7 +174,7 @@ for replacing in (False, True):
             save_trace(old, target)
         child = os.fork()
         if child == 0:
-            sys.settrace(die_at(line, "_move_into_place" if replacing else ""))
+            sys.settrace(die_at(line, PLACING if replacing else ()))
             save_trace(new, target, overwrite=replacing)
             os._exit(0)
         finished = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -24,7 +24,7 @@ def test_rows_that_wait_never_exceed_two_samples_and_a_batch():
     for start in range(0, 2000, batch):
         part = rows(list(range(start, start + batch)))
         buffer.add(part, token_hash(part["documents"], part["positions"]))
-        held = sum(len(part["documents"]) for part in buffer._parts)
+        held = sum(len(part["documents"]) for part in buffer._samples)
         assert held == buffer._pending < 2 * size + batch
     whole = rows(list(range(2000)))
     hashes = token_hash(whole["documents"], whole["positions"])
