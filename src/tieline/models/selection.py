@@ -136,10 +136,11 @@ def without_underflow(
     """Return logits, those whose softmax is no normal number of float32 raised to one floor.
 
     Routers rank the probabilities themselves: experts of probability 0 tie, and which of them are
-    chosen is an accident.
+    chosen is an accident. Logits that are not finite stay as they are, and are refused elsewhere.
     """
     least = math.log(torch.finfo(torch.float32).tiny * logits.shape[-1])
-    return logits.maximum(logits.amax(dim=-1, keepdim=True) + least)
+    floor = logits.amax(dim=-1, keepdim=True) + least
+    return torch.where(logits.isfinite() & floor.isfinite(), logits.maximum(floor), logits)
 
 
 def _bias(family: RouterFamily, router: nn.Module, call: Call) -> Tensor | None:

@@ -218,11 +218,8 @@ def test_models_without_experts_and_broken_scores_are_refused(tokenizer):
         TielineError, match=r"weight 'model.layers.1.mlp.gate.weight': 32 of .* NaN"
     ):
         inspect((broken, tokenizer), text=TEXT, tokens=32)
-    # finite, but their products are not; where one is -inf, a probability of 0, the other is inf
-    broken.model.layers[1].mlp.gate.weight[3] = 3e38
-    broken.model.layers[1].mlp.gate.weight[4] = -3e38
-    message = r"layer 'model.layers.1.mlp.gate': 256 selection scores of 32 tokens are NaN"
-    with pytest.raises(TielineError, match=message):
+    broken.model.layers[1].mlp.gate.weight[3] = 3e38  # finite, but its products are not
+    with pytest.raises(TielineError, match=r"layer 'model.layers.1.mlp.gate': 32 .* NaN"):
         inspect((broken, tokenizer), text=TEXT, tokens=32)
 
 
