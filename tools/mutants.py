@@ -524,7 +524,7 @@ MUTANTS: list[Mutant] = [
         "report-1",
         "if len(set(names)) < 2 or front + back >= shortest:",
         "if len(set(names)) < 2 or front + back > shortest:",
-        "report/tables/test_names.py",
+        "report/words/test_layers.py",
         "names that are all shared parts become empty",
     ),
     _m(

@@ -1,57 +1,12 @@
-"""What all charts share: places on the page, one line about what is missing, colours."""
+"""Charts are drawn alike by Plotly and by matplotlib."""
 
 from dataclasses import replace
 
 import pytest
 
-from tieline.report.charts import (
-    Axis,
-    Chart,
-    Guide,
-    Panel,
-    Series,
-    axis,
-    depth_bar,
-    figure,
-    layer_colour,
-    plotly,
-    unmeasured,
-)
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import arranged
-
-
-def panel(key, wide=False, drawn=True):
-    made = Panel(key, key.upper(), "How.", wide=wide)
-    return made.drawn(figure([], 300)) if drawn else made.missing(["ok", "no scores", "no scores"])
-
-
-@pytest.mark.parametrize(
-    ("kinds", "wide"),
-    [
-        ("nn", [False, False]),
-        ("nnn", [False, False, True]),
-        ("nwn", [True, True, True]),
-        ("nnwnn", [False, False, True, False, False]),
-        ("w", [True]),
-        ("", []),
-    ],
-)
-def test_no_chart_stands_alone_beside_an_empty_place(kinds, wide):
-    panels = [panel(str(i), kind == "w") for i, kind in enumerate(kinds)]
-    assert [one.wide for one in arranged(panels)] == wide
-
-
-def test_panels_without_a_chart_have_no_place():
-    assert [one.key for one in arranged([panel("a"), panel("b", drawn=False)])] == ["a"]
-
-
-def test_what_is_missing_is_one_line_with_each_reason_once():
-    panels = [panel("a", drawn=False), panel("b"), panel("c", drawn=False)]
-    other = Panel("d", "D", "How.").missing([])
-    assert unmeasured(panels) == "“A”, “C” (no scores)"
-    assert unmeasured([*panels, other]) == "“A”, “C” (no scores); “D” (no data)"
-    assert unmeasured([panel("b")]) == ""
+from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.plotly_figures import plotly_depth_bar, plotly_figure
 
 
 def test_colours_of_layers_run_from_first_to_last():
@@ -60,14 +15,15 @@ def test_colours_of_layers_run_from_first_to_last():
 
 
 def test_a_bar_of_colours_replaces_a_long_legend():
-    assert depth_bar([str(i) for i in range(10)]) == []
-    (bar,) = depth_bar([str(i) for i in range(11)])
+    assert plotly_depth_bar([str(i) for i in range(10)]) == []
+    (bar,) = plotly_depth_bar([str(i) for i in range(11)])
     assert bar["marker"]["colorbar"]["ticktext"] == ["0", "5", "10"]
 
 
 def test_only_logarithmic_axes_have_ticks_at_powers_of_ten():
-    assert axis("a", "log")["dtick"] == 1
-    assert "dtick" not in axis("a")
+    layout = plotly_figure(Chart(Axis("a", "log"), Axis("b")))["layout"]
+    assert layout["xaxis"]["dtick"] == 1
+    assert "dtick" not in layout["yaxis"]
 
 
 POINTS = Series([1.0, 10.0], [0.5, None], "a", symbol="dash", hover="%{x}", details=["p", "q"])
@@ -82,7 +38,7 @@ CHART = Chart(
 
 
 def test_a_chart_is_the_same_numbers_in_plotly_and_matplotlib():
-    page, (axes,) = plotly(CHART), chart_figure(CHART).axes
+    page, (axes,) = plotly_figure(CHART), chart_figure(CHART).axes
     assert [trace["y"] for trace in page["data"]] == [[0.5, None], [0.5, 0.25], [0.1, 0.2]]
     curves = [line for line in axes.lines if len(line.get_xdata()) == 2]
     heights = [list(line.get_ydata()) for line in curves]
@@ -97,7 +53,7 @@ def test_a_chart_is_the_same_numbers_in_plotly_and_matplotlib():
 
 
 def test_error_bars_reach_as_far_below_and_above_on_paper_as_on_the_page():
-    trace = plotly(CHART)["data"][1]
+    trace = plotly_figure(CHART)["data"][1]
     assert (trace["error_y"]["array"], trace["error_y"]["arrayminus"]) == ([0.1, 0.2], [0.3, 0.4])
     (axes,) = chart_figure(CHART).axes
     (bars,) = axes.containers[0].lines[2]
@@ -107,14 +63,14 @@ def test_error_bars_reach_as_far_below_and_above_on_paper_as_on_the_page():
 
 def test_many_layers_lose_their_names_on_the_page_and_others_keep_theirs():
     many = replace(CHART, layers=tuple(map(str, range(11))))
-    shown = [trace["showlegend"] for trace in plotly(many)["data"]]
+    shown = [trace["showlegend"] for trace in plotly_figure(many)["data"]]
     assert shown == [True, True, False, False]
-    assert [trace["showlegend"] for trace in plotly(CHART)["data"]] == [True] * 3
+    assert [trace["showlegend"] for trace in plotly_figure(CHART)["data"]] == [True] * 3
 
 
 def test_bars_are_stacked_on_paper_as_on_the_page():
     bars = tuple(Series(["a", "b"], [1, None], str(i), kind="bar") for i in range(2))
     chart = Chart(Axis("x", "category"), Axis("y"), bars, stacked=True)
-    assert plotly(chart)["layout"]["barmode"] == "stack"
+    assert plotly_figure(chart)["layout"]["barmode"] == "stack"
     (axes,) = chart_figure(chart).axes
     assert [bar.get_y() for bar in axes.patches] == [0.0, 0.0, 1.0, 0.0]

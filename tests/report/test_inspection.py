@@ -9,8 +9,8 @@ import pytest
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
-from tieline.report import frame
-from tieline.report.frame import LARGEST_PAGE
+from tieline.report import html_page
+from tieline.report.html_page import LARGEST_PAGE
 from tieline.report.inspection import (
     calibration_grid,
     notebook,
@@ -147,7 +147,7 @@ def test_a_large_model_keeps_the_page_small(tmp_path):
 
 
 def test_a_page_that_would_be_too_large_is_not_written(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(frame, "LARGEST_PAGE", 1000)
+    monkeypatch.setattr(html_page, "LARGEST_PAGE", 1000)
     with pytest.raises(ParameterError, match="at most 1000"):
         result.to_html(tmp_path / "large.html")
     assert list(tmp_path.iterdir()) == []

@@ -101,7 +101,7 @@ class Outputs:
         for path in self.files:
             check_target(path)
         if self.figure is not None:
-            from tieline.report.drawing import check_figure_path
+            from tieline.report.matplotlib_figures import check_figure_path
 
             check_figure_path(self.figure)
         for path, package in ((self.html, self.page_package), (self.figure, "matplotlib")):
@@ -229,7 +229,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
 def _contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     """The contents of every file."""
     from tieline import report
-    from tieline.report.drawing import drawn_bytes
+    from tieline.report.matplotlib_figures import drawn_bytes
 
     figure = outputs.figure
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [

@@ -8,7 +8,7 @@
     sentence    a sentence of a record: the verdict of a result, the text of an answer
 
 `tieline.core.plugins` says what draws a result, by the name of its format: a module or an object
-with the first five (`tieline.report.frame.views`). `SENTENCES` names the function that writes a
+with the first five (`tieline.report.views.views`). `SENTENCES` names the function that writes a
 sentence, by class and property.
 """
 

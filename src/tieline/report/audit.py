@@ -17,29 +17,14 @@ from tieline.analysis.audit_records import (
     RemedyTable,
 )
 from tieline.core.statistics import Estimate
-from tieline.report.charts import (
-    Axis,
-    Chart,
-    Panel,
-    Series,
-    Symbol,
-    above_zero,
-    layer_colour,
-)
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, views
-from tieline.report.tables import (
-    Column,
-    Grid,
-    grid,
-    origin_rows,
-    precision_text,
-    provenance_text,
-    rich_table,
-    short_names,
-    text_table,
-)
+from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import origin_rows, precision_text, provenance_text
+from tieline.report.tables import Column, Grid, grid, rich_table, text_table
+from tieline.report.views import Report, views
 from tieline.report.words.audit import caveats, notes, remedies_of, remedy_sentences
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 FLIPS = Panel(

@@ -7,8 +7,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.check import CheckedFile, RouteCheck
-from tieline.report.frame import Report, Section, views
 from tieline.report.tables import Grid, text_table
+from tieline.report.views import Report, Section, views
 from tieline.trace.soundness import RouteFinding
 
 FILE_HEADINGS = ("file", "format", "rows", "documents", "layers", "routed", "k", "experts", "type")

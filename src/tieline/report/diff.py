@@ -16,21 +16,20 @@ from tieline.analysis.diff_records import (
 )
 from tieline.core.errors import TraceError
 from tieline.core.statistics import Share
-from tieline.report.charts import Axis, Chart, Panel, Series
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, views
+from tieline.report.charts import Axis, Chart, Series
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import metric_rows, origin_rows, provenance_text
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
     grid,
-    metric_rows,
-    origin_rows,
-    provenance_text,
     rich_table,
-    short_names,
 )
+from tieline.report.views import Report, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant
 
 if TYPE_CHECKING:

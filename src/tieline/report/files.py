@@ -8,8 +8,8 @@ from rich.text import Text
 from tieline.analysis.convert import Converted, Merged
 from tieline.engines.capture import EngineCapture
 from tieline.engines.registry import EngineEntry, EngineList
-from tieline.report.frame import Listing, line_views, listing_views
 from tieline.report.tables import Grid, text_table
+from tieline.report.views import Listing, line_views, listing_views
 
 ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
 

@@ -12,14 +12,14 @@ from tieline.analysis.inspection import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.load import ExpertLoad
-from tieline.report.charts import Panel
-from tieline.report.frame import Report, views
+from tieline.report.html_page import Panel
 from tieline.report.inspection_charts import (
     LayerRow,
     inspection_figures,
     inspection_panels,
     layer_rows,
 )
+from tieline.report.provenance import metric_rows, origin_rows, precision_text, provenance_text
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
@@ -27,14 +27,11 @@ from tieline.report.tables import (
     finding_rows,
     findings_view,
     grid,
-    metric_rows,
-    origin_rows,
-    precision_text,
-    provenance_text,
     rich_table,
-    short_names,
 )
+from tieline.report.views import Report, views
 from tieline.report.words.inspection import calibration_sentence
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"

@@ -15,18 +15,10 @@ from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
 from tieline.measure.rounding import PrecisionFlips
-from tieline.report.charts import (
-    Axis,
-    Chart,
-    Guide,
-    Heat,
-    Panel,
-    Series,
-    above_zero,
-    layer_colour,
-)
-from tieline.report.drawing import chart_figure
-from tieline.report.tables import short_names
+from tieline.report.charts import Axis, Chart, Guide, Heat, Series, above_zero, layer_colour
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, percent, significant
 
 if TYPE_CHECKING:

@@ -13,10 +13,13 @@ from rich.text import Text
 
 from tieline.analysis.repair import Repair, RepairRow
 from tieline.core.statistics import Estimate
-from tieline.report.charts import Axis, Chart, Panel, Series, Symbol, above_zero
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, views
-from tieline.report.tables import Grid, flat, grid_table, short_names, view
+from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import flat
+from tieline.report.tables import Grid, grid_table, view
+from tieline.report.views import Report, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, significant, with_error
 from tieline.report.words.smooth import details, facts, verdict
 

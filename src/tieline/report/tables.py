@@ -1,4 +1,4 @@
-"""How names and tables are written for readers, on pages and terminals alike.
+"""Tables of results, for pages and terminals alike.
 
 Column         heading, meaning and text of the cells of one column
 Grid           a table of plain text: what templates draw
@@ -10,16 +10,10 @@ view           title, facts and verdict of a result for a terminal, then its par
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
-compact        a JSON value with its numbers cut to a few digits, to keep the page small
-short_names    names of layers without the parts that all share
-visible        text with a sign for every control character
 plain_view     a view whose texts are printable and none of which is taken for markup
-flat           nested provenance as pairs of dotted names and values
-origin_rows    provenance and timings for the end of a page; metric_rows named numbers
-provenance_text  one entry of a provenance, which anybody may have written
+visible        text with a sign for every control character
 """
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +30,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.core.printable import printable, printable_line
-from tieline.report.words.numbers import DASH, short_exponent, significant
+from tieline.report.words.layers import short_names
+from tieline.report.words.numbers import DASH, short_exponent
 
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
     from tieline.analysis.inspection import Finding
@@ -91,10 +86,8 @@ class Grid:
             object.__setattr__(self, "rows", _one_form_per_column(self.rows))
 
 
-_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-
-
 _EXPONENT = re.compile(r"^[+-]?\d(\.\d+)?e-?\d+\b")
+
 _DECIMAL = re.compile(r"(?<![\w.,])([+-]?)(\d[\d,]*\.\d+)(?![\w.,]|\s?[%×])")
 
 
@@ -287,36 +280,7 @@ def _empty_table() -> Table:
     return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
 
 
-def compact(value: Any, digits: int = 4) -> Any:
-    """The JSON value with printable texts and floating-point numbers of `digits` digits.
-
-    Numbers that are not finite become None.
-    """
-    if isinstance(value, float):
-        short = float(f"{value:.{digits}g}")
-        # the largest numbers would round to infinity
-        return (short if math.isfinite(short) else value) if math.isfinite(value) else None
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        return {key: compact(item, digits) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [compact(item, digits) for item in value]
-    return value
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the dotted parts that all share in front and behind.
-
-    `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
-    """
-    paths = [name.split(".") for name in names]
-    shortest = min((len(path) for path in paths), default=0)
-    front = _shared(paths, range(shortest))
-    back = _shared(paths, range(-1, -shortest - 1, -1))
-    if len(set(names)) < 2 or front + back >= shortest:
-        return list(names)
-    return [".".join(path[front : len(path) - back]) for path in paths]
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def visible(text: str) -> str:
@@ -326,63 +290,6 @@ def visible(text: str) -> str:
     shown by number; halves of surrogate pairs cannot be written to a file at all.
     """
     return "".join(map(_shown, text))
-
-
-def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
-    """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
-    rows: list[tuple[str, object]] = []
-    for key, item in value.items():
-        name = f"{above}{key}"
-        if isinstance(item, Mapping):
-            rows += flat(item, f"{name}.")
-        elif item not in (None, "", [], ()):
-            rows.append((name, item))
-    return rows
-
-
-def provenance_text(provenance: object, *names: str) -> str:
-    """The first of these entries that a provenance has, as text; empty if it has none."""
-    entries = provenance if isinstance(provenance, Mapping) else {}
-    return next((str(entries[name]) for name in names if entries.get(name)), "")
-
-
-def precision_text(provenance: object) -> str:
-    """What the model computed in and, where it differs, what its weights were stored in."""
-    computed, stored = (
-        provenance_text(provenance, "dtype"),
-        provenance_text(provenance, "stored_dtype"),
-    )
-    return f"{computed} (stored in {stored})" if stored not in ("", computed) else computed
-
-
-def origin_rows(
-    provenance: Mapping[str, Any], timings: Mapping[str, float]
-) -> list[tuple[str, object]]:
-    """Where the numbers of a page come from: its provenance, then its timings."""
-    facts = [(n, significant(v, 4) if isinstance(v, float) else v) for n, v in flat(provenance)]
-    return [*facts, *timing_rows(timings)]
-
-
-def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The named numbers of a result in the order of their names."""
-    return [(name, significant(number, 4)) for name, number in sorted(metrics.items())]
-
-
-def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Seconds per stage, then rates."""
-    rates = {name: value for name, value in timings.items() if name.endswith("per_second")}
-    stages = [(f"time.{n}", f"{significant(v)} s") for n, v in timings.items() if n not in rates]
-    return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]
-
-
-def _shared(paths: list[list[str]], indices: range) -> int:
-    """Number of leading indices at which all paths agree."""
-    count = 0
-    for index in indices:
-        if len({path[index] for path in paths}) > 1:
-            break
-        count += 1
-    return count
 
 
 def _shown(sign: str) -> str:

@@ -21,7 +21,7 @@ from tieline.lab.report.design import (
     terminal,
 )
 from tieline.lab.tropical.advisor import PRESETS, Entry, LayerShape, advise
-from tieline.report.drawing import drawn_bytes
+from tieline.report.matplotlib_figures import drawn_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 

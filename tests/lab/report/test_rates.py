@@ -18,7 +18,7 @@ from tieline.lab.estimation.rates import (
 )
 from tieline.lab.power_law import PowerLaw
 from tieline.lab.report.rates import figures, page, terminal
-from tieline.report.drawing import drawn_bytes
+from tieline.report.matplotlib_figures import drawn_bytes
 
 SIZES = (1000, 3000, 10_000, 30_000, 100_000)
 

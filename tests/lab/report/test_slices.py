@@ -21,7 +21,7 @@ from tieline.lab.report.slices import (
     terminal,
 )
 from tieline.lab.tropical.pictures import slice_router
-from tieline.report.drawing import drawn_bytes
+from tieline.report.matplotlib_figures import drawn_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 

@@ -8,7 +8,7 @@ from tieline.core.errors import TielineError
 from tieline.lab.estimation.derivative_tests import RankTest, SplitTest
 from tieline.lab.estimation.identifiability import Identifiability
 from tieline.lab.report.studies import continuity_figure, identifiability_figure
-from tieline.report.drawing import drawn_bytes
+from tieline.report.matplotlib_figures import drawn_bytes
 
 NO_RANKS = RankTest("weak", 1, 1, 1.0, ())
 

@@ -13,7 +13,6 @@ from tieline.report.words.numbers import (
     duration,
     finite,
     joined,
-    layer_label,
     listed,
     percent,
     signed,
@@ -131,17 +130,3 @@ def test_long_lists_are_counted():
     assert joined(letters[:3]) == "a, b and c"
     assert joined(letters) == listed(letters) == "a, b, c, d, e, f and 2 more"
     assert listed(letters[:3]) == "a, b, c"
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("model.layers.0.mlp.gate", "layer 0"),
-        ("layers.12", "layer 12"),
-        ("encoder.block.3.router", "encoder layer 3"),
-        ("moe.gate", "layer 'moe.gate'"),
-        ("blocks.1.layer.2.gate", "layer 'blocks.1.layer.2.gate'"),
-    ],
-)
-def test_layers_are_called_by_their_numbers(name, label):
-    assert layer_label(name) == label

@@ -9,9 +9,10 @@ from rich.text import Text
 
 from tieline.lab.attention.view import AttentionView, HeadView
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, views
-from tieline.report.tables import Grid, grid_table, short_names
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.tables import Grid, grid_table
+from tieline.report.views import Report, Section, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:

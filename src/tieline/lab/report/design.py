@@ -13,9 +13,10 @@ from rich.text import Text
 from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, views
-from tieline.report.tables import Grid, grid_table, short_names, view
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.tables import Grid, grid_table, view
+from tieline.report.views import Report, Section, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant, with_error
 
 if TYPE_CHECKING:

@@ -5,10 +5,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.lab.on_model.frontier import Frontier
-from tieline.report.charts import Axis, Chart, Guide, Panel, Series
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, views
-from tieline.report.tables import Grid, flat, grid_table, short_names
+from tieline.report.charts import Axis, Chart, Guide, Series
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import flat
+from tieline.report.tables import Grid, grid_table
+from tieline.report.views import Report, Section, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, percent, significant, with_error
 
 TENTH = 0.1

@@ -18,10 +18,11 @@ from rich.text import Text
 
 from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, Verdict
 from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
-from tieline.report.charts import Axis, Chart, Panel, Series, layer_colour
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Listing, Report, listing_views, views
+from tieline.report.charts import Axis, Chart, Series, layer_colour
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.tables import Grid, text_table
+from tieline.report.views import Listing, Report, listing_views, views
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:

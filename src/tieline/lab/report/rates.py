@@ -15,9 +15,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.lab.estimation.rates import LossSeries, RateStudy
-from tieline.report.drawing import canvas
-from tieline.report.frame import Report, Section, views
+from tieline.report.matplotlib_figures import canvas
 from tieline.report.tables import Grid, grid_table, one_form
+from tieline.report.views import Report, Section, views
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from rich.text import Text
 
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.pictures import Slice, SliceCell
-from tieline.report.drawing import INK, MUTED, WARN, canvas
-from tieline.report.frame import Report, render, views
+from tieline.report.html_page import render
+from tieline.report.matplotlib_figures import INK, MUTED, WARN, canvas
 from tieline.report.tables import Grid, text_table, visible
+from tieline.report.views import Report, views
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:

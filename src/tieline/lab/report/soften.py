@@ -9,10 +9,13 @@ from rich.text import Text
 
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
-from tieline.report.charts import Axis, Chart, Guide, Panel, Series, layer_colour
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, views
-from tieline.report.tables import Grid, flat, short_names, text_table, visible
+from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import flat
+from tieline.report.tables import Grid, text_table, visible
+from tieline.report.views import Report, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, significant, with_error
 
 SOFTEN = Panel(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tieline.core.errors import require
 from tieline.lab.claims.continuity import LayerContinuity
 from tieline.lab.estimation.identifiability import Identifiability
-from tieline.report.drawing import ACCENT, NOTICE, STYLE, WARN, canvas
+from tieline.report.matplotlib_figures import ACCENT, NOTICE, STYLE, WARN, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

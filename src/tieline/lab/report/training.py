@@ -12,9 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tieline.report.charts import Axis, Chart, Series
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Listing, Report, Section, listing_views, views
-from tieline.report.tables import Grid, flat, text_table
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import flat
+from tieline.report.tables import Grid, text_table
+from tieline.report.views import Listing, Report, Section, listing_views, views
 from tieline.report.words.numbers import duration, significant
 
 if TYPE_CHECKING:

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks
-from tieline.report.charts import Axis, Chart, Panel, Series, above_zero, layer_colour
-from tieline.report.drawing import chart_figure
-from tieline.report.frame import Report, Section, views
-from tieline.report.tables import Grid, flat, grid_table, short_names
+from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
+from tieline.report.html_page import Panel
+from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.provenance import flat
+from tieline.report.tables import Grid, grid_table
+from tieline.report.views import Report, Section, views
+from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant
 
 Walks = list[tuple[str, FlipWalk]]

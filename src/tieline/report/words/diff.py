@@ -17,7 +17,8 @@ from tieline.analysis.diff_records import (
     SizeAnswer,
 )
 from tieline.analysis.inspection import Finding, Observation
-from tieline.report.words.numbers import layer_label, percent
+from tieline.report.words.layers import layer_label
+from tieline.report.words.numbers import percent
 from tieline.report.words.serving import served_sentences
 
 REPLAY = (

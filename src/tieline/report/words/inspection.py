@@ -16,13 +16,7 @@ from tieline.analysis.inspection import (
 )
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
 from tieline.report.words.layers import layer_labels
-from tieline.report.words.numbers import (
-    joined,
-    listed,
-    percent,
-    tokens_needed,
-    with_interval,
-)
+from tieline.report.words.numbers import joined, listed, percent, tokens_needed, with_interval
 from tieline.report.words.serving import served_sentences
 
 

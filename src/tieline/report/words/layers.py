@@ -1,4 +1,9 @@
-"""Labels of layers in sentences."""
+"""How layers are named: by number in sentences, without what all share in tables.
+
+layer_label     one layer: "layer 3"
+layer_labels    layers that a sentence must tell apart
+short_names     names without the parts that all share: "3"
+"""
 
 import re
 from collections import Counter
@@ -15,3 +20,40 @@ def layer_labels(names: Sequence[str]) -> dict[str, str]:
         else f"layer {name!r}"
         for name, match in zip(names, numbers, strict=True)
     }
+
+
+def layer_label(name: str | None) -> str:
+    """Return "layer 3" for "model.layers.3.mlp.gate", "encoder layer 3" for a router of an encoder.
+
+    A name with no number, or with several, is quoted: "layer 'gate'".
+    """
+    path = (name or "").split(".")
+    numbers = [part for part in path if part.isdecimal()]
+    if len(numbers) != 1:
+        return f"layer {name!r}"
+    stack = next((f"{part} " for part in path if part in ("encoder", "decoder")), "")
+    return f"{stack}layer {int(numbers[0])}"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the dotted parts that all share in front and behind.
+
+    `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
+    """
+    paths = [name.split(".") for name in names]
+    shortest = min((len(path) for path in paths), default=0)
+    front = _shared(paths, range(shortest))
+    back = _shared(paths, range(-1, -shortest - 1, -1))
+    if len(set(names)) < 2 or front + back >= shortest:
+        return list(names)
+    return [".".join(path[front : len(path) - back]) for path in paths]
+
+
+def _shared(paths: list[list[str]], indices: range) -> int:
+    """Number of leading indices at which all paths agree."""
+    count = 0
+    for index in indices:
+        if len({path[index] for path in paths}) > 1:
+            break
+        count += 1
+    return count

@@ -10,7 +10,6 @@
     tokens_needed   a number of tokens, rounded upwards
     joined          a list: "a, b and c"
     listed          the first entries of a list, the others counted
-    layer_label     a layer by its number: "layer 3"
     short_exponent  an exponent without zeros and plus sign
 
 Missing numbers and numbers that are not finite are written as a dash.
@@ -25,9 +24,12 @@ if TYPE_CHECKING:  # sentences of results without tensors are written without to
     from tieline.core.statistics import Estimate, Share
 
 DASH = "–"
+
 MINUTE, HOUR = 60, 3600
+
 MOST_NAMED = 6
 """Entries of a list that a sentence names one by one."""
+
 LEAST_PERCENT, LEAST_IN_SENTENCES = 1e-6, 1e-3
 """Percentages below which only that limit is stated, in tables and in sentences."""
 
@@ -148,16 +150,3 @@ def listed(entries: Sequence[str]) -> str:
     named = ", ".join(entries[:MOST_NAMED])
     more = len(entries) - MOST_NAMED
     return named if more <= 0 else f"{named} and {more} more"
-
-
-def layer_label(name: str | None) -> str:
-    """Return "layer 3" for "model.layers.3.mlp.gate", "encoder layer 3" for a router of an encoder.
-
-    A name with no number, or with several, is quoted: "layer 'gate'".
-    """
-    path = (name or "").split(".")
-    numbers = [part for part in path if part.isdecimal()]
-    if len(numbers) != 1:
-        return f"layer {name!r}"
-    stack = next((f"{part} " for part in path if part in ("encoder", "decoder")), "")
-    return f"{stack}layer {int(numbers[0])}"

@@ -9,7 +9,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.lab.claims.continuity import GATES, layer_inputs, measure_continuity
 from tieline.lab.geometry import nearest_tie_point
 from tieline.lab.report.studies import continuity_figure
-from tieline.report.drawing import drawn_bytes
+from tieline.report.matplotlib_figures import drawn_bytes
 from tieline.routing import CosineRouter, MoE, moe
 
 

@@ -1,4 +1,4 @@
-"""What all matplotlib figures share: style, colours, legends of layers, and files.
+"""Charts drawn by matplotlib, for papers, slides and notebooks, and the files of figures.
 
 The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays text (fonttype 42), and
 the same figure gives the same bytes.

@@ -4,13 +4,25 @@ import io
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.report.zoo import make_inspection
+from tests.report.zoo import HOSTILE, make_inspection
 from tieline.analysis.inspection import Finding
 from tieline.report.inspection import COLUMNS, terminal
 from tieline.report.inspection_charts import layer_rows
-from tieline.report.tables import SIGNS, Column, finding_text, grid, rich_table, text_table
+from tieline.report.tables import (
+    SIGNS,
+    Column,
+    finding_text,
+    grid,
+    one_form,
+    rich_table,
+    text_table,
+    visible,
+)
+from tieline.report.words.numbers import DASH, significant
 
 
 def shown(result, width):
@@ -103,3 +115,46 @@ def test_numbers_of_any_table_are_whole_at_any_width(width, fold):
     text = console.file.getvalue()
     assert all(number in text for row in numbers for number in row)
     assert max(map(len, text.splitlines())) <= width
+
+
+texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("cells", "wanted"),
+    [
+        (["0.013", "4.9e-4", DASH, "0"], ["1.3e-2", "4.9e-4", DASH, "0"]),
+        (["+0.0024 ± 0.0009", "+1.9e-5 ± 8e-5"], ["+2.4e-3 ± 9e-4", "+1.9e-5 ± 8e-5"]),
+        (["1,234.5", "1.2e9"], ["1.2345e3", "1.2e9"]),
+        (
+            ["0.0072 for 21,504 bytes", "1.1e-4 for 8 bytes"],
+            ["7.2e-3 for 21,504 bytes", "1.1e-4 for 8 bytes"],
+        ),
+        (["0.013", "0.14"], ["0.013", "0.14"]),
+        (["12", "1.5 %", "2.0 ×", "1e-5"], ["12", "1.5 %", "2.0 ×", "1e-5"]),
+        (["int8 0.5", "v1.2.3", "1e-9"], ["int8 5e-1", "v1.2.3", "1e-9"]),
+    ],
+)
+def test_a_column_has_one_form_of_numbers(cells, wanted):
+    assert one_form(cells) == wanted
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=6))
+def test_one_form_keeps_the_numbers(numbers):
+    cells = [significant(number) for number in numbers]
+    forms = one_form(cells)
+    assert [float(x.replace(",", "")) for x in forms] == [float(x.replace(",", "")) for x in cells]
+    assert len({"e" in x for x in forms if "." in x}) <= 1
+
+
+@given(texts)
+def test_visible_text_has_no_acting_characters(text):
+    shown = visible(text)
+    shown.encode()
+    kept = [sign for sign in shown if sign not in "\n\t"]
+    assert all(ord(sign) >= 0x20 and ord(sign) != 0x7F for sign in kept)
+    assert not set(shown) & set("\u202e\u202d\u2066\u2028\u2029\u0085")
+
+
+def test_visible_text_shows_what_was_hidden():
+    assert visible("a\x00\u202eb\n\t\ud800日") == "a␀⟨202E⟩b↵\n⇥\t\ufffd日"

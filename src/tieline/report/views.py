@@ -1,48 +1,29 @@
-"""The frame of every result: its views, and Jinja2 templates, scripts and policy of its page.
+"""The views of a result: on a page, on a terminal, in a notebook and in plain lines.
 
-A page is one file that opens from a mail, offline, years later. One with charts carries Plotly's
-own script (about 4.8 MB), without the addresses in it. A content policy forbids every request and
-every script except the three written here, whose hashes it names: text from a model or a file can
-be shown but never run, follows no link and turns no words around.
-
-    Report            what the five views of a result show; `views` makes them
-    listing_views     the views of a result that is one table; `line_views` of a few lines
-    Section           a table, a drawing and notes of a page
-    render            a template of `templates/` as a whole page
-    notebook_html     title, verdict, table and figures as a piece of HTML without script
-    embed_json        JSON that cannot end the script element which holds it
+Report            what the five views of a result show; `views` makes them
+listing_views     the views of a result that is one table; `line_views` of a few lines
+Section           a table, a drawing and notes of a page
+notebook_html     title, verdict, table and figures as a piece of HTML without script
 """
 
-import base64
-import functools
-import hashlib
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tieline.core.errors import TraceError, require
-from tieline.core.printable import printable
-from tieline.report.charts import Panel, unmeasured
-from tieline.report.drawing import inline_image
-from tieline.report.tables import Grid, compact, grid_table, view, visible
+from tieline.core.errors import TraceError
+from tieline.report.html_page import render, template_environment
+from tieline.report.matplotlib_figures import inline_image
+from tieline.report.tables import Grid, grid_table, view
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawings = Mapping[str, Callable[[], "Figure"]]
 """Figures by name, each drawn when called; the main one first."""
-
-LARGEST_PAGE = 6_000_000
-"""Bytes; a larger page is refused rather than written."""
-
-PLAIN_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 
 
 @dataclass(frozen=True)
@@ -199,50 +180,6 @@ def line_views(lines: Callable[[Any], list[str]]) -> Views:
     )
 
 
-_ADDRESS = re.compile(r"https?://(?=\w)(?!www\.w3\.org/)")
-_LINK = re.compile(r"\\u003c(?=[aA]\b)")
-_UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
-
-
-def render(
-    template: str,
-    panels: Sequence[Panel] = (),
-    data: Mapping[str, Any] | None = None,
-    style: str = "",
-    **content: Any,
-) -> str:
-    """Render a template as a page that needs nothing else; text is escaped.
-
-    Args:
-        template: file of `templates/` that extends `frame.html`.
-        panels: charts; those without a figure are left out.
-        data: JSON values for `page.js` beside the figures; scripts are left out of a page that
-            has neither.
-        style: file of `templates/` with more style.
-        content: what the template shows: `kind`, `title`, `facts`, `verdict` and, at its end,
-            `provenance` and `metrics` of the frame, and its own names.
-    """
-    figures = {panel.key: panel.figure for panel in panels if panel.figure is not None}
-    styles = _source("page.css") + (_source(style) if style else "")
-    scripts = _scripts() if figures or data else None
-    page = (
-        environment()
-        .get_template(template)
-        .render(
-            panels=arranged(panels),
-            style=styles,
-            scripts=scripts,
-            policy=_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
-            data=_without_links(embed_json(compact({"figures": figures, **(data or {})}))),
-            unmeasured=unmeasured(panels),
-            **({"provenance": (), "metrics": (), "sections": ()} | content),
-        )
-    )
-    size = len(page.encode())
-    require(size <= LARGEST_PAGE, f"the page has {size} bytes, at most {LARGEST_PAGE}")
-    return page
-
-
 def notebook_html(
     title: str,
     facts: str,
@@ -264,88 +201,4 @@ def notebook_html(
         with suppress(TraceError):
             images.append((name, inline_image(draw, "png")))
     content = {"title": title, "facts": facts, "verdict": verdict, "table": table}
-    return environment().get_template("notebook.html").render(content, images=images)
-
-
-def embed_json(value: object) -> str:
-    r"""JSON in which <, >, & and the two line separators are written as \uXXXX."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_UNSAFE)
-
-
-def _without_links(data: str) -> str:
-    """Embedded JSON in which no label holds a link: Plotly makes one of <a href=...>."""
-    return _LINK.sub("‹", data)
-
-
-def script_hash(source: str) -> str:
-    """'sha256-...' of an inline script, as a content policy names it."""
-    digest = hashlib.sha256(source.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-@functools.cache
-def environment() -> Environment:
-    """The templates: texts are escaped and printable, and a name that is not given is an error."""
-    templates = Environment(
-        loader=PackageLoader("tieline.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
-    templates.filters |= {
-        "unbroken": lambda text: text.replace(" %", "\u00a0%"),
-        "visible": visible,
-    }
-    templates.globals["zip"] = zip
-    return templates
-
-
-def _shown(value: object) -> object:
-    """Make what a template shows printable; what is marked safe was written in this room."""
-    return value if hasattr(value, "__html__") else printable(str(value))
-
-
-def _source(name: str) -> str:
-    loader = environment().loader
-    assert loader is not None
-    return loader.get_source(environment(), name)[0]
-
-
-def _scripts() -> dict[str, str]:
-    return {"watch": _source("watch.js"), "plotly": _plotly_script(), "page": _source("page.js")}
-
-
-@functools.cache
-def _plotly_script() -> str:
-    """Plotly's script without addresses of its makers, of map services and of other sites.
-
-    They lose "https://": what stays names the authors in its licences and leads nowhere. Names of
-    XML languages, which look like addresses, are needed.
-    """
-    # imported here: plotly is an extra, and only its script is read
-    from plotly.offline import get_plotlyjs
-
-    return _ADDRESS.sub("", get_plotlyjs())
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    allowed = " ".join(map(script_hash, scripts))
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def arranged(panels: Sequence[Panel]) -> list[Panel]:
-    """The panels that have a chart; one that would stand alone in its row takes the whole width."""
-    drawn = [panel for panel in panels if panel.figure is not None]
-    beside = 0
-    for index, panel in enumerate(drawn):
-        beside = 0 if panel.wide else beside + 1
-        last = index + 1 == len(drawn) or drawn[index + 1].wide
-        if last and beside % 2:
-            drawn[index] = replace(panel, wide=True)
-    return drawn
+    return template_environment().get_template("notebook.html").render(content, images=images)

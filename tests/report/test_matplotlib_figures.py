@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from tieline.core.errors import ParameterError
-from tieline.report.drawing import canvas, check_figure_path, drawn_bytes, inline_image
+from tieline.report.matplotlib_figures import canvas, check_figure_path, drawn_bytes, inline_image
 
 MAGIC = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}
 

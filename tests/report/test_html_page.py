@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,10 +18,20 @@ from tests.report.browser import find_browser
 from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
 from tieline.core.printable import printable
-from tieline.report import frame
-from tieline.report.charts import Panel, figure
-from tieline.report.frame import embed_json, environment, notebook_html, render, script_hash
+from tieline.report import html_page
+from tieline.report.charts import Axis, Chart
+from tieline.report.html_page import (
+    Panel,
+    arranged_panels,
+    compact_json,
+    embed_json,
+    missing_charts_line,
+    render,
+    script_hash,
+    template_environment,
+)
 from tieline.report.tables import Grid
+from tieline.report.views import notebook_html
 
 texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
 HEAD = {"kind": "report", "title": "t", "facts": "f", "verdict": "v"}
@@ -42,7 +53,7 @@ class Reader(HTMLParser):
 @example("</script><script>alert(1)</script>")
 def test_text_in_a_template_is_read_back_as_text_alone(text):
     reader = Reader()
-    template = environment().from_string('<p title="{{ text }}">{{ text }}</p>')
+    template = template_environment().from_string('<p title="{{ text }}">{{ text }}</p>')
     reader.feed(template.render(text=text))
     reader.close()
     assert reader.text == printable(text)
@@ -85,19 +96,19 @@ def test_embedded_json_is_the_value_and_holds_no_markup(value):
 
 
 def test_every_template_escapes_and_marks_nothing_safe_but_the_frame_s_own_parts():
-    for name in environment().list_templates(extensions=["html"]):
-        source = environment().loader.get_source(environment(), name)[0]
+    for name in template_environment().list_templates(extensions=["html"]):
+        source = template_environment().loader.get_source(template_environment(), name)[0]
         safe = re.findall(r"\{\{[^}]*\|\s*safe[^}]*\}\}", source)
         own = {"policy", "style", "data", "scripts.watch", "scripts.plotly", "scripts.page"}
         found = {re.search(r"\{\{\s*([\w.]+)", one)[1] for one in safe}
         assert found <= (own if name == "frame.html" else set()), name
         assert "autoescape" not in source
-    assert environment().autoescape is True
+    assert template_environment().autoescape is True
 
 
 def test_a_part_that_is_not_given_is_an_error():
     with pytest.raises(Exception, match="'sections' is undefined"):
-        environment().from_string("{{ sections }}").render()
+        template_environment().from_string("{{ sections }}").render()
 
 
 def test_the_hash_is_the_one_a_browser_computes():
@@ -118,7 +129,8 @@ def page(panels):
     )
 
 
-DRAWN = Panel("a", "A", "How.").drawn(figure([], 300))
+EMPTY = Chart(Axis("x"), Axis("y"))
+DRAWN = Panel("a", "A", "How.").drawn(EMPTY)
 
 
 def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
@@ -139,11 +151,9 @@ def test_a_page_holds_no_address_of_another_site():
 
 def test_a_label_of_a_chart_holds_no_link_and_no_direction():
     label = '<A href="https://example.org">\u202elayer</a>'
-    chart = figure([], 300)
-    chart["layout"]["title"] = label
-    made = page([Panel("a", "A", "How.").drawn(chart)])
+    made = page([Panel("a", "A", "How.").drawn(Chart(Axis(label), Axis("y")))])
     data = re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1]
-    shown = json.loads(data)["figures"]["a"]["layout"]["title"]
+    shown = json.loads(data)["figures"]["a"]["layout"]["xaxis"]["title"]["text"]
     assert "<a" not in shown.lower()
     assert r"\u202elayer" in shown
 
@@ -173,7 +183,7 @@ def test_a_page_without_charts_carries_no_script():
 
 
 def test_a_page_that_would_be_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr(frame, "LARGEST_PAGE", 1000)
+    monkeypatch.setattr(html_page, "LARGEST_PAGE", 1000)
     with pytest.raises(ParameterError, match="at most 1000"):
         page([])
 
@@ -203,9 +213,9 @@ def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
     """A page without scripts, whose style alone must open the section and fit the table."""
     columns = tuple(f"col{place}" for place in range(20))
     rows = (tuple(f"{place}.25%" for place in range(20)),) * 3
-    macros = environment().get_template("parts.html").module
+    macros = template_environment().get_template("parts.html").module
     table = str(macros.table(Grid(columns, rows, columns)))  # type: ignore[attr-defined]
-    style = environment().loader.get_source(environment(), "page.css")[0]
+    style = template_environment().loader.get_source(template_environment(), "page.css")[0]
     folded = "<details><summary>more</summary><p>FOLDEDAWAY</p></details>"
     page = f"<style>{style}</style><main><section class=panel>{table}{folded}</section></main>"
     (tmp_path / "page.html").write_text(page)
@@ -216,3 +226,47 @@ def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
     text = subprocess.run(read, check=True, capture_output=True, text=True).stdout
     assert "FOLDEDAWAY" in text
     assert all(cell in text for cell in (*columns, *rows[0]))
+
+
+def panel(key, wide=False, drawn=True):
+    made = Panel(key, key.upper(), "How.", wide=wide)
+    return made.drawn(EMPTY) if drawn else made.missing(["ok", "no scores", "no scores"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wide"),
+    [
+        ("nn", [False, False]),
+        ("nnn", [False, False, True]),
+        ("nwn", [True, True, True]),
+        ("nnwnn", [False, False, True, False, False]),
+        ("w", [True]),
+        ("", []),
+    ],
+)
+def test_no_chart_stands_alone_beside_an_empty_place(kinds, wide):
+    panels = [panel(str(i), kind == "w") for i, kind in enumerate(kinds)]
+    assert [one.wide for one in arranged_panels(panels)] == wide
+
+
+def test_panels_without_a_chart_have_no_place():
+    assert [one.key for one in arranged_panels([panel("a"), panel("b", drawn=False)])] == ["a"]
+
+
+def test_what_is_missing_is_one_line_with_each_reason_once():
+    panels = [panel("a", drawn=False), panel("b"), panel("c", drawn=False)]
+    other = Panel("d", "D", "How.").missing([])
+    assert missing_charts_line(panels) == "“A”, “C” (no scores)"
+    assert missing_charts_line([*panels, other]) == "“A”, “C” (no scores); “D” (no data)"
+    assert missing_charts_line([panel("b")]) == ""
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+@example(1.7975000000000001e308)
+def test_compact_numbers_are_finite_and_near(number):
+    short = compact_json({"a": [number, 7, "text", None]})["a"]
+    assert short[1:] == [7, "text", None]
+    if math.isfinite(number):
+        assert short[0] == pytest.approx(number, rel=6e-4)
+    else:
+        assert short[0] is None
