@@ -33,7 +33,7 @@ from scipy.stats import t as student
 from torch import nn
 
 from harness import Ratio, interleave, ratio, report
-from tieline.analysis.repair import RepairRow, repair_table
+from tieline.analysis.smooth_repair import RepairRow, repair_table
 from tieline.lab.claims.comparisons import GateRow, gate_table, read_scores
 from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.recipes import recipe_config

@@ -49,9 +49,9 @@ RIDDLES = {"found", "told", "one", "known", "ways", "words", "said"} | {
 MANY_PARAMETERS = 10
 
 MAY_RUN = {
-    "analysis/remedies.py:_timed": "times remedies",
-    "analysis/remedies.py:_in_turns": "times remedies",
-    "analysis/repair.py:smoothing_latency": "times a smoothed model",
+    "analysis/audit_remedies.py:_timed": "times remedies",
+    "analysis/audit_remedies.py:_in_turns": "times remedies",
+    "analysis/smooth_repair.py:smoothing_latency": "times a smoothed model",
     "models/running.py:forward": "the one way to call a model, which the runner calls",
     "models/smooth.py:undo": "undoes a change; `model` is a function there",
 }

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from tests.models.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_model
-from tieline.analysis.swap import BlockCall, block_of
 from tieline.models import find_routers
 from tieline.models.families import FAMILIES
+from tieline.models.routed_block import BlockCall, block_of
 from tieline.models.router_call import attach, detach
 from tieline.models.smooth_calibration import Scores
 from tieline.models.smooth_router import layer_plan, refusal

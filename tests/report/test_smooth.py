@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.analysis.repair import Latency, Repair, RepairRow, RepairTable, original_serving
 from tieline.analysis.serving import recommend
+from tieline.analysis.smooth_repair import Latency, Repair, RepairRow, RepairTable, original_serving
 from tieline.core.statistics import Estimate
 from tieline.models.smooth import LayerSmoothing, Smoothing
 from tieline.report.smooth import figures, notebook, page, terminal

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from tieline.analysis.calibration import calibration_need
-from tieline.analysis.findings import judge, observe
-from tieline.analysis.inspection import (
+from tieline.analysis.calibration_need import calibration_need
+from tieline.analysis.inspect_findings import judge_routing, observe_routing
+from tieline.analysis.inspect_records import (
     GapJumpTable,
     Inspection,
     JumpMeasures,
@@ -147,8 +147,8 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
     )
     serving = make_serving(len(trace.layers)) if scored else None
     return Inspection(
-        judgement=judge(measures, found, serving),
-        observations=observe(measures, found),
+        judgement=judge_routing(measures, found, serving),
+        observations=observe_routing(measures, found),
         metrics=make_metrics(measures),
         measures=measures,
         jumps=found,

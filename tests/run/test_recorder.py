@@ -9,7 +9,7 @@ from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
 from tieline.core.records import to_plain
 from tieline.engines.sources import capture_engine
-from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measure_settings import MeasureSettings
 from tieline.models.kernel import use_experts
 from tieline.models.model import Model
 from tieline.trace.record import identical

@@ -26,19 +26,17 @@ from tieline.analysis.audit_records import (
     PrecisionJudgement,
     RemedyTable,
 )
-from tieline.analysis.effects import (
-    SIGMA_TOKENS,
+from tieline.analysis.audit_remedies import RemedyRuns, chosen_perturbations
+from tieline.analysis.full_effects import (
     Divergences,
     FullEffect,
     FullEffects,
-    LocalEffect,
-    LocalEffects,
     audit_phase,
     compared_phase,
     serving_effect,
 )
+from tieline.analysis.local_effects import SIGMA_TOKENS, LocalEffect, LocalEffects
 from tieline.analysis.predicted_flips import sigma_for_flips
-from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.serving import (
     HARMLESS,
     Serving,
@@ -95,7 +93,7 @@ def audit(
     """
     settings = AuditSettings.of(settings, options)
     check_rounding(settings.parallel, "an audit")
-    plan = _plan(settings)
+    plan = _audit_plan(settings)
     corpus = Corpus(**settings.corpus)
     model = Model.open(source, "audit takes", dtype=settings.dtype, copies=2, **settings.loading)
     text = corpus.tokenised(model.tokenizer, model.module)
@@ -125,7 +123,7 @@ class AuditPlan:
     seconds: float = float("inf")
 
 
-def _plan(settings: AuditSettings) -> AuditPlan:
+def _audit_plan(settings: AuditSettings) -> AuditPlan:
     """What the settings ask for: the precision served and its neighbours, or what they name."""
     if settings.perturbations or settings.formats or settings.all:
         names = [format_named(name).name for name in settings.formats or FORMATS]
@@ -320,7 +318,7 @@ class _Audit:
         serving = self._serving()
         recommendation = None if serving is None else recommend(serving)
         return PrecisionAudit(
-            judgement=replace(judge(effects, sequences), recommendation=recommendation),
+            judgement=replace(judge_precisions(effects, sequences), recommendation=recommendation),
             serving=serving,
             effects=effects,
             layers=tuple(self._routers),
@@ -433,9 +431,9 @@ def perturbation_effect(
         predicted_low=_complete_mean([layer.predicted_low for layer in layers]),
         full=everywhere,
         any_layer=full.any_layer.mean(),
-        compounding=_ratio(everywhere, flips),
+        compounding=_compounding_factor(everywhere, flips),
         moved=full.moved.mean(),
-        moved_p99=_quantile(torch.cat(full.shares), 0.99) if full.shares else None,
+        moved_p99=_quantile_of_shares(torch.cat(full.shares), 0.99) if full.shares else None,
         damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
         loss=full.loss.mean(),
         kl=kl,
@@ -446,6 +444,7 @@ def perturbation_effect(
 
 
 def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
+    """What a perturbation does to one layer, by itself and in a full run."""
     tokens = sum(int(count.sum()) for count in effect.flips.counts)
     return LayerEffect(
         name=name,
@@ -460,17 +459,20 @@ def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffe
 
 
 def _complete_mean(values: list[float | None]) -> float | None:
+    """Mean of all values; None if one is missing."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if len(present) == len(values) else None
 
 
-def _ratio(above: Estimate, below: Estimate) -> float | None:
+def _compounding_factor(above: Estimate, below: Estimate) -> float | None:
+    """Full-forward flips over layer-local ones; None where one is missing or zero."""
     if above.value is None or not below.value:
         return None
     return above.value / below.value
 
 
-def _quantile(values: torch.Tensor, level: float) -> float:
+def _quantile_of_shares(values: torch.Tensor, level: float) -> float:
+    """The quantile of a level in (0, 1), the upper one of two."""
     rank = min(len(values) - 1, int(level * len(values)))
     return values.sort().values[rank].item()
 
@@ -508,7 +510,7 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
     )
 
 
-def judge(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:
+def judge_precisions(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:
     """Judge which formats the routers tolerate, and which run shows where damage comes from.
 
     Args:

@@ -37,8 +37,8 @@ from tieline.analysis.diff_records import (
     WeightMoved,
 )
 from tieline.analysis.diff_serving import measured_serving
-from tieline.analysis.findings import SEVERITIES
-from tieline.analysis.inspection import Observation, Severity
+from tieline.analysis.inspect_findings import SEVERITIES
+from tieline.analysis.inspect_records import Observation, Severity
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
 from tieline.analysis.score_noise import (
     FALSE_DISCOVERIES,

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from tieline.analysis.attribution import Expected, expected_format, read_format, recorded_format
 from tieline.analysis.comparison import compare, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
-from tieline.analysis.inspection import Observation
+from tieline.analysis.inspect_records import Observation
+from tieline.analysis.load import read_routes, source_kind
 from tieline.analysis.settings import DiffOptions, DiffSettings
-from tieline.analysis.sources import read_routes, source_kind
 from tieline.analysis.token_distances import (
     DistanceObserver,
     Rows,

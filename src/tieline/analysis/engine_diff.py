@@ -35,7 +35,7 @@ from tieline.analysis.attribution import ROUNDING, Expected, read_format, record
 from tieline.analysis.comparison import compare, diff_result
 from tieline.analysis.diff import NamedSide, Side, reference_run, trace_side
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
-from tieline.analysis.inspection import Observation
+from tieline.analysis.inspect_records import Observation
 from tieline.analysis.settings import DiffSettings
 from tieline.analysis.token_distances import (
     TokenDistances,

@@ -27,34 +27,41 @@ import transformers
 from torch import Tensor, nn
 
 from tieline._version import __version__
-from tieline.analysis.calibration import most_first, tokens_needed
-from tieline.analysis.findings import judge, metrics, observe
-from tieline.analysis.inspection import Inspection, LayerJumps, NoiseReport, TextPiece, TextSample
-from tieline.analysis.jump import JumpSettings, measure_jumps, with_losses
-from tieline.analysis.linear import linear_weights
-from tieline.analysis.own_noise import ServedRuns, measure_serving
+from tieline.analysis.calibration_need import neediest_first, tokens_needed
+from tieline.analysis.inspect_findings import inspection_metrics, judge_routing, observe_routing
+from tieline.analysis.inspect_records import (
+    Inspection,
+    LayerJumps,
+    NoiseReport,
+    TextPiece,
+    TextSample,
+)
+from tieline.analysis.jump import JumpSettings, jumps_with_losses, measure_jumps
+from tieline.analysis.jump_samples import BlockSampler
+from tieline.analysis.linear_routers import linear_weights
+from tieline.analysis.load import load, source_kind
+from tieline.analysis.rounded_runs import ServedRuns, measure_serving
 from tieline.analysis.settings import InspectOptions, InspectSettings
-from tieline.analysis.sources import load, source_kind
-from tieline.analysis.swap import BlockSampler, block_of
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
 from tieline.core.settings import require_setting, takes_settings
-from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
     MeasuredLayer,
     RoutingMeasures,
+    gap_status,
     joined_measures,
     measure,
-    measure_summary,
     measured_layer,
-    scored,
 )
+from tieline.measure.summary_measures import measure_summary
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model, ModelSource
+from tieline.models.routed_block import block_of
 from tieline.models.running import only_running, text_config
 from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.observers import Observer, Rerun
@@ -224,7 +231,7 @@ def inspect(
         text = corpus.tokenised(model.tokenizer, model.module)
     ranks = Ranks.of(settings.parallel, corpus.batches(text))
     facts = _text_facts(text, origin, corpus) | ranks.provenance()
-    run = (clock, settings, progress or _silent)
+    run = (clock, settings, progress or _ignore_progress)
     return _Inspector(model, names, text, ranks, facts, *run).inspection()
 
 
@@ -262,7 +269,7 @@ class _Inspector:
         served = self._served()
         name = {"model": self.model.name} if self.model.name else {}
         return replace(
-            _inspection(measures, jumps, trace, self.settings.expert_tokens, served),
+            _assembled_inspection(measures, jumps, trace, self.settings.expert_tokens, served),
             sample=text_sample(trace, self.text),
             provenance=dict(trace.provenance) | name,
             timings=self.clock.timings(trace.n_tokens),
@@ -335,7 +342,9 @@ class _Inspector:
             for layer in jumps:
                 if layer.value is not None:
                     arguments = (trace, trace.layer(layer.name), layer.value, swaps)
-                    value = with_losses(self.model.module, *arguments, self.settings.batch_size)
+                    value = jumps_with_losses(
+                        self.model.module, *arguments, self.settings.batch_size
+                    )
                     layer = replace(layer, value=value)
                 measured.append(layer)
                 self.progress("losses", len(measured), len(jumps))
@@ -382,11 +391,11 @@ def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSetti
             measures, trace = measure(routed, grids), routed
     jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
     served = ServedRuns(None, NoiseReport((), NEEDS_MODEL))
-    result = _inspection(measures, jumps, trace, settings.expert_tokens, served)
+    result = _assembled_inspection(measures, jumps, trace, settings.expert_tokens, served)
     return replace(result, provenance=dict(measures.provenance), timings=clock.timings())
 
 
-def _inspection(
+def _assembled_inspection(
     measures: RoutingMeasures,
     jumps: tuple[LayerJumps, ...],
     trace: RoutingTrace,
@@ -400,15 +409,15 @@ def _inspection(
     )
     serving = served.serving
     return Inspection(
-        judgement=judge(measures, jumps, serving),
-        observations=observe(measures, jumps),
-        metrics=metrics(measures, jumps) | (serving.metrics if serving else {}),
+        judgement=judge_routing(measures, jumps, serving),
+        observations=observe_routing(measures, jumps),
+        metrics=inspection_metrics(measures, jumps) | (serving.metrics if serving else {}),
         measures=measures,
         jumps=jumps,
         sample=None,
         provenance={},
         timings={},
-        calibration=most_first(needs),
+        calibration=neediest_first(needs),
         noise=served.noise,
         serving=serving,
         trace=trace,
@@ -465,7 +474,7 @@ def build_digest() -> str:
     return hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def _ignore_progress(stage: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
@@ -501,7 +510,7 @@ def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> Te
 def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], float | None]:
     """Gaps of the first tokens over the median gap, and that median; None where unknown."""
     nothing: list[float | None] = [None] * count
-    if scored(layer) != "ok":
+    if gap_status(layer) != "ok":
         return nothing, None
     gaps = layer.gap
     middle = gaps.median().item()

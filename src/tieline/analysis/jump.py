@@ -25,26 +25,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     GapJumpTable,
     JumpMeasures,
     JumpSample,
     LayerJumps,
     LossJumps,
 )
-from tieline.analysis.swap import (
-    Block,
-    BlockRun,
-    BlockSample,
-    BlockSampler,
-    Rows,
-    fitted,
-    recorded_choice,
-    swapped_choice,
-)
+from tieline.analysis.jump_samples import BlockSample, BlockSampler
+from tieline.analysis.swapped_choice import recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
-from tieline.measure.measures import scored
+from tieline.measure.measures import gap_status
+from tieline.models.routed_block import Block, BlockRun, Rows, fitted_choice
 from tieline.models.router_call import Choice, RouterOutput
 from tieline.run.choices import overridden_output
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -113,7 +106,9 @@ def measure_jumps(
     """
     done = []
     for layer in trace.layers:
-        done.append(_layer_jumps(model, trace, layer, sampler, settings, runner or _in_turn))
+        done.append(
+            _layer_jumps(model, trace, layer, sampler, settings, runner or _run_blocks_in_turn)
+        )
         if progress is not None:
             progress(len(done), len(trace.layers))
     return tuple(done)
@@ -127,26 +122,27 @@ def _layer_jumps(
     settings: JumpSettings,
     runner: Runner,
 ) -> LayerJumps:
-    status = _answerable(layer, sampler)
+    """The jumps of one layer, or why they cannot be measured."""
+    status = _jump_status(layer, sampler)
     if status != "ok":
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
     drawn = [sampler.near(layer.name), sampler.random(layer.name)]
-    ready = [_in_order(layer, sample) for sample in drawn if sample is not None]
+    ready = [_sample_by_gap(layer, sample) for sample in drawn if sample is not None]
     try:
         samples = [
-            _jump_sample(trace, layer, block, sample, *outputs)
+            _sample_of_jumps(trace, layer, block, sample, *outputs)
             for sample, outputs in zip(
-                ready, _outputs(layer, block, router, ready, runner), strict=True
+                ready, _plain_and_swapped_outputs(layer, block, router, ready, runner), strict=True
             )
         ]
     except UnsupportedModelError as problem:
         return LayerJumps(layer.name, None, f"not answerable: {problem}")
     near, random = (*samples, NO_SAMPLE)[:2]
-    return LayerJumps(layer.name, _measures(layer, block, near, random, settings))
+    return LayerJumps(layer.name, _jump_measures(layer, block, near, random, settings))
 
 
-def _outputs(
+def _plain_and_swapped_outputs(
     layer: LayerTrace,
     block: Block,
     router: nn.Module,
@@ -167,7 +163,7 @@ def _outputs(
     return list(zip(plain, swapped, strict=True))
 
 
-def _in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
+def _run_blocks_in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
     """Run blocks one after the other."""
     outputs = []
     for job, scope in runs:
@@ -176,14 +172,15 @@ def _in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
     return outputs
 
 
-def _in_order(layer: LayerTrace, sample: BlockSample) -> BlockSample:
+def _sample_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
     """The tokens in ascending order of their gaps."""
     order = layer.inner_gap[sample.tokens].sort(stable=True).indices
     return BlockSample(sample.tokens[order], sample.rows.take(order))
 
 
-def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
-    status = scored(layer)
+def _jump_status(layer: LayerTrace, sampler: BlockSampler) -> str:
+    """Return "ok" if the jumps of a layer can be measured, else the reason."""
+    status = gap_status(layer)
     status = sampler.status(layer.name) if status == "ok" else status
     if status != "ok":
         return status
@@ -195,7 +192,7 @@ def _answerable(layer: LayerTrace, sampler: BlockSampler) -> str:
 NO_SAMPLE = JumpSample((), (), (), (), (), (), ())
 
 
-def _jump_sample(
+def _sample_of_jumps(
     trace: RoutingTrace,
     layer: LayerTrace,
     block: Block,
@@ -203,8 +200,9 @@ def _jump_sample(
     plain: Tensor,
     swapped: Tensor,
 ) -> JumpSample:
+    """The record of sampled tokens, from their outputs as recorded and as swapped."""
     tokens, k = sample.tokens, layer.facts.k
-    _check_same(plain, sample.rows.output, block.name)
+    _check_reproduced(plain, sample.rows.output, block.name)
     columns = (
         tokens,
         trace.documents[tokens],
@@ -226,7 +224,7 @@ def relative_change(
     return torch.where(change == 0, 0.0, change / size)
 
 
-def _check_same(
+def _check_reproduced(
     output: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
 ) -> None:
     """Raise if a block does not reproduce its output on some of its tokens."""
@@ -240,13 +238,14 @@ def _check_same(
     )
 
 
-def _measures(
+def _jump_measures(
     layer: LayerTrace,
     block: Block,
     near: JumpSample,
     random: JumpSample,
     settings: JumpSettings,
 ) -> JumpMeasures:
+    """Quantiles, dangerous share and gap-jump table of a layer."""
     jumps, others = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
     dangerous, levels = (jumps >= settings.dangerous_above).double(), settings.probabilities
     return JumpMeasures(
@@ -279,7 +278,7 @@ def gap_jump_table(
     columns = quantile_bands(jumps, settings.jump_levels).value
     others = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
     stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), others)])
-    cell = _bin(sampled, rows) * (len(columns) - 1) + _bin(jumps, columns)
+    cell = _bin_of_values(sampled, rows) * (len(columns) - 1) + _bin_of_values(jumps, columns)
     shape = (len(rows) - 1, len(columns) - 1)
     counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
     weighted = torch.bincount(cell, stands_for.double(), minlength=math.prod(shape)).view(shape)
@@ -292,12 +291,12 @@ def gap_jump_table(
     )
 
 
-def _bin(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
+def _bin_of_values(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
     """Bin of each value: low <= value < high, the last one with its upper edge."""
     return (torch.searchsorted(edges, values, right=True) - 1).clamp(0, len(edges) - 2)
 
 
-def with_losses(
+def jumps_with_losses(
     model: nn.Module,
     trace: RoutingTrace,
     layer: LayerTrace,
@@ -311,7 +310,7 @@ def with_losses(
     nothing is predicted after them.
     """
     near = jumps.near
-    able = _able(trace, near)
+    able = _followed_tokens(trace, near)
     if not able:
         return jumps
     picked = [able[i * len(able) // min(swaps, len(able))] for i in range(min(swaps, len(able)))]
@@ -349,30 +348,33 @@ def loss_changes(
     for indices in by_length.values():
         for chunk in torch.tensor(indices).split(batch_size):
             ids = torch.stack([sequences[index] for index in chunk.tolist()])
-            changes[chunk] = _changes(model, trace, layer, tokens[chunk], ids)
+            changes[chunk] = _loss_changes_of_batch(model, trace, layer, tokens[chunk], ids)
     return changes
 
 
-def _changes(
+def _loss_changes_of_batch(
     model: nn.Module, trace: RoutingTrace, layer: LayerTrace, tokens: Tensor, ids: Tensor
 ) -> Float[Tensor, " rows"]:
+    """Change of the loss by one swap in each sequence of a batch."""
     router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
     rows = torch.arange(len(ids)) * ids.shape[1] + positions
     losses = []
     for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
-        rule = partial(_replaced, rows=rows, choice=choice)
-        losses.append(_losses(overridden_output(model, router, rule, ids), ids, positions))
+        rule = partial(_choice_at_rows, rows=rows, choice=choice)
+        losses.append(
+            _loss_after_positions(overridden_output(model, router, rule, ids), ids, positions)
+        )
     return losses[1] - losses[0]
 
 
-def _replaced(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
+def _choice_at_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
     """The router's own choice, except at these places."""
-    at, choice = rows.to(output.ids.device), fitted(choice, output.ids.shape[1])
+    at, choice = rows.to(output.ids.device), fitted_choice(choice, output.ids.shape[1])
     weights = output.weights.index_copy(0, at, choice.weights.to(output.weights))
     return Choice(weights, output.ids.index_copy(0, at, choice.ids.to(output.ids)))
 
 
-def _losses(
+def _loss_after_positions(
     output: object, ids: Int[Tensor, "rows length"], positions: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
     """Summed loss of what follows each position, in float64."""
@@ -389,7 +391,7 @@ def _losses(
     )
 
 
-def _able(trace: RoutingTrace, near: JumpSample) -> list[int]:
+def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
     """Places in the sample whose token is not the last one of its document."""
     tokens = torch.tensor(near.tokens)
     after = (tokens + 1).clamp(max=trace.n_tokens - 1)

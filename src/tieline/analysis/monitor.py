@@ -58,9 +58,9 @@ from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import quantile_bands
 from tieline.measure.boundary import boundary_mass
-from tieline.measure.flips import LogitView, logit_view
-from tieline.measure.load import ExpertLoad, load_from_counts
-from tieline.measure.measures import check_finite, scored
+from tieline.measure.expert_load import ExpertLoad, load_from_counts
+from tieline.measure.logit_view import LogitView, logit_view
+from tieline.measure.measures import check_finite_scores, gap_status
 from tieline.measure.rounding import precision_flips
 from tieline.models.changes import untraced
 from tieline.models.documents import token_part
@@ -145,6 +145,8 @@ def transformers_warning(model: nn.Module, output: Any) -> str | None:
 
 
 def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
+    """A hook that warns if no auxiliary loss can reach a layer."""
+
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         gate = layer.gate
         if not (_is_learning(layer) and isinstance(gate, SelectiveGate)):
@@ -161,6 +163,7 @@ def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
 
 
 def _is_learning(module: nn.Module) -> bool:
+    """Whether a forward pass of the module is one of training."""
     return module.training and torch.is_grad_enabled() and not is_recomputing()
 
 
@@ -211,7 +214,7 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
         min(entry.least for entry in sums),
         max(entry.row_error for entry in sums),
     )
-    answers = all(scored(call.trace) == "ok" for call in calls)
+    answers = all(gap_status(call.trace) == "ok" for call in calls)
     used = torch.stack([call.used for call in calls]).sum(dim=0)
     return LayerScalars(
         gaps=torch.cat([call.trace.gap for call in calls]) if answers else None,
@@ -264,8 +267,8 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
 
 def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
     """Effect of bf16 on the choice of these tokens; empty where it is unknown."""
-    check_finite(layer)
-    if scored(layer) != "ok":
+    check_finite_scores(layer)
+    if gap_status(layer) != "ok":
         return {}
     view = logit_view(layer)
     if view.logits is None:
@@ -281,6 +284,7 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
 
 
 def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
+    """Quantiles of all gaps and the share of ties; empty where units differ."""
     scored_layers = [layer for layer in every if layer.gaps is not None]
     if not scored_layers or len({layer.units for layer in scored_layers}) > 1:
         return {}
@@ -352,6 +356,7 @@ class TensorBoardWriter:
 
 
 def _summary_writer(folder: str | Path) -> Any:
+    """TensorBoard's writer of a folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as missing:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from tieline.analysis.audit_records import SigmaForFlips
 from tieline.core.numerics import grid_step, one_thread
-from tieline.measure.flips import LogitView, flip_limits, group_flip_probability, logit_view
+from tieline.measure.flips import flip_limits, group_flip_probability
+from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.rounding import product_flips
 from tieline.models.emulate import Format, format_named, logits_matrix
 from tieline.run.condition import Perturbation
@@ -72,7 +73,7 @@ def predicted_flips(
         size = float(perturbation.level) * x.square().mean(dim=1).sqrt()
         spread = (w - w.mean(dim=0)).norm(dim=1)
         return chance_by_noise(layer, view, size[:, None] * spread[ids])
-    return _by_rounding(layer, view, (x, w), format_named(str(perturbation.level)))
+    return _chance_by_rounding(layer, view, (x, w), format_named(str(perturbation.level)))
 
 
 def chance_by_noise(
@@ -82,12 +83,13 @@ def chance_by_noise(
     k = layer.facts.k
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
     low, high = flip_limits(view.scores, k, view.slope * noise, beyond)
-    return Chance(low, _with_groups(high, layer, view.threshold_slope * noise[:, k - 1]))
+    return Chance(low, _chance_with_groups(high, layer, view.threshold_slope * noise[:, k - 1]))
 
 
-def _by_rounding(
+def _chance_by_rounding(
     layer: LayerTrace, view: LogitView, factors: tuple[Tensor, Tensor], chosen: Format
 ) -> Chance:
+    """Limits under a product of rounded inputs and weights (Def. 7.5)."""
     (x, w), k, ids = factors, layer.facts.k, layer.experts.long()
     dx = torch.zeros_like(x) if chosen.activations is None else chosen.activations(x.float()) - x
     dw = chosen.weights(w.float()) - w
@@ -101,10 +103,11 @@ def _by_rounding(
     inner = product_flips(view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None)
     inner = inner.clamp(0, 1)
     of_groups = (noise[:, k - 1].square() + step.square() / 12).sqrt() * view.threshold_slope
-    return Chance(inner, _with_groups(inner, layer, of_groups))
+    return Chance(inner, _chance_with_groups(inner, layer, of_groups))
 
 
-def _with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
+def _chance_with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
+    """The chance with that of two groups changing places, where there are groups."""
     if layer.group_gap is None:
         return inner
     per_group = SCORES_PER_GROUP[layer.facts.group_score]
@@ -130,14 +133,14 @@ def sigma_for_flips(
     }
     with one_thread():
         alone = {
-            name: solve_increasing(lambda s, p=pieces: _rate(p, s), share)
+            name: solve_increasing(lambda s, p=pieces: _flip_rate(p, s), share)
             for name, pieces in views.items()
         }
         sigmas = [sigma for sigma in alone.values() if sigma is not None]
         start = sum(sigmas) / len(sigmas) if sigmas else 0.01
 
         def mean(sigma: float) -> float:
-            return sum(_rate(pieces, sigma) for pieces in views.values()) / len(views)
+            return sum(_flip_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
         return SigmaForFlips(share, solve_increasing(mean, share, start), alone)
 
@@ -161,7 +164,9 @@ def solve_increasing(
             return None
     middle = high
     for step in range(STEPS):
-        share_of_way = 0.5 if step % 3 == 2 or low[1] <= 0 else _on_line(low[1], high[1], target)
+        share_of_way = (
+            0.5 if step % 3 == 2 or low[1] <= 0 else _share_of_way(low[1], high[1], target)
+        )
         x = low[0] * (high[0] / low[0]) ** share_of_way
         middle = (x, rate(x))
         low, high = (middle, high) if middle[1] < target else (low, middle)
@@ -170,14 +175,14 @@ def solve_increasing(
     return middle[0]
 
 
-def _on_line(low: float, high: float, target: float) -> float:
+def _share_of_way(low: float, high: float, target: float) -> float:
     """Where a straight line between the logarithms meets the target, as a share of the way."""
     if high <= low:
         return 0.5
     return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
 
 
-def _rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
+def _flip_rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
     """Predicted share of tokens that flip; its upper limit where it is an interval."""
     flips = tokens = 0.0
     for layer, view in pieces:

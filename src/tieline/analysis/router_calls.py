@@ -126,6 +126,7 @@ def own_call(
 
 
 def _chosen_counts(trace: LayerTrace) -> Int[Tensor, " experts"]:
+    """Tokens that chose each expert."""
     chosen = trace.experts[:, : trace.facts.k].long().flatten()
     return torch.bincount(chosen, minlength=trace.facts.n_experts)
 
@@ -140,6 +141,7 @@ def _replayed_counts(
 
 
 def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> LayerTrace:
+    """The trace of the scores of a Tieline gate."""
     tokens, experts = scores.shape
     if not isinstance(gate, SelectiveGate | Hard):  # uses all experts, or as many as it likes
         everyone = torch.arange(experts).expand(tokens, experts)
@@ -149,7 +151,7 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
     if isinstance(gate, SelectiveGate):
         k, bias, selection = gate.k, gate.selection_bias, gate.selection(scores)
         facts = _gate_facts(gate, experts, ranks_logits=bias is None and selection is scores)
-        limit = _limit(gate)
+        limit = _group_limit(gate)
         if limit is not None:
             selection, group_gap = restrict(selection, _empty_choice(tokens, scores.device), limit)
     kept = experts if ranks is None else min(experts, k + ranks)
@@ -165,6 +167,7 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
 
 
 def _gate_facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerFacts:
+    """Experts, k, units and groups of a gate."""
     units: Units = "softmax" if gate.scoring == "softmax" else "sigmoid"
     if ranks_logits or gate.order == "after":
         units = "logits"
@@ -174,7 +177,8 @@ def _gate_facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerF
     return LayerFacts(experts, gate.k, units, groups.count, groups.chosen, groups.score)
 
 
-def _limit(gate: SelectiveGate) -> GroupLimit | None:
+def _group_limit(gate: SelectiveGate) -> GroupLimit | None:
+    """The limit of the choice to groups; None without one."""
     groups = gate.groups
     if groups is None or groups.chosen >= groups.count:
         return None
@@ -187,6 +191,7 @@ def _empty_choice(tokens: int, device: torch.device) -> Int[Tensor, "tokens none
 
 
 def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
+    """Statistics of all logits of a call; None without tokens."""
     if not logits.numel():
         return None
     z = at_least_single(logits)
@@ -252,6 +257,7 @@ def watch_routing(
 def _watch_router(
     stack: ExitStack, name: str, router: nn.Module, reader: "_Reader", ranks: int | None
 ) -> None:
+    """Report the calls of a transformers router until the stack is closed."""
     family = family_of(router)
     assert family is not None
     observer = LayerObserver(

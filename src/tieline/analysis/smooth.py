@@ -26,7 +26,9 @@ from typing import Any, NamedTuple, Unpack
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.repair import (
+from tieline.analysis.serving import recommend, served_rounding
+from tieline.analysis.settings import SERVED, SmoothOptions, SmoothSettings
+from tieline.analysis.smooth_repair import (
     Latency,
     ModelForm,
     Repair,
@@ -35,8 +37,6 @@ from tieline.analysis.repair import (
     original_serving,
     smoothing_latency,
 )
-from tieline.analysis.serving import recommend, served_rounding
-from tieline.analysis.settings import SERVED, SmoothOptions, SmoothSettings
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
@@ -44,7 +44,7 @@ from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
 from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.model import Model, ModelSource
-from tieline.models.smooth import Smoothing, apply_smoothing, smooth_, unsmooth_, with_widths
+from tieline.models.smooth import Smoothing, apply_smoothing, smoothing_record, with_widths
 from tieline.models.smooth_calibration import (
     Measured,
     Scores,
@@ -62,14 +62,6 @@ from tieline.run.corpus import Corpus
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
-
-
-def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
-    """Return how `smooth_` would smooth a model; the model itself is left as it is."""
-    record = smooth_(model, **smoothing)
-    unsmooth_(model)
-    return record
-
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """c = ε/σ that a wish is sought among."""
@@ -146,6 +138,7 @@ class Calibration:
 
 
 def _mean_used(share: Tensor) -> float:
+    """Mean number of experts with a share."""
     return (share > 0).double().sum(dim=-1).mean().item()
 
 
@@ -164,7 +157,7 @@ def chosen_scale(
     """
     if max_moved is not None:
         moved = {c: table.moved.value or 0.0 for c, table in points.items()}
-        return _crossing(moved, max_moved, "max_moved", "KL to the original")
+        return _scale_reaching(moved, max_moved, "max_moved", "KL to the original")
     assert factor is not None
     factors = {c: table.rows[0].flip_factor for c, table in points.items()}
     ratios = sorted(value / flip_reduction(c) for c, value in factors.items() if value and c >= 1)
@@ -172,10 +165,14 @@ def chosen_scale(
         bool(ratios), "no flips are left to be seen at any width: give {max_moved} instead"
     )
     middle = ratios[len(ratios) // 2]
-    return _crossing({c: middle * flip_reduction(c) for c in factors}, factor, "factor", "factor")
+    return _scale_reaching(
+        {c: middle * flip_reduction(c) for c in factors}, factor, "factor", "factor"
+    )
 
 
-def _crossing(values: Mapping[float, float], target: float, setting: str, quantity: str) -> float:
+def _scale_reaching(
+    values: Mapping[float, float], target: float, setting: str, quantity: str
+) -> float:
     """Where increasing values first reach the target that a setting gives."""
     name = f"{{{setting}}}"
     require_setting(
@@ -328,7 +325,7 @@ class _Smooth(NamedTuple):
     def table(self, record: Smoothing, calibration: Calibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""
         forms, seed = [ModelForm(record)], self.corpus.seed
-        precisions = _precisions(self.settings.serve, calibration)
+        precisions = _precisions_compared(self.settings.serve, calibration)
         (table,) = measure_repair(self.runner, forms, precisions, seed, self.progress)
         return table
 
@@ -343,10 +340,10 @@ class _Smooth(NamedTuple):
         smoothed = copy.deepcopy(module)
         apply_smoothing(smoothed, record)
         ids = self.corpus.stacked(self.split.measured)[0]
-        return smoothed, _latencies(module, smoothed, ids, rounds, experts_impl)
+        return smoothed, _smoothing_latencies(module, smoothed, ids, rounds, experts_impl)
 
 
-def _precisions(serve: str, calibration: Calibration | None) -> list[Perturbation]:
+def _precisions_compared(serve: str, calibration: Calibration | None) -> list[Perturbation]:
     """Routers and model in the precision served, the next coarser one, and what is repaired."""
     order = list(SERVED)
     coarser = order[min(order.index(serve) + 1, len(order) - 1)]
@@ -390,7 +387,7 @@ def split_text(corpus: Corpus, model: Model, calibration: int) -> TextSplit:
     return TextSplit(first, [sequence for sequence in later if len(sequence) > 1])
 
 
-def _latencies(
+def _smoothing_latencies(
     plain: Any, smoothed: Any, ids: Tensor, rounds: int, experts_impl: str | None
 ) -> tuple[Latency, ...]:
     """Time over the original's: with the experts asked for, or as they are and by our kernel."""

@@ -23,8 +23,9 @@ from tieline.core.numerics import PRECISIONS, float_step, grid_step
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import boundary_mass, gap_density
-from tieline.measure.flips import first_order, logit_view
-from tieline.measure.measures import check_finite, scored
+from tieline.measure.flips import first_order
+from tieline.measure.logit_view import logit_view
+from tieline.measure.measures import check_finite_scores, gap_status
 from tieline.measure.rounding import shared_cell
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -112,8 +113,8 @@ def tie_density(
 
 
 def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
-    check_finite(layer)
-    status = scored(layer)
+    check_finite_scores(layer)
+    status = gap_status(layer)
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
         return LayerTies(layer.name, UNKNOWN_SIZE if status == "ok" else status)

@@ -189,7 +189,7 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
         if doing:
             parallel = getattr(settings, "parallel", None)
             options["parallel"] = processes.enter_context(joined(parallel, doing))
-        from tieline.analysis.sources import quiet_transformers
+        from tieline.models.running import quiet_transformers
 
         quiet_transformers()
         module, _, function = job.partition(":")

@@ -102,9 +102,10 @@ def _inspected(
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
     with progress_bars() as progress, joined(settings.parallel, "inspecting") as parallel:
-        from tieline.analysis.findings import metric_names
         from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.sources import load, quiet_transformers, source_kind
+        from tieline.analysis.inspect_findings import inspection_metric_names
+        from tieline.analysis.load import load, source_kind
+        from tieline.models.running import quiet_transformers
 
         quiet_transformers()
         kind = source_kind(source)
@@ -113,7 +114,7 @@ def _inspected(
             _check_saved(source, settings, save_trace, saved)
         if saved is not None:
             return saved
-        names = metric_names(settings.loss_jumps, serve=settings.serve or "bf16")
+        names = inspection_metric_names(settings.loss_jumps, serve=settings.serve or "bf16")
         check_names(conditions, names)
         return run(source, settings=settings, parallel=parallel, progress=progress)
 

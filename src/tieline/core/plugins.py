@@ -103,7 +103,7 @@ INSTRUMENT = Plugin(
     },
     results={
         "tieline-inspection": ResultFormat(
-            "tieline.analysis.inspection:Inspection", "tieline.report.inspection"
+            "tieline.analysis.inspect_records:Inspection", "tieline.report.inspection"
         ),
         "tieline-diff": ResultFormat(
             "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"
@@ -111,7 +111,9 @@ INSTRUMENT = Plugin(
         "tieline-audit": ResultFormat(
             "tieline.analysis.audit_records:PrecisionAudit", "tieline.report.audit"
         ),
-        "tieline-smooth": ResultFormat("tieline.analysis.repair:Repair", "tieline.report.smooth"),
+        "tieline-smooth": ResultFormat(
+            "tieline.analysis.smooth_repair:Repair", "tieline.report.smooth"
+        ),
         "tieline-merge": ResultFormat(
             "tieline.analysis.convert:Merged", "tieline.report.files:MERGED"
         ),

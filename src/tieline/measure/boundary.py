@@ -37,7 +37,7 @@ from tieline.core.statistics import (
     normal_quantile,
     quantiles,
 )
-from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measure_settings import MeasureSettings
 from tieline.trace.record import LayerTrace
 
 __all__ = [
@@ -414,6 +414,7 @@ def _epsilon_half(
 
 
 def _kept_scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
+    """Scores of the kept ranks in float64; raises for a trace of ids."""
     require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
     assert layer.scores is not None
     return layer.scores.double()

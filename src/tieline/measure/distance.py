@@ -28,7 +28,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import Ranked, stable_topk
 from tieline.core.statistics import Estimate, Quantiles, quantiles
 from tieline.measure.boundary import gap_density, gaussian_gap_density
-from tieline.measure.measure_records import Measurement, MeasureSettings
+from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.trace.record import LayerTrace
 
 NEIGHBOURS = 4
@@ -116,7 +116,9 @@ def _among_neighbours(
     z, ids = ranked.values.detach().double(), ranked.indices.long()
     inner, outer = ids[:, first:k], ids[:, k:last]
     rise = z[:, first:k, None] - z[:, None, k:last]
-    best = _ratio(rise, distances[inner[:, :, None], outer[:, None, :]]).flatten(1).min(dim=1)
+    best = (
+        _wall_distance(rise, distances[inner[:, :, None], outer[:, None, :]]).flatten(1).min(dim=1)
+    )
     leaving = inner.gather(1, (best.indices // outer.shape[1])[:, None]).squeeze(1)
     entering = outer.gather(1, (best.indices % outer.shape[1])[:, None]).squeeze(1)
     left_out = torch.full_like(best.values, torch.inf)
@@ -138,7 +140,7 @@ def _among_all(
     outside = scores.scatter(1, chosen, -torch.inf)
     for leaving in chosen.unbind(dim=1):
         rise = scores.gather(1, leaving[:, None]) - outside
-        ratio, entering = _ratio(rise, distances[leaving]).min(dim=1)
+        ratio, entering = _wall_distance(rise, distances[leaving]).min(dim=1)
         better = ratio < best.distance
         candidate = NearestTie(ratio, leaving, entering)
         best = NearestTie(
@@ -147,12 +149,13 @@ def _among_all(
     return best
 
 
-def _ratio(rise: Tensor, distance: Tensor) -> Tensor:
+def _wall_distance(rise: Tensor, distance: Tensor) -> Tensor:
     """(z_i - z_j) / D_ij; 0 for equal scores even where D_ij = 0."""
     return torch.where(rise == 0, 0.0, rise / distance)
 
 
 def _no_tie(scores: Float[Tensor, "tokens experts"]) -> NearestTie:
+    """The answer where no wall exists: infinitely far."""
     nowhere = torch.full((len(scores),), -1, dtype=torch.long, device=scores.device)
     return NearestTie(torch.full_like(nowhere, torch.inf, dtype=torch.float64), nowhere, nowhere)
 

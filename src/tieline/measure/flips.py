@@ -1,6 +1,5 @@
 """How often noise of the logits changes the chosen experts.
 
-    logit_view               scores in units where noise of the logits is simplest       Def. 6.1
     flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
     flip_limits              the same where only the first ranks are known               Def. 6.2
     noisy_gap                gap in units of its own noise                               Def. 6.3
@@ -11,20 +10,6 @@
 
 `flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
 population they were drawn from.
-
-A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correction bias. Without
-a bias ranking u is ranking l, since s is increasing, so flips are studied on the logits themselves.
-With one, noise of the logits is passed on with the slope s′(l_i):
-
-    units           without bias             with bias
-    logits          l, slope 1               u, slope 1
-    sigmoid         logit(u), slope 1        u, slope s (1 - s)
-    sqrtsoftplus    log(e^(u²) - 1), slope 1 u, slope (1 - e^(-s²)) / 2s
-    softmax         log u, slope 1           u, slope p
-
-Softmax probabilities fix the logits up to a shift common to all experts of a token, which changes
-no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts near the
-threshold together.
 """
 
 import math
@@ -36,17 +21,16 @@ from jaxtyping import Float
 from scipy.integrate import quad
 from torch import Tensor
 
-from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Band, Estimate, mean_estimate
 from tieline.measure.boundary import gap_density
+from tieline.measure.logit_view import LogitView
 from tieline.trace.record import LayerTrace
 
 Ranks = Float[Tensor, "tokens ranks"]
 PerToken = Float[Tensor, " tokens"]
 
-ALMOST_ONE = 1 - 2.0**-24
-"""Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
 
 REACH = 8.5
 """Noise beyond this many standard deviations (probability 1e-16) is ignored."""
@@ -65,23 +49,6 @@ CHUNK = 1 << 15
 
 FIRST_ORDER_LIMIT = 0.2
 """Largest rate that a first-order prediction is trusted for."""
-
-
-@dataclass(frozen=True)
-class LogitView:
-    """Scores of the kept ranks in the units where noise of the logits is simplest.
-
-    Attributes:
-        scores: what is ranked, descending, in float64.
-        slope: derivative of each of them by its logit.
-        logits: the logits themselves; None for softmax scores, which fix them up to a shift only.
-        threshold_slope: derivative of the selection score at rank k by its logit.
-    """
-
-    scores: Ranks
-    slope: Ranks
-    logits: Ranks | None
-    threshold_slope: Float[Tensor, " tokens"]
 
 
 @dataclass(frozen=True)
@@ -107,62 +74,6 @@ class NoiseFlips:
 SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
 
 TINY = 1e-300
-
-
-def logit_view(layer: LayerTrace) -> LogitView:
-    """Return the layer's kept ranks in units where noise of the logits is simplest (Def. 6.1)."""
-    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
-    assert layer.scores is not None
-    selection = layer.scores.double()
-    plain = selection - _bias_of_ranks(layer)
-    units, k = layer.facts.units, layer.facts.k
-    if units == "logits":
-        ones = torch.ones_like(selection)
-        return LogitView(selection, ones, plain, ones[:, k - 1])
-    logits, slope = _INVERSES[units](plain)
-    exact = None if units == "softmax" else logits
-    if layer.bias is None:
-        return LogitView(logits, torch.ones_like(slope), exact, slope[:, k - 1])
-    return LogitView(selection, slope, exact, slope[:, k - 1])
-
-
-def from_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
-    """Selection scores of (perturbed) logits of the layer's kept ranks.
-
-    Without a bias returns the logits: the order is the same and nothing saturates.
-    """
-    if layer.bias is None:
-        return logits
-    if layer.facts.units == "sigmoid":
-        logits = logits.sigmoid()
-    if layer.facts.units == "sqrtsoftplus":
-        logits = torch.nn.functional.softplus(logits).sqrt()
-    return logits + _bias_of_ranks(layer)
-
-
-def _sigmoid(score: Tensor) -> tuple[Tensor, Tensor]:
-    inside = score.clamp(torch.finfo(torch.float32).tiny, ALMOST_ONE)
-    logits = torch.where(score.isneginf(), score, inside.logit())
-    return logits, inside * (1 - inside)
-
-
-def _sqrtsoftplus(score: Tensor) -> tuple[Tensor, Tensor]:
-    inside = score.clamp(min=torch.finfo(torch.float32).tiny)
-    slope = -torch.expm1(-(inside**2))  # the sigmoid of the logit
-    logits = torch.where(score.isneginf(), score, inside**2 + slope.log())
-    return logits, slope / (2 * inside)
-
-
-def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
-    inside = score.clamp(torch.finfo(torch.float32).tiny, 1.0)
-    return torch.where(score.isneginf(), score, inside.log()), inside
-
-
-_INVERSES = {"sigmoid": _sigmoid, "sqrtsoftplus": _sqrtsoftplus, "softmax": _softmax}
-
-
-def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
-    return 0.0 if layer.bias is None else layer.bias.double()[layer.experts.long()]
 
 
 def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tensor, " tokens"]:
@@ -198,16 +109,16 @@ def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Ban
     sigma = torch.maximum(sigma, sigma.amax(dim=1, keepdim=True) / MOST_STEPS)
     limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
     if k < ranks:
-        low, high = _interval(z, sigma, k)
+        low, high = _flip_interval(z, sigma, k)
         with one_thread():
-            for rows, steps in _batches(z, sigma, low, high):
+            for rows, steps in _quadrature_batches(z, sigma, low, high):
                 ends = (low[rows], high[rows])
-                limits[:, rows] = _integral(z[rows], sigma[rows], k, ends, steps, beyond)
+                limits[:, rows] = _flip_integral(z[rows], sigma[rows], k, ends, steps, beyond)
     limits.clamp_(0, 1)
     return Band(limits[0], limits[1])
 
 
-def _interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
+def _flip_interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
     """Range of the smallest noisy score of S in which an outsider can exceed it."""
     chosen, spread = z[:, :k], REACH * sigma[:, :k]
     low = (chosen - spread).amin(dim=1)
@@ -215,7 +126,9 @@ def _interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
     return low, torch.minimum(outside, (chosen + spread).amin(dim=1))
 
 
-def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, int]]:
+def _quadrature_batches(
+    z: Ranks, sigma: Ranks, low: Tensor, high: Tensor
+) -> Iterator[tuple[Tensor, int]]:
     """Yield the tokens that can flip, grouped by the number of steps their interval needs."""
     span = REACH * sigma
     matters = (z + span > low[:, None]) & (z - span < high[:, None])
@@ -229,7 +142,7 @@ def _batches(z: Ranks, sigma: Ranks, low: Tensor, high: Tensor) -> Iterator[tupl
             yield chunk, 1 << power
 
 
-def _integral(
+def _flip_integral(
     z: Ranks, sigma: Ranks, k: int, ends: tuple[Tensor, Tensor], steps: int, beyond: int
 ) -> Float[Tensor, "2 tokens"]:
     """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C.
@@ -336,11 +249,11 @@ def noise_flips(
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
     low, high = flip_limits(view.scores, layer.facts.k, view.slope * sigma, beyond)
     groups = group_flips(layer, view.threshold_slope * sigma)
-    chance = either(low, groups)
+    chance = either_chance(low, groups)
     record = NoiseFlips(
         sigma=sigma,
         flip=mean_estimate(chance),
-        upper=either(high, groups).mean().item(),
+        upper=either_chance(high, groups).mean().item(),
         population=population_flips(density, sigma),
         two_runs=population_flips(density, sigma, runs=2),
     )
@@ -362,7 +275,7 @@ def group_flips(layer: LayerTrace, noise: PerToken) -> PerToken:
     return group_flip_probability(layer.group_gap, noise, per_group)
 
 
-def either(first: PerToken, second: PerToken) -> PerToken:
+def either_chance(first: PerToken, second: PerToken) -> PerToken:
     """Probability of at least one of two independent events."""
     return first + second - first * second
 

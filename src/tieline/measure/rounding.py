@@ -34,16 +34,15 @@ from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import gap_density
 from tieline.measure.flips import (
     TINY,
-    LogitView,
-    either,
+    either_chance,
     first_order,
     flip_probability,
-    from_logits,
     group_density,
     group_flips,
     noisy_gap,
 )
-from tieline.measure.measure_records import Measurement
+from tieline.measure.logit_view import LogitView, from_logits
+from tieline.measure.measure_settings import Measurement
 from tieline.trace.record import LayerTrace
 
 Scores = Float[Tensor, "tokens experts"]
@@ -344,7 +343,12 @@ def _expected_rates(
         return tie, flip, tie_rate, flip_rate
     group_noise = step[:, k - 1] * view.threshold_slope / math.sqrt(12)
     groups = group_density(layer, group_noise).times(1 / math.sqrt(math.pi))
-    return tie, either(flip, group_flips(layer, group_noise)), tie_rate, flip_rate.plus(groups)
+    return (
+        tie,
+        either_chance(flip, group_flips(layer, group_noise)),
+        tie_rate,
+        flip_rate.plus(groups),
+    )
 
 
 def _emulation_notes(layer: LayerTrace, view: LogitView, precision: str) -> str:

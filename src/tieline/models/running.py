@@ -1,6 +1,7 @@
 """Run a model for its routing: batches of token ids, evaluation mode, no gradients, no cache."""
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,3 +73,10 @@ def no_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def quiet_transformers() -> None:
+    """Silence warnings of transformers, and its progress bars off a terminal, for commands."""
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

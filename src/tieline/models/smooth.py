@@ -396,6 +396,13 @@ def unsmooth_(model: nn.Module) -> None:
     forget_change(model, FEATURE)
 
 
+def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
+    """Return how `smooth_` would smooth a model; the model itself is left as it is."""
+    record = smooth_(model, **smoothing)
+    unsmooth_(model)
+    return record
+
+
 class _Ramp(NamedTuple):
     """The form of the ramp."""
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.inspection import Inspection, TextPiece, TextSample
+from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures
-from tieline.measure.load import ExpertLoad
+from tieline.measure.expert_load import ExpertLoad
 from tieline.report.html_page import Panel
 from tieline.report.inspection_charts import (
     LayerRow,

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.analysis.repair import Repair, RepairRow
+from tieline.analysis.smooth_repair import Repair, RepairRow
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel

@@ -59,9 +59,13 @@ class Smear(nn.Module):
             return x
         weights = self.weights(x).reshape(-1, self.experts.n_experts)
         experts = self.experts
-        w_in, w_out = _merge(weights, experts.w_in), _merge(weights, experts.w_out)
+        w_in, w_out = (
+            _merged_experts(weights, experts.w_in),
+            _merged_experts(weights, experts.w_out),
+        )
         b_in, b_out = (
-            None if b is None else _merge(weights, b) for b in (experts.b_in, experts.b_out)
+            None if b is None else _merged_experts(weights, b)
+            for b in (experts.b_in, experts.b_out)
         )
         sequence = torch.arange(len(weights), device=x.device).repeat_interleave(x.shape[-2])
         mine = F.one_hot(sequence, len(weights)).to(x)
@@ -71,7 +75,7 @@ class Smear(nn.Module):
         return y.view_as(x)
 
 
-def _merge(weights: Tensor, stacked: Tensor) -> Tensor:
+def _merged_experts(weights: Tensor, stacked: Tensor) -> Tensor:
     """Σ_e w_be θ_e for every sequence b, in the dtype of the parameters."""
     return torch.einsum("be,e...->b...", weights.to(stacked), stacked)
 

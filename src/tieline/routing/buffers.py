@@ -72,6 +72,7 @@ class BufferPool:
 
 
 def _new_block(size: int) -> np.ndarray:
+    """Fresh aligned memory of `size` bytes."""
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size]

@@ -134,6 +134,7 @@ class Activation:
 
 
 def _silu(a: Tensor, out: Tensor) -> None:
+    """Write a · sigmoid(a)."""
     _aten.silu.out(a, out=out)
 
 
@@ -150,19 +151,23 @@ def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
 
 
 def _gelu(a: Tensor, out: Tensor) -> None:
+    """Write a · Φ(a)."""
     _aten.gelu.out(a, out=out)
 
 
 def _gelu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
+    """Turn a into its GELU and write the derivative."""
     _aten.gelu_backward.grad_input(scratch.fill_(1), a, grad_input=slope)
     _aten.gelu.out(a, out=a)
 
 
 def _relu(a: Tensor, out: Tensor) -> None:
+    """Write max(a, 0)."""
     torch.clamp_min(a, 0, out=out)
 
 
 def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
+    """Turn a into max(a, 0) and write 1 where a > 0."""
     torch.gt(a, 0, out=slope)
     a.clamp_min_(0)
 
@@ -216,6 +221,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _check_shapes(
     x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, activation: str
 ) -> None:
+    """Raise unless tokens, weights and maps fit each other and the activation."""
     require(activation in ACTIVATIONS, f"{activation=} is not one of {sorted(ACTIVATIONS)}")
     experts, dim, hidden = w_out.shape
     rows = ACTIVATIONS[activation].branches * hidden
@@ -252,7 +258,7 @@ def _project_in_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 
 @torch.library.custom_op("tieline::experts", mutates_args=())
-def _experts(
+def _experts_op(
     x: Tensor,
     weights: Tensor,
     w_in: Tensor,
@@ -286,7 +292,7 @@ def _experts(
     return y, x.new_empty(0, planes), slots.index_s.new_empty(3, 0)
 
 
-@_experts.register_fake
+@_experts_op.register_fake
 def _experts_fake(x, weights, w_in, w_out, b_in, activation, keep):
     n_slots = torch.library.get_ctx().new_dynamic_size() if keep else 0
     index_s = weights.new_empty((3, n_slots), dtype=torch.int64)
@@ -414,13 +420,13 @@ def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, kept_s, index_s,
     return (*grads, x.new_empty(0) if b_in is None else torch.empty_like(b_in))
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_for_backward(ctx, inputs, output) -> None:
     *tensors, ctx.activation, _ = inputs
     ctx.set_materialize_grads(False)  # or what is saved gets a gradient of zeros of its own size
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _backward(ctx, grad, *_):
+def _backward_of_experts(ctx, grad, *_):
     if grad is None:  # nobody used y
         return (None,) * 7
     inputs = ctx.saved_tensors
@@ -428,4 +434,4 @@ def _backward(ctx, grad, *_):
     return (*grads[:4], None if inputs[4] is None else grads[4], None, None)
 
 
-_experts.register_autograd(_backward, setup_context=_save)
+_experts_op.register_autograd(_backward_of_experts, setup_context=_save_for_backward)

@@ -427,10 +427,12 @@ class GShardTopK(TopK):
 
 
 def _check_k(k: int) -> None:
+    """Raise unless k >= 1."""
     require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
 
 
 def _check_bias(bias: Tensor | None) -> None:
+    """Raise unless a selection bias is a finite vector."""
     if bias is not None:
         require(
             bias.ndim == 1 and bias.is_floating_point() and bool(bias.isfinite().all()),

@@ -66,13 +66,14 @@ def sum_by_token(
     return torch.ops.tieline.sum_by_token(rows, index_s, n_tokens)
 
 
-def _counts(expert_s: Tensor, n_experts: int) -> list[int]:
+def _slots_per_expert(expert_s: Tensor, n_experts: int) -> list[int]:
+    """Number of slots of each expert."""
     return torch.bincount(expert_s, minlength=n_experts).tolist()
 
 
 @torch.library.custom_op("tieline::grouped_linear", mutates_args=())
-def _linear(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tensor:
-    counts, out = _counts(expert_s, len(w)), take_buffer((len(rows), w.shape[1]), rows)
+def _grouped_linear_op(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tensor:
+    counts, out = _slots_per_expert(expert_s, len(w)), take_buffer((len(rows), w.shape[1]), rows)
     biases = [None] * len(w) if b is None else b.unbind(0)
     for n, x_e, y_e, w_e, b_e in zip(
         counts, rows.split(counts), out.split(counts), w.unbind(0), biases, strict=True
@@ -86,8 +87,8 @@ def _linear(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tens
     return out
 
 
-@_linear.register_fake
-def _linear_fake(rows, w, b, expert_s):
+@_grouped_linear_op.register_fake
+def _fake_linear(rows, w, b, expert_s):
     return rows.new_empty(rows.shape[0], w.shape[1])
 
 
@@ -96,7 +97,7 @@ def _linear_backward(
     grad: Tensor, rows: Tensor, w: Tensor, expert_s: Tensor, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the rows, the maps, and the biases (empty without)."""
-    counts = _counts(expert_s, len(w))
+    counts = _slots_per_expert(expert_s, len(w))
     grad_rows, grad_w = take_buffer(tuple(rows.shape), rows), take_buffer(tuple(w.shape), rows)
     grad_b = rows.new_zeros(w.shape[:2] if bias else 0)
     slices = [tensor.split(counts) for tensor in (grad, rows, grad_rows)]
@@ -130,16 +131,16 @@ def _backward_of_linear(ctx, grad):
     return grads[0], grads[1], grads[2] if ctx.bias else None, None
 
 
-_linear.register_autograd(_backward_of_linear, setup_context=_save_linear)
+_grouped_linear_op.register_autograd(_backward_of_linear, setup_context=_save_linear)
 
 
 @torch.library.custom_op("tieline::sum_by_token", mutates_args=())
-def _sum(rows: Tensor, index_s: Tensor, n_tokens: int) -> Tensor:
+def _sum_by_token_op(rows: Tensor, index_s: Tensor, n_tokens: int) -> Tensor:
     return Slots(index_s, []).sum_by_token(rows.contiguous(), n_tokens)
 
 
-@_sum.register_fake
-def _sum_fake(rows, index_s, n_tokens):
+@_sum_by_token_op.register_fake
+def _fake_sum(rows, index_s, n_tokens):
     return rows.new_empty(n_tokens, rows.shape[1])
 
 
@@ -151,4 +152,4 @@ def _backward_of_sum(ctx, grad):
     return grad.index_select(0, ctx.saved_tensors[0][1]), None, None
 
 
-_sum.register_autograd(_backward_of_sum, setup_context=_save_sum)
+_sum_by_token_op.register_autograd(_backward_of_sum, setup_context=_save_sum)

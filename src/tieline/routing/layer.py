@@ -120,7 +120,7 @@ class MoE(nn.Module):
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Output of the layer."""
         weights = self.gate(self.router(x))
-        y = self.experts(_rows(x), _rows(weights)).view_as(x)
+        y = self.experts(_token_rows(x), _token_rows(weights)).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -140,7 +140,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """f(x)."""
-        flat = _rows(x)
+        flat = _token_rows(x)
         return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)
 
 
@@ -216,5 +216,6 @@ def check_fit(router: Router, experts: Experts) -> None:
     )
 
 
-def _rows(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:
+def _token_rows(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:
+    """All leading axes as one."""
     return x.reshape(-1, x.shape[-1])

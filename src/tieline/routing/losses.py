@@ -73,7 +73,7 @@ def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None)
 
     f_e is the share of all assignments that expert e got (no gradient), P_e = mean softmax(z)_e.
     """
-    assigned, tokens = _counts(weights, counts)
+    assigned, tokens = _batch_counts(weights, counts)
     share = (assigned / assigned.sum().clamp_min(1)).to(scores)
     probability = scores.softmax(dim=-1).flatten(0, -2).sum(dim=0) / tokens.to(scores)
     return scores.shape[-1] * (share * probability).sum()
@@ -81,7 +81,7 @@ def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None)
 
 def router_z_loss(scores: Scores, counts: Counts | None = None) -> Scalar:
     """Mean of (log Σ_e exp z_e)²: keeps logits small, where low precision is accurate."""
-    tokens = _counts(scores, counts).tokens.to(scores)
+    tokens = _batch_counts(scores, counts).tokens.to(scores)
     return scores.logsumexp(dim=-1).square().sum() / tokens
 
 
@@ -94,17 +94,17 @@ def boundary_loss(
     widens it otherwise. Plain descent at rate η with ε = softplus(θ) is stable iff
     η K'(ε*) (1 - e^{-ε*})² < 2.
     """
-    local, tokens = Counts.of(weights), _counts(weights, counts).tokens
+    local, tokens = Counts.of(weights), _batch_counts(weights, counts).tokens
     return epsilon * ((local.assigned.sum() - budget * local.tokens) / tokens).to(epsilon)
 
 
 def sparsity_loss(weights: Weights, counts: Counts | None = None) -> Scalar:
     """Mean over tokens of Σ_e |w_e|."""
-    tokens = _counts(weights, counts).tokens.to(weights)
+    tokens = _batch_counts(weights, counts).tokens.to(weights)
     return weights.abs().sum() / tokens
 
 
-def _counts(values: Tensor, counts: Counts | None) -> Counts:
+def _batch_counts(values: Tensor, counts: Counts | None) -> Counts:
     """Return the given counts, or count the values; raises without tokens."""
     require(bool(torch.is_floating_point(values)), f"expected floating values, got {values.dtype}")
     if counts is not None:
@@ -129,12 +129,12 @@ def collect_routing(model: nn.Module) -> Iterator[list[LayerRouting]]:
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, MoE):
-                hook = partial(_record, records, name, module)
+                hook = partial(_record_routing, records, name, module)
                 hooks.callback(module.gate.register_forward_hook(hook).remove)
         yield records
 
 
-def _record(
+def _record_routing(
     records: list[LayerRouting],
     name: str,
     layer: MoE,
@@ -142,6 +142,7 @@ def _record(
     inputs: tuple[Tensor, ...],
     weights: Tensor,
 ) -> None:
+    """Hook of a gate: keep scores and weights of a call."""
     if not is_recomputing():
         records.append(LayerRouting(name, layer, Routing(inputs[0], weights)))
 
@@ -149,7 +150,7 @@ def _record(
 def is_collected(layer: MoE) -> bool:
     """Whether an open `collect_routing` records the calls of this layer."""
     return any(
-        isinstance(hook, partial) and hook.func is _record
+        isinstance(hook, partial) and hook.func is _record_routing
         for hook in layer.gate._forward_hooks.values()
     )
 
@@ -190,6 +191,7 @@ def auxiliary_loss(
 
 
 def _check_graph(record: LayerRouting) -> None:
+    """Raise if a trainable router left no graph to its scores."""
     trainable = any(p.requires_grad for p in record.layer.router.parameters())
     require(
         record.routing.scores.requires_grad or not (trainable and torch.is_grad_enabled()),

@@ -60,7 +60,7 @@ class LinearRouter(Router):
 
     def __init__(self, d_model: int, n_experts: int, *, bias: bool = False) -> None:
         super().__init__(d_model, n_experts)
-        self.weight = _normal(n_experts, d_model, fan_in=d_model)
+        self.weight = _normal_parameter(n_experts, d_model, fan_in=d_model)
         self.bias = nn.Parameter(torch.zeros(n_experts)) if bias else None
 
     def score(self, x: Tokens) -> Scores:
@@ -102,15 +102,17 @@ class CosineRouter(Router):
         )
         require(d_proj is None or d_proj >= 1, f"d_proj must be >= 1, got {d_proj}")
         dim = d_model if d_proj is None else d_proj
-        self.projection = None if d_proj is None else _normal(d_proj, d_model, fan_in=d_model)
-        self.weight = _normal(n_experts, dim, fan_in=dim)
+        self.projection = (
+            None if d_proj is None else _normal_parameter(d_proj, d_model, fan_in=d_model)
+        )
+        self.weight = _normal_parameter(n_experts, dim, fan_in=dim)
         self.temperature, self.tau = temperature, tau
 
     def score(self, x: Tokens) -> Scores:
         """Normalised product over the temperature."""
         embedded = x if self.projection is None else F.linear(x, self.projection)
-        expert = _normalised(self.weight, self.tau[0])
-        return F.linear(_normalised(embedded, self.tau[1]), expert) / self.temperature
+        expert = _over_norm(self.weight, self.tau[0])
+        return F.linear(_over_norm(embedded, self.tau[1]), expert) / self.temperature
 
     def extra_repr(self) -> str:
         """Dimensions, temperature and perturbation."""
@@ -142,9 +144,11 @@ class QuadraticRouter(Router):
         require(kind in ("full", "partial"), f"kind must be 'full' or 'partial', got {kind!r}")
         require(rank is None or 1 <= rank <= d_model, f"need 1 <= rank <= D, got {rank=}")
         shape = (n_experts, d_model, d_model if rank is None else rank)
-        self.left = _normal(*shape, fan_in=d_model)
-        self.right = None if rank is None else _normal(*shape, fan_in=d_model)
-        self.linear = _normal(n_experts, d_model, fan_in=d_model) if kind == "full" else None
+        self.left = _normal_parameter(*shape, fan_in=d_model)
+        self.right = None if rank is None else _normal_parameter(*shape, fan_in=d_model)
+        self.linear = (
+            _normal_parameter(n_experts, d_model, fan_in=d_model) if kind == "full" else None
+        )
         self.constant = nn.Parameter(torch.zeros(n_experts))
 
     @property
@@ -164,11 +168,12 @@ class QuadraticRouter(Router):
         return quadratic + F.linear(x, linear, self.constant)
 
 
-def _normal(*shape: int, fan_in: int) -> nn.Parameter:
+def _normal_parameter(*shape: int, fan_in: int) -> nn.Parameter:
+    """A parameter of N(0, 1 / fan_in) entries."""
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-def _normalised(v: Float[Tensor, "*batch dim"], tau: float) -> Float[Tensor, "*batch dim"]:
+def _over_norm(v: Float[Tensor, "*batch dim"], tau: float) -> Float[Tensor, "*batch dim"]:
     """V / (‖v‖ + τ), 0 for v = 0; the norm's derivative at 0 is taken as 0."""
     zero = (v == 0).all(dim=-1, keepdim=True)
     norm = torch.linalg.vector_norm(v.masked_fill(zero, 1), dim=-1, keepdim=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.analysis.zoo import small_audit
-from tieline.analysis.audit import judge, tolerated
+from tieline.analysis.audit import judge_precisions, tolerated
 from tieline.core.statistics import Estimate
 
 GROUPS = 8
@@ -20,7 +20,7 @@ def tolerance(row, sequences=GROUPS):
 
 
 def test_formats_are_sorted_into_those_tolerated_and_those_not():
-    found = judge([row("router bf16", 1e-5), row("router int4", 0.5, 0.25)], GROUPS)
+    found = judge_precisions([row("router bf16", 1e-5), row("router int4", 0.5, 0.25)], GROUPS)
     assert found.kind == "some"
     assert (found.tolerated, found.smallest) == (("router bf16",), "router bf16")
     assert (found.refused, found.worst) == (("router int4",), "router int4")
@@ -32,14 +32,14 @@ def test_a_loss_that_rises_is_harm_even_at_a_small_kl():
     assert tolerance(row("router bf16", 1e-5)) == "yes"
     assert tolerance(row("router bf16", 1e-5, 0.01)) == "no"
     assert tolerance(row("router bf16", 0.01, -0.01)) == "no"
-    assert judge([row("router bf16", 0.01)], GROUPS).kind == "none"
-    assert judge([row("router bf16", 1e-5)], GROUPS).kind == "all"
+    assert judge_precisions([row("router bf16", 0.01)], GROUPS).kind == "none"
+    assert judge_precisions([row("router bf16", 1e-5)], GROUPS).kind == "all"
 
 
 def test_the_whole_model_stands_for_all_its_formats():
-    found = judge([row("router bf16", 1e-5), row("model int4", 0.1)], GROUPS)
+    found = judge_precisions([row("router bf16", 1e-5), row("model int4", 0.1)], GROUPS)
     assert found.whole_model == "model int4"
-    assert judge([row("score noise 0.02", 0.1)], GROUPS).kind == "not run"
+    assert judge_precisions([row("score noise 0.02", 0.1)], GROUPS).kind == "not run"
 
 
 def test_a_cost_whose_interval_holds_the_limit_is_unclear():
@@ -48,5 +48,5 @@ def test_a_cost_whose_interval_holds_the_limit_is_unclear():
     assert tolerance(row("router bf16", 8e-4, error=1e-5)) == "yes"
     assert tolerance(row("router bf16", 2e-3, error=1e-4)) == "no"
     assert tolerance(row("router bf16", 1e-9, error=None), 1) == "unclear"  # a single sequence
-    found = judge([near, row("router int4", 0.5)], GROUPS)
+    found = judge_precisions([near, row("router int4", 0.5)], GROUPS)
     assert (found.kind, found.unclear, found.tolerated) == ("none", ("router bf16",), ())

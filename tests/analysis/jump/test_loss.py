@@ -7,7 +7,7 @@ import torch
 
 from tests.analysis.walls import watched
 from tests.models.tiny import CHOSEN, batch, lively, tiny_model
-from tieline.analysis.jump import JumpSettings, loss_changes, measure_jumps, with_losses
+from tieline.analysis.jump import JumpSettings, jumps_with_losses, loss_changes, measure_jumps
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.router_call import Choice, override_choice
 
@@ -52,8 +52,8 @@ def test_losses_are_put_beside_their_tokens_and_last_tokens_are_left_out():
     settings = JumpSettings(near=24, random=0)
     with torch.inference_mode():
         jumps = measure_jumps(model, trace, sampler, settings)[0].value
-        found = with_losses(model, trace, trace.layers[0], jumps, swaps=6, batch_size=4)
-        every = with_losses(model, trace, trace.layers[0], jumps, swaps=99, batch_size=4)
+        found = jumps_with_losses(model, trace, trace.layers[0], jumps, swaps=6, batch_size=4)
+        every = jumps_with_losses(model, trace, trace.layers[0], jumps, swaps=99, batch_size=4)
     known = [loss for loss in found.near.losses if loss is not None]
     assert len(known) == found.loss.swaps == 6
     assert found.loss.mean.value == pytest.approx(sum(known) / 6)
@@ -70,7 +70,7 @@ def test_a_sample_of_last_tokens_has_no_loss():
     trace, sampler = watched(model, [batch(2, 1)], near=2)
     with torch.inference_mode():
         jumps = measure_jumps(model, trace, sampler, JumpSettings(near=2))[0].value
-        assert with_losses(model, trace, trace.layers[0], jumps, 4, 4) is jumps
+        assert jumps_with_losses(model, trace, trace.layers[0], jumps, 4, 4) is jumps
 
 
 def test_a_model_without_logits_is_refused():

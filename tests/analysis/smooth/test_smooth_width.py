@@ -3,8 +3,8 @@
 import pytest
 
 from tieline import TielineError
-from tieline.analysis.repair import RepairRow, RepairTable
 from tieline.analysis.smooth import chosen_scale
+from tieline.analysis.smooth_repair import RepairRow, RepairTable
 from tieline.core.statistics import Estimate
 from tieline.measure.flips import flip_reduction
 from tieline.run.calibration import noise_perturbation

@@ -12,7 +12,7 @@ import torch
 from tests.report.zoo import make_inspection
 from tieline import __version__
 from tieline.analysis import inspect as analysis
-from tieline.analysis.findings import metric_names
+from tieline.analysis.inspect_findings import inspection_metric_names
 from tieline.analysis.settings import InspectSettings
 from tieline.core.errors import TielineError
 from tieline.trace import load_trace
@@ -76,7 +76,7 @@ def test_the_json_is_the_inspection_and_its_metrics_are_known(done):
     assert read["provenance"]["seed"] == 3
     assert read["provenance"]["text"]["source"] == "words.md"
     assert len(read["measures"]["layers"]) == 3
-    assert set(read["metrics"]) == metric_names(loss_jumps=False)
+    assert set(read["metrics"]) == inspection_metric_names(loss_jumps=False)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_what_flips_do_to_the_loss_is_measured_on_request(run):
     code, out, err = run("inspect", "--tokens", "64", "--loss-jumps", "--json", "--layers", "2")
     assert code == 0, err
     read = json.loads(out)
-    assert set(read["metrics"]) == metric_names(loss_jumps=True)
+    assert set(read["metrics"]) == inspection_metric_names(loss_jumps=True)
     assert read["jumps"][0]["value"]["loss"]["swaps"] > 0
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.repair import repair_tables
 from tieline.analysis.smooth import Calibration
+from tieline.analysis.smooth_repair import repair_tables
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.frontier import least_kl, measure_points
 from tieline.lab.settings import FrontierSettings

@@ -7,7 +7,7 @@ from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLa
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks, LayerWalk
 from tieline.lab.tropical.pictures import slice_router
 from tieline.measure.boundary import margin_tail
-from tieline.measure.measure_records import Measurement
+from tieline.measure.measure_settings import Measurement
 
 TOKENS = ("a$b", "<b>", "\x00")
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.measure.problems import chosen_sets
 from tieline.measure.boundary import gap_density
-from tieline.measure.flips import flip_probability, logit_view, noisy_gap, population_flips
+from tieline.measure.flips import flip_probability, noisy_gap, population_flips
+from tieline.measure.logit_view import logit_view
 from tieline.measure.measures import MeasureSettings, measure_layer
 
 pytestmark = pytest.mark.slow

@@ -6,12 +6,12 @@ import torch
 
 from tests.analysis.attribution import test_attribution as runs
 from tests.analysis.planted import renumbered, without_scores
-from tests.analysis.test_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
+from tests.analysis.test_inspect_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_serving, make_trace
 from tieline.analysis.attribution import Expected, judge_size
-from tieline.analysis.audit import judge as judge_precision
+from tieline.analysis.audit import judge_precisions
 from tieline.analysis.audit_records import (
     NeverHit,
     PerturbationEffect,
@@ -27,12 +27,12 @@ from tieline.analysis.diff_records import (
     ReplaySplit,
     SplitPart,
 )
-from tieline.analysis.findings import judge, observe
-from tieline.analysis.inspection import NoiseReport
+from tieline.analysis.inspect_findings import judge_routing, observe_routing
+from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.analysis.serving import Recommendation
 from tieline.core.statistics import Estimate, Share
-from tieline.measure.measure_records import Measurement, MeasureSettings
+from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.measure.measures import measure
 from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import notes, remedy_sentences
@@ -48,7 +48,10 @@ SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 def judged(measures, jumps=(), serving=None):
     """An inspection of these measures and jumps."""
     result = make_inspection()
-    facts = {"judgement": judge(measures, jumps, serving), "observations": observe(measures, jumps)}
+    facts = {
+        "judgement": judge_routing(measures, jumps, serving),
+        "observations": observe_routing(measures, jumps),
+    }
     facts |= {"noise": NoiseReport((), "not measured: this needs the model"), "serving": serving}
     return replace(result, measures=measures, jumps=jumps, calibration=(), **facts)
 
@@ -192,7 +195,7 @@ def effect(name, kl, loss=0.0, error=0.0, **changes):
 def audited(*rows, sequences=8, **changes):
     """An audit of these rows."""
     facts = {
-        "judgement": judge_precision(rows, sequences),
+        "judgement": judge_precisions(rows, sequences),
         "layers": ("a", "b"),
         "tokens": 4096,
         "sequences": sequences,

@@ -54,11 +54,11 @@ def train(
     require(not every, "--all is for --list")
     require(recipe is not None, "name a recipe; `tieline train --list` shows them")
     with progress_bars(first="loading the libraries"):
-        from tieline.analysis.sources import quiet_transformers
         from tieline.core.processes import FirstRankError
         from tieline.lab import training
         from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config
+        from tieline.models.running import quiet_transformers
     quiet_transformers()
     config = recipe_config(str(recipe), settings.seed)
     with progress_bars(first="loading the data") as progress:

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 import torch
 
-from tieline.analysis.linear import linear_choice, linear_weights, router_offset
+from tieline.analysis.linear_routers import linear_choice, linear_weights, router_offset
 from tieline.core.errors import require
 from tieline.core.settings import takes_settings
 from tieline.lab.on_model.subject import Progress

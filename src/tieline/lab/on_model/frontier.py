@@ -23,8 +23,13 @@ from typing import ClassVar, Literal, NamedTuple, Unpack
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.repair import REPAIR_PERTURBATIONS, RepairRow, RepairTable, repair_tables
 from tieline.analysis.smooth import SCALES, Calibration, TextSplit, split_text
+from tieline.analysis.smooth_repair import (
+    REPAIR_PERTURBATIONS,
+    RepairRow,
+    RepairTable,
+    repair_tables,
+)
 from tieline.core.errors import UnsupportedModelError
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings

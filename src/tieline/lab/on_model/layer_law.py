@@ -28,11 +28,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.smooth import SCALES, Calibration
-from tieline.analysis.swap import Block, BlockCall, Rows, block_of
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
 from tieline.lab.on_model.subject import Progress
 from tieline.measure.boundary import gap_density
+from tieline.models.routed_block import Block, BlockCall, Rows, block_of
 from tieline.models.router_call import Choice, read_output
 from tieline.models.running import forward
 from tieline.models.selection import at_least_single, column_weights, select

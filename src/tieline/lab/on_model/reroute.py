@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.sources import save_model
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result
@@ -39,6 +38,7 @@ from tieline.models.changes import changes_of
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
 from tieline.models.model import Model, ModelSource
+from tieline.models.model_folder import save_model
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router

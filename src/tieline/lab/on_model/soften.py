@@ -27,7 +27,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.swap import Block, BlockSampler, block_of, recorded_choice, swapped_choice
+from tieline.analysis.jump_samples import BlockSampler
+from tieline.analysis.swapped_choice import recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import require_setting, takes_settings
 from tieline.core.statistics import (
@@ -50,11 +51,12 @@ from tieline.lab.on_model.soften_walls import (
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
-from tieline.measure.measures import scored
+from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
 from tieline.models.model import Model, ModelSource
+from tieline.models.routed_block import Block, block_of
 from tieline.models.router_call import experts_of, override_choice
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth_router import plan_layers
@@ -213,7 +215,7 @@ class _SoftenRun:
     def softening(self, cost: float) -> Softening:
         """Soften every layer by itself, then all of them."""
         sample = self._sample
-        layers = [layer for layer in sample.trace.layers if scored(layer) == "ok"]
+        layers = [layer for layer in sample.trace.layers if gap_status(layer) == "ok"]
         require(bool(layers), "no layer has a choice that could be softened")
         gradients = self._gradients(layers)
         pairs = [self._layer(layer, gradients) for layer in layers]

@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tieline.analysis.sources import save_model
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.settings import takes_settings
@@ -25,6 +24,7 @@ from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.model import Model, ModelSource, load_dense
+from tieline.models.model_folder import save_model
 from tieline.models.running import batches, forward, only_running
 from tieline.run.corpus import as_text, tokenise
 

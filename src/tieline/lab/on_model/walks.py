@@ -1,6 +1,6 @@
 """When the tokens of a model first change their experts under a random walk of their states.
 
-The model runs a piece of text clean and with every number rounded (`analysis.own_noise`), which
+The model runs a piece of text clean and with every number rounded (`analysis.rounded_runs`), which
 gives, layer by layer,
 
     Σ      E[Δx Δxᵀ], Δx the change of the router's input: not a multiple of the identity
@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.analysis.linear import linear_choice, linear_weights
-from tieline.analysis.own_noise import PRECISION, rounded_runs
+from tieline.analysis.linear_routers import linear_choice, linear_weights
+from tieline.analysis.rounded_runs import PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
@@ -27,8 +27,8 @@ from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject
 from tieline.lab.settings import SubjectOptions, WalksSettings
-from tieline.measure.flips import logit_view
-from tieline.measure.measure_records import Measurement
+from tieline.measure.logit_view import logit_view
+from tieline.measure.measure_settings import Measurement
 from tieline.models.demo import DEMO
 from tieline.models.model import ModelSource
 from tieline.trace.record import LayerTrace

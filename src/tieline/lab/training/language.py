@@ -28,12 +28,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tieline.analysis.sources import save_model
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
 from tieline.lab.attention.in_models import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.lab.training.text_data import Stream, TextStreams, Windows, load_streams
+from tieline.models.model_folder import save_model
 from tieline.models.smooth import smooth_
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe

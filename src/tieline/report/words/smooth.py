@@ -1,7 +1,7 @@
 """Sentences of a smoothed model: its verdict, and what smoothing repairs and costs."""
 
-from tieline.analysis.repair import Latency, Repair, RepairRow
 from tieline.analysis.settings import SERVED
+from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.report.words.numbers import decimal, finite, percent, signed, significant
 from tieline.report.words.serving import advice, headline
 

@@ -5,7 +5,8 @@ import torch
 
 from tests.analysis.walls import watched
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.swap import BlockCall, block_of, recorded_choice
+from tieline.analysis.swapped_choice import recorded_choice
+from tieline.models.routed_block import BlockCall, block_of
 from tieline.models.router_call import Choice, override_choice
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.effects import LocalEffects, chosen_mask
+from tieline.analysis.local_effects import LocalEffects, chosen_mask
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
 from tieline.models.router_call import read_output

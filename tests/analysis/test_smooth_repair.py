@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
+from tieline.analysis.smooth_repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
 from tieline.core.errors import ShapeError, TielineError
 from tieline.core.records import to_plain
 from tieline.core.statistics import kl_divergence, next_token_losses

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import seeds
 from tieline.core.errors import TielineError
-from tieline.measure.load import coalitions, expert_load, load_from_counts
+from tieline.measure.expert_load import coalitions, expert_load, load_from_counts
 
 
 def choices(seed, tokens, k, experts):

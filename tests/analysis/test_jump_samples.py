@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.analysis.walls import sampled, watched
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.swap import BlockCall, BlockSampler, Rows, _Pool, block_of
+from tieline.analysis.jump_samples import BlockSampler, _Pool
+from tieline.models.routed_block import BlockCall, Rows, block_of
 from tieline.run.observers import BlockSite, observing, sites_of
 from tieline.run.plan import Pass
 from tieline.run.recorder import RouteRecorder

@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.effects import FullEffects, audit_phase, serving_effect
-from tieline.analysis.inspection import NoiseReport, OwnNoise
+from tieline.analysis.full_effects import FullEffects, audit_phase, serving_effect
+from tieline.analysis.inspect_records import NoiseReport, OwnNoise
 from tieline.analysis.serving import Serving, served_rounding
 from tieline.core.errors import NoLogitsError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
-from tieline.measure.measures import scored
+from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
@@ -184,7 +184,7 @@ def noise_report(runs: RoundedRuns) -> NoiseReport:
         layers = [
             _layer_noise(clean, rounded, documents, runs.precision)
             for clean, rounded in zip(runs.clean.layers, runs.rounded.layers, strict=True)
-            if scored(clean) == "ok"
+            if gap_status(clean) == "ok"
         ]
     return NoiseReport(tuple(layers))
 
@@ -227,6 +227,7 @@ def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
 def _layer_noise(
     clean: LayerTrace, rounded: LayerTrace, documents: Tensor, precision: str
 ) -> OwnNoise:
+    """Size of the noise of one layer, its flips and the orders of ties at it."""
     k = clean.facts.k
     before, after = (by_expert(layer) for layer in (clean, rounded))
     change = (after - before).gather(1, clean.experts[:, k - 1 : k + 1].long())

@@ -8,8 +8,8 @@ linear_choice     why a layer's choice is not the top k of its logits, or "ok"
 import torch
 from torch import Tensor, nn
 
-from tieline.measure.flips import logit_view
-from tieline.measure.measures import scored
+from tieline.measure.logit_view import logit_view
+from tieline.measure.measures import gap_status
 from tieline.models.emulate import logits_matrix
 from tieline.models.families import find_routers
 from tieline.models.spread import full_tensor
@@ -26,7 +26,7 @@ def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
         layer: the layer's trace.
         weights: what `linear_weights` found.
     """
-    status = scored(layer)
+    status = gap_status(layer)
     if status != "ok":
         return status
     if layer.smoothed:
@@ -47,9 +47,9 @@ def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     for layer in (layer for layer in trace.layers if layer.name in here):
         router = here[layer.name]
         matrix = logits_matrix(router)
-        if matrix is not None and layer.inputs is not None and scored(layer) == "ok":
+        if matrix is not None and layer.inputs is not None and gap_status(layer) == "ok":
             matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
-            if _explains(layer, matrix, router_offset(router, len(matrix))):
+            if _reproduces_logits(layer, matrix, router_offset(router, len(matrix))):
                 weights[layer.name] = matrix
     return weights
 
@@ -62,7 +62,7 @@ def router_offset(router: nn.Module, experts: int) -> Tensor | float:
     return full_tensor(bias.detach()).double().cpu()
 
 
-def _explains(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
+def _reproduces_logits(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
     """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
     some = take_tokens(layer, slice(PROBES))
     logits = logit_view(some).logits

@@ -10,7 +10,7 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.audit import audit
 from tieline.analysis.audit_records import PrecisionAudit
-from tieline.analysis.remedies import chosen_perturbations
+from tieline.analysis.audit_remedies import chosen_perturbations
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_
 from tieline.models.running import forward

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import poisson
 
 from tests.trace.zoo import make_trace
-from tieline.analysis.calibration import calibration_need, tokens_needed
+from tieline.analysis.calibration_need import calibration_need, tokens_needed
 from tieline.core.errors import TielineError
 from tieline.trace import summarise
 

@@ -1,21 +1,15 @@
-"""What people have at hand, turned into what the analyses work on.
+"""Reading what was saved, and telling what a name stands for.
 
-save_model     write a model and its tokenizer, whole or not at all
+load           a saved trace, summary or result
 source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
 read_routes    the trace in a folder or in a file of an engine
-load           a saved trace, summary or result
 """
 
-import sys
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers.utils import logging
+from typing import Literal
 
 from tieline.core.errors import TraceError, require
-from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.records import Result, read_result
-from tieline.core.settings import require_setting
 from tieline.trace.readers import SUFFIXES, import_trace, recognise
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
@@ -24,45 +18,6 @@ from tieline.trace.summary import RoutingSummary
 
 ROUTE_FIELDS = (b"routed_experts", b"moe_topk_indices", b"top_indices")
 """Names of fields that tell routes in JSON from a result."""
-
-
-def quiet_transformers() -> None:
-    """Silence warnings of transformers, and its progress bars off a terminal, for commands."""
-    logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-
-
-def save_model(
-    folder: str | Path, model: Any, tokenizer: Any, *, overwrite: bool = False, **texts: str
-) -> None:
-    """Save a model in a folder, which is complete or absent.
-
-    Args:
-        folder: the folder to make.
-        model: a model of transformers; None is refused.
-        tokenizer: its tokenizer, or None.
-        overwrite: whether a folder that holds a model may be replaced; another is only if empty.
-        texts: further files by name, with "_" for "-" and without their suffix .json.
-    """
-    require(model is not None, "this result was read from a file: it has no model to save")
-    _check_model_folder(Path(folder), overwrite)
-    with whole_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
-        model.save_pretrained(half)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(half)
-        for name, text in texts.items():
-            (half / f"{name.replace('_', '-')}.json").write_text(text)
-
-
-def _check_model_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that cannot be made, or that may not be replaced."""
-    check_folder(folder)
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    message = "{folder} is not empty: choose another folder or add {overwrite}"
-    require_setting(overwrite, message, folder=folder)
-    require(holds_model(folder), f"{folder} holds something else than a model: it is not replaced")
 
 
 def source_kind(name: str | Path) -> Literal["result", "trace", "file", "model"]:

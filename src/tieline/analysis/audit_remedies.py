@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
-from tieline.analysis.effects import Divergences
-from tieline.analysis.serving import replay_bytes as layer_bytes
-from tieline.analysis.smooth import NOISE, Calibration, smoothing_record
+from tieline.analysis.full_effects import Divergences
+from tieline.analysis.serving import replay_bytes
+from tieline.analysis.smooth import NOISE, Calibration
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
@@ -38,7 +38,7 @@ from tieline.models.families import family_of
 from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.replay import replay
 from tieline.models.running import forward, only_running
-from tieline.models.smooth import Smoothing, smoothed_routers
+from tieline.models.smooth import Smoothing, smoothed_routers, smoothing_record
 from tieline.models.smooth_router import GateName
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
@@ -163,7 +163,7 @@ class RemedyRuns:
         self._impossible: list[str] = []
         forms = self._allowed("smoothing", lambda: smoothed_forms(runner, calibration))
         self._forms: list[SmoothedForm] = forms or []
-        self._replay_bytes = self._allowed("replay", lambda: replay_bytes(routes)) or {}
+        self._replay_bytes = self._allowed("replay", lambda: replay_bytes_by_weights(routes)) or {}
         self._repaired = {
             (remedy, perturbation.name): pair
             for perturbation, condition in conditions.items()
@@ -261,7 +261,7 @@ class RemedyRuns:
         Args:
             batches: all batches that were run, by any process.
         """
-        k = _mean_k(self._model)
+        k = _mean_chosen_experts(self._model)
         effects = partial(self._effects, batches)
         spent = None if self._runner.streamed else 1.0
         rows = [Remedy(NOTHING, "nothing", UNMOVED, k, spent, 0, {}, effects(NOTHING))]
@@ -307,6 +307,7 @@ class RemedyRuns:
 
 
 def _keeping_routers(condition: Condition, routers: Sequence[str]) -> Repaired:
+    """The two runs that keep these routers in float32."""
     kept = replace(condition, kept=tuple(routers))
     return Repaired(kept, kept.again(), kept)
 
@@ -319,7 +320,7 @@ def _zero_kl(batches: Sequence[Ids]) -> Estimate:
     return sums.mean()
 
 
-def replay_bytes(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[ChoiceMode, int]:
+def replay_bytes_by_weights(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[ChoiceMode, int]:
     """Return the bytes per token that a replay sends, by its weights.
 
     Args:
@@ -331,12 +332,13 @@ def replay_bytes(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[ChoiceMode,
             not layers[0].smoothed,
             f"layer {name!r} is smoothed: it uses other numbers of experts than a record has",
         )
-        sizes["live"] += layer_bytes(layers[0], weights=False)
-        sizes["recorded"] += layer_bytes(layers[0])
+        sizes["live"] += replay_bytes(layers[0], weights=False)
+        sizes["recorded"] += replay_bytes(layers[0])
     return sizes
 
 
-def _mean_k(model: nn.Module) -> float:
+def _mean_chosen_experts(model: nn.Module) -> float:
+    """Experts that routers choose, mean over layers."""
     counts = []
     for router in modular_routers(model).values():
         family = family_of(router)

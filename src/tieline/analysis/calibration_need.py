@@ -97,10 +97,11 @@ def calibration_need(
         least: tokens that each expert shall have.
         confidence: probability that all experts of a layer have them.
     """
-    return most_first(_need(layer, least, confidence) for layer in routing.layers)
+    return neediest_first(_layer_need(layer, least, confidence) for layer in routing.layers)
 
 
-def _need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
+def _layer_need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
+    """The need of a layer of a trace or of a summary."""
     if hasattr(layer, "experts"):
         ids = layer.experts[:, : layer.facts.k].numpy().ravel()
         load, tokens = np.bincount(ids, minlength=layer.facts.n_experts), len(layer.experts)
@@ -109,7 +110,7 @@ def _need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
     return tokens_needed(layer.name, load, tokens, least, confidence)
 
 
-def most_first(needs: Iterable[CalibrationNeed]) -> tuple[CalibrationNeed, ...]:
+def neediest_first(needs: Iterable[CalibrationNeed]) -> tuple[CalibrationNeed, ...]:
     """The needs of layers, the most demanding first."""
     infinite = math.inf
     return tuple(

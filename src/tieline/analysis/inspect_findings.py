@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     Harm,
     JumpMeasures,
     LayerJumps,
@@ -33,7 +33,7 @@ from tieline.analysis.inspection import (
 )
 from tieline.analysis.serving import SERVED_METRICS, Serving, recommend, served_rounding
 from tieline.core.statistics import Share, clustered_share
-from tieline.measure.measure_records import MeasureSettings
+from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import LayerMeasures, ModelRate, RoutingMeasures
 
 MOST = 0.5
@@ -48,7 +48,9 @@ FEW_TOKENS = 4096
 SEVERITIES: dict[Severity, int] = {"warning": 0, "notice": 1, "info": 2}
 
 
-def metrics(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> dict[str, float]:
+def inspection_metrics(
+    measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]
+) -> dict[str, float]:
     """The numbers by name; those that the trace cannot answer are absent."""
     model = measures.model
     numbers: dict[str, float | None] = {}
@@ -68,7 +70,7 @@ def metrics(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> dict[st
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def metric_names(
+def inspection_metric_names(
     loss_jumps: bool = False, settings: MeasureSettings | None = None, serve: str = "bf16"
 ) -> set[str]:
     """Return every metric that an inspection with these settings can have.
@@ -95,6 +97,7 @@ def experts_per_token(layers: Sequence[LayerMeasures]) -> float:
 
 
 def _tie_rates(measures: RoutingMeasures) -> dict[str, float | None]:
+    """Share of tokens that tie after rounding, by format, mean over layers."""
     rates: dict[str, list[float]] = {}
     for layer in measures.layers:
         for row in layer.precision.value or ():
@@ -124,7 +127,7 @@ def leading_rate(measures: RoutingMeasures) -> ModelRate | None:
     return rates.get("bf16", rates.get(LEADING_SIGMA))
 
 
-def judge(
+def judge_routing(
     measures: RoutingMeasures, jumps: tuple[LayerJumps, ...], serving: Serving | None = None
 ) -> RoutingJudgement:
     """Judge what rounding does to the routing, and what to do.
@@ -160,60 +163,69 @@ def dangerous_share(layers: Sequence[JumpMeasures]) -> tuple[Share, Harm]:
     return share, "harmless" if (share.high or 0.0) < MOST else "unclear"
 
 
-def observe(measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]) -> tuple[Observation, ...]:
+def observe_routing(
+    measures: RoutingMeasures, jumps: tuple[LayerJumps, ...]
+) -> tuple[Observation, ...]:
     """Return everything worth knowing, most severe first; one observation for all layers."""
     observations = [
-        *_flips(measures),
-        *_jumps(jumps),
-        *_losses(jumps),
-        *_ties(measures.layers),
-        *_unused(measures.layers),
-        *_overloaded(measures.layers),
-        *_epsilons(measures.layers),
-        *_unanswered(measures.layers, jumps),
-        *_few_tokens(measures.layers),
+        *_observed_flips(measures),
+        *_observed_jumps(jumps),
+        *_observed_losses(jumps),
+        *_observed_ties(measures.layers),
+        *_observed_unused_experts(measures.layers),
+        *_observed_overload(measures.layers),
+        *_observed_epsilons(measures.layers),
+        *_observed_gaps_in_data(measures.layers, jumps),
+        *_observed_few_tokens(measures.layers),
     ]
     return tuple(sorted(observations, key=lambda x: SEVERITIES[x.severity]))
 
 
-def _flips(measures: RoutingMeasures) -> Iterator[Observation]:
+def _observed_flips(measures: RoutingMeasures) -> Iterator[Observation]:
+    """Flips by rounding in the worst layer, by other formats and by a low-precision product."""
     rates = measures.model.precision
-    yield from (_worst_layer(rate) for rate in rates if rate.name == "bf16")
+    yield from (_observed_worst_layer(rate) for rate in rates if rate.name == "bf16")
     others = [rate.any_layer.value or 0.0 for rate in rates if rate.name != "bf16"]
     if others:
         yield Observation("flips:formats", "info", max(others))
-    yield from _product_flips(measures.layers)
+    yield from _observed_product_flips(measures.layers)
     if not rates:
-        yield from map(_worst_layer, measures.model.noise)
+        yield from map(_observed_worst_layer, measures.model.noise)
 
 
-def _worst_layer(rate: ModelRate) -> Observation:
+def _observed_worst_layer(rate: ModelRate) -> Observation:
+    """The layer in which a perturbation flips most tokens."""
     low = 0.0 if rate.worst_share is None else rate.worst_share.low or 0.0
-    severity = _graded(low) if rate.name in ("bf16", LEADING_SIGMA) else "info"
+    severity = _flip_severity(low) if rate.name in ("bf16", LEADING_SIGMA) else "info"
     return Observation(
         "flips:worst", severity, rate.worst, rate.worst_layer, (rate.worst_layer,), rate.name
     )
 
 
-def _graded(share: float) -> Severity:
+def _flip_severity(share: float) -> Severity:
+    """How severe a share of flipped tokens is."""
     return "warning" if share >= WARN_FLIPS else "notice" if share >= NOTE_FLIPS else "info"
 
 
-def _product_flips(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_product_flips(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+    """Layers whose low-precision product flips many tokens."""
     products = {x.name: x.product.value for x in layers if x.product.value is not None}
     shares = {name: x.flip_emulated.value or 0.0 for name, x in products.items()}
-    names = _descending({name: share for name, share in shares.items() if share >= WARN_FLIPS})
+    names = _names_by_number({name: share for name, share in shares.items() if share >= WARN_FLIPS})
     if names:
         worst = names[0]
         source = products[worst].precision
         yield Observation("flips:product", "warning", shares[worst], worst, names, source)
 
 
-def _jumps(jumps: tuple[LayerJumps, ...]) -> Iterator[Observation]:
+def _observed_jumps(jumps: tuple[LayerJumps, ...]) -> Iterator[Observation]:
+    """Layers whose jumps at near-ties are dangerous, unclear or harmless."""
     layers = {layer.name: layer.value for layer in jumps if layer.value is not None}
     heights = {name: jump_height(value) for name, value in layers.items()}
     harms = {name: dangerous_share([value])[1] for name, value in layers.items()}
-    dangerous = _descending({n: heights[n] for n, harm in harms.items() if harm == "dangerous"})
+    dangerous = _names_by_number(
+        {n: heights[n] for n, harm in harms.items() if harm == "dangerous"}
+    )
     if dangerous:
         height = heights[dangerous[0]]
         yield Observation("jump:dangerous", "warning", height, dangerous[0], dangerous)
@@ -232,7 +244,8 @@ def jump_height(value: JumpMeasures) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def _losses(jumps: tuple[LayerJumps, ...]) -> Iterator[Observation]:
+def _observed_losses(jumps: tuple[LayerJumps, ...]) -> Iterator[Observation]:
+    """The layer in which swaps change the loss most."""
     losses = {layer.name: layer.value.loss for layer in jumps if layer.value}
     means = {n: x.mean.value for n, x in losses.items() if x and x.mean.value is not None}
     if means:
@@ -240,17 +253,19 @@ def _losses(jumps: tuple[LayerJumps, ...]) -> Iterator[Observation]:
         yield Observation("loss", "info", means[worst], worst, tuple(means))
 
 
-def _ties(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_ties(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+    """Layers with exact ties."""
     gaps = {x.name: x.gap.value for x in layers if x.gap.value is not None and x.gap.value.ties}
     shares = {name: gap.ties / gap.tokens for name, gap in gaps.items()}
-    names = _descending(shares)
+    names = _names_by_number(shares)
     if names:
         share = shares[names[0]]
         severity = "warning" if share >= WARN_TIES else "notice"
         yield Observation("ties", severity, share, names[0], names)
 
 
-def _unused(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_unused_experts(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+    """Layers with experts that no token, or hardly any, chose."""
     dead = tuple(layer.name for layer in layers if layer.load.dead)
     if dead:
         count = sum(len(layer.load.dead) for layer in layers)
@@ -261,14 +276,15 @@ def _unused(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
         yield Observation("cold", "info", float(count), None, cold)
 
 
-def _overloaded(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_overload(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+    """Layers with an overloaded expert."""
     loads = {x.name: x.load.busiest for x in layers if x.load.busiest >= BUSY and x.n_experts > x.k}
-    names = _descending(loads)
+    names = _names_by_number(loads)
     if names:
         yield Observation("load", "notice", loads[names[0]], names[0], names)
 
 
-def _epsilons(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_epsilons(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
     """Smallest and largest ε of k + ½ experts, by kind of score and k: ε has the score's units."""
     kinds: dict[tuple[str, int], dict[str, float]] = {}
     for layer in layers:
@@ -281,9 +297,10 @@ def _epsilons(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
         yield Observation("epsilon", "info", widths[low], low, names)
 
 
-def _unanswered(
+def _observed_gaps_in_data(
     layers: Sequence[LayerMeasures], jumps: tuple[LayerJumps, ...]
 ) -> Iterator[Observation]:
+    """What the trace cannot answer, with the number of layers."""
     reasons = Counter(f"gaps: {layer.gap.status}" for layer in layers if layer.gap.value is None)
     reasons.update(
         f"jumps: {layer.status}"
@@ -294,11 +311,12 @@ def _unanswered(
         yield Observation("gap", "notice", float(count), source=reason)
 
 
-def _few_tokens(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+def _observed_few_tokens(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:
+    """That the text is short."""
     if layers[0].tokens < FEW_TOKENS:
         yield Observation("tokens", "notice", float(layers[0].tokens))
 
 
-def _descending(numbers: dict[str, float]) -> tuple[str, ...]:
+def _names_by_number(numbers: dict[str, float]) -> tuple[str, ...]:
     """Names by their numbers, the largest first."""
     return tuple(sorted(numbers, key=lambda name: -numbers[name]))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.report.zoo import make_trace
-from tieline.analysis.findings import (
-    judge,
+from tieline.analysis.inspect_findings import (
+    inspection_metrics,
+    judge_routing,
     leading_rate,
-    metrics,
-    observe,
+    observe_routing,
 )
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     GapJumpTable,
     JumpMeasures,
     JumpSample,
@@ -55,7 +55,7 @@ HIGH, LOW = (0.3, 0.4, 0.9) * 24, (0.01, 0.02, 0.2) * 24
 
 
 def test_metrics_are_the_numbers_of_the_measures(measures):
-    found = metrics(measures, jumps_for(measures, HIGH, LOW, HIGH))
+    found = inspection_metrics(measures, jumps_for(measures, HIGH, LOW, HIGH))
     rates = {rate.name: rate for rate in (*measures.model.precision, *measures.model.noise)}
     for name in ("bf16", "int8", "0.01", "0.1"):
         assert found[f"flip@{name}"] == rates[name].mean.value
@@ -77,12 +77,12 @@ def test_metrics_are_the_numbers_of_the_measures(measures):
 
 def test_losses_are_averaged_over_the_layers(measures):
     some = jump_record("a", HIGH, (1.0, None, 3.0)), jump_record("b", LOW, (2.0, None, None))
-    assert metrics(measures, some)["loss"] == 2.0
+    assert inspection_metrics(measures, some)["loss"] == 2.0
 
 
 def test_without_jumps_their_metrics_are_absent(measures):
     none = tuple(LayerJumps(layer.name, None, "not measured: ...") for layer in measures.layers)
-    assert not {"jump", "jump:worst", "dangerous"} & set(metrics(measures, none))
+    assert not {"jump", "jump:worst", "dangerous"} & set(inspection_metrics(measures, none))
 
 
 def with_share(measures, share, low=None, high=None):
@@ -98,7 +98,7 @@ def with_share(measures, share, low=None, high=None):
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.001), (0.01, 0.03), (0.02, 0.5)])
 def test_the_judgement_names_the_share_of_the_routers_alone(measures, low, high):
     jumps = jumps_for(measures, HIGH, HIGH, HIGH)
-    judgement = judge(with_share(measures, (low + high) / 2, low, high), jumps)
+    judgement = judge_routing(with_share(measures, (low + high) / 2, low, high), jumps)
     assert judgement.kind == "top-k"
     assert judgement.cause == "bf16"
     assert (judgement.share.low, judgement.share.high) == (low, high)
@@ -108,25 +108,25 @@ def test_the_judgement_names_the_share_of_the_routers_alone(measures, low, high)
 
 def test_what_to_do_follows_from_the_precision_served(measures):
     costly = Serving("bf16", Estimate(0.1, 0.0), Estimate(0.5, 0.0), sequences=8)
-    assert judge(measures, (), costly).recommendation == recommend(costly)
+    assert judge_routing(measures, (), costly).recommendation == recommend(costly)
 
 
 def test_few_near_ties_do_not_tell_whether_they_are_harmless(measures):
     few = jumps_for(measures, HIGH[:3], LOW[:3], HIGH[:3])
-    (unclear,) = by_kind(observe(measures, few), "jump")
+    (unclear,) = by_kind(observe_routing(measures, few), "jump")
     assert unclear.case == "jump:unclear"
 
 
 def test_one_token_tells_nothing():
     first = select_tokens(make_trace(), slice(1))
-    share = judge(measure(first, SETTINGS), ()).share
+    share = judge_routing(measure(first, SETTINGS), ()).share
     assert share.high - share.low > 0.9
 
 
 def test_the_judgement_without_jumps_or_scores(measures):
-    assert judge(measures, ()).jump is None
+    assert judge_routing(measures, ()).jump is None
     bare = measure(make_trace(ids_only=True), SETTINGS)
-    assert judge(bare, ()).kind == "no scores"
+    assert judge_routing(bare, ()).kind == "no scores"
     assert leading_rate(bare) is None
 
 
@@ -142,7 +142,7 @@ def softmax_trace():
 def test_unknown_logits_are_judged_by_noise():
     found = measure(softmax_trace(), SETTINGS)
     assert leading_rate(found).name == "0.01"
-    flips = by_kind(observe(found, ()), "flips")
+    flips = by_kind(observe_routing(found, ()), "flips")
     assert [fact.source for fact in flips] == ["0.01", "0.1"]
 
 
@@ -151,14 +151,14 @@ def by_kind(found, kind):
 
 
 def test_the_gravest_come_first_with_their_numbers(measures):
-    found = observe(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
+    found = observe_routing(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
     ranks = [["warning", "notice", "info"].index(fact.severity) for fact in found]
     assert ranks == sorted(ranks)
     names = [layer.name for layer in measures.layers]
     worst = next(rate for rate in measures.model.precision if rate.name == "bf16")
     assert by_kind(found, "flips")[0].number == worst.worst
     other = (0.01, 0.2, 0.3, 0.4) * 24
-    mixed = by_kind(observe(measures, jumps_for(measures, LOW, other, LOW)), "jump")
+    mixed = by_kind(observe_routing(measures, jumps_for(measures, LOW, other, LOW)), "jump")
     assert [fact.severity for fact in mixed] == ["warning", "info"]
     high, low = by_kind(found, "jump")
     assert (high.case, high.number, high.severity) == ("jump:dangerous", 0.5, "warning")
@@ -191,7 +191,7 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
     graded = replace(measures, model=replace(measures.model, precision=rates))
     found = [
         finding
-        for finding in observe(graded, ())
+        for finding in observe_routing(graded, ())
         if finding.number == worst and finding.kind == "flips"
     ]
     assert [finding.severity for finding in found] == [severity]
@@ -199,12 +199,12 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
 
 def test_losses_are_those_of_the_layers_with_swaps(measures):
     record = jump_record(measures.layers[0].name, HIGH, (1.0, None, 3.0))
-    (loss,) = by_kind(observe(measures, (record,)), "loss")
+    (loss,) = by_kind(observe_routing(measures, (record,)), "loss")
     assert (loss.number, loss.layers) == (0.25, (measures.layers[0].name,))
 
 
 def test_busy_and_unused_experts_are_counted():
-    found = observe(measure(busy_trace(), SETTINGS), ())
+    found = observe_routing(measure(busy_trace(), SETTINGS), ())
     (busy,) = by_kind(found, "load")
     assert busy.number == pytest.approx(38.8)
     (dead,) = by_kind(found, "dead")
@@ -225,19 +225,19 @@ def busy_trace():
 
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
-    from tieline.measure.measure_records import Measurement
+    from tieline.measure.measure_settings import Measurement
     from tieline.measure.rounding import ProductFlips
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
     layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])
-    found = by_kind(observe(replace(measures, layers=layers), ()), "flips")
+    found = by_kind(observe_routing(replace(measures, layers=layers), ()), "flips")
     (fact,) = [x for x in found if x.case == "flips:product"]
     assert (fact.number, fact.severity, fact.source) == (0.025, "warning", "bf16")
     assert fact.layers == (measures.layers[0].name,)
 
 
 def test_no_kind_is_observed_once_per_layer(measures):
-    found = observe(measures, jumps_for(measures, HIGH, HIGH, HIGH))
+    found = observe_routing(measures, jumps_for(measures, HIGH, HIGH, HIGH))
     for kind in ("jump", "ties", "dead", "cold", "load", "loss"):
         assert len(by_kind(found, kind)) <= 1
     assert len(by_kind(found, "flips")) == 2  # bf16, and all other formats

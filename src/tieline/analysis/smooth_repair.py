@@ -24,7 +24,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.serving import Recommendation, Serving, served_rounding
-from tieline.analysis.sources import save_model
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
 from tieline.core.statistics import (
@@ -36,6 +35,7 @@ from tieline.core.statistics import (
 )
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
+from tieline.models.model_folder import save_model
 from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import Smoothing, recorded_smoothing, with_widths
 from tieline.run.condition import Condition, Perturbation
@@ -320,8 +320,8 @@ class RepairCounts(Observer):
         """The table of this form, of so many tokens and sequences."""
         return RepairTable(
             tuple(_repair_row(p, original.effects[p], self.effects[p]) for p in self.effects),
-            _layers_mean(original.experts),
-            _layers_mean(self.experts),
+            _mean_over_layers(original.experts),
+            _mean_over_layers(self.experts),
             {name: sums.mean().value or 0.0 for name, sums in self.experts.items()},
             self.loss.mean(),
             self.change.mean(),
@@ -466,6 +466,7 @@ def _smoothed_form(smoothed: nn.Module, widths: Mapping[str, float]) -> ModelFor
 
 
 def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
+    """The row of a perturbation, from the counts of both forms."""
     top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
     nothing = Estimate(None, None, "no KL after")
     factor = clustered_mean(top, bottom) if bool(bottom.sum() > 0) else nothing
@@ -484,7 +485,8 @@ def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> 
     )
 
 
-def _layers_mean(sums: dict[str, SequenceSums]) -> Estimate:
+def _mean_over_layers(sums: dict[str, SequenceSums]) -> Estimate:
+    """Mean of all layers together."""
     first, *others = sums.values()
     return first.joined(*others).mean()
 
@@ -517,7 +519,7 @@ def smoothing_latency(
                 forward((model, smoothed)[side], ids)
                 times[side, turn] = time.process_time() - start
     ratio, low, high = _median_ratio(times[:, warmup:])
-    names = _implementation(model), _implementation(smoothed)
+    names = _experts_implementation(model), _experts_implementation(smoothed)
     return Latency(ratio, low, high, rounds, ids.numel(), *names)
 
 
@@ -533,6 +535,7 @@ def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float
     return ratio, low, high
 
 
-def _implementation(model: nn.Module) -> str:
+def _experts_implementation(model: nn.Module) -> str:
+    """Name of the model's implementation of experts."""
     config = getattr(model, "config", None)
     return str(getattr(config, "_experts_implementation", None) or "eager")

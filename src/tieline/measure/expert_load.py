@@ -117,6 +117,7 @@ def _packed_members(members: Chosen, n_experts: int) -> Int[Tensor, "tokens word
 
 
 def _checked_ids(chosen: Chosen, n_experts: int) -> Chosen:
+    """Expert ids as int64; raises if there are none or one is out of range."""
     require(chosen.numel() > 0, "a load needs at least one token, got none", ShapeError)
     ids = chosen.long()
     low, high = int(ids.min()), int(ids.max())

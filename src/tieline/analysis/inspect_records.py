@@ -14,7 +14,7 @@ Inspection          everything: measures, jumps, text sample, verdict, findings,
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from tieline.analysis.calibration import CalibrationNeed
+from tieline.analysis.calibration_need import CalibrationNeed
 from tieline.analysis.serving import Recommendation, Serving
 from tieline.core.records import Result, short_repr
 from tieline.core.statistics import Estimate, Quantiles, Share
