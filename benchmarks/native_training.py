@@ -131,7 +131,7 @@ def main() -> None:
     if given.how is not None:
         from contextlib import nullcontext
 
-        from tieline.core.processes import is_parallel, join_processes
+        from tieline.core.collectives import is_parallel, join_processes
 
         with join_processes() if is_parallel() else nullcontext():
             work(given.how, given.shares, given.steps, given.place, given.out)

@@ -189,7 +189,7 @@ def load(model: Path, way: str, place: Path) -> None:
     """Load a model in this process, and write the peak of its memory to a file."""
     from contextlib import nullcontext
 
-    from tieline.core.processes import is_parallel, join_processes
+    from tieline.core.collectives import is_parallel, join_processes
     from tieline.models.model import Model
 
     with join_processes() if is_parallel() else nullcontext():

@@ -73,7 +73,7 @@ class Ranks:
 
 
 def _serve(rank, count, meeting, patience, pipe):
-    from tieline.core.processes import join_processes
+    from tieline.core.collectives import join_processes
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

@@ -137,14 +137,14 @@ MUTANTS: list[Mutant] = [
         "trace-4",
         "start = int(numbers.max()) + 1",
         "start = int(numbers.max())",
-        "trace/record/test_ops.py",
+        "trace/test_selection.py",
         "off by one: the last document of a part and the first of the next share a number",
     ),
     _m(
         "trace-5",
         "np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])",
         "np.multiply(near[row] - above.astype(np.int64) - 1, gap <= epsilon, out=orders[row])",
-        "trace/builder/test_chunk.py",
+        "trace/summary_builder/test_chunk.py",
         "a gap of exactly epsilon counts as a tie",
     ),
     _m(

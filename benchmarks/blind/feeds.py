@@ -16,7 +16,8 @@ from torch import Tensor
 
 import tieline as tl
 from benchmarks.blind.texts import Documents
-from tieline.trace.record import RoutingTrace, concatenate, select_tokens
+from tieline.trace.record import RoutingTrace
+from tieline.trace.selection import concatenate, select_tokens
 
 Feed = Callable[[Any, Documents], RoutingTrace]
 

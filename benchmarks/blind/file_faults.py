@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.blind.changes import Case, Change
-from tieline.trace.record import LayerTrace, RoutingTrace, select_tokens
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.selection import select_tokens
 
 
 def with_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:

@@ -332,7 +332,7 @@ class _Report:
 
 
 def test_results_show_themselves_by_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_report", lambda: _Report)
+    monkeypatch.setattr(records, "_report_room", lambda: _Report)
     shown: Any = TREE
     assert repr(shown) == "Tree: fine"
     assert shown._repr_html_() == "<table></table>"

@@ -30,15 +30,8 @@ from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.analysis.expert_matching import ExpertPermutation, have_equal_scores, match_experts
 from tieline.core.errors import TraceError, require
 from tieline.core.settings import TraceSettingError
-from tieline.trace.record import (
-    LayerTrace,
-    LazyLayers,
-    RoutingTrace,
-    check_layer,
-    select_layers,
-    select_tokens,
-    take_tokens,
-)
+from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, check_layer, take_tokens
+from tieline.trace.selection import select_layers, select_tokens
 
 
 class Pairing(NamedTuple):

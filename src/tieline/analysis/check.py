@@ -126,16 +126,16 @@ def check(
     require(bool(sources), "check takes at least one file, got none")
     tokens = token_documents(settings.tokens)
     reading = ReadOptions(**{**settings.reading, "tokens": tokens})
-    read = [_read(source, reading) for source in sources]
-    other = None if against is None else _read(against, reading)
+    read = [_checked_routes(source, reading) for source in sources]
+    other = None if against is None else _checked_routes(against, reading)
     loaded = None if model is None else Model.open(model, "check takes", device=settings.device)
     all_findings, compared = [], 0
     for source_routes in read:
-        own_findings = _own_findings(source_routes, n_experts)
+        own_findings = _file_findings(source_routes, n_experts)
         if other is not None:
             own_findings += compare(source_routes, other, n_experts)
         if loaded is not None:
-            own_findings, count = _against_model(source_routes, own_findings, loaded.module)
+            own_findings, count = _model_findings(source_routes, own_findings, loaded.module)
             compared += count
         all_findings += [replace(finding, file=source_routes.name) for finding in own_findings]
     order = ("unsound", "suspicious", "note")
@@ -150,7 +150,7 @@ def check(
     )
 
 
-def _own_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
+def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     """What the routes themselves show; a repeated row is named once, by its likely cause."""
     repeated = repetitions(routes, n_experts)
     named = any(finding.kind == "repeated-rows" for finding in repeated)
@@ -160,7 +160,7 @@ def _own_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     return [x for x in plain if not (named and x.kind == "repeated-rows")] + repeated
 
 
-def _read(source: Any, options: ReadOptions) -> Routes:
+def _checked_routes(source: Any, options: ReadOptions) -> Routes:
     """Routes of anything, also of folders of our own."""
     if isinstance(source, str | Path) and (Path(source) / "tieline.json").is_file():
         return routes_of_trace(load_trace(source), str(source))
@@ -174,6 +174,7 @@ def _read(source: Any, options: ReadOptions) -> Routes:
 
 
 def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
+    """Sizes, format and reader notes of one file."""
     table = route_table(routes, n_experts)
     rows, layers, k = routes.experts.shape
     return CheckedFile(
@@ -190,7 +191,7 @@ def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
     )
 
 
-def _against_model(
+def _model_findings(
     routes: Routes, own_findings: Sequence[RouteFinding], model: Any
 ) -> tuple[list[RouteFinding], int]:
     """Findings with those of a comparison with the model's own routes, and the tokens compared."""
@@ -198,7 +199,7 @@ def _against_model(
         return list(own_findings), 0  # there is nothing to compare
     reference = model_routes(routes, model)
     experts = reference.n_experts
-    again = _own_findings(routes, experts) if routes.n_experts is None else list(own_findings)
+    again = _file_findings(routes, experts) if routes.n_experts is None else list(own_findings)
     return again + compare(routes, reference, experts), len(reference.experts)
 
 
@@ -237,13 +238,14 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
             numbers.append(int(number))
             kept.append(tokens[rows])
             used += len(rows)
-    trace = _run(model, kept)
+    trace = _routed_by_model(model, kept)
     reference = routes_of_trace(trace, "the model")
     assert reference.documents is not None
     return replace(reference, documents=np.array(numbers)[reference.documents])
 
 
-def _run(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:
+def _routed_by_model(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:
+    """Trace of a model's routers on token ids, refusing ids that it does not have."""
     size = model.get_input_embeddings().num_embeddings
     for ids in documents:
         inside = int(ids.max()) < size

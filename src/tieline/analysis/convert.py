@@ -17,8 +17,9 @@ from tieline.core.files import check_target
 from tieline.core.records import Result
 from tieline.core.settings import require_setting, takes_settings
 from tieline.trace.readers import import_trace, routes_of_trace
-from tieline.trace.record import RoutingTrace, select_tokens
+from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repeated_rows
+from tieline.trace.selection import select_tokens
 from tieline.trace.store import folder_kind, load_trace, merge_folders
 from tieline.trace.writers import FORMS, export
 
@@ -101,7 +102,7 @@ def convert(
     )
     if form != "trace":
         check_target(Path(output))
-    trace = _read(source, settings.reading)
+    trace = _trace_to_convert(source, settings.reading)
     read_tokens = trace.n_tokens
     trace = trace if settings.drop is None else _without_warm_up(trace, str(source))
     export(trace, output, form, layers=settings.model_layers, overwrite=settings.overwrite)
@@ -127,7 +128,7 @@ def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
     return select_tokens(trace, torch.from_numpy(~repeated)) if repeated.any() else trace
 
 
-def _read(source: str | Path, options: dict[str, Any]) -> RoutingTrace:
+def _trace_to_convert(source: str | Path, options: dict[str, Any]) -> RoutingTrace:
     """Read a trace from its folder, or from a file of routes."""
     require(Path(source).exists(), f"no such file or folder: {source}", TraceError)
     if not (Path(source) / "tieline.json").is_file():

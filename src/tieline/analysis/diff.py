@@ -51,7 +51,8 @@ from tieline.run.processes import Ranks
 from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
-from tieline.trace.record import RoutingTrace, token_sequences
+from tieline.trace.record import RoutingTrace
+from tieline.trace.selection import token_sequences
 
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""

@@ -19,7 +19,7 @@ from tieline.run.observers import BlockSite, Observer, Rerun, Site
 from tieline.run.plan import Pass
 from tieline.run.processes import Ranks
 from tieline.run.recorder import RouteRecorder
-from tieline.trace.record import SPAN, token_hash
+from tieline.trace.summary import SPAN, token_hash
 
 PerToken = Float[Tensor, " tokens"]
 Places = Int[Tensor, " tokens"]

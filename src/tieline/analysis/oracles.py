@@ -60,10 +60,10 @@ def tie_free_scores(
         seed: of the random numbers.
         dtype: of the scores; refused where it cannot hold them apart.
     """
-    _check_sizes(tokens, experts, k)
+    _check_planted_sizes(tokens, experts, k)
     draw = torch.Generator().manual_seed(seed)
-    levels = _levels(tokens, experts, draw)
-    return _planted(levels, gap, k, draw, dtype)
+    levels = _descending_levels(tokens, experts, draw)
+    return _planted_scores(levels, gap, k, draw, dtype)
 
 
 def tie_heavy_scores(
@@ -92,28 +92,30 @@ def tie_heavy_scores(
         seed: of the random numbers.
         dtype: of the scores.
     """
-    _check_sizes(tokens, experts, k)
+    _check_planted_sizes(tokens, experts, k)
     require(k < experts, f"a tie across the threshold needs k < experts, got {k=} of {experts}")
     require(0 <= share <= 1, f"need 0 <= share <= 1, got {share}")
     require(1 <= order < experts, f"need 1 <= order < experts, got {order=} of {experts}")
     draw = torch.Generator().manual_seed(seed)
-    levels = _levels(tokens, experts, draw)
+    levels = _descending_levels(tokens, experts, draw)
     tied = torch.randperm(tokens, generator=draw)[: round(share * tokens)]
     low, high = max(0, k - order), min(k, experts - order) - 1  # first equal rank, from 0
     starts = torch.randint(low, high + 1, (len(tied),), generator=draw)
     ranks = starts[:, None] + torch.arange(order + 1)
     levels[tied[:, None], ranks] = levels[tied, starts][:, None]
-    return _planted(levels, gap, k, draw, dtype)
+    return _planted_scores(levels, gap, k, draw, dtype)
 
 
-def _levels(tokens: int, experts: int, draw: torch.Generator) -> Float[Tensor, "tokens experts"]:
+def _descending_levels(
+    tokens: int, experts: int, draw: torch.Generator
+) -> Float[Tensor, "tokens experts"]:
     """Descending integers around zero, with holes of up to three between neighbours."""
     steps = torch.randint(1, 5, (tokens, experts), generator=draw).double()
     levels = -steps.cumsum(dim=1)
     return levels - levels.mean(dim=1, keepdim=True).round()
 
 
-def _planted(
+def _planted_scores(
     levels: Float[Tensor, "tokens experts"],
     gap: float,
     k: int,
@@ -133,7 +135,8 @@ def _planted(
     return PlantedScores(scores.gather(1, order), gaps == 0, gaps)
 
 
-def _check_sizes(tokens: int, experts: int, k: int) -> None:
+def _check_planted_sizes(tokens: int, experts: int, k: int) -> None:
+    """Refuse sizes for which no scores can be planted."""
     require(
         tokens >= 1 and 1 <= k <= experts,
         f"need a token and 1 <= k <= experts, got {tokens=}, {experts=}, {k=}",
@@ -198,10 +201,10 @@ def compare_choices(
     ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
 ) -> ChoiceComparison:
     """Which tokens chose other experts, and which of these a tie explains; arguments as above."""
-    band = _band(tol, scores)
-    _check_scores(ids_a, ids_b, scores)
+    band = _band_per_token(tol, scores)
+    _check_choice_shapes(ids_a, ids_b, scores)
     broken_a, broken_b = _invalid_choices(ids_a, scores), _invalid_choices(ids_b, scores)
-    set_a, set_b = _members(ids_a, scores), _members(ids_b, scores)
+    set_a, set_b = _chosen_mask(ids_a, scores), _chosen_mask(ids_b, scores)
     differ = sets_differ(set_a, set_b) | broken_a | broken_b
     regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
     beyond = {name: ~(value <= band) for name, value in regrets.items()}
@@ -209,21 +212,22 @@ def compare_choices(
     broken = {"a": (broken_a, ids_a), "b": (broken_b, ids_b)}
     sets = {"a": set_a, "b": set_b}
     reasons = []
-    for token in _tokens_of(wrong):
+    for token in _true_indices(wrong):
         reasons_of_token = []
         for name in ("a", "b"):
             if broken[name][0][token]:
                 reasons_of_token.append(
-                    _invalid_reason(name, broken[name][1][token], scores.shape[1])
+                    _invalid_choice_text(name, broken[name][1][token], scores.shape[1])
                 )
             elif beyond[name][token]:
                 row = sets[name][token], scores[token]
-                reasons_of_token.append(
-                    _regret_reason(name, *row, regrets[name][token], band[token])
-                )
+                reasons_of_token.append(_regret_text(name, *row, regrets[name][token], band[token]))
         reasons.append(f"token {token}: " + "; ".join(reasons_of_token))
     return ChoiceComparison(
-        len(scores), tuple(_tokens_of(differ & ~wrong)), tuple(_tokens_of(wrong)), tuple(reasons)
+        len(scores),
+        tuple(_true_indices(differ & ~wrong)),
+        tuple(_true_indices(wrong)),
+        tuple(reasons),
     )
 
 
@@ -257,7 +261,7 @@ def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0
     return roundings * grid_step(torch.cat([threshold, scores.double()], dim=1), dtype)[:, 0]
 
 
-def _members(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
+def _chosen_mask(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
     """Chosen experts as a mask; ids outside of the range are left to `_invalid_choices`."""
     inside = ids.long().clamp(0, scores.shape[1] - 1)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, inside, True)
@@ -266,17 +270,19 @@ def _members(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
 def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
     """Tokens with an id outside of the range or an expert named twice."""
     outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
-    return outside | (_members(ids, scores).sum(dim=1) < ids.shape[1])
+    return outside | (_chosen_mask(ids, scores).sum(dim=1) < ids.shape[1])
 
 
-def _invalid_reason(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
+def _invalid_choice_text(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
+    """Say that a program chose ids that are not k different experts."""
     return f"{name} chose {ids.tolist()}, which are not {len(ids)} experts of 0..{experts - 1}"
 
 
-def _regret_reason(
+def _regret_text(
     name: str, chosen: Bool[Tensor, " e"], z: Float[Tensor, " e"], value: Tensor, band: Tensor
 ) -> str:
-    inside, outside = _tokens_of(chosen), _tokens_of(~chosen)
+    """Say which expert a program should have chosen, and by how much it is better."""
+    inside, outside = _true_indices(chosen), _true_indices(~chosen)
     worst = min(inside, key=lambda e: z[e].item())
     best = max(outside, key=lambda e: z[e].item())
     return (
@@ -285,17 +291,20 @@ def _regret_reason(
     )
 
 
-def _tokens_of(mask: Bool[Tensor, " n"]) -> list[int]:
+def _true_indices(mask: Bool[Tensor, " n"]) -> list[int]:
+    """Indices at which a mask holds."""
     return mask.nonzero().squeeze(1).tolist()
 
 
-def _band(tol: float | PerToken, scores: Scores) -> PerToken:
+def _band_per_token(tol: float | PerToken, scores: Scores) -> PerToken:
+    """The tie band of each token in float64."""
     band = torch.as_tensor(tol, dtype=torch.float64, device=scores.device)
     require(bool((band >= 0).all()), f"a tie band is >= 0, got {tol}")
     return band.expand(len(scores))
 
 
-def _check_scores(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
+def _check_choice_shapes(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
+    """Refuse ids and scores whose shapes differ, and scores that are NaN."""
     shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
     fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
     require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)

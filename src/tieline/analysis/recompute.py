@@ -108,7 +108,7 @@ class Repetition:
 
 
 @dataclass(frozen=True, eq=False)
-class _Difference:
+class _LayerDifference:
     """One layer in both runs: what flipped, how far scores moved, and how far rounding may."""
 
     name: str
@@ -126,22 +126,22 @@ class _Difference:
 
 def compare_runs(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
     """Compare two runs: which tokens flipped, and the cause."""
-    layers = _differences(first, again)
-    flips = _flips(layers)
+    layers = _layer_differences(first, again)
+    flips = _recompute_flips(layers)
     change = _output_change(first.output, again.output)
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
     causes = next((layer for layer in layers if len(layer.flipped)), None)
     if causes is not None:
-        verdict, why = _cause(causes)
+        verdict, why = _first_layer_cause(causes)
     elif moved or change != 0.0 or again.error:
-        verdict, why = OTHER, _without_flips(moved, change)
+        verdict, why = OTHER, _unflipped_text(moved, change)
     else:
         verdict, why = SAME, "the same experts, scores and output, bit for bit"
     shown = tuple(flips[:most_flips])
     return Repetition(way, verdict, why, len(flips), shown, moved, change, again.error)
 
 
-def _cause(layer: _Difference) -> tuple[str, str]:
+def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
     """Verdict from the first layer whose choices differ."""
     rows = layer.flipped
     gap, moved, limit = layer.gap[rows], layer.moved[rows], layer.limit[rows]
@@ -153,47 +153,50 @@ def _cause(layer: _Difference) -> tuple[str, str]:
     if strange:
         return (
             OTHER,
-            f"{where}, {strange} of them not by rounding ({size}): {_non_rounding_cause(layer)}",
+            f"{where}, {strange} of them not by rounding ({size}): {_non_rounding_text(layer)}",
         )
     if bool(tied.all()):
         return TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
     return NEAR, f"{where}: near-ties ({size}), which rounding decides"
 
 
-def _non_rounding_cause(layer: _Difference) -> str:
+def _non_rounding_text(layer: _LayerDifference) -> str:
+    """Say what other than rounding changed the choices of a layer."""
     rows = layer.flipped
     if bool((layer.moved[rows] > layer.limit[rows]).any()):
         return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
     return "the same scores gave another choice, so the router draws at random or is broken"
 
 
-def _without_flips(moved: float, change: float | None) -> str:
+def _unflipped_text(moved: float, change: float | None) -> str:
+    """Say how far scores and output moved where no choice changed."""
     output = "no output" if change is None else f"the output differs by {change:.3g} of its largest"
     return f"the same experts everywhere; scores moved by up to {moved:.3g}, {output}"
 
 
-def _differences(first: RecomputeRun, again: RecomputeRun) -> list[_Difference]:
+def _layer_differences(first: RecomputeRun, again: RecomputeRun) -> list[_LayerDifference]:
     """Compare the layers that both runs have with equal token counts, in order of depth."""
-    before, after = _by_layer(first), _by_layer(again)
+    before, after = _calls_by_layer(first), _calls_by_layer(again)
     differences = []
     for name, calls in before.items():
         others = after.get(name, [])
         tokens = [sum(call.tokens for call in some) for some in (calls, others)]
         if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
-            differences.append(_difference(name, calls, others, first.rounding))
+            differences.append(_layer_difference(name, calls, others, first.rounding))
     return differences
 
 
-def _difference(
+def _layer_difference(
     name: str, calls: list[RouterCall], others: list[RouterCall], rounding: float
-) -> _Difference:
+) -> _LayerDifference:
+    """Compare the calls of one layer in both runs."""
     before, after = _scores_and_choices(calls), _scores_and_choices(others)
     moved = (before[0] - after[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
     size = before[0].masked_fill(before[0].isinf(), 0.0).abs().amax(dim=1)
     roundoff = max(rounding, *(call.rounding for call in calls))
     limit = min(ROUNDINGS * roundoff, MOST) * size
     gap = torch.cat([call.trace.gap for call in calls])
-    return _Difference(name, before[1], after[1], gap, moved, limit)
+    return _LayerDifference(name, before[1], after[1], gap, moved, limit)
 
 
 def _scores_and_choices(
@@ -212,25 +215,28 @@ def _scores_and_choices(
     return torch.cat(scores), torch.cat(chosen)
 
 
-def _flips(layers: list[_Difference]) -> list[Flip]:
+def _recompute_flips(layers: list[_LayerDifference]) -> list[Flip]:
+    """Tokens that chose other experts, by layer and gap."""
     flips: list[Flip] = []
     follows = False
     for layer in layers:
         rows = layer.flipped
         for token in rows[layer.gap[rows].argsort(stable=True)].tolist():
             before, after = layer.before[token], layer.after[token]
-            left, entered = (_experts_of(before & ~after), _experts_of(after & ~before))
+            left, entered = (_experts_in_mask(before & ~after), _experts_in_mask(after & ~before))
             gap, moved = layer.gap[token].item(), layer.moved[token].item()
             flips.append(Flip(layer.name, token, gap, moved, left, entered, follows))
         follows = follows or len(rows) > 0
     return flips
 
 
-def _experts_of(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
+def _experts_in_mask(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
+    """Experts at which a mask holds."""
     return tuple(mask.nonzero().squeeze(1).tolist())
 
 
-def _by_layer(run: RecomputeRun) -> dict[str, list[RouterCall]]:
+def _calls_by_layer(run: RecomputeRun) -> dict[str, list[RouterCall]]:
+    """Calls of each router, by its name."""
     calls: dict[str, list[RouterCall]] = defaultdict(list)
     for call in run.calls:
         calls[call.trace.name].append(call)
@@ -296,7 +302,7 @@ class Inputs:
 def plain_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
     """A forward pass without gradients."""
     with torch.no_grad():
-        return _observed(module, lambda: module(*inputs.args, **inputs.kwargs))
+        return _observed_run(module, lambda: module(*inputs.args, **inputs.kwargs))
 
 
 def split_run(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
@@ -321,7 +327,7 @@ def compiled_run(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRu
     """Run the compiled module."""
     fast: Any = torch.compile(module, backend=backend)
     with torch.no_grad():
-        return _observed(module, lambda: fast(*inputs.args, **inputs.kwargs))
+        return _observed_run(module, lambda: fast(*inputs.args, **inputs.kwargs))
 
 
 def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, RecomputeRun]:
@@ -338,7 +344,7 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
         return output
 
     def run() -> Tensor:
-        leaves = _leaves(module, inputs)
+        leaves = _gradient_leaves(module, inputs)
         with torch.enable_grad(), set_checkpoint_early_stop(False):
             output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.kwargs)
             assert isinstance(output, Tensor)
@@ -349,7 +355,7 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
                     errors.append(str(problem))
         return output
 
-    observed = _observed(module, run)
+    observed = _observed_run(module, run)
     first = [call for call in observed.calls if not call.recomputed]
     again = [call for call in observed.calls if call.recomputed]
     if not again and not errors:
@@ -373,7 +379,7 @@ def main_tensor(output: Any) -> Tensor:
     return first
 
 
-def _observed(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
+def _observed_run(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
     """Run and record the routers; restores the random state."""
     calls: list[RouterCall] = []
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
@@ -382,16 +388,16 @@ def _observed(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
         watch_routing(module, calls.append, ranks=None, repetitions=True),
     ):
         output = main_tensor(run()).detach()
-    return RecomputeRun(output, tuple(calls), _rounding(module))
+    return RecomputeRun(output, tuple(calls), _unit_roundoff(module))
 
 
-def _leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
+def _gradient_leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Parameters and inputs that require gradients."""
     tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
     return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
 
 
-def _rounding(module: nn.Module) -> float:
+def _unit_roundoff(module: nn.Module) -> float:
     """Unit roundoff of the coarsest type in which the module computes."""
     kinds = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
     if torch.is_autocast_enabled("cpu"):

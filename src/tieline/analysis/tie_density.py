@@ -113,13 +113,14 @@ def tie_density(
 
 
 def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
+    """Expected ties of one layer in a number format."""
     check_finite_scores(layer)
     status = gap_status(layer)
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
         return LayerTies(layer.name, UNKNOWN_SIZE if status == "ok" else status)
     at = layer.facts.k - 1
-    step = _spacing(view.logits, precision)[:, at]
+    step = _logit_spacing(view.logits, precision)[:, at]
     reach = (step * view.slope[:, at]).clamp(min=TINY)
     gaps = view.scores[:, at] - view.scores[:, at + 1]
     mass = boundary_mass(gaps / reach, torch.ones(1, dtype=torch.float64))
@@ -137,21 +138,24 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
 
 
 def _tie_rate(layer: LayerTies) -> float:
+    """Ties per token: the population's rate where it is known, else the sample's."""
     for estimate in (layer.population, layer.tie):
         if estimate is not None and estimate.value is not None and estimate.status == "ok":
             return max(0.0, estimate.value)
     return 0.0
 
 
-def _spacing(
+def _logit_spacing(
     logits: Float[Tensor, "tokens ranks"], precision: str
 ) -> Float[Tensor, "tokens ranks"]:
+    """Spacing q of a format at each logit."""
     if precision == "fp32":
         return float_step(logits.nan_to_num(neginf=0.0), 23, -126)
     return grid_step(logits, precision)
 
 
 def _format_name(dtype: torch.dtype | str) -> str:
+    """Name of a number format; refuses unknown ones."""
     formats = ("fp32", *PRECISIONS)
     name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name is None or name not in formats:
@@ -160,6 +164,7 @@ def _format_name(dtype: torch.dtype | str) -> str:
 
 
 def _tie_warning(precision: str, per_token: float) -> str:
+    """Say how many ties a token meets, and the remedy."""
     remedy = "keep the router's logits in fp32" if precision != "fp32" else "smooth the choice"
     return (
         f"with logits in {precision} a token meets {per_token:.2g} ties on average: recomputation "

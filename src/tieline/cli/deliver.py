@@ -146,8 +146,8 @@ def _check_apart(output: Path, source: Path) -> None:
 
 def _check_trace(folder: Path, overwrite: bool) -> None:
     if not _is_new(folder, overwrite):
-        from tieline.trace.folders import check_target as check_replaced
         from tieline.trace.store import FORMATS
+        from tieline.trace.tensor_folders import check_replaceable as check_replaced
 
         check_replaced(folder, FORMATS["trace"], overwrite)
 

@@ -56,7 +56,7 @@ def joined(parallel: str | None, doing: str) -> Iterator[str | None]:
         return
     import torch.distributed as dist
 
-    from tieline.core.processes import join_processes, naming_lost_ranks
+    from tieline.core.collectives import join_processes, naming_lost_ranks
 
     lost = naming_lost_ranks(f"while {doing}; nothing was written")
     with _error_when_ended(), lost, join_processes():

@@ -1,5 +1,8 @@
 """The errors Tieline raises: one base class, few children, each message naming value and rule."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tieline.core.printable import printable
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "UnsupportedModelError",
     "first_line",
     "is_panic",
+    "parsing",
     "require",
     "shortened",
 ]
@@ -89,3 +93,15 @@ def is_panic(problem: BaseException) -> bool:
 def first_line(problem: BaseException) -> str:
     """Return the first line of an error's message that is not empty."""
     return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))
+
+
+@contextmanager
+def parsing(name: object) -> Iterator[None]:
+    """Turn whatever a parser raises into a `TraceError` that names the file."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise TraceError(f"{name}: cannot be read: {kind}: {str(error)[:200]}") from error

@@ -101,7 +101,7 @@ def check_target(path: Path) -> None:
         require(os.access(path, os.W_OK), f"cannot write {path}: it is read-only")
     if _is_special(path):
         return
-    target = _resolved(path)
+    target = _resolved_links(path)
     require(target.parent.is_dir(), f"cannot write {path}: there is no folder {target.parent}")
     writable = os.access(target.parent, os.W_OK | os.X_OK)
     require(writable, f"cannot write {path}: {target.parent} is not writable")
@@ -109,7 +109,7 @@ def check_target(path: Path) -> None:
 
 def check_folder(path: Path) -> None:
     """Raise if no folder can be made or replaced at `path`; parents may be missing."""
-    target = _resolved(path)
+    target = _resolved_links(path)
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     require(existing.is_dir(), f"cannot write to {path}: {existing} is not a folder")
     inside = existing if existing != target else target.parent
@@ -125,7 +125,7 @@ def holds_model(folder: Path) -> bool:
 
 def same_place(output: Path, given: Path) -> bool:
     """Whether writing `output` would replace the file or folder `given`, or a file in it."""
-    out, source = _resolved(output), _resolved(given)
+    out, source = _resolved_links(output), _resolved_links(given)
     with suppress(OSError):
         if os.path.samefile(out, source):
             return True
@@ -148,7 +148,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
             with path.open("ab") as stream:
                 stream.write(data)
             return
-        target = _resolved(path)
+        target = _resolved_links(path)
         remove_rests(target)
         with _hidden_sibling(target, partial(Path.touch, exist_ok=False)) as half:
             try:
@@ -176,7 +176,7 @@ def whole_folder(
             after the block, also for one that was made meanwhile.
         kind: whether a folder is of the kind that may be replaced; by default every one is.
     """
-    target = _resolved(path)
+    target = _resolved_links(path)
 
     def replaceable(folder: Path) -> bool:
         return replace and folder.is_dir() and (kind is None or kind(folder))
@@ -188,7 +188,7 @@ def whole_folder(
                 yield half
                 follow_umask(half)
                 for inner in (*half.rglob("*"), half):
-                    _sync(inner)
+                    _sync_to_disk(inner)
                 _place_folder(half, target, path, replaceable)
             finally:
                 shutil.rmtree(half, ignore_errors=True)
@@ -201,11 +201,11 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises `ParameterError` if another process holds it. A folder that is still empty when the block
     raises is removed if it was made here.
     """
-    target = _resolved(folder)
+    target = _resolved_links(folder)
     with _parents_made(target / "any"):
         handle = os.open(target, os.O_RDONLY) if fcntl is not None else None
         try:
-            if handle is not None and not _lock(handle, unless=BUSY):
+            if handle is not None and not _try_lock(handle, unless=BUSY):
                 raise ParameterError(
                     f"another process writes to {folder}: wait until it ends, or choose another "
                     "folder"
@@ -248,11 +248,13 @@ def remove_rests(path: Path) -> None:
 
     A folder that was moved aside comes back if nothing took its place.
     """
-    target = _resolved(path)
-    ours = re.compile(rf"\.{re.escape(_hidden_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial")
+    target = _resolved_links(path)
+    ours = re.compile(
+        rf"\.{re.escape(_hidden_name_stem(target))}\.[0-9a-f]{{16}}(?:\.old)?\.partial"
+    )
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     for rest in map(target.with_name, filter(ours.fullmatch, names)):
-        with suppress(OSError), _abandoned(rest) as alone:
+        with suppress(OSError), _abandoned_rest(rest) as alone:
             if not alone:
                 continue
             if rest.name.endswith(".old.partial") and not target.exists():
@@ -324,7 +326,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _resolved(path: Path) -> Path:
+def _resolved_links(path: Path) -> Path:
     """The place itself, through all symbolic links."""
     target = Path(os.path.realpath(path))
     require(not target.is_symlink(), f"cannot write {path}: its link leads nowhere")
@@ -363,7 +365,8 @@ def _parents_made(target: Path) -> Iterator[None]:
         raise
 
 
-def _taken(path: Path) -> TakenError:
+def _taken_error(path: Path) -> TakenError:
+    """The error for an output that another process made meanwhile."""
     return TakenError(
         "{path} {state}: another process wrote it meanwhile, and it is left alone; choose another "
         "name or add {overwrite}",
@@ -382,7 +385,7 @@ def _place_file(half: Path, target: Path, path: Path, replace: bool) -> None:
     except OSError as problem:
         if problem.errno not in TAKEN:
             raise
-        raise _taken(path) from problem
+        raise _taken_error(path) from problem
 
 
 def _rename_new(half: Path, target: Path) -> None:
@@ -397,10 +400,11 @@ def _rename_new(half: Path, target: Path) -> None:
         except FileExistsError:
             raise
         except OSError:  # a file system without links: the best that it can do
-            half.rename(_absent(target))
+            half.rename(_require_absent(target))
 
 
-def _absent(target: Path) -> Path:
+def _require_absent(target: Path) -> Path:
+    """Return a path, or raise `FileExistsError` if something is there."""
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     return target
@@ -417,12 +421,12 @@ def _place_folder(
     except OSError as problem:
         if problem.errno not in TAKEN:
             raise
-        if not replaceable(target) or not _exchanged(half, target, replaceable):
-            raise _taken(path) from problem
-    _sync(target.parent)
+        if not replaceable(target) or not _exchange_replaceable(half, target, replaceable):
+            raise _taken_error(path) from problem
+    _sync_to_disk(target.parent)
 
 
-def _exchanged(half: Path, target: Path, replaceable: Callable[[Path], bool]) -> bool:
+def _exchange_replaceable(half: Path, target: Path, replaceable: Callable[[Path], bool]) -> bool:
     """Exchange two folders, and back if the old one turns out to be none that may be replaced."""
     if not _exchange_folders(half, target):
         return _replaced_in_two_steps(half, target, replaceable)
@@ -469,7 +473,8 @@ def _replaced_in_two_steps(half: Path, target: Path, replaceable: Callable[[Path
     return True
 
 
-def _hidden_stem(target: Path) -> str:
+def _hidden_name_stem(target: Path) -> str:
+    """The part of a hidden name that repeats the target, hashed if too long."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
@@ -478,7 +483,7 @@ def _hidden_stem(target: Path) -> str:
 def _hidden_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """A new hidden name beside `target`, made and locked while the block runs."""
     while True:
-        half = target.with_name(f".{_hidden_stem(target)}.{secrets.token_hex(8)}.partial")
+        half = target.with_name(f".{_hidden_name_stem(target)}.{secrets.token_hex(8)}.partial")
         make(half)
         if fcntl is None:
             yield half
@@ -502,7 +507,7 @@ def _wait_for_lock(handle: int) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX)
 
 
-def _lock(handle: int, unless: Collection[int] = ()) -> bool:
+def _try_lock(handle: int, unless: Collection[int] = ()) -> bool:
     """Hold an open file or folder until it is closed or the process ends; whether that is so.
 
     Args:
@@ -519,7 +524,7 @@ def _lock(handle: int, unless: Collection[int] = ()) -> bool:
 
 
 @contextmanager
-def _abandoned(rest: Path) -> Iterator[bool]:
+def _abandoned_rest(rest: Path) -> Iterator[bool]:
     """Whether a hidden file or folder belongs to no process that runs; held while the block runs.
 
     A process that has just made it waits until the block ends, and then finds it gone.
@@ -530,12 +535,12 @@ def _abandoned(rest: Path) -> Iterator[bool]:
         return
     handle = os.open(rest, os.O_RDONLY)
     try:
-        yield _lock(handle)
+        yield _try_lock(handle)
     finally:
         os.close(handle)
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     """Make a file, or the names in a folder, last through a power cut where the system can."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)

@@ -93,7 +93,7 @@ def grid_step(scores: Scores, precision: str) -> Scores:
             largest |logit| is among the missing ranks.
         precision: a name in `PRECISIONS`.
     """
-    grid = _grid(precision)
+    grid = _number_grid(precision)
     z = scores.double()
     if isinstance(grid, FloatGrid):
         finite = z.nan_to_num(neginf=0.0).clamp(-grid.largest, grid.largest)
@@ -102,7 +102,8 @@ def grid_step(scores: Scores, precision: str) -> Scores:
     return (largest / grid.levels).expand_as(z)
 
 
-def _grid(precision: str) -> FloatGrid | IntegerGrid:
+def _number_grid(precision: str) -> FloatGrid | IntegerGrid:
+    """The format of a name in `PRECISIONS`."""
     require(
         precision in PRECISIONS, f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}"
     )
@@ -114,7 +115,7 @@ def round_to(scores: Scores, precision: str) -> Scores:
 
     Floating-point formats saturate at their largest number; -inf stays.
     """
-    grid = _grid(precision)
+    grid = _number_grid(precision)
     step = grid_step(scores, precision)
     # a step of zero belongs to a token whose scores are all zero
     rounded = round_to_step(scores, step.where(step > 0, 1.0))

@@ -141,7 +141,7 @@ def plugins() -> dict[str, Plugin]:
         try:
             plugin = import_module(point.value).PLUGIN
         except Exception as problem:
-            _leave_out(f"plug-in {point.name!r} ({point.value})", problem)
+            _report_left_out(f"plug-in {point.name!r} ({point.value})", problem)
             continue
         loaded[point.name] = plugin
     return loaded
@@ -162,7 +162,9 @@ def import_command(command: Command) -> None:
     if command.plugin == "tieline":
         import_module(command.module)
     else:
-        _import(command.module, f"command {command.name!r} of plug-in {command.plugin!r}")
+        _import_or_leave_out(
+            command.module, f"command {command.name!r} of plug-in {command.plugin!r}"
+        )
 
 
 def result_formats() -> dict[str, ResultFormat]:
@@ -181,18 +183,19 @@ def import_added(kind: Added) -> None:
     """Import the modules by which plug-ins add families, readers or engines, once."""
     for owner, plugin in plugins().items():
         for module in getattr(plugin, kind):
-            _import(module, f"{module} of plug-in {owner!r}")
+            _import_or_leave_out(module, f"{module} of plug-in {owner!r}")
 
 
-def _import(module: str, what: str) -> ModuleType | None:
+def _import_or_leave_out(module: str, what: str) -> ModuleType | None:
+    """Import a module of a plug-in; report one that does not import."""
     try:
         return import_module(module)
     except Exception as problem:
-        _leave_out(what, problem)
+        _report_left_out(what, problem)
         return None
 
 
-def _leave_out(what: str, problem: Exception) -> None:
+def _report_left_out(what: str, problem: Exception) -> None:
     """Say on stderr that a part of a plug-in is left out, and why."""
     reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
     sys.stderr.write(f"tieline: {what} does not import and is left out: {reason}\n")

@@ -34,15 +34,16 @@ def printable(text: str) -> str:
 
     Ends of lines and tabs stay.
     """
-    return _UNPRINTABLE.sub(_escaped, text)
+    return _UNPRINTABLE.sub(_escape_sequence, text)
 
 
 def printable_line(text: str) -> str:
     r"""Return the text on one line: as `printable`, with \n and \t written so too."""
-    return _NOT_ON_A_LINE.sub(_escaped, text)
+    return _NOT_ON_A_LINE.sub(_escape_sequence, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_sequence(match: re.Match[str]) -> str:
+    r"""A character as Python's escape, such as \x1b."""
     return repr(match[0])[1:-1]
 
 

@@ -61,6 +61,7 @@ def topk_mask(scores: Float[Tensor, "*batch experts"], k: int) -> Bool[Tensor, "
 
 
 def _mask_at_ties(scores: Tensor, k: int) -> Tensor:
+    """The top-k mask where scores may tie across the threshold."""
     comparable = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     threshold = comparable.topk(k, dim=-1, sorted=True).values[..., -1:]
     above, level = comparable > threshold, comparable == threshold
@@ -157,6 +158,7 @@ def group_scores(
 
 
 def _check_k(scores: Tensor, k: int) -> None:
+    """Refuse a k outside 1 ... E."""
     experts = scores.shape[-1] if scores.ndim else 0
     require(
         1 <= k <= experts, f"need 1 <= k <= number of experts, got {k=}, {experts=}", ShapeError

@@ -7,6 +7,7 @@
     from_plain     the same way back, by the type hints of the record
     read_result    the result in a JSON file
     parse_json     JSON from a file that anybody may have written
+    write_json     a JSON file, whole or not at all
     canonical      the one text of a JSON value
     short_repr     `repr` of a record that holds much, in a few lines
 
@@ -51,6 +52,7 @@ __all__ = [
     "result_class",
     "short_repr",
     "to_plain",
+    "write_json",
 ]
 
 LONGEST, LONGEST_RESULT = 16 << 20, 256 << 20
@@ -71,7 +73,7 @@ class Worded:
 
     def sentence(self, name: str) -> Any:
         """Write one of the sentences; the report is imported when this is called."""
-        return _report().sentence(self, name)
+        return _report_room().sentence(self, name)
 
 
 class Result(Worded):
@@ -100,11 +102,11 @@ class Result(Worded):
     def to_json(self, path: Path | str | None = None) -> str:
         """Return the result as JSON text, and write it to `path` if one is given."""
         text = json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n"
-        return _written_to(text, path)
+        return _written_text(text, path)
 
     def to_html(self, path: Path | str | None = None) -> str:
         """Return the result as one self-contained page, and write it to `path` if one is given."""
-        return _written_to(_report().page(self), path)
+        return _written_text(_report_room().page(self), path)
 
     def plot(self, name: str | None = None) -> Any:
         """Draw a figure of the result with matplotlib; by default the first one.
@@ -112,7 +114,7 @@ class Result(Worded):
         Args:
             name: name of the figure; an unknown one raises an error that lists all names.
         """
-        drawings = _report().figures(self)
+        drawings = _report_room().figures(self)
         require(bool(drawings), f"{self.format} has no figures")
         chosen = next(iter(drawings)) if name is None else name
         names = ", ".join(drawings)
@@ -120,10 +122,10 @@ class Result(Worded):
         return drawings[chosen]()
 
     def __repr__(self) -> str:
-        return _report().summary(self)
+        return _report_room().summary(self)
 
     def _repr_html_(self) -> str:
-        return _report().notebook(self)
+        return _report_room().notebook(self)
 
 
 LONGEST_SHOWN = 80
@@ -135,11 +137,12 @@ def short_repr(self: Any) -> str:
 
     A class takes it by `__repr__ = short_repr` in its body.
     """
-    fields = (f"{f.name}={_shown(getattr(self, f.name))}" for f in dataclasses.fields(self))
+    fields = (f"{f.name}={_short_value(getattr(self, f.name))}" for f in dataclasses.fields(self))
     return f"{type(self).__name__}({', '.join(fields)})"
 
 
-def _shown(value: Any) -> str:
+def _short_value(value: Any) -> str:
+    """A field in at most `LONGEST_SHOWN` characters."""
     if hasattr(value, "shape"):
         return f"{type(value).__name__}{tuple(value.shape)}"
     if dataclasses.is_dataclass(value) or hasattr(value, "state_dict"):
@@ -155,11 +158,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
-def _report() -> Any:
+def _report_room() -> Any:
+    """The package that writes sentences and pages, imported when needed."""
     return importlib.import_module("tieline.report")
 
 
-def _written_to(text: str, path: Path | str | None) -> str:
+def _written_text(text: str, path: Path | str | None) -> str:
+    """Return a text, written to `path` if one is given."""
     if path is not None:
         write_whole(Path(path), text.encode())
     return text
@@ -250,14 +255,14 @@ def from_plain(cls: type[Record], value: object) -> Record:
     not know are ignored, and fields that are absent take their default. Values that do not fit
     their hint raise `TraceError`, which names the place.
     """
-    return cast("Record", _read(cls, value, cls.__name__, {}))
+    return cast("Record", _read_hinted(cls, value, cls.__name__, {}))
 
 
 Bound = Mapping[Any, Any]
 """Types that stand for the type variables of a generic record."""
 
 
-def _read(hint: Any, value: Any, path: str, bound: Bound) -> Any:
+def _read_hinted(hint: Any, value: Any, path: str, bound: Bound) -> Any:
     """Read a value by its type hint; `path` is named in errors."""
     hint = bound.get(hint, hint) if isinstance(hint, TypeVar) else hint
     origin, args = get_origin(hint), get_args(hint)
@@ -265,12 +270,12 @@ def _read(hint: Any, value: Any, path: str, bound: Bound) -> Any:
         return _read_union(args, value, path, bound)
     if origin is Literal:
         fits = any(type(value) is type(option) and value == option for option in args)
-        return value if fits else _misfit(hint, value, path)
+        return value if fits else _refuse_misfit(hint, value, path)
     if hint in _SCALARS:
         return _read_scalar(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, Enum):
         fits = any(value == member.value for member in hint)
-        return hint(value) if fits else _misfit(hint, value, path)
+        return hint(value) if fits else _refuse_misfit(hint, value, path)
     owner = origin or hint
     if dataclasses.is_dataclass(owner) or hasattr(owner, "_fields"):
         variables = dict(zip(getattr(owner, "__parameters__", ()), args, strict=False))
@@ -279,44 +284,53 @@ def _read(hint: Any, value: Any, path: str, bound: Bound) -> Any:
         return _read_mapping(args, value, path, bound)
     if isinstance(owner, type) and issubclass(owner, Sequence):
         return _read_sequence(owner, args, value, path, bound)
-    return value if hint in (Any, object) else _misfit(hint, value, path)
+    return value if hint in (Any, object) else _refuse_misfit(hint, value, path)
 
 
 _SCALARS = (bool, int, float, str, Path, None, type(None))
 
 
 def _read_scalar(hint: Any, value: Any, path: str) -> Any:
+    """Read a number, text, path or None."""
     kind = type(value)
     if hint is float:
         if value is None or value in ("nan", "inf", "-inf"):
             return float(value or "nan")
-        return float(value) if kind in (int, float) else _misfit(hint, value, path)
+        return float(value) if kind in (int, float) else _refuse_misfit(hint, value, path)
     if hint is Path:
-        return Path(value) if kind is str else _misfit(hint, value, path)
-    return value if kind is hint or (hint is None and value is None) else _misfit(hint, value, path)
+        return Path(value) if kind is str else _refuse_misfit(hint, value, path)
+    return (
+        value
+        if kind is hint or (hint is None and value is None)
+        else _refuse_misfit(hint, value, path)
+    )
 
 
 def _read_union(args: tuple[Any, ...], value: Any, path: str, bound: Bound) -> Any:
+    """Read a value by the first type of a union that fits."""
     if value is None and type(None) in args:
         return None
     exact = [hint for hint in args if hint is type(value)]
     problem = None
     for hint in exact or [hint for hint in args if hint is not type(None)]:
         try:
-            return _read(hint, value, path, bound)
+            return _read_hinted(hint, value, path, bound)
         except TraceError as error:
             problem = error
     raise problem or TraceError(f"{path}: no value fits")
 
 
 def _read_record(cls: Any, value: Any, path: str, bound: Bound) -> Any:
+    """Read a dataclass or named tuple from a JSON object."""
     if not isinstance(value, Mapping):
-        return _misfit(cls, value, path)
+        return _refuse_misfit(cls, value, path)
     hints = get_type_hints(cls)
     saved, required = _fields_to_read(cls)
     missing = [name for name in required if name not in value]
     require(not missing, f"{path}: without {', '.join(missing)}", TraceError)
-    fields = {n: _read(hints[n], value[n], f"{path}.{n}", bound) for n in saved if n in value}
+    fields = {
+        n: _read_hinted(hints[n], value[n], f"{path}.{n}", bound) for n in saved if n in value
+    }
     try:
         return cls(**fields)
     except (ValueError, TypeError) as error:
@@ -334,21 +348,23 @@ def _fields_to_read(cls: Any) -> tuple[list[str], list[str]]:
 
 
 def _read_mapping(args: tuple[Any, ...], value: Any, path: str, bound: Bound) -> dict[Any, Any]:
+    """Read a mapping from a JSON object."""
     if not isinstance(value, Mapping):
-        return _misfit(dict, value, path)
+        return _refuse_misfit(dict, value, path)
     key, item = args or (str, Any)
     try:
         names = {name: int(name) if key is int else name for name in value}
     except ValueError:
-        return _misfit(dict[int, item], value, path)
-    return {names[n]: _read(item, v, f"{path}[{n!r:.40}]", bound) for n, v in value.items()}
+        return _refuse_misfit(dict[int, item], value, path)
+    return {names[n]: _read_hinted(item, v, f"{path}[{n!r:.40}]", bound) for n, v in value.items()}
 
 
 def _read_sequence(
     owner: type, args: tuple[Any, ...], value: Any, path: str, bound: Bound
 ) -> Sequence[Any]:
+    """Read a tuple or list from a JSON list."""
     if not isinstance(value, list | tuple):
-        return _misfit(owner, value, path)
+        return _refuse_misfit(owner, value, path)
     repeated = len(args) == 2 and args[1] is ...
     fixed = issubclass(owner, tuple) and bool(args) and not repeated
     require(
@@ -358,18 +374,19 @@ def _read_sequence(
     )
     hints = args if fixed else (args[0] if args else Any,) * len(value)
     pairs = enumerate(zip(hints, value, strict=False))
-    items = [_read(hint, item, f"{path}[{i}]", bound) for i, (hint, item) in pairs]
+    items = [_read_hinted(hint, item, f"{path}[{i}]", bound) for i, (hint, item) in pairs]
     return items if issubclass(owner, list) else tuple(items)
 
 
-def _misfit(hint: Any, value: object, path: str) -> NoReturn:
+def _refuse_misfit(hint: Any, value: object, path: str) -> NoReturn:
+    """Raise `TraceError` for a value that does not fit its hint."""
     expected = getattr(hint, "__name__", str(hint))
     raise TraceError(f"{path}: expected {expected}, got {value!r:.80}")
 
 
 def canonical(value: object) -> str:
     """Return the one text of a JSON value: keys sorted, no spaces."""
-    _check_values(value, "provenance")
+    _check_json_values(value, "provenance")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -388,16 +405,16 @@ def parse_json(data: bytes, name: str, longest: int = LONGEST) -> object:
     try:
         value = json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_object_without_repeats,
-            parse_constant=_refuse_constant,
+            object_pairs_hook=_json_object_without_repeats,
+            parse_constant=_refuse_json_constant,
         )
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise TraceError(f"{name}: not valid JSON: {error}") from error
-    _check_values(value, name)
+    _check_json_values(value, name)
     return value
 
 
-def _check_values(value: object, name: str) -> None:
+def _check_json_values(value: object, name: str) -> None:
     """Check all values without recursion, so that depth cannot exhaust the stack."""
     pending = [(value, 1)]
     while pending:
@@ -414,6 +431,7 @@ def _check_values(value: object, name: str) -> None:
 
 
 def _is_json_scalar(item: object) -> bool:
+    """Whether a value is a JSON number, text, boolean or null."""
     if isinstance(item, str):
         return not any("\ud800" <= letter <= "\udfff" for letter in item)
     if isinstance(item, float):
@@ -423,12 +441,20 @@ def _is_json_scalar(item: object) -> bool:
     return isinstance(item, int) and -(1 << 63) <= item < 1 << 63
 
 
-def _object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _json_object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; raises if a key is repeated."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is repeated")
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _refuse_json_constant(name: str) -> NoReturn:
+    """Raise for NaN and Infinity, which are not JSON."""
     raise ValueError(f"{name} is not a JSON number")
+
+
+def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
+    """Write a JSON file, whole or not at all; replaces one that is there only where allowed."""
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    write_whole(path, text.encode(), replace=replace)

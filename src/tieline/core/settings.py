@@ -74,14 +74,16 @@ class SettingError(ParameterError):
         return self.template.format_map(_Names({**names, **self.values}))
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (type(self), self.template, self.values)
+        return _rebuilt_error, (type(self), self.template, self.values)
 
 
 class TraceSettingError(SettingError, TraceError):
     """A setting that a file of routes or a folder of a trace needs is missing or wrong."""
 
 
-def _rebuilt(kind: type[SettingError], template: str, values: dict[str, object]) -> SettingError:
+def _rebuilt_error(
+    kind: type[SettingError], template: str, values: dict[str, object]
+) -> SettingError:
     """Rebuild an error that came from another process."""
     return kind(template, **values)
 
@@ -133,7 +135,7 @@ class SettingField:
         if held is not None and not rule and self.check is not None:
             rule = self.check(held)
         message = f"{{{name}}} {{rule}}, got {{value}}"
-        require_setting(not rule, message, rule=rule, value=_quoted(value))
+        require_setting(not rule, message, rule=rule, value=_quoted_value(value))
         return held
 
     def options(self, name: str) -> list[str]:
@@ -143,7 +145,8 @@ class SettingField:
         return self.option.split() or [f"--{name.replace('_', '-')}"]
 
 
-def _quoted(value: object) -> str:
+def _quoted_value(value: object) -> str:
+    """A value as errors quote it."""
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.80}"
 
 
@@ -211,12 +214,12 @@ class Settings:
     @classmethod
     def described(cls) -> dict[str, SettingField]:
         """Return what was declared of each field, by name."""
-        return {field.name: field.metadata["setting"] for field in _fields(cls)}
+        return {field.name: field.metadata["setting"] for field in _setting_fields(cls)}
 
     @classmethod
     def default(cls, name: str) -> Any:
         """Return the default of a field; `dataclasses.MISSING` if it must be given."""
-        return next(field.default for field in _fields(cls) if field.name == name)
+        return next(field.default for field in _setting_fields(cls) if field.name == name)
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, by name."""
@@ -224,7 +227,8 @@ class Settings:
         return {name: value for name, value in values.items() if value != self.default(name)}
 
 
-def _fields(settings: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
+def _setting_fields(settings: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
+    """Dataclass fields of a settings class."""
     return dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
 
 
@@ -239,9 +243,9 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
         only = inspect.Parameter.KEYWORD_ONLY
         fields = [
             inspect.Parameter(
-                field.name, only, default=_parameter_default(field), annotation=hints[field.name]
+                field.name, only, default=_signature_default(field), annotation=hints[field.name]
             )
-            for field in _fields(settings)
+            for field in _setting_fields(settings)
         ]
         given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=given + fields)
@@ -254,7 +258,8 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
     return decorate
 
 
-def _parameter_default(field: dataclasses.Field[Any]) -> Any:
+def _signature_default(field: dataclasses.Field[Any]) -> Any:
+    """Default of a field as `inspect.Signature` holds it."""
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
@@ -300,6 +305,7 @@ def read_layers(text: str) -> list[str | int]:
 
 
 def _layer_range(item: str) -> list[str | int]:
+    """The layers of one item: a name, a number or a range."""
     match = _RANGE.fullmatch(item)
     if match is None:
         return [item]

@@ -251,18 +251,18 @@ def clustered_share(
     if total == 0:
         return Share(None, None, None, 0, 0, status="no tokens")
     share = hits.double().mean().item()
-    clusters, status = _clusters(documents)
+    clusters, status = _document_clusters(documents)
     groups, effect, size = int(clusters.max()) + 1, 1.0, float(total)
     if groups > 1:
         error = clustered_error(hits.double(), clusters) or 0.0
         if 0 < share < 1:
             effect = max(1.0, error**2 / (share * (1 - share) / total))
-        size = total / effect * (_student(total - 1) / _student(groups - 1)) ** 2
+        size = total / effect * (_student_quantile(total - 1) / _student_quantile(groups - 1)) ** 2
     low, high = _clopper_pearson(share * size, size)
     return Share(share, low, high, round(share * total), total, effect, status)
 
 
-def _clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"], str]:
+def _document_clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"], str]:
     """The cluster of each token, counted from 0, and a status: documents, or stretches of them."""
     documents = documents.unique(return_inverse=True)[1]
     if int(documents.max()) + 1 >= LEAST_DOCUMENTS:
@@ -276,7 +276,8 @@ def _clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"]
     return pairs.unique(dim=0, return_inverse=True)[1], FEW_DOCUMENTS
 
 
-def _student(freedom: int) -> float:
+def _student_quantile(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t."""
     return float(special.stdtrit(freedom, 1 - TAIL))
 
 
@@ -300,7 +301,7 @@ def mean_limits(mean: Estimate, clusters: int, positive: bool = False) -> tuple[
     value, error = mean.value, mean.standard_error
     if value is None or error is None or clusters < 2:
         return (0.0 if positive else -math.inf), math.inf
-    half = _student(clusters - 1) * error
+    half = _student_quantile(clusters - 1) * error
     if not positive:
         return value - half, value + half
     # beyond e^700 the factor overflows, and an interval that wide says nothing

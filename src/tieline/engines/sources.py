@@ -32,10 +32,11 @@ from tieline.run.corpus import Text, as_text, check_ids, tokenise
 from tieline.run.processes import Ranks
 from tieline.run.recorder import recorded_routes
 from tieline.run.settings import CaptureOptions, CaptureSettings
-from tieline.trace.folders import INDEX
 from tieline.trace.readers import import_trace, token_documents
-from tieline.trace.record import RoutingTrace, token_sequences
+from tieline.trace.record import RoutingTrace
+from tieline.trace.selection import token_sequences
 from tieline.trace.store import load_trace
+from tieline.trace.tensor_folders import INDEX
 
 MOST_TEXTS = 512
 """Tokens whose text is compared with that in a GGUF."""

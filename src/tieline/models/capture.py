@@ -58,13 +58,8 @@ from tieline.models.precision import precision_name, stored_in
 from tieline.models.router_call import RouterOutput, live_output, read_output
 from tieline.models.selection import Selection, at_least_single, restrict, select
 from tieline.models.spread import class_name
-from tieline.trace.record import (
-    LayerFacts,
-    LayerTrace,
-    RoutingTrace,
-    check_epsilons,
-    concatenate,
-)
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
+from tieline.trace.selection import concatenate
 
 
 @dataclass(frozen=True)

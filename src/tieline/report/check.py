@@ -16,41 +16,44 @@ HEAD = ("severity", "kind", "what was found", "where", "likely cause")
 STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
 
 
-def _report(result: RouteCheck) -> Report:
+def _check_report(result: RouteCheck) -> Report:
     """Verdict, findings and files."""
     several = len(result.files) > 1
     nothing = Section("Findings", notes=["Nothing was found."])
-    findings = Section("Findings", _findings(result), prose=True) if result.findings else nothing
-    files = Section("Files", _files(result), notes=_reader_notes(result))
+    findings = (
+        Section("Findings", _findings_grid(result), prose=True) if result.findings else nothing
+    )
+    files = Section("Files", _files_grid(result), notes=_reader_notes(result))
     return Report(
         kind="check",
         title=f"{len(result.files)} files" if several else result.files[0].name,
-        facts=_subtitle(result),
+        facts=_check_subtitle(result),
         verdict=result.verdict,
-        table=lambda: _findings(result) if result.findings else _files(result),
+        table=lambda: _findings_grid(result) if result.findings else _files_grid(result),
         body=lambda: {"sections": [findings, files]},
-        below=partial(_terminal_parts, result),
+        below=partial(_check_terminal, result),
     )
 
 
-def _terminal_parts(result: RouteCheck, width: int) -> list[RenderableType]:
+def _check_terminal(result: RouteCheck, width: int) -> list[RenderableType]:
     """The files, then the findings one by one."""
-    rows = [(Path(name).name, *others) for name, *others in _files(result).rows]
+    rows = [(Path(name).name, *others) for name, *others in _files_grid(result).rows]
     lines = [_finding_line(finding, len(result.files) > 1) for finding in result.findings]
     notes = [Text(note, "dim") for note in _reader_notes(result)]
     return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines]
 
 
-def _summary(result: RouteCheck) -> str:
+def _check_summary(result: RouteCheck) -> str:
     """Verdict and findings in plain lines."""
     lines = [f"{finding.severity} {finding.kind}: {finding.message}" for finding in result.findings]
     return "\n".join([result.verdict, *lines])
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(summary=_summary)
+page, figures, terminal, summary, notebook = views(_check_report)._replace(summary=_check_summary)
 
 
-def _subtitle(result: RouteCheck) -> str:
+def _check_subtitle(result: RouteCheck) -> str:
+    """Rows, model and reference in a line."""
     facts = [f"{sum(file.rows for file in result.files):,} rows"]
     if result.model is not None:
         facts.append(f"{result.compared:,} tokens routed by {result.model}")
@@ -60,6 +63,7 @@ def _subtitle(result: RouteCheck) -> str:
 
 
 def _finding_line(finding: RouteFinding, several: bool) -> Text:
+    """Severity, kind, sentence, place and cause of a finding."""
     where = f" [{finding.where}]" if finding.where else ""
     file = f"{finding.file}: " if several else ""
     text = Text.assemble(
@@ -69,7 +73,8 @@ def _finding_line(finding: RouteFinding, several: bool) -> Text:
     return text.append(f"\n    {finding.cause}", "dim") if finding.cause else text
 
 
-def _findings(result: RouteCheck) -> Grid:
+def _findings_grid(result: RouteCheck) -> Grid:
+    """One row per finding."""
     several = len(result.files) > 1
     rows = [
         (x.severity, x.kind, (f"{x.file}: " if several else "") + x.message, x.where, x.cause)
@@ -79,15 +84,18 @@ def _findings(result: RouteCheck) -> Grid:
 
 
 def _file_row(file: CheckedFile) -> tuple[str, ...]:
+    """Name, format and sizes of a file."""
     numbers = (file.rows, file.documents, file.layers, file.routed, file.k, file.n_experts)
     return (file.name, file.producer, *(f"{number:,}" for number in numbers), file.dtype)
 
 
-def _files(result: RouteCheck) -> Grid:
+def _files_grid(result: RouteCheck) -> Grid:
+    """One row per file."""
     return Grid(FILE_HEADINGS, tuple(map(_file_row, result.files)))
 
 
 def _reader_notes(result: RouteCheck) -> list[str]:
+    """What the readers found and assumed."""
     several = len(result.files) > 1
     return [
         f"{file.name}: {note}." if several else f"{note[:1].upper()}{note[1:]}."

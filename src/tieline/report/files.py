@@ -15,12 +15,14 @@ ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
 
 
 def _merged_lines(result: Merged) -> list[str]:
+    """What `merge` wrote."""
     several = "summaries" if result.kind == "summary" else "traces"
     counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
     return [f"{result.output}: {counts}, {len(result.layers)} layers"]
 
 
 def _converted_lines(result: Converted) -> list[str]:
+    """What `convert` wrote, dropped and assumed."""
     size = f"{result.tokens:,} tokens of {result.documents:,} documents"
     shape = f"{len(result.layers)} routed layers, k = {result.k}"
     first = f"{result.output}: {size}, {shape}, {result.producer} → {result.form}"
@@ -48,10 +50,12 @@ def _captured_lines(result: EngineCapture) -> list[str]:
 
 
 def _versions_text(versions: Iterable[tuple[str, str]]) -> str:
+    """Programs with their versions."""
     return ", ".join(f"{name} {version}" for name, version in versions)
 
 
 def _engines_listing(result: EngineList) -> Listing:
+    """The table of engines."""
     rows = ((*_engine_row(engine), "; ".join(engine.install)) for engine in result.engines)
     installed = sum(bool(engine.python) for engine in result.engines)
     facts = f"{installed} of {len(result.engines)} found"
@@ -60,6 +64,7 @@ def _engines_listing(result: EngineList) -> Listing:
 
 
 def _engine_row(engine: EngineEntry) -> tuple[str, ...]:
+    """Name, inputs, environment and versions of an engine."""
     python = engine.python or "not found"
     return engine.name, engine.takes, python, _versions_text(engine.versions.items())
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from tieline.core.collectives import gathered_plain, gathered_tensors
 from tieline.core.errors import require
-from tieline.core.processes import gathered_plain, gathered_tensors
 from tieline.core.statistics import SequenceSums
 from tieline.models.running import forward, only_running
 from tieline.models.spread import SHARES_TEXT, check_parallel

@@ -28,7 +28,8 @@ from tieline.run.plan import Ids, Logits, Pass, Phase, Plan
 from tieline.run.processes import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, concatenate, take_tokens
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, take_tokens
+from tieline.trace.selection import concatenate
 
 PLAIN = ObserverSettings(4, (), False, False)
 """What a comparison of runs needs of each layer: ranks, no counts K(ε), inputs or distances."""

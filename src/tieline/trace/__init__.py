@@ -1,22 +1,13 @@
 """Routing traces: what a model's routers saw and chose, as frozen records."""
 
-from tieline.trace.builder import SummaryBuilder, summarise
 from tieline.trace.readers import (
     imatrix_load,
     import_table,
     import_trace,
     read_routes,
 )
-from tieline.trace.record import (
-    LayerFacts,
-    LayerTrace,
-    RoutingTrace,
-    concatenate,
-    select_documents,
-    select_layers,
-    select_tokens,
-    unanswered,
-)
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, unanswered
+from tieline.trace.selection import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.store import (
     folder_kind,
     load_summary,
@@ -26,6 +17,7 @@ from tieline.trace.store import (
     save_trace,
 )
 from tieline.trace.summary import LayerSummary, RoutingSummary, merge
+from tieline.trace.summary_builder import SummaryBuilder, summarise
 from tieline.trace.writers import export, padded, replay_list
 
 __all__ = [

@@ -13,21 +13,33 @@ stand, these explanations are tried in order, and the first that reaches it is n
     layers in other places    the best assignment of layers (Hungarian algorithm)
     rows of other tokens      the row of the reference that each of 64 rows fits best
     physical ids              the renumbering of each layer's experts that agrees best
+
+**Document by document**: requests exchanged, shifted, or of another text. The row of each token of
+a document shares o_t of its L·k ids with the reference's row of that token. An alternative (the
+reference's rows of another document, or of the token some places on) shares a_t. Only tokens at
+which a_t ≠ o_t count: under a sound assignment a_t > o_t is no likelier than a_t < o_t even for
+twins, so an alternative that wins 3 of 4 of them, with P(Binomial(n, 1/2) ≥ wins) < 10⁻⁴, and
+agrees from 0.5 on beyond chance, is where the rows belong. Sixteen tokens that differ suffice.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from scipy.stats import binom
 
-from tieline.trace.document_agreement import documents_astray, split_documents
 from tieline.trace.readers.routes import Routes
 from tieline.trace.soundness import RouteFinding, RouteTable, route_table
 
 AGREES = 0.5
 MOST_ROWS = 4096
 PROBES = 64
+LEAST_WINS, LEVEL = 0.75, 1e-4
+LEAST_TOKENS = 16
+SHIFTS = tuple(shift for n in range(1, 9) for shift in (-n, n))
+MOST_LAYERS, MOST_TOKENS, MOST_DOCUMENTS = 8, 256, 64
 
 
 def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> list[RouteFinding]:
@@ -41,19 +53,21 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
     """
     ours, theirs = route_table(routes, n_experts), route_table(reference, n_experts)
     rows, other = _common_rows(routes, reference)
-    mask = _written_rows(ours, rows) & _written_rows(theirs, other)
+    mask = _fully_written_rows(ours, rows) & _fully_written_rows(theirs, other)
     every = rows[mask], other[mask]
     rows, other = every[0][:MOST_ROWS], every[1][:MOST_ROWS]
     if len(rows) == 0 or not ours.layers or not theirs.layers:
         return []
     if routes.experts.shape[2] != reference.experts.shape[2]:
-        return [_different_k(routes, reference)]
+        return [_different_k_finding(routes, reference)]
     a = routes.experts[rows][:, ours.layers]
     b = reference.experts[other][:, theirs.layers]
-    return list(_astray(ours, theirs, every)) or list(_explanations(a, b, ours, theirs, reference))
+    return list(_astray_documents(ours, theirs, every)) or list(
+        _explained_disagreement(a, b, ours, theirs, reference)
+    )
 
 
-def _astray(
+def _astray_documents(
     ours: RouteTable, theirs: RouteTable, rows: tuple[np.ndarray, np.ndarray]
 ) -> Iterator[RouteFinding]:
     """Report documents whose rows belong elsewhere; nothing if all are shifted alike."""
@@ -70,11 +84,13 @@ def _astray(
         yield from findings
 
 
-def _written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
+def _fully_written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
+    """Mask of rows that are routed in every layer with experts."""
     return np.asarray(table.routed.mask[rows][:, list(table.layers)].all(1))
 
 
-def _different_k(routes: Routes, reference: Routes) -> RouteFinding:
+def _different_k_finding(routes: Routes, reference: Routes) -> RouteFinding:
+    """Report that file and reference choose other numbers of experts."""
     evidence = {"k": routes.experts.shape[2], "expected": reference.experts.shape[2]}
     rows = len(routes.experts)
     return RouteFinding("layer-shift", "unsound", "other-k", rows, rows, "other-shape", evidence)
@@ -116,16 +132,17 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
     return (shared - chance) / max(1 - chance, 1e-9)
 
 
-def _explanations(
+def _explained_disagreement(
     a: np.ndarray, b: np.ndarray, ours: RouteTable, theirs: RouteTable, reference: Routes
 ) -> Iterator[RouteFinding]:
+    """Report which fault explains that layers disagree."""
     table = np.array(
         [[agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
     )
     straight = np.diag(table)
     if a.shape[1] == b.shape[1] and float(np.median(straight)) >= AGREES:
         yield from _shifted_layers(ours, theirs)
-        yield from _odd_layers(table, a, b, ours)
+        yield from _disagreeing_layers(table, a, b, ours)
         return
     for explanation in (_moved_layers, _moved_rows, _renumbered_experts):
         finding = explanation(table, a, b, ours, theirs)
@@ -141,7 +158,7 @@ def _explanations(
 def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[RouteFinding]:
     """Report routed layers that agree in order but have other indices on the layer axis."""
     total = ours.experts.shape[1]
-    numbers = _layer_numbers(theirs)
+    numbers = _router_layer_numbers(theirs)
     if total == len(ours.layers) or numbers is None or list(ours.layers) == numbers:
         return
     evidence = {"places": list(ours.layers)[:6], "expected": numbers[:6]}
@@ -150,7 +167,7 @@ def _shifted_layers(ours: RouteTable, theirs: RouteTable) -> Iterator[RouteFindi
     )
 
 
-def _layer_numbers(model_routes: RouteTable) -> list[int] | None:
+def _router_layer_numbers(model_routes: RouteTable) -> list[int] | None:
     """Numbers of the layers in the names of a model's routers."""
     names = model_routes.routes.layer_names
     if names is None:
@@ -161,9 +178,10 @@ def _layer_numbers(model_routes: RouteTable) -> list[int] | None:
     return [digits[layer][0] for layer in model_routes.layers]
 
 
-def _odd_layers(
+def _disagreeing_layers(
     table: np.ndarray, a: np.ndarray, b: np.ndarray, ours: RouteTable
 ) -> Iterator[RouteFinding]:
+    """Report single layers that disagree while the others agree."""
     straight = np.diag(table)
     odd = np.flatnonzero((straight < AGREES / 2) & (float(np.median(straight)) >= AGREES))
     if len(odd) == 0:
@@ -270,3 +288,145 @@ def _renumbered_agreement(a: np.ndarray, b: np.ndarray) -> float:
     order = np.zeros(size, np.int64)
     order[names] = numbers
     return agreement(order[a[half:].astype(np.int64)], b[half:])
+
+
+class Document(NamedTuple):
+    """Rows of one document on both sides, in the order of positions.
+
+    Attributes:
+        number: its number.
+        ours: ids (tokens, layers, k) of the file.
+        theirs: ids of the reference.
+    """
+
+    number: int
+    ours: np.ndarray
+    theirs: np.ndarray
+
+
+class _DocumentMove(NamedTuple):
+    """Where the rows of a document belong: another document, a shift, or nowhere (both None)."""
+
+    number: int
+    other: int | None
+    shift: int | None
+    gain: float
+
+
+def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return how many ids the rows (tokens, layers, k) of a and b share, over all layers."""
+    return (a[..., :, None] == b[..., None, :]).sum((1, 2, 3))
+
+
+def split_documents(ours: np.ndarray, theirs: np.ndarray, documents: np.ndarray) -> list[Document]:
+    """Return the first rows of each document, of some layers.
+
+    Args:
+        ours: ids (rows, layers, k) of the file, by document and position.
+        theirs: ids of the reference at the same tokens.
+        documents: document of each row.
+    """
+    layers = np.unique(np.linspace(0, ours.shape[1] - 1, MOST_LAYERS).astype(int))
+    numbers = np.unique(documents)
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, MOST_DOCUMENTS).astype(int))
+    rows = [(int(n), np.flatnonzero(documents == n)[:MOST_TOKENS]) for n in numbers[chosen]]
+    return [Document(n, ours[index][:, layers], theirs[index][:, layers]) for n, index in rows]
+
+
+def documents_astray(documents: list[Document]) -> Iterator[RouteFinding]:
+    """Report documents whose rows are those of another, of neighbouring tokens, or of no document.
+
+    Args:
+        documents: at least two; see `split_documents`.
+    """
+    chance = _chance_agreement(documents)
+    agreements = {x.number: _agreement_beyond_chance(x.ours, x.theirs, chance) for x in documents}
+    moves = [
+        move for x in documents if (move := _best_document_move(x, documents, chance)) is not None
+    ]
+    moved = {move.number for move in moves}
+    usual = float(np.median(list(agreements.values())))
+    strange = [
+        x.number
+        for x in documents
+        if x.number not in moved
+        and len(x.ours) >= LEAST_TOKENS
+        and agreements[x.number] < AGREES / 2 <= AGREES <= usual
+    ]
+    total = len(documents)
+    exchanged = [f"{move.number} → {move.other}" for move in moves if move.other is not None]
+    if exchanged:
+        yield _document_finding("exchanged-documents", exchanged, total, "exchanged-requests")
+    for shift in sorted({move.shift for move in moves if move.shift is not None}):
+        shifted = [str(move.number) for move in moves if move.shift == shift]
+        yield _document_finding("shifted-documents", shifted, total, "cut-prompt", shift)
+    if strange:
+        yield _document_finding(
+            "strange-documents", list(map(str, strange)), total, "strange-requests"
+        )
+
+
+def _document_finding(
+    case: str, names: list[str], total: int, reason: str, shift: int = 0
+) -> RouteFinding:
+    """A finding that lists documents."""
+    evidence = {"documents": names[:6], "shift": shift}
+    return RouteFinding("token-shift", "unsound", case, len(names), total, reason, evidence)
+
+
+def _chance_agreement(documents: list[Document]) -> float:
+    """Mean share of ids that rows of independent tokens have in common."""
+    ours = np.concatenate([x.ours for x in documents])
+    theirs = np.concatenate([x.theirs for x in documents])
+    size, shares = int(max(ours.max(), theirs.max())) + 1, []
+    for layer in range(ours.shape[1]):
+        loads = [np.bincount(x[:, layer].clip(0).ravel(), minlength=size) for x in (ours, theirs)]
+        shares.append(float(loads[0] @ loads[1]) / len(ours) ** 2 / ours.shape[2])
+    return float(np.mean(shares))
+
+
+def _agreement_beyond_chance(a: np.ndarray, b: np.ndarray, chance: float) -> float:
+    """Agreement of rows, 0 for chance and 1 for equality."""
+    share = float(shared_ids(a, b).mean()) / (a.shape[1] * a.shape[2])
+    return (share - chance) / max(1 - chance, 1e-9)
+
+
+def _best_document_move(
+    document: Document, documents: list[Document], chance: float
+) -> _DocumentMove | None:
+    """The alternative that fits the rows of a document best, if any does."""
+    own = shared_ids(document.ours, document.theirs)
+    if bool((own == document.ours.shape[1] * document.ours.shape[2]).all()):
+        return None
+    moves = []
+    for other in documents:
+        if other.number != document.number:
+            count = min(len(own), len(other.theirs))
+            gain = _move_gain(document.ours[:count], own[:count], other.theirs[:count], chance)
+            moves += (
+                [] if gain is None else [_DocumentMove(document.number, other.number, None, gain)]
+            )
+    for shift in SHIFTS:
+        first, last = max(0, -shift), min(len(own), len(own) - shift)
+        if last - first >= LEAST_TOKENS // 2:
+            rows = document.theirs[first + shift : last + shift]
+            gain = _move_gain(document.ours[first:last], own[first:last], rows, chance)
+            moves += [] if gain is None else [_DocumentMove(document.number, None, shift, gain)]
+    return max(moves, key=lambda move: move.gain, default=None)
+
+
+def _move_gain(
+    ours: np.ndarray, own: np.ndarray, alternative: np.ndarray, chance: float
+) -> float | None:
+    """Mean ids more that the alternative shares; None if the rows do not belong there."""
+    other = shared_ids(ours, alternative)
+    wins, losses = int((other > own).sum()), int((other < own).sum())
+    if wins < LEAST_WINS * (wins + losses) or wins == 0:
+        return None
+    if float(binom.sf(wins - 1, wins + losses, 0.5)) > LEVEL:
+        return None
+    return (
+        float((other - own).mean())
+        if _agreement_beyond_chance(ours, alternative, chance) >= AGREES
+        else None
+    )

@@ -125,11 +125,11 @@ class LogHistogram:
         # n p in floating point may exceed the integer it stands for, and ceil would go one too far
         rank = max(1, math.ceil(probability * self.total - 1e-9))
         index = int(torch.searchsorted(self.counts.cumsum(0), rank))
-        lower, upper = _bounds()
+        lower, upper = _bin_bounds()
         return lower[index].item(), upper[index].item()
 
 
-def _bounds() -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
+def _bin_bounds() -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
     """Infimum and supremum of each bin; equal for the bins of a single number."""
     points = torch.cat((torch.zeros(1, dtype=torch.float64), grid_points()))
     ends = points.repeat_interleave(2)
@@ -166,14 +166,14 @@ class ExactMoments:
     @classmethod
     def of(cls, scores: Float[Tensor, "tokens ranks"]) -> "ExactMoments":
         """Compute the moments of each column in float32; infinite scores are left out."""
-        first, *rest = (_moments(chunk) for chunk in scores.float().split(_EXACT_TOKENS))
+        first, *rest = (_chunk_moments(chunk) for chunk in scores.float().split(_EXACT_TOKENS))
         return sum(rest, start=first)
 
     def __add__(self, other: "ExactMoments") -> "ExactMoments":
         ranks = self.first.shape[0], other.first.shape[0]
         if ranks[0] != ranks[1]:
             raise TraceError(f"scores of {ranks[0]} and of {ranks[1]} ranks cannot be added")
-        squares = _carried(self.high + other.high, self.low + other.low)
+        squares = _carried_squares(self.high + other.high, self.low + other.low)
         return ExactMoments(self.count + other.count, self.first + other.first, *squares)
 
     def mean(self) -> Float[Tensor, " ranks"]:
@@ -189,12 +189,16 @@ class ExactMoments:
         values = []
         for count, (first, high, low) in zip(self.count.tolist(), rows, strict=True):
             squares = [(a << LOW_BITS) + b for a, b in zip(high, low, strict=True)]
-            value = statistic(count, _total(first, 1), _total(squares, 2)) if count else torch.nan
+            value = (
+                statistic(count, _total_over_exponents(first, 1), _total_over_exponents(squares, 2))
+                if count
+                else torch.nan
+            )
             values.append(float(value))
         return torch.tensor(values, dtype=torch.float64)
 
 
-def _moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
+def _chunk_moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
     """Moments of few enough tokens that float64 sums are exact.
 
     z² has 48 bits, too many for a sum. The square of its leading 12 bits has 24, and what remains
@@ -216,15 +220,15 @@ def _moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:
         torch.from_numpy((total * scale).astype(np.int64))
         for total, scale in zip(sums, _SCALES, strict=True)
     )
-    return ExactMoments(torch.from_numpy(count), first, *_carried(high, low))
+    return ExactMoments(torch.from_numpy(count), first, *_carried_squares(high, low))
 
 
-def _carried(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+def _carried_squares(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """The same number with 0 <= low < 2^24, a form that is unique."""
     return high + (low >> LOW_BITS), low & ((1 << LOW_BITS) - 1)
 
 
-def _total(sums: list[int], power: int) -> Fraction:
+def _total_over_exponents(sums: list[int], power: int) -> Fraction:
     """Σ_e part_e u_e^power."""
     total = sum(count << (power * (max(e, 1) - 1)) for e, count in enumerate(sums) if count)
     return Fraction(total, 1 << (power * 149))

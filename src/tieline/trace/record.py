@@ -17,36 +17,26 @@ from a file or goes into one.
     epsilons    points of the ε grid
     dim         dimension of the router's input
 
-Functions that select, join and compare traces:
+    take_tokens    some tokens of one layer
+    identical      whether two records hold the same values, bit by bit
 
-    take_tokens         some tokens of one layer
-    select_tokens       some tokens, in all layers
-    select_documents    the tokens of some documents
-    select_layers       some layers, by place or name
-    concatenate         the tokens of several traces of the same routers
-    token_sequences     token ids of each document
-    identical           whether two records hold the same values, bit by bit
-    token_hash          of document and position, the same on every machine and in every version
-    coalition_hash      of a set of experts, the same for every order of its members
-
-Traces that were loaded from disk stay lazy: a layer is cut when it is touched.
+`tieline.trace.selection` selects from traces and joins them. Layers that were loaded from disk are
+made when they are touched (`LazyLayers`).
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.records import short_repr
-from tieline.core.settings import TraceSettingError
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
 
@@ -340,11 +330,12 @@ def check_epsilons(epsilons: tuple[float, ...]) -> None:
 
 
 def _require_rule(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
+    """Raise `TraceError` with a rule unless it holds."""
     where = "" if layer is None else f"layer {layer.name!r}: "
     require(condition, f"{where}need {rule}", TraceError)
 
 
-_NEEDS = {
+_QUESTIONS = {
     "scores": "gap quantiles, boundary mass, gap density and flip rates (no selection scores)",
     "rank k+1": "gap quantiles, boundary mass, gap density and flip rates (chosen ranks only)",
     "near": "experts within ε of the threshold and orders of ties (no counts over all experts)",
@@ -360,11 +351,12 @@ def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
     An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
     """
     missing = [_missing_data(layer) for layer in layers]
-    return [text for need, text in _NEEDS.items() if all(need in absent for absent in missing)]
+    return [text for need, text in _QUESTIONS.items() if all(need in absent for absent in missing)]
 
 
 def _missing_data(layer: LayerTrace) -> set[str]:
-    absent = {need for need in _NEEDS if getattr(layer, need, layer) is None}
+    """Names of what a layer did not record."""
+    absent = {need for need in _QUESTIONS if getattr(layer, need, layer) is None}
     return absent | ({"rank k+1"} if layer.scores is not None and not layer.has_gaps else set())
 
 
@@ -404,208 +396,12 @@ def map_layers(
     return tuple(change(layer) for layer in layers)
 
 
-SPAN = 1 << 63
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def token_hash(
-    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
-) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of (document, position), in [0, 2^63)."""
-    document = _mix(documents.long().numpy().view(np.uint64))
-    return _folded(_mix(document ^ positions.long().numpy().view(np.uint64)))
-
-
-def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of the set of chosen experts, in [0, 2^63)."""
-    hashes = _mix(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
-    return _folded(_mix(hashes.take(chosen).sum(0)))
-
-
-def _folded(hashes: np.ndarray) -> np.ndarray:
-    """The upper 63 bits, as numbers that signed integers can hold."""
-    return (hashes >> np.uint64(1)).view(np.int64)
-
-
-def _mix(bits: np.ndarray) -> np.ndarray:
-    bits = bits + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    return bits ^ (bits >> np.uint64(31))
-
-
 Index = slice | Int[Tensor, " chosen"] | Bool[Tensor, " tokens"]
 
 
 def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
     """Return some tokens of a layer: a view for a slice, a copy for an index or a mask."""
     return replace(layer, **{name: value[index] for name, value in layer.rows().items()})
-
-
-def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
-    """Return some tokens, in the order of the index.
-
-    Args:
-        trace: any trace.
-        index: a slice, indices in 0 ... T - 1, or a mask of all tokens.
-    """
-    if isinstance(index, Tensor):
-        _check_index(index, trace.n_tokens)
-    layers = map_layers(trace.layers, lambda layer: take_tokens(layer, index))
-    return replace(
-        trace, layers=layers, **{name: getattr(trace, name)[index] for name in TOKEN_KEYS}
-    )
-
-
-def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
-    """Return the tokens of these documents, in the order of the trace."""
-    chosen = torch.tensor(sorted(set(documents)), dtype=torch.int64)
-    missing = chosen[~torch.isin(chosen, trace.documents.long())].tolist()
-    require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
-    return select_tokens(trace, torch.isin(trace.documents.long(), chosen))
-
-
-def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTrace:
-    """Return some layers, each by its index (negative from the end) or router name."""
-    names: list[str] = []
-    if any(isinstance(layer, str) for layer in layers):
-        names = [layer.name for layer in trace.layers]
-    indices = [_layer_index(layer, names, len(trace.layers)) for layer in layers]
-    source = trace.layers
-    if isinstance(source, LazyLayers):
-        return replace(trace, layers=LazyLayers(len(indices), lambda i: source[indices[i]]))
-    return replace(trace, layers=tuple(source[index] for index in indices))
-
-
-def concatenate(
-    traces: Sequence[RoutingTrace], documents: Literal["keep", "renumber"] = "keep"
-) -> RoutingTrace:
-    """Join the tokens of several traces, one after the other.
-
-    All traces must agree in layer names, facts, ranks, optional fields, types, biases and ε. The
-    provenance is the common one, or all of them under "parts".
-
-    Args:
-        traces: one or more.
-        documents: "keep" the numbers of documents, as for parts of one run, and refuse a token that
-            two traces hold; or "renumber" each trace's documents to follow the last one.
-    """
-    require(len(traces) > 0, "nothing to concatenate: got no traces", TraceError)
-    pieces = _renumbered_documents(traces) if documents == "renumber" else list(traces)
-    keys = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in TOKEN_KEYS}
-    if documents != "renumber" and len(pieces) > 1 and _has_repeated_token(keys):
-        raise TraceSettingError(
-            "a token (document, position) occurs twice: the traces overlap, or number their "
-            "documents alike and need {renumber}"
-        )
-    first = pieces[0]
-    for piece in pieces[1:]:
-        _require_same("number of layers", len(first.layers), len(piece.layers))
-        _require_same("epsilons", first.epsilons, piece.epsilons)
-    layers = _joined_layers([piece.layers for piece in pieces])
-    return replace(first, layers=layers, provenance=_joined_provenance(pieces), **keys)
-
-
-def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
-    def join(index: int) -> LayerTrace:
-        return _joined_layer([layers[index] for layers in sources])
-
-    if any(isinstance(layers, LazyLayers) for layers in sources):
-        return LazyLayers(len(sources[0]), join)
-    return tuple(join(index) for index in range(len(sources[0])))
-
-
-def _joined_layer(layers: list[LayerTrace]) -> LayerTrace:
-    first = layers[0]
-    for layer in layers[1:]:
-        _require_same("name", first.name, layer.name)
-        for what, of_first, of_layer in zip(
-            ("facts", "recorded", "bias"), _recorded_form(first), _recorded_form(layer), strict=True
-        ):
-            _require_same(f"layer {first.name!r}: {what}", of_first, of_layer)
-    rows = [layer.rows() for layer in layers]
-    return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-
-
-def _recorded_form(layer: LayerTrace) -> tuple[object, ...]:
-    """Facts, type and shape of each field, and the bias."""
-    rows = {name: (value.dtype, tuple(value.shape[1:])) for name, value in layer.rows().items()}
-    return layer.facts, rows, None if layer.bias is None else layer.bias.tolist()
-
-
-def _require_same(what: str, first: object, other: object) -> None:
-    require(first == other, f"traces must agree in {what}: {first} is not {other}", TraceError)
-
-
-def _renumbered_documents(traces: Sequence[RoutingTrace]) -> list[RoutingTrace]:
-    """Shift documents so that each trace starts one above the last number of the one before."""
-    renumbered, start = [], 0
-    for trace in traces:
-        numbers = trace.documents.long()
-        if len(numbers):
-            numbers = numbers - numbers.min() + start
-            start = int(numbers.max()) + 1
-        renumbered.append(replace(trace, documents=numbers))
-    return renumbered
-
-
-def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
-    """Whether a (document, position) occurs twice; sorted hashes are compared first."""
-    documents, positions = keys["documents"].long(), keys["positions"].long()
-    hashes = np.sort(token_hash(documents, positions))
-    if not (hashes[1:] == hashes[:-1]).any():
-        return False
-    pairs = torch.stack((documents, positions), dim=1)
-    return len(torch.unique(pairs, dim=0)) < len(pairs)
-
-
-def _joined_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
-    first = traces[0].provenance
-    same = all(trace.provenance == first for trace in traces)
-    return first if same else {"parts": [trace.provenance for trace in traces]}
-
-
-def _layer_index(layer: int | str, names: list[str], count: int) -> int:
-    valid = layer in names if isinstance(layer, str) else -count <= layer < count
-    require(valid, f"no layer {layer!r} in the trace of {count} layers", TraceError)
-    return names.index(layer) if isinstance(layer, str) else layer % count
-
-
-def _check_index(index: Tensor, tokens: int) -> None:
-    if index.dtype == torch.bool:
-        fits = index.shape == (tokens,)
-    else:
-        fits = not len(index) or (int(index.min()) >= 0 and int(index.max()) < tokens)
-    require(fits, f"need indices in 0 ... {tokens - 1} or a mask of {tokens} tokens", TraceError)
-
-
-def token_sequences(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[int]]:
-    """Return the token ids of each document of a trace, and the documents' numbers.
-
-    Raises if ids are unknown or documents have holes: no model can be run on the rest.
-    """
-    require(
-        trace.n_tokens > 0 and bool((trace.tokens >= 0).all()),
-        "the trace does not know its token ids, so that no model can be run on them: save them "
-        "with it under `tokens`",
-        TraceError,
-    )
-    sequences, numbers = [], []
-    for number in trace.documents.unique().tolist():
-        rows = (trace.documents == number).nonzero().squeeze(1)
-        rows = rows[trace.positions[rows].argsort()]
-        positions = trace.positions[rows].long()
-        gap = (positions != torch.arange(len(positions))).nonzero()
-        require(
-            len(gap) == 0,
-            f"document {number} of the trace has no token at position "
-            f"{int(gap[0]) if len(gap) else 0}: no model can be run on it",
-            TraceError,
-        )
-        sequences.append(trace.tokens[rows].long())
-        numbers.append(int(number))
-    return sequences, numbers
 
 
 def identical(first: object, second: object) -> bool:
@@ -633,6 +429,7 @@ def identical(first: object, second: object) -> bool:
 
 
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors agree in type, shape and every bit."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
@@ -656,12 +453,12 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
         broken_tokens: whether tokens with a score that is not finite are allowed, as in the sample
             of a summary; only their ids are checked.
     """
-    _check_ids(layer)
+    _check_layer_ids(layer)
     if broken_tokens and layer.scores is not None:
         ends = layer.scores[:, [0, layer.facts.k - 1]]
         layer = take_tokens(layer, ends.isfinite().all(1))
     if layer.scores is not None:
-        _check_scores(layer, layer.scores)
+        _check_layer_scores(layer, layer.scores)
     for name, value in layer.tensors().items():
         if name in ("weights", "faded", "inputs", "bias"):
             _refuse_any(~value.isfinite(), layer, f"{name} that are not finite")
@@ -669,7 +466,8 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
             _refuse_any(~(value >= 0), layer, f"{name} negative or not a number")
 
 
-def _check_ids(layer: LayerTrace) -> None:
+def _check_layer_ids(layer: LayerTrace) -> None:
+    """Refuse ids and counts that no router can have."""
     experts, most = layer.experts, layer.facts.n_experts
     _refuse_any((experts < 0) | (experts >= most), layer, f"experts outside 0 ... {most - 1}")
     if layer.used is not None:
@@ -683,7 +481,8 @@ def _check_ids(layer: LayerTrace) -> None:
         _refuse_any(wrong, layer, f"counts near the threshold outside 0 ... {most}")
 
 
-def _check_scores(layer: LayerTrace, scores: Tensor) -> None:
+def _check_layer_scores(layer: LayerTrace, scores: Tensor) -> None:
+    """Refuse scores that are not finite or do not descend."""
     bad = scores.isnan() | scores.isposinf()
     bad[:, : layer.facts.k] |= scores[:, : layer.facts.k].isneginf()
     _refuse_any(bad, layer, "scores that are not finite")

@@ -65,10 +65,10 @@ def repetitions(routes: Routes, n_experts: int | None = None) -> list[RouteFindi
     table = route_table(routes, n_experts)
     if not table.layers or len(routes.experts) < LEAST_RUN:
         return []
-    tied = list(_tied_rows(table))
-    tests = (_layer_runs, _copied_layers, _padding_shown)
+    tied = list(_tied_row_findings(table))
+    tests = (_stale_layers, _copied_layer_findings, _padding_findings)
     return [
-        *(tied or _repeated_row(table)),
+        *(tied or _warm_up_findings(table)),
         *(finding for test in tests for finding in test(table)),
     ]
 
@@ -79,14 +79,14 @@ def repeated_rows(routes: Routes) -> np.ndarray:
     mask = np.zeros(len(routes.experts), bool)
     if not table.layers or len(mask) < LEAST_RUN:
         return mask
-    if list(_tied_rows(table)):
+    if list(_tied_row_findings(table)):
         mask |= tied_rows(table)
-    if list(_repeated_row(table)):
-        mask |= _longest_run(row_codes(table)).copies
+    if list(_warm_up_findings(table)):
+        mask |= _longest_equal_run(row_codes(table)).copies
     return mask
 
 
-def _longest_run(codes: np.ndarray) -> Run:
+def _longest_equal_run(codes: np.ndarray) -> Run:
     """The longest run of equal codes, with the other runs of the same code."""
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(codes)) + 1, [len(codes)]])
     lengths = np.diff(cuts)
@@ -101,13 +101,13 @@ def _longest_run(codes: np.ndarray) -> Run:
     return Run(begin, length, same & (of_row >= LEAST_COPIES), chance)
 
 
-def _repeated_row(table: RouteTable) -> Iterator[RouteFinding]:
+def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """One row in a run that no text explains."""
     if table.routed.unwritten.all():
         return
-    run = _longest_run(row_codes(table))
+    run = _longest_equal_run(row_codes(table))
     rows, total = np.flatnonzero(run.copies), len(run.copies)
-    severity = _severity(table, run, len(rows) / total)
+    severity = _run_severity(table, run, len(rows) / total)
     if severity is None or table.routed.unwritten[run.begin]:
         return
     evidence = {
@@ -121,7 +121,8 @@ def _repeated_row(table: RouteTable) -> Iterator[RouteFinding]:
     yield RouteFinding("repeated-rows", severity, "warm-up", len(rows), total, reason, evidence)
 
 
-def _severity(table: RouteTable, run: Run, share: float) -> Severity | None:
+def _run_severity(table: RouteTable, run: Run, share: float) -> Severity | None:
+    """How grave a run of equal rows is; None if chance or one token explains it."""
     if run.length < LEAST_RUN or run.log10_chance > IMPROBABLE or share == 1:
         return None
     stretch = slice(run.begin, run.begin + run.length)
@@ -145,7 +146,7 @@ def tied_rows(table: RouteTable) -> np.ndarray:
     return np.asarray((chosen == chosen[..., :1]).all((1, 2)) & (chosen[..., 0] > 0).all(1))
 
 
-def _tied_rows(table: RouteTable) -> Iterator[RouteFinding]:
+def _tied_row_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Rows with equal weights and one choice: all experts tie."""
     tied = tied_rows(table)
     rows, total = np.flatnonzero(tied), len(tied)
@@ -167,13 +168,13 @@ def _tied_rows(table: RouteTable) -> Iterator[RouteFinding]:
     )
 
 
-def _layer_runs(table: RouteTable) -> Iterator[RouteFinding]:
+def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
     """Layers that repeat a choice in a stretch in which the other layers do not."""
     if len(table.layers) < 2:
         return
     codes = {layer: codes_of(table.experts[:, layer]) for layer in table.layers}
     for layer in table.layers:
-        run = _longest_run(codes[layer])
+        run = _longest_equal_run(codes[layer])
         if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or run.log10_chance > IMPROBABLE:
             continue
         stretch = slice(run.begin, run.begin + run.length)
@@ -191,7 +192,7 @@ def _layer_runs(table: RouteTable) -> Iterator[RouteFinding]:
         return
 
 
-def _copied_layers(table: RouteTable) -> Iterator[RouteFinding]:
+def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Layers whose rows are those of another layer."""
     count = len(table.experts)
     rows = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_ROWS)).astype(int))
@@ -227,7 +228,7 @@ def _copy_agreement(a: np.ndarray, b: np.ndarray) -> float:
     return (equal - chance) / max(1 - chance, 1e-9)
 
 
-def _padding_shown(table: RouteTable) -> Iterator[RouteFinding]:
+def _padding_findings(table: RouteTable) -> Iterator[RouteFinding]:
     """Documents of one length that begin or end with runs of one token id, of different lengths."""
     tokens = table.routes.tokens
     if tokens is None or bool((tokens < 0).any()):

@@ -156,24 +156,25 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
         n_experts: number of experts E, if it is known.
     """
     table = route_table(routes, n_experts)
-    nothing = list(_all_unwritten(table))
+    nothing = list(_unwritten_array(table))
     if nothing:
         return nothing
     tests = (
-        _row_counts,
+        _row_count_findings,
         _unwritten_rows,
-        _dense_layers,
-        _out_of_range,
+        _dense_layer_notes,
+        _out_of_range_ids,
         _duplicate_experts,
         _constant_layers,
         _repeated_rows,
-        _token_shift,
+        _shifted_rows,
         _dead_experts,
     )
     return [finding for test in tests for finding in test(table)]
 
 
-def _all_unwritten(table: RouteTable) -> Iterator[RouteFinding]:
+def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report an array in which every id is 0 or -1."""
     ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and rows * layers < 16:
         return
@@ -188,7 +189,8 @@ def _all_unwritten(table: RouteTable) -> Iterator[RouteFinding]:
             return
 
 
-def _row_counts(table: RouteTable) -> Iterator[RouteFinding]:
+def _row_count_findings(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report documents whose rows do not fit their tokens."""
     routes, documents = table.routes, int(table.documents.max()) + 1
     if routes.problems:
         first, count = routes.problems[0], len(routes.problems)
@@ -218,6 +220,7 @@ def _unwritten_ends(table: RouteTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _unwritten_rows(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report rows of zeros, by where in a document they are."""
     blank = table.routed.unwritten
     count, total = int(blank.sum()), len(blank)
     if not count:
@@ -240,7 +243,8 @@ def _unwritten_rows(table: RouteTable) -> Iterator[RouteFinding]:
         )
 
 
-def _dense_layers(table: RouteTable) -> Iterator[RouteFinding]:
+def _dense_layer_notes(table: RouteTable) -> Iterator[RouteFinding]:
+    """Note the layers that are not routed."""
     dense, names = table.routed.dense, table.routes.names
     if dense:
         layers = [f"{names[layer]} ({why})" for layer, why in list(dense.items())[:4]]
@@ -249,7 +253,8 @@ def _dense_layers(table: RouteTable) -> Iterator[RouteFinding]:
         yield RouteFinding("constant-layer", "note", "dense", count, total, "dense", evidence)
 
 
-def _out_of_range(table: RouteTable) -> Iterator[RouteFinding]:
+def _out_of_range_ids(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report ids that no expert has, or that one layer alone has."""
     ids, most = table.experts, table.n_experts
     limit = np.iinfo(ids.dtype).max
     if most is not None and most - 1 > limit:
@@ -260,7 +265,7 @@ def _out_of_range(table: RouteTable) -> Iterator[RouteFinding]:
     tops = {layer: int(table.column(layer).max(initial=0)) for layer in table.layers}
     wrong = _wrong_ids(table, most)
     if wrong:
-        yield _range_finding(table, wrong, tops, most)
+        yield _out_of_range_finding(table, wrong, tops, most)
     elif most is None and len(tops) >= 3:
         ordered = sorted(tops, key=lambda layer: tops[layer])
         top, second = tops[ordered[-1]], tops[ordered[-2]]
@@ -290,12 +295,13 @@ def _wrong_ids(table: RouteTable, most: int | None) -> dict[int, tuple[int, int,
     return wrong
 
 
-def _range_finding(
+def _out_of_range_finding(
     table: RouteTable,
     wrong: dict[int, tuple[int, int, int]],
     tops: dict[int, int],
     most: int | None,
 ) -> RouteFinding:
+    """The finding for ids outside 0 ... E - 1, with the likely cause."""
     count = sum(number for number, _, _ in wrong.values())
     total = len(table.experts) * len(table.layers)
     first_layer = next(iter(wrong))
@@ -320,6 +326,7 @@ def _range_finding(
 
 
 def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report tokens that name an expert twice."""
     k = table.experts.shape[2]
     if k == 1:
         return
@@ -438,6 +445,7 @@ def log10_chance(copies: int, rows: int, share: float) -> float:
 
 
 def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report a row that stands more often than the load of the layers explains."""
     codes = row_codes(table)
     usable = ~table.routed.unwritten & table.routed.mask[:, list(table.layers)].any(1)
     usable &= _first_documents(table, codes)
@@ -447,7 +455,7 @@ def _repeated_rows(table: RouteTable) -> Iterator[RouteFinding]:
     values, counts = np.unique(codes[rows], return_counts=True)
     best = values[counts.argmax()]
     copies = rows[codes[rows] == best]
-    run, begin = _longest_run(codes, rows)
+    run, begin = _longest_row_run(codes, rows)
     if run >= LEAST_COPIES and run > len(copies) // 2:
         copies = rows[codes[rows] == codes[begin]]
     share, chance = len(copies) / len(rows), _log10_chance_of_copies(table, rows, copies)
@@ -486,6 +494,7 @@ def _is_one_token(tokens: np.ndarray | None, copies: np.ndarray, has_tokens: boo
 def _severity_of_copies(
     copies: int, run: int, share: float, chance: float, one_token: bool | None
 ) -> Severity | None:
+    """How grave the copies of a row are; None if chance or one token explains them."""
     if copies < LEAST_COPIES or chance > IMPROBABLE or one_token:
         return None
     if one_token is False:
@@ -496,7 +505,7 @@ def _severity_of_copies(
     return "suspicious" if run >= LEAST_COPIES or share >= MANY_SHARE else None
 
 
-def _longest_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
+def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     """Length and first row of the longest run of equal rows that follow each other."""
     same = (np.diff(codes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
     cuts = np.concatenate([[0], np.flatnonzero(same) + 1, [len(rows)]])
@@ -505,7 +514,7 @@ def _longest_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     return int(lengths[longest]), int(rows[cuts[longest]])
 
 
-def _token_shift(table: RouteTable) -> Iterator[RouteFinding]:
+def _shifted_rows(table: RouteTable) -> Iterator[RouteFinding]:
     """Report rows that match the tokens better at another lag; equal tokens choose alike."""
     tokens, k = table.routes.tokens, table.experts.shape[2]
     if tokens is None or bool((tokens < 0).any()) or not table.layers or len(tokens) < 256:
@@ -565,6 +574,7 @@ def _agreement_at_lag(
 
 
 def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
+    """Report experts that no token chose, beyond chance."""
     loads = {}
     for layer in table.layers:
         column = table.column(layer)

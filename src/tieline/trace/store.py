@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tieline.core.collectives import gathered
 from tieline.core.errors import TraceError, require
-from tieline.core.processes import gathered
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
-from tieline.trace.folders import Folder, check_target, open_folder, read_index, write_folder
 from tieline.trace.record import (
     LAYER_TENSORS,
     MOST_LAYERS,
@@ -43,9 +42,9 @@ from tieline.trace.record import (
     check_epsilons,
     check_layer,
     check_tensor,
-    concatenate,
     kind_of,
 )
+from tieline.trace.selection import concatenate
 from tieline.trace.summary import (
     CAPACITY,
     MOST_TOKENS,
@@ -56,6 +55,13 @@ from tieline.trace.summary import (
     TokenKey,
     distinct_sources,
     merge,
+)
+from tieline.trace.tensor_folders import (
+    Folder,
+    check_replaceable,
+    open_folder,
+    read_index,
+    write_folder,
 )
 
 Kind = Literal["trace", "summary"]
@@ -164,7 +170,7 @@ def merge_folders(
     kind = next(iter(kinds.values()))
     if kind == "summary" and documents != "keep":
         raise TraceError("summaries keep the numbers of their documents")
-    check_target(output, FORMATS[kind], overwrite)
+    check_replaceable(output, FORMATS[kind], overwrite)
     if kind == "summary":
         merged = merge([load_summary(directory) for directory in directories])
         save_summary(merged, output, overwrite)
@@ -174,7 +180,8 @@ def merge_folders(
     return load_trace(output)
 
 
-def _file_name(kind: str, index: int) -> str:
+def _numbered_file(kind: str, index: int) -> str:
+    """Name of the file of a layer."""
     return f"{kind}-{index:05d}"
 
 
@@ -213,10 +220,10 @@ def _tensor_files(stored: RoutingTrace | RoutingSummary) -> Iterator[tuple[str, 
     yield TOKEN_FILE, {name: getattr(rows, name) for name in TOKEN_KEYS}
     for index, layer in enumerate(rows.layers):
         check_layer(layer, broken_tokens=kind == "summary")
-        yield _file_name(_ROW_FILES[kind], index), layer.tensors()
+        yield _numbered_file(_ROW_FILES[kind], index), layer.tensors()
     if isinstance(stored, RoutingSummary):
         for index, layer in enumerate(stored.layers):
-            yield _file_name("counts", index), _layer_counts(layer)
+            yield _numbered_file("counts", index), _layer_counts(layer)
 
 
 class _LayerEntry(NamedTuple):
@@ -240,7 +247,7 @@ class _Stored:
     def check_header(self, index: int) -> None:
         """Refuse a file whose tensors do not fit the layer, without reading them."""
         head = self.heads[index]
-        header = self.folder.header(_file_name(_ROW_FILES[self.kind], index))
+        header = self.folder.header(_numbered_file(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
         where = f"{self.folder.path}: layer {head.name!r}"
         if unknown or "experts" not in header:
@@ -256,7 +263,7 @@ class _Stored:
 
     def layer(self, index: int) -> LayerTrace:
         """Read a layer; its header is checked every time, its values the first time."""
-        file, head = _file_name(_ROW_FILES[self.kind], index), self.heads[index]
+        file, head = _numbered_file(_ROW_FILES[self.kind], index), self.heads[index]
         new = file not in self.folder.verified
         self.check_header(index)
         layer = LayerTrace(head.name, head.facts, **self.folder.tensors(file))
@@ -276,8 +283,8 @@ class _Stored:
         tokens = _read_integer(numbers, "tokens", MOST_TOKENS, where)
         nonfinite = _read_integer(numbers, "nonfinite", tokens, where)
         measured = tokens - nonfinite
-        tensors = _count_tensors(self.folder, _file_name("counts", index), sample, where)
-        _check_sums(tensors, tokens * head.facts.k, measured, where)
+        tensors = _read_count_tensors(self.folder, _numbered_file("counts", index), sample, where)
+        _check_count_sums(tensors, tokens * head.facts.k, measured, where)
         changed = numbers.get("bias_changed")
         require(type(changed) is bool, f"{where}: bias_changed must be true or false", TraceError)
         return LayerSummary(
@@ -288,7 +295,7 @@ class _Stored:
             coalitions=_read_sketch(tensors["coalitions"], tokens, where),
             bias=SharedBias(sample.bias, changed=bool(changed)),
             nonfinite=nonfinite,
-            first_nonfinite=_first_nonfinite(numbers.get("first_nonfinite"), nonfinite, where),
+            first_nonfinite=_read_first_nonfinite(numbers.get("first_nonfinite"), nonfinite, where),
             group_decides=_read_integer(numbers, "group_decides", measured, where),
             near=tensors.get("near"),
             orders=tensors.get("orders"),
@@ -298,23 +305,29 @@ class _Stored:
 
 
 def _open_stored(directory: str | Path, kind: Kind) -> _Stored:
+    """Open a folder of a trace or summary; layers are not read."""
     folder = open_folder(directory, FORMATS[kind], VERSION)
     index, path, expected = folder.index, folder.path, _FIELDS | _OWN_FIELDS[kind]
     require(set(index) == expected, f"{path}: must have {sorted(expected)}", TraceError)
-    heads, epsilons = _read_heads(index["layers"], path), _read_epsilons(index["epsilons"], path)
+    heads, epsilons = (
+        _read_layer_heads(index["layers"], path),
+        _read_epsilons(index["epsilons"], path),
+    )
     return _Stored(folder, kind, heads, epsilons, _read_token_ids(folder))
 
 
-def _read_heads(value: object, path: Path) -> list[_LayerEntry]:
+def _read_layer_heads(value: object, path: Path) -> list[_LayerEntry]:
+    """Names and facts of all layers in an index."""
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
         raise TraceError(f"{path}: must list 1 ... {MOST_LAYERS} layers")
-    heads = [_read_head(entry, path) for entry in value]
+    heads = [_read_layer_head(entry, path) for entry in value]
     names = {head.name for head in heads}
     require(len(names) == len(heads), f"{path}: two layers have the same name", TraceError)
     return heads
 
 
-def _read_head(entry: object, path: Path) -> _LayerEntry:
+def _read_layer_head(entry: object, path: Path) -> _LayerEntry:
+    """Name and facts of one layer in an index."""
     if not isinstance(entry, dict):
         raise TraceError(f"{path}: a layer must be a JSON object")
     name, facts = entry.get("name"), entry.get("facts")
@@ -329,6 +342,7 @@ def _read_head(entry: object, path: Path) -> _LayerEntry:
 
 
 def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
+    """The ε grid in an index."""
     fits = isinstance(value, list) and all(type(epsilon) in (int, float) for epsilon in value)
     if not isinstance(value, list) or not fits or len(value) > MOST_EPSILONS:
         raise TraceError(f"{path}: epsilons must be a list of numbers")
@@ -338,6 +352,7 @@ def _read_epsilons(value: object, path: Path) -> tuple[float, ...]:
 
 
 def _read_token_ids(folder: Folder) -> dict[str, Tensor]:
+    """Token ids, documents and positions of a folder."""
     header = folder.header(TOKEN_FILE)
     if set(header) != set(TOKEN_KEYS):
         raise TraceError(
@@ -369,7 +384,9 @@ def _layer_counts(layer: LayerSummary) -> dict[str, Tensor]:
     return tensors
 
 
-def _count_tensors(folder: Folder, file: str, sample: LayerTrace, where: str) -> dict[str, Tensor]:
+def _read_count_tensors(
+    folder: Folder, file: str, sample: LayerTrace, where: str
+) -> dict[str, Tensor]:
     """Read a file of counts, whose tensors must be int64 and of the shapes that the layer has."""
     experts, ranks = sample.facts.n_experts, sample.experts.shape[1]
     epsilons = 0 if sample.near is None else sample.near.shape[1]
@@ -394,7 +411,9 @@ def _count_tensors(folder: Folder, file: str, sample: LayerTrace, where: str) ->
     return folder.tensors(file)
 
 
-def _check_sums(tensors: Mapping[str, Tensor], chosen: int, measured: int, where: str) -> None:
+def _check_count_sums(
+    tensors: Mapping[str, Tensor], chosen: int, measured: int, where: str
+) -> None:
     """Refuse counts that are negative or do not add up to the number of tokens."""
     totals = {"load": chosen, **dict.fromkeys((*_HISTOGRAMS, *_TABLES), measured)}
     for name, total in totals.items():
@@ -406,6 +425,7 @@ def _check_sums(tensors: Mapping[str, Tensor], chosen: int, measured: int, where
 
 
 def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
+    """The sketch of coalitions, validated."""
     most = min(CAPACITY, tokens)
     ascending = bool((hashes[1:] > hashes[:-1]).all()) and bool((hashes >= 0).all())
     if not (ascending and len(hashes) <= most):
@@ -414,6 +434,7 @@ def _read_sketch(hashes: Tensor, tokens: int, where: str) -> DistinctSketch:
 
 
 def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> ExactMoments | None:
+    """The exact moments of a layer, if they were recorded."""
     columns = [tensors.get(f"moments.{name}") for name in _MOMENTS]
     if all(column is None for column in columns):
         return None
@@ -425,7 +446,8 @@ def _read_moments(tensors: Mapping[str, Tensor], measured: int, where: str) -> E
     return ExactMoments(*(column for column in columns if column is not None))
 
 
-def _first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | None:
+def _read_first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | None:
+    """The first token with scores that are not finite, or None."""
     if value is None and nonfinite == 0:
         return None
     fits = isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
@@ -435,6 +457,7 @@ def _first_nonfinite(value: object, nonfinite: int, where: str) -> TokenKey | No
 
 
 def _read_integer(numbers: Mapping[str, object], name: str, most: int, where: str) -> int:
+    """A whole number between 0 and `most` in an index."""
     value = numbers.get(name)
     if type(value) is not int or not 0 <= value <= most:
         raise TraceError(f"{where}: {name} must be an integer in 0 ... {most}, got {value!r:.40}")
@@ -483,6 +506,7 @@ def _packed_folder(folder: Path) -> bytes:
 
 
 def _unpack_folder(data: bytes, folder: Path) -> None:
+    """Write the files that `_packed_folder` packed."""
     line, _, rest = data.partition(b"\n")
     folder.mkdir()
     for name, size in json.loads(line).items():

@@ -39,15 +39,45 @@ from tieline.core.records import canonical, short_repr
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
 from tieline.trace.record import (
     LAYER_TENSORS,
-    SPAN,
     TOKEN_KEYS,
     LayerFacts,
     LayerTrace,
     RoutingTrace,
     check_epsilons,
     identical,
-    token_hash,
 )
+
+SPAN = 1 << 63
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def token_hash(
+    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
+) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of (document, position), in [0, 2^63)."""
+    document = _mixed_bits(documents.long().numpy().view(np.uint64))
+    return _signed_hash(_mixed_bits(document ^ positions.long().numpy().view(np.uint64)))
+
+
+def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of the set of chosen experts, in [0, 2^63)."""
+    hashes = _mixed_bits(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
+    return _signed_hash(_mixed_bits(hashes.take(chosen).sum(0)))
+
+
+def _signed_hash(hashes: np.ndarray) -> np.ndarray:
+    """The upper 63 bits, as numbers that signed integers can hold."""
+    return (hashes >> np.uint64(1)).view(np.int64)
+
+
+def _mixed_bits(bits: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64."""
+    bits = bits + _GOLDEN
+    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+    return bits ^ (bits >> np.uint64(31))
+
 
 MOST_TOKENS = 1 << 38
 """Largest number of tokens for which no count or exact sum overflows."""
@@ -137,6 +167,7 @@ def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _joined_rows(name: str, values: list[Tensor]) -> Tensor:
+    """One column of several samples, which must have one type and width."""
     kinds = {(value.dtype, tuple(value.shape[1:])) for value in values}
     if len(kinds) != 1:
         raise TraceError(f"{name} must have one type and width in all parts, got {kinds}")
@@ -316,7 +347,7 @@ _OPTIONAL_SUMS = ("gaps", "group_gaps", "distances", "near", "orders", "moments"
 
 def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
     """Merge the summaries of a layer; exact, commutative and associative."""
-    _require_alike(first, second)
+    _require_same_router(first, second)
     merged = {name: getattr(first, name) + getattr(second, name) for name in _SUMS}
     for name in _OPTIONAL_SUMS:
         value, other = getattr(first, name), getattr(second, name)
@@ -329,7 +360,8 @@ def merge_layers(first: LayerSummary, second: LayerSummary) -> LayerSummary:
     )
 
 
-def _require_alike(first: LayerSummary, second: LayerSummary) -> None:
+def _require_same_router(first: LayerSummary, second: LayerSummary) -> None:
+    """Refuse summaries of different routers or fields."""
     same = first.name == second.name and first.facts == second.facts
     if not same:
         raise TraceError(
@@ -338,11 +370,14 @@ def _require_alike(first: LayerSummary, second: LayerSummary) -> None:
         )
     for name in _OPTIONAL_SUMS:
         value, other = getattr(first, name), getattr(second, name)
-        if not ((value is None) == (other is None) and _shape(value) == _shape(other)):
+        if not (
+            (value is None) == (other is None) and _tensor_shape(value) == _tensor_shape(other)
+        ):
             raise TraceError(f"layer {first.name!r}: {name} was recorded differently in two parts")
 
 
-def _shape(value: object) -> tuple[int, ...]:
+def _tensor_shape(value: object) -> tuple[int, ...]:
+    """Shape of a tensor, () for anything else."""
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
@@ -398,10 +433,11 @@ class RoutingSummary:
 def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
     """Merge summaries; the result equals the summary of one run over all tokens."""
     require(len(summaries) > 0, "nothing to merge: got no summaries", TraceError)
-    return functools.reduce(_merged_pair, summaries[1:], summaries[0])
+    return functools.reduce(_merged_summaries, summaries[1:], summaries[0])
 
 
-def _merged_pair(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
+def _merged_summaries(first: RoutingSummary, second: RoutingSummary) -> RoutingSummary:
+    """Merge two summaries."""
     for what in ("epsilons", "sample_size"):
         value, other = getattr(first, what), getattr(second, what)
         require(value == other, f"summaries differ in {what}: {value} is not {other}", TraceError)
@@ -419,6 +455,7 @@ def _merged_pair(first: RoutingSummary, second: RoutingSummary) -> RoutingSummar
 
 
 def _merged_sample(first: RoutingSummary, second: RoutingSummary) -> list[Rows]:
+    """The sample of the union of two samples, by layer."""
     samples = (first.sample, second.sample)
     keys = [{name: getattr(sample, name) for name in TOKEN_KEYS} for sample in samples]
     pairs = zip(*(sample.layers for sample in samples), strict=True)

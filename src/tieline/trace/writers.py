@@ -69,7 +69,7 @@ def export(
             "{path} exists: choose another name or add {overwrite}",
             path=target,
         )
-        write_whole(target, _file_content(trace, target, form, layers), replace=overwrite)
+        write_whole(target, _form_bytes(trace, target, form, layers), replace=overwrite)
     return target
 
 
@@ -78,14 +78,16 @@ def replay_list(trace: RoutingTrace) -> list[torch.Tensor]:
     return [layer.experts[:, : layer.facts.k].long() for layer in trace.layers]
 
 
-def _file_content(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
+def _form_bytes(trace: RoutingTrace, target: Path, form: str, layers: int | None) -> bytes:
+    """The file of a form other than "trace"."""
     if form in ("vllm", "sglang"):
         answer = _vllm_answers if form == "vllm" else _sglang_answers
         return b"".join(json.dumps(value).encode() + b"\n" for value in answer(trace, layers))
-    return _array_file(_arrays(trace, form, layers), target)
+    return _array_file_bytes(_form_arrays(trace, form, layers), target)
 
 
-def _arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.ndarray]:
+def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.ndarray]:
+    """The arrays of an array form, by name."""
     if form in ("verl", "nemo"):
         return padded(trace, 0 if form == "verl" else -1, layers)
     keys = {key: getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS}
@@ -100,7 +102,8 @@ def _arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.
     return {"routed_experts": ids, **keys, "n_experts": experts, **more}
 
 
-def _array_file(arrays: dict[str, np.ndarray], target: Path) -> bytes:
+def _array_file_bytes(arrays: dict[str, np.ndarray], target: Path) -> bytes:
+    """An .npz or .safetensors file."""
     if target.suffix == ".safetensors":
         return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
     if target.suffix == ".npz":
@@ -129,6 +132,7 @@ def _document_routes(
 
 
 def _vllm_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
+    """Answers as vLLM's server writes them, one per document."""
     for number, (rows, tokens, start) in enumerate(_document_routes(trace, layers)):
         stream = io.BytesIO()
         np.save(stream, np.ascontiguousarray(rows))
@@ -140,6 +144,7 @@ def _vllm_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str,
 
 
 def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[str, Any]]:
+    """Answers as SGLang's server writes them, one per document."""
     for rows, tokens, start in _document_routes(trace, layers):
         data = np.ascontiguousarray(rows, "<i4").tobytes()
         meta = {

@@ -20,7 +20,8 @@ from tieline.models.kernel import use_experts
 from tieline.models.model import Model
 from tieline.report.words.serving import advice
 from tieline.trace import select_tokens
-from tieline.trace.record import identical, token_sequences
+from tieline.trace.record import identical
+from tieline.trace.selection import token_sequences
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3")
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LambdaLR
 
 from tieline.core.errors import TielineError
+from tieline.core.records import write_json
 from tieline.lab.training.checkpoint import (
     last_checkpoint,
     load_generators,
@@ -18,7 +19,6 @@ from tieline.lab.training.checkpoint import (
     read_json,
     save_generators,
     save_optimizer,
-    write_json,
 )
 
 

@@ -17,8 +17,8 @@ from tieline.trace import (
     select_tokens,
     summarise,
 )
-from tieline.trace.folders import INDEX
 from tieline.trace.record import identical
+from tieline.trace.tensor_folders import INDEX
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 TRACE = make_trace()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
-from tieline.trace.folders import INDEX, write_folder
 from tieline.trace.record import identical
 from tieline.trace.store import FORMATS, _index_contents, _tensor_files
 from tieline.trace.summary import SharedBias, TokenKey
+from tieline.trace.tensor_folders import INDEX, write_folder
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 SUMMARY = summarise(make_trace(broken=0.2), 8)

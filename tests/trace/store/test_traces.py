@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import RoutingTrace, concatenate, load_trace, save_trace, select_layers
-from tieline.trace.folders import INDEX, write_folder
 from tieline.trace.record import LazyLayers, identical
 from tieline.trace.store import FORMATS
+from tieline.trace.tensor_folders import INDEX, write_folder
 
 # the type checker would look into a random layer of every loaded trace
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -146,14 +146,14 @@ os.fsync = lambda handle: None  # no power is cut here, and disks are slow
 from pathlib import Path
 from tests.trace.zoo import FACTS, make_trace
 from tieline.core import files
-from tieline.trace import folders, load_trace, save_trace
+from tieline.trace import load_trace, save_trace, tensor_folders
 from tieline.trace.record import identical
 
 def die_at(line, only):
     seen = 0
     def tracer(frame, event, _):
         nonlocal seen
-        if frame.f_code.co_filename not in (folders.__file__, files.__file__):
+        if frame.f_code.co_filename not in (tensor_folders.__file__, files.__file__):
             return None
         if only and frame.f_code.co_name not in only:
             return tracer
@@ -164,7 +164,7 @@ def die_at(line, only):
         return tracer
     return tracer
 
-PLACING = "_place_folder", "_exchanged", "_exchange_folders", "_renameat2"
+PLACING = "_place_folder", "_exchange_replaceable", "_exchange_folders", "_renameat2"
 where, outcomes, lines = Path(sys.argv[1]), set(), 0
 old, new = (make_trace(seed, tokens=2, facts=FACTS[:1]) for seed in (1, 2))
 for replacing in (False, True):

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace import summary as distinct
-from tieline.trace.record import identical, token_hash
-from tieline.trace.summary import DistinctSketch
+from tieline.trace.record import identical
+from tieline.trace.summary import DistinctSketch, token_hash
 
 hashes = st.lists(st.integers(0, 12), max_size=9).map(lambda x: np.array(x, dtype=np.int64))
 

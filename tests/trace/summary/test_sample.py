@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TraceError
-from tieline.trace.record import token_hash
-from tieline.trace.summary import SampleBuffer, smallest_rows
+from tieline.trace.summary import SampleBuffer, smallest_rows, token_hash
 
 
 def rows(documents, **fields):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.trace.zoo import FACTS, make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import SummaryBuilder, merge, select_tokens, summarise
-from tieline.trace.record import identical, token_hash
-from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary
+from tieline.trace.record import identical
+from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary, token_hash
 
 
 @settings(max_examples=25)

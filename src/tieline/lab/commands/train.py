@@ -54,7 +54,7 @@ def train(
     require(not every, "--all is for --list")
     require(recipe is not None, "name a recipe; `tieline train --list` shows them")
     with progress_bars(first="loading the libraries"):
-        from tieline.core.processes import FirstRankError
+        from tieline.core.collectives import FirstRankError
         from tieline.lab import training
         from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config

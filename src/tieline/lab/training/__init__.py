@@ -33,7 +33,7 @@ def train(
     Returns:
         The result; None on all processes but the first.
     """
-    from tieline.core.processes import is_parallel
+    from tieline.core.collectives import is_parallel
     from tieline.lab.training.engine import run, run_parallel
     from tieline.lab.training.recipes import recipe_config
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tieline.core.errors import TielineError, require
-from tieline.core.files import write_whole
+from tieline.core.records import write_json
 
 WEIGHTS, OPTIMIZER, GENERATORS = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
 STATE, COMPLETE = "state.json", "complete.json"
@@ -28,12 +28,6 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 
 class CheckpointError(TielineError):
     """A checkpoint is malformed or of another run."""
-
-
-def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
-    """Write a JSON file, whole or not at all; replaces one that is there only where allowed."""
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    write_whole(path, text.encode(), replace=replace)
 
 
 def read_json(path: Path) -> Any:

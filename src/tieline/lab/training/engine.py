@@ -23,23 +23,22 @@ from torch import nn
 from transformers import set_seed
 
 from tieline.analysis.monitor_trainer import monitor_trainer
-from tieline.core.errors import require
-from tieline.core.files import alone_in, check_folder, remove_rests, space_on
-from tieline.core.processes import (
+from tieline.core.collectives import (
     TIMEOUT,
     first_rank,
     is_first,
     join_processes,
     naming_lost_ranks,
 )
-from tieline.core.records import Result, from_plain
+from tieline.core.errors import require
+from tieline.core.files import alone_in, check_folder, remove_rests, space_on
+from tieline.core.records import Result, from_plain, write_json
 from tieline.lab.training.checkpoint import (
     CheckpointError,
     checkpoint_step,
     incomplete_checkpoints,
     last_checkpoint,
     read_json,
-    write_json,
 )
 from tieline.lab.training.config import TrainConfig
 from tieline.lab.training.fetch import DataError

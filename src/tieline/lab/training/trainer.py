@@ -35,9 +35,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from tieline.core.collectives import naming_lost_ranks
 from tieline.core.errors import TielineError, require
 from tieline.core.files import follow_umask
-from tieline.core.processes import naming_lost_ranks
 from tieline.lab.training.checkpoint import (
     load_generators,
     load_optimizer,

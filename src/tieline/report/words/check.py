@@ -215,20 +215,21 @@ class _Template(Formatter):
 
 def message(finding: RouteFinding) -> str:
     """Write what was found, with the numbers."""
-    return _filled(CASES[finding.case].message, finding)
+    return _filled_template(CASES[finding.case].message, finding)
 
 
 def where(finding: RouteFinding) -> str:
     """Write the first place of a finding, and what stands there."""
-    return _filled(CASES[finding.case].where, finding)
+    return _filled_template(CASES[finding.case].where, finding)
 
 
 def cause(finding: RouteFinding) -> str:
     """Write the likely cause of a finding, and what to do."""
-    return _filled(REASONS[finding.reason], finding)
+    return _filled_template(REASONS[finding.reason], finding)
 
 
-def _filled(template: str, finding: RouteFinding) -> str:
+def _filled_template(template: str, finding: RouteFinding) -> str:
+    """A template with the numbers of a finding."""
     values = {**finding.evidence, "count": finding.count, "total": finding.total}
     return _Template().vformat(template, (), values)
 

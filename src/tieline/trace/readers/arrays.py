@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.readers.containers import read_arrays
+from tieline.trace.readers.decoding import read_arrays
 from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
 from tieline.trace.record import TOKEN_KEYS
 
@@ -69,7 +69,7 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
 
 def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     """Routes of an array (tokens, layers, k)."""
-    weights, scores = _first_array(arrays, WEIGHTS), _first_array(arrays, SCORES)
+    weights, scores = _first_named_array(arrays, WEIGHTS), _first_named_array(arrays, SCORES)
     ids, packed = unpacked_weights(ids)
     weights = packed if weights is None else weights
     for prompt, answer in PROMPTS:
@@ -85,13 +85,15 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
 
 
 def _stated_experts(arrays: Mapping[str, np.ndarray]) -> int | None:
+    """The number of experts that a file states."""
     value = arrays.get("n_experts")
     return (
         int(value) if value is not None and value.ndim == 0 and value.dtype.kind in "iu" else None
     )
 
 
-def _first_array(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
+def _first_named_array(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray | None:
+    """The first of these arrays that is there."""
     return next((arrays[name] for name in names if name in arrays), None)
 
 

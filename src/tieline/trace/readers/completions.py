@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieline.core.errors import TraceError, require
-from tieline.trace.readers.containers import array_in
+from tieline.trace.readers.decoding import array_in
 from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
 
 
@@ -71,7 +71,7 @@ def completion_routes(
     requests = [
         request
         for origin, answer in answers
-        for request in _answer_requests(answer, fields, origin, start)
+        for request in _completion_requests(answer, fields, origin, start)
     ]
     require(
         bool(requests),
@@ -91,30 +91,31 @@ def field(thing: Any, *names: str) -> Any:
     return None
 
 
-def _answer_requests(
+def _completion_requests(
     answer: Any, fields: Fields, origin: str, start: int | None
 ) -> Iterator[Request]:
+    """The requests of one answer, one for each choice."""
     choices = field(answer, "choices", "outputs")
     choices = [answer] if choices is None else choices
     require(isinstance(choices, list | tuple), f"{origin}: choices must be a list", TraceError)
     for number, choice in enumerate(choices):
         where = origin if choice is answer else f"{origin}: choices[{number}]"
-        rows = _choice_rows(answer, choice, fields, where)
+        rows = _completion_rows(answer, choice, fields, where)
         if rows is not None:
-            first = _first_position(answer, choice, fields, where) if start is None else start
+            first = _completion_start(answer, choice, fields, where) if start is None else start
             ids, weights = unpacked_weights(rows)
-            tokens = _token_ids(answer, choice, fields, where)
+            tokens = _completion_tokens(answer, choice, fields, where)
             yield Request(ids, tokens, first, weights)
 
 
-def _choice_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+def _completion_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     """The rows of one choice: all of them, or those of the prompt and of the answer joined."""
-    routes = _array_field(choice, fields.routes, where)
-    prompt = _array_field(choice, fields.prompt, where)
+    routes = _route_array_field(choice, fields.routes, where)
+    prompt = _route_array_field(choice, fields.prompt, where)
     if prompt is None:
-        prompt = _array_field(answer, fields.prompt, where)
-    answer_rows = _array_field(choice, fields.answer, where)
-    if routes is not None and (prompt is None or _begins_with(routes, prompt)):
+        prompt = _route_array_field(answer, fields.prompt, where)
+    answer_rows = _route_array_field(choice, fields.answer, where)
+    if routes is not None and (prompt is None or _begins_with_prompt(routes, prompt)):
         return routes
     rows = [
         x
@@ -132,12 +133,13 @@ def _choice_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.nda
     return np.concatenate(rows)
 
 
-def _begins_with(rows: np.ndarray, prompt: np.ndarray) -> bool:
+def _begins_with_prompt(rows: np.ndarray, prompt: np.ndarray) -> bool:
     """Whether the first rows are those of the prompt already, as Megatron writes them."""
     return len(rows) >= len(prompt) and np.array_equal(rows[: len(prompt)], prompt)
 
 
-def _array_field(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
+def _route_array_field(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
+    """The array (tokens, layers, k) in a field of an answer, if it is there."""
     value = field(thing, *names)
     if value is None:
         return None
@@ -151,7 +153,8 @@ def _array_field(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray |
     return array
 
 
-def _token_ids(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
+    """Token ids of prompt and answer, if both are there."""
     prompt = field(choice, *fields.prompt_ids)
     prompt = field(answer, *fields.prompt_ids) if prompt is None else prompt
     answer_ids = field(choice, *fields.answer_ids)
@@ -163,7 +166,8 @@ def _token_ids(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarr
     return np.concatenate(both).astype(np.int64)
 
 
-def _first_position(answer: Any, choice: Any, fields: Fields, where: str) -> int:
+def _completion_start(answer: Any, choice: Any, fields: Fields, where: str) -> int:
+    """Position of the first row of a choice."""
     value = field(choice, *fields.start)
     value = field(answer, *fields.start) if value is None else value
     valid = value is None or (type(value) is int and value >= 0)
@@ -178,24 +182,25 @@ ROUTES = "rollout_routed_experts"
 
 def rollout_routes(samples: list[tuple[str, Any]], name: str) -> Routes:
     """Return the routes of samples; `samples` holds (label, JSON value or object) pairs."""
-    requests = [request for label, value in samples for request in _sample_requests(value, label)]
+    requests = [request for label, value in samples for request in _rollout_requests(value, label)]
     require(bool(requests), f"{name}: no field {ROUTES} in any sample", TraceError)
     padded = any(bool((request.experts == -1).any()) for request in requests)
     return assemble(requests, "miles" if padded else "slime", name)
 
 
-def _sample_requests(value: Any, label: str) -> Iterator[Request]:
+def _rollout_requests(value: Any, label: str) -> Iterator[Request]:
+    """The requests of one sample, or of a batch of samples."""
     if isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _sample_requests(item, f"{label}: [{number}]")
+            yield from _rollout_requests(item, f"{label}: [{number}]")
         return
     routes, tokens = field(value, ROUTES), field(value, "tokens")
     if routes is None:
         return
-    if _is_batch(routes, tokens):
+    if _is_rollout_batch(routes, tokens):
         for number, item in enumerate(routes):
             sample = {ROUTES: item, "tokens": None if tokens is None else tokens[number]}
-            yield from _sample_requests(sample, f"{label}: sample {number}")
+            yield from _rollout_requests(sample, f"{label}: sample {number}")
         return
     array = array_in(routes, f"{label}: {ROUTES}")
     require(
@@ -206,12 +211,12 @@ def _sample_requests(value: Any, label: str) -> Iterator[Request]:
     ids = None if tokens is None else array_in(list(tokens), f"{label}: tokens").astype(np.int64)
     fits = ids is None or ids.ndim == 1
     require(fits, f"{label}: tokens must be a list of integers", TraceError)
-    rows, ids = _without_padding(array, ids)
+    rows, ids = _without_rollout_padding(array, ids)
     experts, weights = unpacked_weights(rows)
     yield Request(experts, ids, weights=weights)
 
 
-def _is_batch(routes: Any, tokens: Any) -> bool:
+def _is_rollout_batch(routes: Any, tokens: Any) -> bool:
     """Whether there is one entry per sample: entries are arrays of three axes themselves."""
     if isinstance(routes, str | Mapping) or not len(routes):
         return False
@@ -221,7 +226,7 @@ def _is_batch(routes: Any, tokens: Any) -> bool:
     return isinstance(first, str) or np.ndim(first) == 3
 
 
-def _without_padding(
+def _without_rollout_padding(
     rows: np.ndarray, tokens: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Leave out rows of -1 at the end, which are padding beyond the tokens."""

@@ -27,13 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
-from tieline.trace.folders import parsing
 from tieline.trace.readers.arrays import array_routes, read_array_file
 from tieline.trace.readers.completions import ROUTES, completion_routes, field, rollout_routes
-from tieline.trace.readers.containers import (
+from tieline.trace.readers.decoding import (
     GZIP_MAGIC,
     NPY_MAGIC,
     open_unpacked,
@@ -46,7 +45,7 @@ from tieline.trace.readers.megatron import FILES, megatron_routes
 from tieline.trace.readers.routes import Routes, with_tokens
 from tieline.trace.readers.sglang import BOXES, sglang_routes
 from tieline.trace.readers.tables import import_table
-from tieline.trace.readers.tensors import TENSORS, is_torch_file, refuse_pickle, torch_routes
+from tieline.trace.readers.torch_files import TENSORS, is_torch_file, refuse_pickle, torch_routes
 from tieline.trace.record import RoutingTrace
 
 FORMATS = (
@@ -142,7 +141,7 @@ def recognise(path: str | Path) -> str:
         return "array"  # which will say what is wrong with it
     first = head.lstrip()[:1]
     if first in (b"{", b"["):
-        return _json_format(file, head, packed)
+        return _json_file_format(file, head, packed)
     line = head.split(b"\n", 1)[0].strip().decode("utf-8", "replace").split(",")
     digits = len(line) == 2 and all(cell.isdecimal() for cell in line)
     if line == HEADER or digits:
@@ -159,6 +158,7 @@ def recognise(path: str | Path) -> str:
 
 
 def _refuse_model_file(file: Path) -> None:
+    """Refuse the weights of a model, naming its folder."""
     beside = file.suffix == ".safetensors" and (file.parent / "config.json").is_file()
     require(
         not (beside and file.name.startswith(("model.", "model-"))),
@@ -168,6 +168,7 @@ def _refuse_model_file(file: Path) -> None:
 
 
 def _folder_format(folder: Path) -> str:
+    """Format of a folder of routes."""
     if any(folder.glob(TENSORS)):
         return "torch"
     has_traces = any(folder.glob(FILES))
@@ -177,18 +178,19 @@ def _folder_format(folder: Path) -> str:
 
 
 def _is_gzip(file: Path) -> bool:
+    """Whether a file begins as a gzip."""
     with file.open("rb") as stream:
         return stream.read(2) == GZIP_MAGIC
 
 
-def _json_format(file: Path, head: bytes, packed: bool) -> str:
+def _json_file_format(file: Path, head: bytes, packed: bool) -> str:
     """The format of JSON, by the fields of its first value, or of its first lines."""
     line = head.split(b"\n", 1)[0]
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
         first = read_values(file)[0][1]
-    form = _value_format(first)
+    form = _json_value_format(first)
     if form is None or (form == "table" and packed):
         form = log_format(head, str(file))
     if form is None:
@@ -201,10 +203,10 @@ def _json_format(file: Path, head: bytes, packed: bool) -> str:
     return form
 
 
-def _value_format(value: Any) -> str | None:
+def _json_value_format(value: Any) -> str | None:
     """The format of an answer, sample, record or object; None if it holds no routes."""
     if isinstance(value, list) and value:
-        return _value_format(value[0])
+        return _json_value_format(value[0])
     if isinstance(value, Mapping):
         if {"layer", "token", "experts"} <= set(value):
             return "table"
@@ -212,12 +214,12 @@ def _value_format(value: Any) -> str | None:
             return "megatron-trace"
     if field(value, ROUTES) is not None:
         return "slime"
-    for item in (value, *_choices(value)):
+    for item in (value, *_answer_choices(value)):
         if any(field(field(item, box), "routed_experts") is not None for box in BOXES):
             return "sglang"
         if field(item, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
             return "megatron"
-    for item in (*_choices(value), value):
+    for item in (*_answer_choices(value), value):
         routes = field(item, "routed_experts")
         if routes is not None:
             raw = isinstance(routes, str) and not routes.startswith(_NPY_IN_BASE64)
@@ -226,7 +228,8 @@ def _value_format(value: Any) -> str | None:
     return "vllm" if has else None
 
 
-def _choices(value: Any) -> list[Any]:
+def _answer_choices(value: Any) -> list[Any]:
+    """The choices of an answer, or none."""
     choices = field(value, "choices", "outputs")
     return list(choices) if isinstance(choices, list | tuple) else []
 
@@ -256,6 +259,7 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
 
 
 def _file_routes(path: Path, options: ReadOptions) -> Routes:
+    """Routes in a file or folder, by the reader of its format."""
     name = options.format or recognise(path)
     if name == "torch":
         return torch_routes(path)
@@ -265,11 +269,11 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
             refuse_pickle(path, stream.read(16))
     if name in READERS:
         return READERS[name](path, options)
-    if name in ARRAY_FORMATS and _is_text(path):
+    if name in ARRAY_FORMATS and _is_json_text(path):
         return rollout_routes(read_values(path), str(path))
     if name in ARRAY_FORMATS:
-        _refuse_k(path, options)
-        return _with_producer(read_array_file(path), options)
+        _refuse_k_of_array(path, options)
+        return _with_named_producer(read_array_file(path), options)
     if name == "megatron-trace":
         return megatron_routes(path)
     if name == "moe-trace":
@@ -288,23 +292,27 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
     return _answer_routes(read_values(path), name, str(path), options)
 
 
-def _is_text(path: Path) -> bool:
+def _is_json_text(path: Path) -> bool:
+    """Whether a file, unpacked, begins as JSON."""
     with open_unpacked(path) as stream:
         return stream.read(64).lstrip()[:1] in (b"{", b"[")
 
 
-def _refuse_k(path: Path, options: ReadOptions) -> None:
+def _refuse_k_of_array(path: Path, options: ReadOptions) -> None:
+    """Refuse k for an array, which holds the chosen experts alone."""
     k = options.k
     require(k is None, f"{path}: arrays hold the chosen experts, {k=} cannot be given", TraceError)
 
 
-def _with_producer(routes: Routes, options: ReadOptions) -> Routes:
+def _with_named_producer(routes: Routes, options: ReadOptions) -> Routes:
+    """Routes under the format that the caller named."""
     return routes if options.format in (None, "array") else replace(routes, producer=options.format)
 
 
 def _answer_routes(
     values: list[tuple[str, Any]], name: str, where: str, options: ReadOptions
 ) -> Routes:
+    """Routes of answers or samples in JSON."""
     flat = [
         (label if not isinstance(value, list) else f"{label}: [{number}]", item)
         for label, value in values
@@ -318,16 +326,17 @@ def _answer_routes(
 
 
 def _memory_routes(source: Any, options: ReadOptions) -> Routes:
+    """Routes of an array, a trace or answers in memory."""
     if isinstance(source, Routes):
         return source
     if isinstance(source, RoutingTrace):
         return routes_of_trace(source, "the trace")
     if isinstance(source, np.ndarray) or hasattr(source, "detach"):
         array = source if isinstance(source, np.ndarray) else source.detach().cpu().numpy()
-        return _with_producer(array_routes({"routed_experts": array}, "the array"), options)
+        return _with_named_producer(array_routes({"routed_experts": array}, "the array"), options)
     if isinstance(source, Mapping) and all(isinstance(x, np.ndarray) for x in source.values()):
-        return _with_producer(array_routes(source, "the arrays"), options)
-    name = options.format or _value_format(source)
+        return _with_named_producer(array_routes(source, "the arrays"), options)
+    name = options.format or _json_value_format(source)
     if name in (None, "table", "megatron-trace", "log", "torch"):
         kind = type(source).__name__
         raise TraceError(
@@ -373,8 +382,8 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
     """
     file = Path(path)
     require_file(file, TraceError)
-    if _is_text(file):
-        return _token_lists(read_values(file), file)
+    if _is_json_text(file):
+        return _listed_tokens(read_values(file), file)
     arrays = read_arrays(file)
     ids = next((arrays[key] for key in ("tokens", "input_ids", "") if key in arrays), None)
     if ids is None:
@@ -395,7 +404,8 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(ids[numbers == numbers[row]]) for row in np.sort(first))
 
 
-def _token_lists(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarray, ...]:
+def _listed_tokens(values: list[tuple[str, Any]], file: Path) -> tuple[np.ndarray, ...]:
+    """Token ids of each document in JSON lists."""
     contents = [value for _, value in values]
     content = contents[0] if len(contents) == 1 else contents
     rows = (

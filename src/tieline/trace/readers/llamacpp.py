@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.settings import TraceSettingError
-from tieline.trace.folders import parsing
-from tieline.trace.readers.containers import MOST_BYTES
+from tieline.trace.readers.decoding import MOST_BYTES
 from tieline.trace.readers.routes import Request, Routes, assemble
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
@@ -36,7 +35,7 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
         raise TraceSettingError(
             "{file}: a moe-trace does not say how many experts a token has: give {k}", file=file
         )
-    batches = list(_batches(file, k))
+    batches = list(_moe_trace_batches(file, k))
     layers = sorted({layer for batch in batches for layer in batch})
     requests = []
     for number, batch in enumerate(batches):
@@ -53,10 +52,10 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
     return replace(routes, tokens=None, layer_names=tuple(f"layers.{layer}" for layer in layers))
 
 
-def _batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
+def _moe_trace_batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
     """The ids (tokens, k) of each layer, batch after batch: a layer that comes again begins one."""
     batch: dict[int, np.ndarray] = {}
-    for layer, ids in _layer_runs(file):
+    for layer, ids in _moe_trace_layers(file):
         require(
             len(ids) % k == 0,
             f"{file}: layer {layer} has {len(ids)} choices in a row, which {k=} does not divide",
@@ -70,10 +69,10 @@ def _batches(file: Path, k: int) -> Iterator[dict[int, np.ndarray]]:
         yield batch
 
 
-def _layer_runs(file: Path) -> Iterator[tuple[int, list[int]]]:
+def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
     """Lines of one layer that follow each other."""
     current, ids = None, []
-    for layer, expert in _choice_lines(file):
+    for layer, expert in _moe_trace_lines(file):
         if layer != current and ids:
             yield int(current or 0), ids
             ids = []
@@ -83,7 +82,8 @@ def _layer_runs(file: Path) -> Iterator[tuple[int, list[int]]]:
     yield int(current or 0), ids
 
 
-def _choice_lines(file: Path) -> Iterator[tuple[int, int]]:
+def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
+    """Layer and expert of each line of a moe_trace.csv."""
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
     with parsing(file), file.open(encoding="utf-8", newline="") as stream:
@@ -131,7 +131,7 @@ def imatrix_load(path: str | Path) -> ImatrixLoad:
     file = Path(path)
     require_file(file, TraceError)
     with parsing(file), file.open("rb") as stream:
-        counts = dict(_count_tensors(stream, file))
+        counts = dict(_imatrix_counts(stream, file))
     require(
         bool(counts),
         f"{file}: has no tensor blk.N.ffn_*_exps.weight.counts: no importance matrix of a "
@@ -141,7 +141,8 @@ def imatrix_load(path: str | Path) -> ImatrixLoad:
     return ImatrixLoad({f"layers.{n}": counts[n] for n in sorted(counts)}, str(file))
 
 
-def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
+def _imatrix_counts(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
+    """Number and counts of each layer in an importance matrix."""
     size = file.stat().st_size
     require(stream.read(4) == GGUF_MAGIC, f"{file}: is no GGUF file", TraceError)
     version, tensors, values = struct.unpack("<IQQ", stream.read(20))
@@ -150,9 +151,9 @@ def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
     require(few, f"{file}: states {tensors} tensors and {values} values", TraceError)
     alignment = 32
     for _ in range(values):
-        key, value = _read_text(stream, size), _skip_value(stream, size)
+        key, value = _read_gguf_text(stream, size), _skip_gguf_value(stream, size)
         alignment = value if key == "general.alignment" and value else alignment
-    infos = [_tensor_info(stream, size) for _ in range(tensors)]
+    infos = [_gguf_tensor_info(stream, size) for _ in range(tensors)]
     start = -(-stream.tell() // alignment) * alignment
     layers = set()
     for name, count, kind, offset in infos:
@@ -168,24 +169,25 @@ def _count_tensors(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]:
             yield int(match[1]), counts.astype(np.int64)
 
 
-def _read_text(stream: Any, size: int) -> str:
+def _read_gguf_text(stream: Any, size: int) -> str:
+    """Read a text of GGUF of bounded length."""
     (length,) = struct.unpack("<Q", stream.read(8))
     require(length <= min(size, 1 << 20), f"a text of {length} bytes", TraceError)
     return stream.read(length).decode("utf-8", "replace")
 
 
-def _skip_value(stream: Any, size: int) -> int | None:
+def _skip_gguf_value(stream: Any, size: int) -> int | None:
     """Skip a value; whole numbers of 32 bits are returned."""
     (kind,) = struct.unpack("<I", stream.read(4))
     if kind == _STRING:
-        _read_text(stream, size)
+        _read_gguf_text(stream, size)
         return None
     if kind == _LIST:
         inner, count = struct.unpack("<IQ", stream.read(12))
         require(count <= size, f"a list of {count} values", TraceError)
         if inner == _STRING:
             for _ in range(count):
-                _read_text(stream, size)
+                _read_gguf_text(stream, size)
             return None
         require(inner in _SIZES, f"a list of type {inner}", TraceError)
         stream.seek(count * _SIZES[inner], 1)
@@ -195,8 +197,9 @@ def _skip_value(stream: Any, size: int) -> int | None:
     return int.from_bytes(data, "little") if kind == 4 else None
 
 
-def _tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
-    name = _read_text(stream, size)
+def _gguf_tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
+    """Name, number of elements, type and offset of a tensor."""
+    name = _read_gguf_text(stream, size)
     (axes,) = struct.unpack("<I", stream.read(4))
     require(axes <= 4, f"{name:.80}: {axes} axes", TraceError)
     sizes = struct.unpack(f"<{axes}Q", stream.read(8 * axes))

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.records import LONGEST, parse_json
-from tieline.trace.folders import parsing
-from tieline.trace.readers.containers import MOST_BYTES, open_unpacked, read_values
+from tieline.trace.readers.decoding import MOST_BYTES, open_unpacked, read_values
 from tieline.trace.readers.routes import Routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
@@ -169,7 +168,7 @@ def recognised_columns(value: Any) -> LogColumns | None:
     for role, names in COLUMNS.items():
         taken = set(" ".join(fields.values()).split())
         free = [lower[name] for name in names if name in lower and lower[name] not in taken]
-        fitting = [name for name in free if _fits_role(value[name], role)]
+        fitting = [name for name in free if _value_fits_role(value[name], role)]
         if role not in fields and fitting and not (role == "expert" and "experts" in fields):
             fields[role] = fitting[0]
     if not {"experts", "expert"} & set(fields) or not {"layer", "token"} & set(fields):
@@ -189,17 +188,18 @@ def _numbered_columns(lower: Mapping[str, str]) -> dict[str, str]:
     return {role: " ".join(name for _, name in sorted(group)) for role, group in groups.items()}
 
 
-def _fits_role(value: Any, role: str) -> bool:
+def _value_fits_role(value: Any, role: str) -> bool:
+    """Whether a value can be what a column of this role holds."""
     if role == "experts":
-        return len(_numbers(value)) > 0 and not isinstance(value, int | float)
+        return len(_cell_numbers(value)) > 0 and not isinstance(value, int | float)
     if role == "weights":
-        return len(_numbers(value)) > 0
+        return len(_cell_numbers(value)) > 0
     if role in ("layer", "document"):
         return isinstance(value, int | str) and not isinstance(value, bool)
     return type(value) is int or (isinstance(value, str) and bool(_INTEGER.fullmatch(value)))
 
 
-def _numbers(value: Any) -> list[Any]:
+def _cell_numbers(value: Any) -> list[Any]:
     """The numbers of a list, or of a cell: separated by spaces, semicolons, commas or bars."""
     if isinstance(value, list):
         return value
@@ -237,11 +237,11 @@ def log_routes(path: str | Path) -> Routes:
     require(file.is_file(), f"{file}: no such file", TraceError)
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
-    log = _Log(str(file))
+    log = _LogState(str(file))
     with parsing(file):
-        choices = list(log.choices(_objects(file)))
+        choices = list(log.choices(_log_lines(file)))
     require(bool(choices), f"{file}: no line holds experts", TraceError)
-    return _routes_of_choices(choices, "log", log)
+    return _log_routes_of(choices, "log", log)
 
 
 def atlas_routes(path: str | Path) -> Routes:
@@ -252,7 +252,7 @@ def atlas_routes(path: str | Path) -> Routes:
         for label, value in values
         for text in (value if isinstance(value, list) else [value])
     ]
-    log, choices = _Log(str(path)), []
+    log, choices = _LogState(str(path)), []
     for number, (label, text) in enumerate(texts):
         rows = text.get(ACTIVATIONS) if isinstance(text, Mapping) else None
         if not isinstance(rows, list):
@@ -261,21 +261,21 @@ def atlas_routes(path: str | Path) -> Routes:
         lines = ((f"{label}: {ACTIVATIONS}[{i}]", row) for i, row in enumerate(rows))
         choices += [choice._replace(document=str(number)) for choice in log.choices(lines)]
     require(bool(choices), f"{path}: no text has {ACTIVATIONS}", TraceError)
-    return _routes_of_choices(_ordered_by_weight(choices), "moe-atlas", log)
+    return _log_routes_of(_atlas_order(choices), "moe-atlas", log)
 
 
-def _ordered_by_weight(choices: list[RowChoice]) -> list[RowChoice]:
+def _atlas_order(choices: list[RowChoice]) -> list[RowChoice]:
     """Choices of a token in a layer beside each other, the largest weight first."""
     return sorted(
         choices, key=lambda x: (int(x.document), x.layer, x.token, *(-w for w in x.weights))
     )
 
 
-def _objects(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _log_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Label and fields of each line."""
     with open_unpacked(file) as stream:
         first = stream.peek(64)
-        lines = _limited_lines(stream, file)
+        lines = _bounded_lines(stream, file)
         if first.lstrip()[:1] in (b"{", b"["):
             for label, data in lines:
                 value = parse_json(data, label)
@@ -294,7 +294,8 @@ def _objects(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield label, dict(zip(names, cells, strict=True))
 
 
-def _limited_lines(stream: Any, file: Path) -> Iterator[tuple[str, bytes]]:
+def _bounded_lines(stream: Any, file: Path) -> Iterator[tuple[str, bytes]]:
+    """Label and bytes of each line, none longer than `LONGEST`."""
     number = 0
     while data := stream.readline(LONGEST + 1):
         number += 1
@@ -307,7 +308,7 @@ def _limited_lines(stream: Any, file: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{file}: line {number}", data
 
 
-class _Log:
+class _LogState:
     """What is learnt while the lines of a log are read.
 
     Attributes:
@@ -355,8 +356,10 @@ class _Log:
 
     def _choice(self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]) -> RowChoice:
         single = "experts" not in fields
-        experts = _listed(value, fields["expert" if single else "experts"], label, whole=True)
-        weights = _listed(value, fields["weights"], label) if "weights" in fields else ()
+        experts = _number_list_field(
+            value, fields["expert" if single else "experts"], label, whole=True
+        )
+        weights = _number_list_field(value, fields["weights"], label) if "weights" in fields else ()
         require(
             len(weights) in (0, len(experts)),
             f"{label}: {len(weights)} {fields.get('weights')} for {len(experts)} experts",
@@ -364,14 +367,14 @@ class _Log:
         )
         return RowChoice(
             label,
-            str(_present(value, fields["document"], label)) if "document" in fields else "",
-            _whole(value, fields["token"], label) if "token" in fields else -1,
-            _layer_name(_present(value, fields["layer"], label), label)
+            str(_required_field(value, fields["document"], label)) if "document" in fields else "",
+            _whole_field(value, fields["token"], label) if "token" in fields else -1,
+            _layer_field(_required_field(value, fields["layer"], label), label)
             if "layer" in fields
             else "0",
             tuple(experts),
             tuple(map(float, weights)),
-            _whole(value, fields["id"], label) if "id" in fields else -1,
+            _whole_field(value, fields["id"], label) if "id" in fields else -1,
         )
 
     def notes(self) -> list[str]:
@@ -388,14 +391,16 @@ class _Log:
         return notes
 
 
-def _present(value: Mapping[str, Any], name: str, label: str) -> Any:
+def _required_field(value: Mapping[str, Any], name: str, label: str) -> Any:
+    """The value of a field; raises if it is missing."""
     if value.get(name) is None:
         raise TraceError(f"{label}: field {name} is missing")
     return value[name]
 
 
-def _whole(value: Mapping[str, Any], name: str, label: str) -> int:
-    number = _present(value, name, label)
+def _whole_field(value: Mapping[str, Any], name: str, label: str) -> int:
+    """A whole number >= 0 in a field."""
+    number = _required_field(value, name, label)
     if isinstance(number, str) and _INTEGER.fullmatch(number):
         number = int(number)
     if type(number) is not int or not 0 <= number < 1 << 40:
@@ -403,20 +408,21 @@ def _whole(value: Mapping[str, Any], name: str, label: str) -> int:
     return number
 
 
-def _layer_name(layer: Any, label: str) -> str:
+def _layer_field(layer: Any, label: str) -> str:
+    """Name of a layer from a number or a text."""
     plain = isinstance(layer, int | str) and not isinstance(layer, bool)
     fits = plain and 0 < len(str(layer)) <= 256
     require(fits, f"{label}: field layer must be a number or a name, got {layer!r:.40}", TraceError)
     return str(layer)
 
 
-def _listed(
+def _number_list_field(
     value: Mapping[str, Any], names: str, label: str, *, whole: bool = False
 ) -> Sequence[Any]:
     """Numbers of a field, or of numbered columns."""
-    cells = [_present(value, name, label) for name in names.split()]
+    cells = [_required_field(value, name, label) for name in names.split()]
     cell = cells[0] if len(cells) == 1 else " ".join(map(str, cells))
-    numbers = _numbers(cell) if isinstance(cell, list | int | float | str) else []
+    numbers = _cell_numbers(cell) if isinstance(cell, list | int | float | str) else []
     kinds = (int,) if whole else (int, float)
     fits = bool(numbers) and all(type(x) in kinds and abs(x) < 1 << 31 for x in numbers)
     need = "whole numbers" if whole else "numbers"
@@ -424,7 +430,7 @@ def _listed(
     return numbers
 
 
-class _Row(NamedTuple):
+class _LogRow(NamedTuple):
     """A choice whose experts are complete."""
 
     key: tuple[str, int]
@@ -434,14 +440,14 @@ class _Row(NamedTuple):
     identity: int
 
 
-def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_Row]]:
+def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_LogRow]]:
     """Rows of each layer in the order of the file; lines of one expert each are joined."""
-    layers: dict[str, list[_Row]] = {}
+    layers: dict[str, list[_LogRow]] = {}
     for (document, layer, token), lines in groupby(
         choices, lambda x: (x.document, x.layer, x.token)
     ):
         group = list(lines)
-        joined = group if token < 0 or len(group[0].experts) > 1 else [_joined(group)]
+        joined = group if token < 0 or len(group[0].experts) > 1 else [_joined_choice(group)]
         rows = layers.setdefault(layer, [])
         require(
             len(layers) <= MOST_LAYERS,
@@ -450,29 +456,30 @@ def _rows_by_layer(choices: Sequence[RowChoice]) -> dict[str, list[_Row]]:
         )
         for x in joined:
             number = len(rows) if token < 0 else token
-            rows.append(_Row((document, number), x.label, x.experts, x.weights, x.identity))
+            rows.append(_LogRow((document, number), x.label, x.experts, x.weights, x.identity))
     return layers
 
 
-def _joined(group: list[RowChoice]) -> RowChoice:
+def _joined_choice(group: list[RowChoice]) -> RowChoice:
     """One choice from lines that hold one expert each."""
     experts = tuple(expert for x in group for expert in x.experts)
     weights = tuple(weight for x in group for weight in x.weights)
     return group[0]._replace(experts=experts, weights=weights)
 
 
-def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _Log) -> Routes:
+def _log_routes_of(choices: Sequence[RowChoice], producer: str, log: _LogState) -> Routes:
+    """Routes of the choices of all lines, layers aligned by token."""
     layers = _rows_by_layer(choices)
     numbered = all(name.isascii() and name.isdecimal() and len(name) < 10 for name in layers)
     names = sorted(layers, key=int) if numbered else list(layers)
     first = layers[names[0]]
-    _check_widths(layers)
+    _check_equal_k(layers)
     unique = len({row.key for row in first}) == len(first)
     columns = [
         first,
-        *(_aligned(layers[name], first, name, names[0], unique) for name in names[1:]),
+        *(_rows_aligned(layers[name], first, name, names[0], unique) for name in names[1:]),
     ]
-    documents, positions, note = _places(first, unique)
+    documents, positions, note = _documents_and_positions(first, unique)
     order = np.argsort(documents, kind="stable")
     weighted = all(row.weights for column in columns for row in column)
     identities = np.array([row.identity for row in first])
@@ -494,7 +501,8 @@ def _routes_of_choices(choices: Sequence[RowChoice], producer: str, log: _Log) -
     )
 
 
-def _check_widths(layers: Mapping[str, list[_Row]]) -> None:
+def _check_equal_k(layers: Mapping[str, list[_LogRow]]) -> None:
+    """Refuse lines with another number of experts than the first."""
     width = len(next(iter(layers.values()))[0].experts)
     for name, rows in layers.items():
         for row in rows:
@@ -505,9 +513,9 @@ def _check_widths(layers: Mapping[str, list[_Row]]) -> None:
                 )
 
 
-def _aligned(
-    rows: list[_Row], first: list[_Row], name: str, first_name: str, unique: bool
-) -> list[_Row]:
+def _rows_aligned(
+    rows: list[_LogRow], first: list[_LogRow], name: str, first_name: str, unique: bool
+) -> list[_LogRow]:
     """Rows of a layer in the order of the first layer's; raises if the tokens differ."""
     if unique and len({row.key for row in rows}) == len(rows):
         by_key = {row.key: row for row in rows}
@@ -517,7 +525,7 @@ def _aligned(
             (next((row for row in rows if row.key not in known), None), first_name),
         ):
             if missing is not None:
-                raise TraceError(_missing_token(missing, where))
+                raise TraceError(_missing_token_text(missing, where))
         return [by_key[row.key] for row in first]
     for mine, theirs in zip(rows, first, strict=False):
         if mine.key != theirs.key:
@@ -527,11 +535,12 @@ def _aligned(
             )
     if len(rows) != len(first):
         longer, where = (rows, first_name) if len(rows) > len(first) else (first, name)
-        raise TraceError(_missing_token(longer[min(len(rows), len(first))], where))
+        raise TraceError(_missing_token_text(longer[min(len(rows), len(first))], where))
     return rows
 
 
-def _missing_token(row: _Row, layer: str) -> str:
+def _missing_token_text(row: _LogRow, layer: str) -> str:
+    """Say which token a layer lacks."""
     document = f" of document {row.key[0]!r:.40}" if row.key[0] else ""
     return (
         f"{row.label}: token {row.key[1]}{document} is missing in layer {layer!r:.40}: every layer "
@@ -539,7 +548,9 @@ def _missing_token(row: _Row, layer: str) -> str:
     )
 
 
-def _places(rows: list[_Row], unique: bool) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def _documents_and_positions(
+    rows: list[_LogRow], unique: bool
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Documents and positions; token numbers that begin anew begin a document each."""
     positions = np.array([row.key[1] for row in rows])
     names: dict[str, int] = {}

@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
-from tieline.trace.folders import parsing
-from tieline.trace.readers.containers import MOST_BYTES, MOST_JSON, array_in
+from tieline.trace.readers.decoding import MOST_BYTES, MOST_JSON, array_in
 from tieline.trace.readers.routes import Request, Routes, assemble
 
 FILES = "router_trace_rank*.jsonl"
 _NUMBERS = ("step", "rank", "layer", "num_tokens", "topk")
 
 
-class _Step(NamedTuple):
+class _LayerStep(NamedTuple):
     """A layer in one step: ids, and logits where they were kept."""
 
     ids: np.ndarray
@@ -40,15 +39,17 @@ class _Step(NamedTuple):
 def megatron_routes(path: str | Path) -> Routes:
     """Read the traces of all ranks in a folder, or of one rank in a file."""
     source = Path(path)
-    files = sorted(source.glob(FILES), key=_rank) if source.is_dir() else [source]
+    files = sorted(source.glob(FILES), key=_rank_of_file) if source.is_dir() else [source]
     require(bool(files), f"{source}: has no {FILES}", TraceError)
-    steps: dict[tuple[int, int], dict[int, _Step]] = {}
+    steps: dict[tuple[int, int], dict[int, _LayerStep]] = {}
     others = 0
     for file in files:
-        others += _read_rank(file, steps)
+        others += _read_rank_trace(file, steps)
     require(bool(steps), f"{source}: has no records of a decoder", TraceError)
     layers = sorted({layer for step in steps.values() for layer in step})
-    requests = [_step_request(step, layers, key, source) for key, step in sorted(steps.items())]
+    requests = [
+        _megatron_step_request(step, layers, key, source) for key, step in sorted(steps.items())
+    ]
     notes = [
         f"{len(requests)} steps of {len(files)} ranks, each a document; tokens are not recorded"
     ]
@@ -63,12 +64,13 @@ def megatron_routes(path: str | Path) -> Routes:
     )
 
 
-def _rank(file: Path) -> tuple[int, str]:
+def _rank_of_file(file: Path) -> tuple[int, str]:
+    """Sort key of a file: the rank in its name."""
     digits = re.search(r"rank(\d{1,9})", file.name)
     return (int(digits[1]) if digits else -1), file.name
 
 
-def _read_rank(file: Path, steps: dict[tuple[int, int], dict[int, _Step]]) -> int:
+def _read_rank_trace(file: Path, steps: dict[tuple[int, int], dict[int, _LayerStep]]) -> int:
     """Add the records of one rank; returns how many were left out."""
     others = 0
     require_file(file, TraceError)
@@ -86,41 +88,43 @@ def _read_rank(file: Path, steps: dict[tuple[int, int], dict[int, _Step]]) -> in
             if record.get("block", "decoder") != "decoder":
                 others += 1
                 continue
-            _add_record(steps, record, where, file.parent)
+            _add_megatron_record(steps, record, where, file.parent)
     return others
 
 
-def _add_record(
-    steps: dict[tuple[int, int], dict[int, _Step]],
+def _add_megatron_record(
+    steps: dict[tuple[int, int], dict[int, _LayerStep]],
     record: Mapping[str, Any],
     where: str,
     folder: Path,
 ) -> None:
+    """Add one line, the choice of a layer in a step, to the steps."""
     step, rank, layer, count, k = (
-        _whole_number(record.get(name), name, where) for name in _NUMBERS
+        _megatron_number(record.get(name), name, where) for name in _NUMBERS
     )
     ids = array_in(record["top_indices"], f"{where}: top_indices")
     fits = ids.shape == (count, k) and ids.dtype.kind in "iu"
     require(fits, f"{where}: top_indices must be ({count}, {k}), got {ids.shape}", TraceError)
     layers = steps.setdefault((rank, step), {})
     require(layer not in layers, f"{where}: layer {layer} of step {step} came already", TraceError)
-    layers[layer] = _Step(ids, _logits(record, count, rank, where, folder))
+    layers[layer] = _LayerStep(ids, _record_logits(record, count, rank, where, folder))
 
 
-def _whole_number(value: object, name: str, where: str) -> int:
+def _megatron_number(value: object, name: str, where: str) -> int:
+    """A whole number >= 0 of a record."""
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise TraceError(f"{where}: {name} must be a whole number, got {value!r:.40}")
     return value
 
 
-def _logits(
+def _record_logits(
     record: Mapping[str, Any], count: int, rank: int, where: str, folder: Path
 ) -> np.ndarray | None:
     """The logits of a record as float32; None if none were kept."""
     if "logit_offset" not in record:
         return None
     offset, size = (
-        _whole_number(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
+        _megatron_number(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
     )
     shape = record.get("logit_shape")
     valid = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
@@ -144,9 +148,10 @@ def _logits(
     return halves.view(np.float32).reshape(shape)
 
 
-def _step_request(
-    step: Mapping[int, _Step], layers: Sequence[int], key: tuple[int, int], source: Path
+def _megatron_step_request(
+    step: Mapping[int, _LayerStep], layers: Sequence[int], key: tuple[int, int], source: Path
 ) -> Request:
+    """The rows of one step of one rank in all layers."""
     where = f"{source}: step {key[1]} of rank {key[0]}"
     missing = [layer for layer in layers if layer not in step]
     require(not missing, f"{where}: layers {missing[:5]} are missing", TraceError)
@@ -154,9 +159,10 @@ def _step_request(
     require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
     logits = [step[layer].logits for layer in layers]
     kept = [array for array in logits if array is not None]
-    scores = np.stack(kept, 1) if len(kept) == len(layers) and _have_one_shape(kept) else None
+    scores = np.stack(kept, 1) if len(kept) == len(layers) and _are_one_shape(kept) else None
     return Request(np.stack([step[layer].ids for layer in layers], 1), scores=scores)
 
 
-def _have_one_shape(arrays: Sequence[np.ndarray]) -> bool:
+def _are_one_shape(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether all arrays have one shape."""
     return len({array.shape for array in arrays}) == 1

@@ -222,8 +222,8 @@ def assemble(
         np.concatenate(tokens),
         np.repeat(np.arange(len(requests)), lengths),
         np.concatenate(spans),
-        weights=_joined_arrays([request.weights for request in requests]),
-        scores=_joined_arrays([request.scores for request in requests]),
+        weights=_joined_request_arrays([request.weights for request in requests]),
+        scores=_joined_request_arrays([request.scores for request in requests]),
         ends=ends,
         problems=tuple(problems),
         notes=tuple(messages),
@@ -231,6 +231,7 @@ def assemble(
 
 
 def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
+    """Token ids of the rows of a request, -1 if they do not fit it, and the problem."""
     rows, given, start = len(request.experts), request.tokens, request.start
     unknown = np.full(rows, -1)
     if given is None:
@@ -241,7 +242,8 @@ def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProbl
     return given[start : start + rows].astype(np.int64), None
 
 
-def _joined_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def _joined_request_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The arrays of all requests joined, None if one lacks it."""
     there = [array for array in arrays if array is not None]
     return np.concatenate(there) if there and len(there) == len(arrays) else None
 
@@ -271,14 +273,19 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
         return replace(routes, problems=(RowProblem(0, rows, total, start, message),))
     bounds = np.cumsum([0, *cuts]).tolist()
     requests = [
-        Request(routes.experts[a:b], np.asarray(ids), start, *_weights_and_scores(routes, a, b))
+        Request(
+            routes.experts[a:b], np.asarray(ids), start, *_weights_and_scores_between(routes, a, b)
+        )
         for a, b, ids in zip(bounds, bounds[1:], documents, strict=False)
     ]
     assembled = assemble(requests, routes.producer, routes.name, routes.notes)
     return replace(assembled, layer_names=routes.layer_names, n_experts=routes.n_experts)
 
 
-def _weights_and_scores(routes: Routes, first: int, last: int) -> tuple[np.ndarray | None, ...]:
+def _weights_and_scores_between(
+    routes: Routes, first: int, last: int
+) -> tuple[np.ndarray | None, ...]:
+    """Weights and scores of some rows."""
     both = (routes.weights, routes.scores)
     return tuple(None if value is None else value[first:last] for value in both)
 
@@ -365,7 +372,7 @@ def trace_of(
     kept = np.flatnonzero(extent.mask[:, layers].all(1))
     require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
     stated = routes.n_experts if n_experts is None else n_experts
-    total = _number_of_experts(routes, layers, kept, stated)
+    total = _largest_expert_count(routes, layers, kept, stated)
     facts = LayerFacts(total, array.shape[2], affine=False)
     records, notes = _layer_records(routes, layers, kept, facts, names)
     origin = {
@@ -402,9 +409,10 @@ def _token_keys(routes: Routes, kept: np.ndarray) -> list[Tensor]:
     return [torch.from_numpy(value[kept].astype(np.int64)) for value in keys]
 
 
-def _number_of_experts(
+def _largest_expert_count(
     routes: Routes, layers: Sequence[int], kept: np.ndarray, stated: int | None
 ) -> int:
+    """The number of experts E; refuses ids outside 0 ... E - 1."""
     array, complete = routes.experts, len(kept) == len(routes.experts)
     most, high = MOST_EXPERTS if stated is None else stated, 0
     for layer in layers:
@@ -427,6 +435,7 @@ def _layer_records(
     facts: LayerFacts,
     names: Sequence[str],
 ) -> tuple[tuple[LayerTrace, ...], list[str]]:
+    """The layers of a trace, and notes on scores that were left out."""
     records, notes = [], []
     for layer in layers:
         record, unexplained = _layer_record(routes, layer, kept, facts, names[layer])

@@ -17,7 +17,7 @@ import numpy as np
 from tieline.core.errors import TraceError, require
 from tieline.core.settings import TraceSettingError
 from tieline.trace.readers.completions import field
-from tieline.trace.readers.containers import NPY_MAGIC, array_in, decoded, npy_array, raw_array
+from tieline.trace.readers.decoding import NPY_MAGIC, array_in, decoded, npy_array, raw_array
 from tieline.trace.readers.routes import Request, Routes, assemble
 
 BOXES = ("meta_info", "sglext", "sgl_ext")
@@ -40,9 +40,9 @@ def sglang_routes(
         start: position of the first row, where the answers do not say it.
     """
     requests = [
-        _box_request(box, answer, label, (layers, k), start)
+        _sglang_request(box, answer, label, (layers, k), start)
         for outer, answer in answers
-        for label, answer, box in _route_objects(answer, outer)
+        for label, answer, box in _sglang_objects(answer, outer)
     ]
     require(
         bool(requests),
@@ -53,11 +53,11 @@ def sglang_routes(
     return assemble(requests, "sglang", name)
 
 
-def _route_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
+def _sglang_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the label, the answer and the object in it that holds the routes."""
     if isinstance(answer, list):
         for number, item in enumerate(answer):
-            yield from _route_objects(item, f"{label}: [{number}]")
+            yield from _sglang_objects(item, f"{label}: [{number}]")
         return
     if isinstance(answer, str) or field(answer, "routed_experts") is not None:
         yield label, answer, answer
@@ -68,16 +68,17 @@ def _route_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
             yield f"{label}: {box}", answer, inner
             return
     for number, choice in enumerate(field(answer, "choices") or ()):
-        yield from _route_objects(choice, f"{label}: choices[{number}]")
+        yield from _sglang_objects(choice, f"{label}: choices[{number}]")
 
 
-def _box_request(
+def _sglang_request(
     box: Any, answer: Any, label: str, shape: tuple[int | None, int | None], start: int | None
 ) -> Request:
+    """The rows of one object with routes."""
     value = box if isinstance(box, str) else field(box, "routed_experts")
     where = f"{label}.routed_experts"
-    tokens = None if isinstance(answer, str) else _token_ids(answer, where)
-    first = _first_position(box) if start is None else start
+    tokens = None if isinstance(answer, str) else _sglang_tokens(answer, where)
+    first = _sglang_start(box) if start is None else start
     if not isinstance(value, str):
         return Request(array_in(value, where), tokens, first)
     data = decoded(value, where)
@@ -88,16 +89,17 @@ def _box_request(
         fits = isinstance(stated, list) and all(type(n) is int and n > 0 for n in stated)
         require(fits and len(stated) == 3, f"{where}_shape: needs three whole numbers", TraceError)
         return Request(raw_array(data, "int32", tuple(stated), where), tokens, first)
-    rows = _row_count(box, answer, tokens)
-    return Request(_shaped_ids(data, rows and rows - first, shape, where), tokens, first)
+    rows = _sglang_row_count(box, answer, tokens)
+    return Request(_sglang_ids(data, rows and rows - first, shape, where), tokens, first)
 
 
-def _first_position(box: Any) -> int:
+def _sglang_start(box: Any) -> int:
+    """Position of the first row that an object states, else 0."""
     value = None if isinstance(box, str) else field(box, "routed_experts_start_len")
     return value if type(value) is int and value >= 0 else 0
 
 
-def _token_ids(answer: Any, where: str) -> np.ndarray | None:
+def _sglang_tokens(answer: Any, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if the answer has both."""
     prompt = field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
     answer_ids = field(answer, "output_ids", "token_ids", "completion_token_ids")
@@ -107,7 +109,7 @@ def _token_ids(answer: Any, where: str) -> np.ndarray | None:
     return np.concatenate(both).astype(np.int64) if both else None
 
 
-def _row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
+def _sglang_row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
     """Rows of the whole request: one less than its tokens."""
     if tokens is not None:
         return len(tokens) - 1
@@ -119,7 +121,7 @@ def _row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:
     return None
 
 
-def _shaped_ids(
+def _sglang_ids(
     data: bytes, rows: int | None, shape: tuple[int | None, int | None], where: str
 ) -> np.ndarray:
     """The int32 numbers as (rows, layers, k); what is not passed is inferred from the rows."""

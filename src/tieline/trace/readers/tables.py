@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
-from tieline.trace.folders import parsing
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -57,7 +56,7 @@ def read_rows(path: str | Path) -> Iterator[TableRow]:
     """Read the rows of a CSV file with a header line, or of a JSONL file of objects."""
     file = Path(path)
     require_file(file, TraceError)
-    readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
+    readers = {".csv": _csv_table_rows, ".jsonl": _jsonl_table_rows}
     readable = file.suffix.lower() in readers
     require(readable, f"{file}: must end in {' or '.join(readers)}", TraceError)
     size = file.stat().st_size
@@ -66,11 +65,12 @@ def read_rows(path: str | Path) -> Iterator[TableRow]:
         yield from readers[file.suffix.lower()](file)
 
 
-def _csv_rows(file: Path) -> Iterator[TableRow]:
+def _csv_table_rows(file: Path) -> Iterator[TableRow]:
+    """Rows of a CSV table."""
     with file.open(encoding="utf-8", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         names = next(reader, [])
-        _check_names(names, f"{file}: line 1")
+        _check_column_names(names, f"{file}: line 1")
         require(len(set(names)) == len(names), f"{file}: a column comes twice", TraceError)
         for cells in reader:
             where = f"{file}: line {reader.line_num}"
@@ -78,19 +78,20 @@ def _csv_rows(file: Path) -> Iterator[TableRow]:
             require(full, f"{where}: {len(cells)} cells, the header has {len(names)}", TraceError)
             cell = dict(zip(names, cells, strict=True))
             values: dict[str, object] = {
-                name: text if name == "layer" else _parse_integer(text, name, where)
+                name: text if name == "layer" else _integer_of_text(text, name, where)
                 for name, text in cell.items()
                 if name not in ("experts", "scores")
             }
             values["experts"] = [
-                _parse_integer(text, "experts", where) for text in cell["experts"].split()
+                _integer_of_text(text, "experts", where) for text in cell["experts"].split()
             ]
             if "scores" in cell:
-                values["scores"] = [_parse_real(text, where) for text in cell["scores"].split()]
+                values["scores"] = [_real_of_text(text, where) for text in cell["scores"].split()]
             yield _table_row(values, reader.line_num, where)
 
 
-def _jsonl_rows(file: Path) -> Iterator[TableRow]:
+def _jsonl_table_rows(file: Path) -> Iterator[TableRow]:
+    """Rows of a JSONL table."""
     with file.open("rb") as stream:
         for number, data in enumerate(stream, start=1):
             if data.strip():
@@ -98,11 +99,12 @@ def _jsonl_rows(file: Path) -> Iterator[TableRow]:
                 values = parse_json(data, where)
                 if not isinstance(values, dict):
                     raise TraceError(f"{where}: must hold a JSON object")
-                _check_names(list(values), where)
+                _check_column_names(list(values), where)
                 yield _table_row(values, number, where)
 
 
 def _table_row(values: Mapping[str, object], line: int, where: str) -> TableRow:
+    """One line of a table, validated."""
     layer, token, experts = (values[name] for name in _REQUIRED)
     if (
         isinstance(layer, bool)
@@ -112,44 +114,46 @@ def _table_row(values: Mapping[str, object], line: int, where: str) -> TableRow:
         raise TraceError(f"{where}: layer must be a number or a name, got {layer!r:.40}")
     scores = values.get("scores")
     document, position, identity = (
-        None if values.get(name) is None else _whole_number(values[name], name, where, -_MOST)
+        None if values.get(name) is None else _whole_cell(values[name], name, where, -_MOST)
         for name in ("document", "position", "id")
     )
     return TableRow(
         line,
         str(layer),
-        _whole_number(token, "token", where, 0),
+        _whole_cell(token, "token", where, 0),
         tuple(
-            _whole_number(expert, "experts", where, 0)
-            for expert in _nonempty_list(experts, "experts", where)
+            _whole_cell(expert, "experts", where, 0)
+            for expert in _list_cell(experts, "experts", where)
         ),
-        None
-        if scores is None
-        else _descending_scores(_nonempty_list(scores, "scores", where), where),
+        None if scores is None else _descending_scores(_list_cell(scores, "scores", where), where),
         (document, position, identity),
     )
 
 
-def _check_names(names: list[str], where: str) -> None:
+def _check_column_names(names: list[str], where: str) -> None:
+    """Refuse a table with missing or unknown columns."""
     missing = [name for name in _REQUIRED if name not in names]
     unknown = [name for name in names if name not in (*_REQUIRED, *_OPTIONAL)]
     if missing or unknown:
         raise TraceError(f"{where}: columns {missing} missing, {unknown[:5]!r:.200} unknown")
 
 
-def _nonempty_list(value: object, name: str, where: str) -> list[object]:
+def _list_cell(value: object, name: str, where: str) -> list[object]:
+    """A cell that holds a list of at least one."""
     if not isinstance(value, list) or not value:
         raise TraceError(f"{where}: {name} must be a list of at least one, got {value!r:.40}")
     return value
 
 
-def _whole_number(value: object, name: str, where: str, least: int) -> int:
+def _whole_cell(value: object, name: str, where: str, least: int) -> int:
+    """A cell that holds a whole number."""
     if type(value) is not int or not least <= value < _MOST:
         raise TraceError(f"{where}: {name} must be integers >= {least}, got {value!r:.40}")
     return value
 
 
 def _descending_scores(values: list[object], where: str) -> tuple[float, ...]:
+    """Scores of a line, which must descend."""
     scores: list[float] = []
     for value in values:
         plain = isinstance(value, int | float) and not isinstance(value, bool)
@@ -161,13 +165,15 @@ def _descending_scores(values: list[object], where: str) -> tuple[float, ...]:
     return tuple(scores)
 
 
-def _parse_integer(text: str, name: str, where: str) -> int:
+def _integer_of_text(text: str, name: str, where: str) -> int:
+    """The integer in a cell of CSV."""
     if _INTEGER.fullmatch(text) is None:
         raise TraceError(f"{where}: {name} must be integers, got {text!r:.40}")
     return int(text)
 
 
-def _parse_real(text: str, where: str) -> float:
+def _real_of_text(text: str, where: str) -> float:
+    """The real number in a cell of CSV."""
     try:
         return float(text)
     except ValueError as error:
@@ -208,8 +214,10 @@ def import_table(
             f"{path}: experts must lie in 0 ... {min(experts, MOST_EXPERTS) - 1}, got {largest}"
         )
     facts = LayerFacts(experts, ranks if k is None else k, units, affine=False)
-    layers = tuple(_layer_trace(name, facts, table[name], tokens) for name in _layer_order(table))
-    documents, positions, identities = _token_ids(table, tokens, path)
+    layers = tuple(
+        _table_layer(name, facts, table[name], tokens) for name in _ordered_layers(table)
+    )
+    documents, positions, identities = _table_token_ids(table, tokens, path)
     provenance = {
         "source": "table",
         "file": Path(path).name,
@@ -222,6 +230,7 @@ def import_table(
 
 
 def _read_table(path: str | Path) -> Table:
+    """Rows by layer and token; refuses a pair that comes twice."""
     table: Table = {}
     for row in read_rows(path):
         rows = table.setdefault(row.layer, {})
@@ -258,15 +267,17 @@ def _common_tokens(table: Table, path: str | Path) -> list[int]:
     return sorted(first)
 
 
-def _layer_order(table: Table) -> list[str]:
+def _ordered_layers(table: Table) -> list[str]:
+    """Names of the layers: by number, else as they come."""
     if all(name.isascii() and name.isdecimal() and len(name) < 19 for name in table):
         return sorted(table, key=int)
     return list(table)
 
 
-def _layer_trace(
+def _table_layer(
     name: str, facts: LayerFacts, rows: dict[int, TableRow], tokens: list[int]
 ) -> LayerTrace:
+    """The trace of one layer of a table."""
     ordered = [rows[token] for token in tokens]
     small = torch.int16 if facts.n_experts <= 1 << 15 else torch.int32
     experts = torch.tensor([row.experts for row in ordered], dtype=small)
@@ -276,7 +287,7 @@ def _layer_trace(
     return LayerTrace(name, facts, experts, scores)
 
 
-def _token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple[Tensor, ...]:
+def _table_token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple[Tensor, ...]:
     """Documents, positions and ids: by default document 0, the token's number and -1."""
     ids_of_token: dict[int, tuple[int | None, ...]] = {}
     for rows in table.values():

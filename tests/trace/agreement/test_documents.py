@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.trace.test_agreement import other_precision
+from tests.trace.agreement.test_agreement import other_precision
 from tests.trace.test_soundness import sound
 from tieline.trace.agreement import compare
 from tieline.trace.readers import Routes

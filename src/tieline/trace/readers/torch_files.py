@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tieline.core.errors import TraceError, require
-from tieline.trace.folders import parsing
+from tieline.core.errors import TraceError, parsing, require
 from tieline.trace.readers.arrays import NAMES, array_routes
-from tieline.trace.readers.containers import MOST_BYTES, NPY_MAGIC
+from tieline.trace.readers.decoding import MOST_BYTES, NPY_MAGIC
 from tieline.trace.readers.logs import COLUMNS
 from tieline.trace.readers.routes import Routes
 from tieline.trace.record import MOST_LAYERS
@@ -34,7 +33,7 @@ IDS = (*COLUMNS["experts"], "ids", "top_k_ids", "top_indices")
 WEIGHTS = (*COLUMNS["weights"], "scores")
 
 
-class _Layer(NamedTuple):
+class _TorchLayer(NamedTuple):
     """One layer of a file.
 
     Attributes:
@@ -58,6 +57,7 @@ def refuse_pickle(file: Path, head: bytes) -> None:
 
 
 def _pickle_message(file: Path) -> str:
+    """Say that a file is a pickle, and what to save instead."""
     return (
         f"{file}: is a pickle that holds more than plain tensors (as the expert recorder of SGLang "
         "writes it), and reading one runs code that is in the file. Where it was made, save the "
@@ -78,20 +78,20 @@ def torch_routes(path: str | Path) -> Routes:
     """Read the routes in a .pt file of tensors, or in a folder of one file per layer."""
     place = Path(path)
     if not place.is_dir():
-        return _value_routes(_loaded(place), str(place))
-    files = sorted(place.glob(TENSORS), key=lambda file: (_number(file.stem), file.name))
+        return _torch_value_routes(_loaded_tensors(place), str(place))
+    files = sorted(place.glob(TENSORS), key=lambda file: (_last_number(file.stem), file.name))
     require(0 < len(files) <= MOST_LAYERS, f"{place}: {len(files)} files {TENSORS}", TraceError)
-    layers = [_layer(_loaded(file), str(file)) for file in files]
-    return _stacked(layers, str(place), [file.stem for file in files])
+    layers = [_torch_layer(_loaded_tensors(file), str(file)) for file in files]
+    return _stacked_torch_layers(layers, str(place), [file.stem for file in files])
 
 
-def _number(name: str) -> int:
+def _last_number(name: str) -> int:
     """The last number in a name; names without one come last."""
     digits = re.findall(r"\d{1,9}", name)
     return int(digits[-1]) if digits else 1 << 30
 
 
-def _loaded(file: Path) -> Any:
+def _loaded_tensors(file: Path) -> Any:
     """The tensors of a file, without running code of it."""
     require(is_torch_file(file), _pickle_message(file), TraceError)
     with parsing(file), zipfile.ZipFile(file) as archive:
@@ -106,7 +106,7 @@ def _loaded(file: Path) -> Any:
         raise TraceError(_pickle_message(file)) from error
 
 
-def _array(tensor: Any, label: str) -> np.ndarray:
+def _stored_array(tensor: Any, label: str) -> np.ndarray:
     """The numbers of a tensor that its storage holds."""
     require(
         isinstance(tensor, torch.Tensor), f"{label}: needs a tensor, got {tensor!r:.40}", TraceError
@@ -121,53 +121,57 @@ def _array(tensor: Any, label: str) -> np.ndarray:
     return (plain.float() if plain.is_floating_point() else plain).numpy()
 
 
-def _value_routes(value: Any, name: str) -> Routes:
+def _torch_value_routes(value: Any, name: str) -> Routes:
+    """Routes of what a .pt file holds."""
     if isinstance(value, torch.Tensor):
-        ids = _array(value, name)
+        ids = _stored_array(value, name)
         return replace(
             array_routes({NAMES[0]: ids[:, None] if ids.ndim == 2 else ids}, name), producer="torch"
         )
     if isinstance(value, Mapping) and any(key in value for key in NAMES):
         arrays = {
-            str(key): _array(item, f"{name}: {key!s:.40}")
+            str(key): _stored_array(item, f"{name}: {key!s:.40}")
             for key, item in value.items()
             if isinstance(item, torch.Tensor)
         }
         return replace(array_routes(arrays, name), producer="torch")
     if isinstance(value, Mapping) and any(key in value for key in IDS):
-        return _stacked([_layer(value, name)], name, ["0"])
+        return _stacked_torch_layers([_torch_layer(value, name)], name, ["0"])
     items = list(value.items()) if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple):
         items = [(number, item) for number, item in enumerate(value)]
     if not items or len(items) > MOST_LAYERS:
         kind = type(value).__name__
         raise TraceError(f"{name}: need tensors of expert ids, one per layer, got {kind}")
-    if all(_number(str(key)) < 1 << 30 for key, _ in items):
-        items.sort(key=lambda item: _number(str(item[0])))
-    layers = [_layer(item, f"{name}: {key!s:.40}") for key, item in items]
-    return _stacked(layers, name, [str(key) for key, _ in items])
+    if all(_last_number(str(key)) < 1 << 30 for key, _ in items):
+        items.sort(key=lambda item: _last_number(str(item[0])))
+    layers = [_torch_layer(item, f"{name}: {key!s:.40}") for key, item in items]
+    return _stacked_torch_layers(layers, name, [str(key) for key, _ in items])
 
 
-def _layer(value: Any, label: str) -> _Layer:
+def _torch_layer(value: Any, label: str) -> _TorchLayer:
     """Ids and weights of one layer: a tensor, or a mapping that names them."""
     weights = None
     if isinstance(value, Mapping):
         key = next((name for name in IDS if name in value), None)
         if key is None:
             raise TraceError(f"{label}: no field of experts among {list(value)[:6]!r:.120}")
-        weights = next((_array(value[x], f"{label}: {x}") for x in WEIGHTS if x in value), None)
+        weights = next(
+            (_stored_array(value[x], f"{label}: {x}") for x in WEIGHTS if x in value), None
+        )
         value, label = value[key], f"{label}: {key}"
-    ids = _array(value, label)
+    ids = _stored_array(value, label)
     fits = ids.ndim == 2 and ids.dtype.kind in "iu"
     require(
         fits, f"{label}: needs integers (tokens, k), got {ids.dtype} of {ids.shape}", TraceError
     )
-    return _Layer(
+    return _TorchLayer(
         label, ids, weights if weights is not None and weights.shape == ids.shape else None
     )
 
 
-def _stacked(layers: list[_Layer], name: str, keys: list[str]) -> Routes:
+def _stacked_torch_layers(layers: list[_TorchLayer], name: str, keys: list[str]) -> Routes:
+    """Routes of layers of one shape."""
     shape = layers[0].ids.shape
     for layer in layers:
         require(
@@ -176,7 +180,7 @@ def _stacked(layers: list[_Layer], name: str, keys: list[str]) -> Routes:
             TraceError,
         )
     weights = [layer.weights for layer in layers if layer.weights is not None]
-    numbers = [_number(key) for key in keys]
+    numbers = [_last_number(key) for key in keys]
     named = len(set(numbers)) == len(numbers) and max(numbers) < 1 << 30
     return Routes(
         np.stack([layer.ids for layer in layers], 1),

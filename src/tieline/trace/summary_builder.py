@@ -15,26 +15,21 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.trace.counts import ExactMoments, LogHistogram
-from tieline.trace.record import (
-    SPAN,
-    LayerTrace,
-    RoutingTrace,
-    check_epsilons,
-    coalition_hash,
-    take_tokens,
-    token_hash,
-)
+from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons, take_tokens
 from tieline.trace.summary import (
+    SPAN,
     DistinctSketch,
     LayerSummary,
     RoutingSummary,
     SampleBuffer,
     SharedBias,
     TokenKey,
+    coalition_hash,
     distinct_sources,
     merge_layers,
     rows_of,
     sample_trace,
+    token_hash,
 )
 
 
@@ -54,8 +49,8 @@ def summarise_chunk(
         epsilons: the ε of the columns of `chunk.near`.
         ceiling: coalitions with at least this hash are left out; a full sketch would drop them.
     """
-    chosen = _chosen(chunk)
-    nonfinite = _nonfinite(chunk)
+    chosen = _chosen_experts(chunk)
+    nonfinite = _nonfinite_tokens(chunk)
     experts = chunk.facts.n_experts
     hashes = coalition_hash(chosen)
     keys = (TokenKey(int(documents[i]), int(positions[i])) for i in nonfinite)
@@ -72,7 +67,7 @@ def summarise_chunk(
     )
 
 
-def _chosen(chunk: LayerTrace) -> np.ndarray:
+def _chosen_experts(chunk: LayerTrace) -> np.ndarray:
     """Chosen experts (k, T) as int64, all of them between 0 and E - 1."""
     chosen = np.ascontiguousarray(chunk.experts.numpy()[:, : chunk.facts.k].T, dtype=np.int64)
     low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
@@ -84,7 +79,7 @@ def _chosen(chunk: LayerTrace) -> np.ndarray:
     return chosen
 
 
-def _nonfinite(chunk: LayerTrace) -> np.ndarray:
+def _nonfinite_tokens(chunk: LayerTrace) -> np.ndarray:
     """Tokens with a score that is not finite among the first k.
 
     The first and the k-th suffice: scores descend, and NaN ranks above all.
@@ -97,6 +92,7 @@ def _nonfinite(chunk: LayerTrace) -> np.ndarray:
 
 
 def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
+    """The chunk without some tokens."""
     if len(tokens) == 0:
         return chunk
     keep = np.setdiff1d(np.arange(len(chunk.experts)), tokens)
@@ -105,22 +101,23 @@ def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
 
 def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
     """The fields of a summary that count scores, which must be finite."""
-    gaps = _histogram(chunk, "gap") if chunk.has_gaps else None
+    gaps = _gap_histogram(chunk, "gap") if chunk.has_gaps else None
     group_decides = 0
     if gaps is not None and chunk.group_gap is not None:
         group_decides = int((chunk.group_gap.double() < chunk.inner_gap).sum())
     return {
         "gaps": gaps,
-        "group_gaps": _histogram(chunk, "group_gap"),
+        "group_gaps": _gap_histogram(chunk, "group_gap"),
         "group_decides": group_decides,
-        "distances": _histogram(chunk, "distance"),
-        "near": _near(chunk),
-        "orders": _orders(chunk, epsilons) if gaps is not None else None,
+        "distances": _gap_histogram(chunk, "distance"),
+        "near": _near_counts(chunk),
+        "orders": _tie_order_counts(chunk, epsilons) if gaps is not None else None,
         "moments": None if chunk.scores is None else ExactMoments.of(chunk.scores.detach()),
     }
 
 
-def _histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
+def _gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
+    """Histogram of a column of gaps or distances, if it was recorded."""
     values = getattr(chunk, name)
     try:
         return None if values is None else LogHistogram.of(values.detach())
@@ -128,7 +125,7 @@ def _histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
         raise TraceError(f"layer {chunk.name!r}: {name}: {error}") from error
 
 
-def _near(chunk: LayerTrace) -> Tensor | None:
+def _near_counts(chunk: LayerTrace) -> Tensor | None:
     """Counts of K(ε), one row per ε."""
     if chunk.near is None:
         return None
@@ -136,7 +133,7 @@ def _near(chunk: LayerTrace) -> Tensor | None:
     return _value_counts(columns, chunk.facts.n_experts + 1, f"layer {chunk.name!r}: near")
 
 
-def _orders(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
+def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
     """Counts of the order of tie, one row per ε.
 
     #{i : |z_i - z_[k]| < ε} = K(ε) - #{i < k : z_[i] - z_[k] >= ε} is exact: K(ε) was counted over
@@ -281,6 +278,7 @@ def _on_cpu(chunk: LayerTrace) -> LayerTrace:
 def _check_chunk(
     chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]
 ) -> None:
+    """Refuse a batch whose ids or ε do not fit its tokens."""
     count = len(chunk.experts)
     sizes = {name: tuple(value.shape) for name, value in keys.items()}
     if not all(size == (count,) for size in sizes.values()):

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
-from tieline.trace.folders import check_header_length, parsing
+from tieline.trace.tensor_folders import check_header_length
 
 MOST_BYTES = 4 << 30
 MOST_JSON = 512 << 20
@@ -43,7 +43,7 @@ GZIP_RATIO, GZIP_FREE = 200, 64 << 20
 """A gzip may unpack to this many times its size, plus this many bytes."""
 
 
-class _Header(NamedTuple):
+class _NpyHeader(NamedTuple):
     shape: tuple[int, ...]
     fortran: bool
     dtype: np.dtype
@@ -66,10 +66,11 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _read_npy(file: Path) -> np.ndarray:
+    """Map the array of an .npy file whose size is the stated one."""
     with file.open("rb") as stream:
         header = _npy_header(stream, file)
         start = stream.tell()
-    _same_size(header.bytes, file.stat().st_size - start, file)
+    _require_stated_size(header.bytes, file.stat().st_size - start, file)
     if header.bytes == 0:
         return np.zeros(header.shape, header.dtype)
     order = "F" if header.fortran else "C"
@@ -77,6 +78,7 @@ def _read_npy(file: Path) -> np.ndarray:
 
 
 def _read_npz(file: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of an .npz archive that may unpack to its stated size."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         require(len(members) <= _MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
@@ -88,7 +90,7 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
             TraceError,
         )
         return {
-            member.filename.removesuffix(".npy"): _read_member(archive, member, file)
+            member.filename.removesuffix(".npy"): _read_npz_member(archive, member, file)
             for member in members
         }
 
@@ -98,7 +100,8 @@ def _most_unpacked(file: Path) -> int:
     return GZIP_RATIO * file.stat().st_size + GZIP_FREE
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
+def _read_npz_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
+    """Read one array of an .npz archive."""
     name = f"{file}: {member.filename!r:.80}"
     stored = member.compress_type == zipfile.ZIP_STORED
     readable = stored or member.compress_type == zipfile.ZIP_DEFLATED
@@ -108,21 +111,22 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) 
     require(fits, f"{name}: states a size of {member.file_size} bytes", TraceError)
     with archive.open(member) as stream:
         header = _npy_header(stream, name)
-        _same_size(header.bytes, member.file_size - stream.tell(), name)
+        _require_stated_size(header.bytes, member.file_size - stream.tell(), name)
         data = stream.read()
-    _same_size(header.bytes, len(data), name)
+    _require_stated_size(header.bytes, len(data), name)
     flat = np.frombuffer(data, header.dtype)
     return flat.reshape(header.shape, order="F" if header.fortran else "C")
 
 
-def _npy_header(stream: Any, name: object) -> _Header:
+def _npy_header(stream: Any, name: object) -> _NpyHeader:
+    """Shape, order and type that an .npy states."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
     else:
         require(version == (2, 0), f"{name}: npy version {version} is not read", TraceError)
         read = np.lib.format.read_array_header_2_0
-    header = _Header(*read(stream, max_header_size=10_000))
+    header = _NpyHeader(*read(stream, max_header_size=10_000))
     plain = header.dtype.kind in "iuf" and header.dtype.itemsize <= 8
     require(plain, f"{name}: holds {header.dtype!s:.80}, not integers or real numbers", TraceError)
     require(all(size >= 0 for size in header.shape), f"{name}: shape {header.shape}", TraceError)
@@ -130,6 +134,7 @@ def _npy_header(stream: Any, name: object) -> _Header:
 
 
 def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
+    """Read all arrays of a safetensors file of plain numbers."""
     check_header_length(file)
     with safe_open(file, framework="numpy") as tensors:
         names = list(tensors.keys())
@@ -141,7 +146,8 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
         return {name: tensors.get_tensor(name) for name in names}
 
 
-def _same_size(stated: int, actual: int, name: object) -> None:
+def _require_stated_size(stated: int, actual: int, name: object) -> None:
+    """Refuse data of another size than a header states."""
     require(
         stated == actual,
         f"{name}: the header states {stated} bytes, there are {actual}",
@@ -196,13 +202,13 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     require(size <= MOST_JSON, f"{file}: {size} bytes, at most {MOST_JSON} are read", TraceError)
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     require(bool(lines), f"{file}: is empty", TraceError)
-    if len(lines) == 1 or not _stands_alone(lines[0][1]):
+    if len(lines) == 1 or not _is_json_line(lines[0][1]):
         return [(str(file), parse_json(data, str(file), MOST_JSON))]
     labelled = [(f"{file}: line {number}", line) for number, line in lines]
     return [(label, parse_json(line, label, MOST_JSON)) for label, line in labelled]
 
 
-def _stands_alone(line: bytes) -> bool:
+def _is_json_line(line: bytes) -> bool:
     """Whether the first line is a complete JSON value, as in a JSON Lines file."""
     try:
         parse_json(line, "", MOST_JSON)
@@ -230,7 +236,7 @@ def array_in(value: Any, label: str) -> np.ndarray:
     if isinstance(value, str):
         return npy_array(decoded(value, label), label)
     if isinstance(value, Mapping):
-        return _raw_array(value, label)
+        return _object_array(value, label)
     if hasattr(value, "detach"):  # a tensor of torch
         value = value.detach().cpu().numpy()
     try:
@@ -250,12 +256,13 @@ def npy_array(data: bytes, label: str) -> np.ndarray:
     with parsing(label):
         stream = io.BytesIO(data)
         header = _npy_header(stream, label)
-        _same_size(header.bytes, len(data) - stream.tell(), label)
+        _require_stated_size(header.bytes, len(data) - stream.tell(), label)
         flat = np.frombuffer(data, header.dtype, offset=stream.tell())
         return flat.reshape(header.shape, order="F" if header.fortran else "C")
 
 
-def _raw_array(value: Mapping[str, object], label: str) -> np.ndarray:
+def _object_array(value: Mapping[str, object], label: str) -> np.ndarray:
+    """The array in an object with data, shape and dtype."""
     data, shape, dtype = (value.get(name) for name in ("data", "shape", "dtype"))
     sizes = shape if isinstance(shape, list) else []
     has_shape = bool(sizes) and all(type(size) is int and size >= 0 for size in sizes)
@@ -275,5 +282,5 @@ RAW_TYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "f
 def raw_array(data: bytes, dtype: str, shape: tuple[int, ...], label: str) -> np.ndarray:
     """Return little-endian numbers of a type and shape that must fill the bytes."""
     kind = np.dtype(dtype).newbyteorder("<")
-    _same_size(math.prod(shape) * kind.itemsize, len(data), label)
+    _require_stated_size(math.prod(shape) * kind.itemsize, len(data), label)
     return np.frombuffer(data, kind).reshape(shape)

@@ -46,7 +46,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
         except Exception as problem:
             outcome, error = {"error": f"{type(problem).__name__}: {problem}"}, problem
     if dist.is_initialized():
-        outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
+        outcome = json.loads(_broadcast_bytes(json.dumps(outcome).encode()))
     if error is not None:
         raise error
     if "error" in outcome:
@@ -81,7 +81,7 @@ def gathered_plain(value: Any) -> list[Any]:
     return [json.loads(data) for data in gathered(json.dumps(value).encode())]
 
 
-def _broadcast(data: bytes) -> bytes:
+def _broadcast_bytes(data: bytes) -> bytes:
     """Return the bytes of rank 0."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)

@@ -10,8 +10,7 @@ bounded before it is parsed, and only plain integers and real numbers are read. 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical, parse_json
 from tieline.core.settings import TraceSettingError
 
 INDEX = "tieline.json"
 SUFFIX = ".safetensors"
-Parts = Iterable[tuple[str, Mapping[str, Tensor]]]
+TensorFiles = Iterable[tuple[str, Mapping[str, Tensor]]]
 
 
 def write_folder(
@@ -37,7 +36,7 @@ def write_folder(
     kind: str,
     version: int,
     contents: Mapping[str, object],
-    files: Parts,
+    files: TensorFiles,
     overwrite: bool,
 ) -> None:
     """Write a folder, or raise and change nothing.
@@ -50,11 +49,11 @@ def write_folder(
         files: name and tensors of each file, taken one at a time.
         overwrite: whether a folder of this kind may be replaced; another is only if it is empty.
     """
-    target = check_target(directory, kind, overwrite)
-    ours = partial(_is_ours, kind=kind)
+    target = check_replaceable(directory, kind, overwrite)
+    ours = partial(_is_tensor_folder, kind=kind)
     with whole_folder(target, replace=overwrite, kind=ours) as folder:
         written = {
-            name: _write_tensors(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
+            name: _write_tensor_file(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }
         index = {"format": kind, "version": version, "files": written, **contents}
         text = canonical(index).encode()
@@ -63,7 +62,7 @@ def write_folder(
         (folder / INDEX).write_bytes(text)
 
 
-def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
+def check_replaceable(directory: str | Path, kind: str, overwrite: bool) -> Path:
     """Return the absolute path of a folder to make; refuses to replace anything else."""
     target = Path(os.path.abspath(directory))
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
@@ -72,12 +71,12 @@ def check_target(directory: str | Path, kind: str, overwrite: bool) -> Path:
         raise TraceSettingError(
             "{target} exists: choose another place or add {overwrite}", target=target
         )
-    if not (target.is_dir() and not target.is_symlink() and _is_ours(target, kind)):
+    if not (target.is_dir() and not target.is_symlink() and _is_tensor_folder(target, kind)):
         raise TraceError(f"{target} exists and is no {kind} folder: it is left alone")
     return target
 
 
-def _is_ours(target: Path, kind: str) -> bool:
+def _is_tensor_folder(target: Path, kind: str) -> bool:
     """Whether a folder holds what `write_folder` writes and nothing else."""
     names = {entry.name for entry in target.iterdir()}
     expected = all(name == INDEX or name.endswith(SUFFIX) for name in names)
@@ -87,8 +86,9 @@ def _is_ours(target: Path, kind: str) -> bool:
         return f'"format":"{kind}"'.encode() in file.read(LONGEST)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def _write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     # clones, because tensors that share memory cannot be stored under two names
+    """Write a safetensors file; returns its size and digest."""
     save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, path)
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
@@ -112,18 +112,6 @@ class TensorHeader(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-@contextmanager
-def parsing(name: object) -> Iterator[None]:
-    """Turn whatever a parser raises into a `TraceError` that names the file."""
-    try:
-        yield
-    except TraceError:
-        raise
-    except Exception as error:
-        kind = type(error).__name__
-        raise TraceError(f"{name}: cannot be read: {kind}: {str(error)[:200]}") from error
 
 
 @dataclass
