@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from tieline import cli
-from tieline.cli.app import whole_app
+from tieline.cli.app import app_with_commands
 from tieline.lab.estimation.rates import RateStore
 from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
 from tieline.lab.training.checkpoint import last_checkpoint
@@ -340,7 +340,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for module in LIBRARIES:
         importlib.import_module(module)
-    whole_app()
+    app_with_commands()
     numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
     kills, races, seed = (*numbers, *(8, 4, 0)[len(numbers) :])
     total: Counter[str] = Counter()

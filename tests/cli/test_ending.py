@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tieline.cli.ending import _spelled
+from tieline.cli.ending import _ascii_spelling
 
 TIELINE = [sys.executable, "-m", "tieline"]
 
@@ -125,7 +125,7 @@ def test_a_terminal_without_unicode_gets_plain_letters():
     ],
 )
 def test_signs_are_spelled(sign, plain):
-    assert _spelled(sign) == plain
+    assert _ascii_spelling(sign) == plain
 
 
 def test_a_power_of_ten_stays_one():

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from tests.settings import EXAMPLES, JOBS, RULES, SETTINGS
-from tieline.cli.app import whole_app
+from tieline.cli.app import app_with_commands
 from tieline.cli.options import option_names
 from tieline.core.records import to_plain
 from tieline.core.settings import SettingError
@@ -18,7 +18,7 @@ from tieline.core.settings import SettingError
 
 @cache
 def command(name):
-    group = typer.main.get_command(whole_app())
+    group = typer.main.get_command(app_with_commands())
     return group.get_command(typer.Context(group), name)
 
 
@@ -96,7 +96,7 @@ def test_option_names_are_the_longest_before_a_slash():
 
 def every_option():
     """Command, option, its parameter's name and type, for all commands."""
-    names = typer.main.get_command(whole_app()).list_commands(None)
+    names = typer.main.get_command(app_with_commands()).list_commands(None)
     for name in names:
         for parameter in command(name).params:
             if parameter.param_type_name == "option":

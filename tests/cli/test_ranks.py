@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.commands.train.test_torchrun import torchrun
-from tieline.cli.ranks import claims_error_report, is_first, joined, on_ranks
+from tieline.cli.ranks import claims_error_report, is_first, joined_processes, on_ranks
 from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
 
@@ -31,7 +31,7 @@ def test_one_process_is_first_and_reports_errors(monkeypatch):
     assert not on_ranks()
     assert is_first()
     assert claims_error_report()
-    with joined(None, "testing") as way:
+    with joined_processes(None, "testing") as way:
         assert way is None
 
 
@@ -40,7 +40,7 @@ def test_a_way_without_torchrun_is_refused(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with (
         pytest.raises(ParameterError, match="--parallel tp needs several processes: start with"),
-        joined("tp", "testing"),
+        joined_processes("tp", "testing"),
     ):
         pass
 

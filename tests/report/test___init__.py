@@ -13,7 +13,8 @@ from tests.report.zoo import make_inspection
 from tieline import report
 from tieline.core.errors import ParameterError
 from tieline.core.plugins import result_formats
-from tieline.report.tables import plain_view, text_table
+from tieline.report.tables import text_table
+from tieline.report.views import printable_view
 
 
 @pytest.mark.parametrize("name", sorted({entry.drawing for entry in result_formats().values()}))
@@ -65,14 +66,14 @@ def test_no_name_of_a_layer_acts_in_any_view():
 
 def test_markup_in_a_heading_is_text():
     console = Console(file=io.StringIO(), width=80)
-    console.print(plain_view(text_table(("[link=x]a[/link]",), (("[red]",),))))
+    console.print(printable_view(text_table(("[link=x]a[/link]",), (("[red]",),))))
     assert "[link=x]a[/link]" in console.file.getvalue()
     assert "[red]" in console.file.getvalue()
 
 
 def test_styles_stay_where_they_were():
     text = Text.assemble(("a\x1b", "bold"), ("b", "dim"))
-    shown = plain_view(text)
+    shown = printable_view(text)
     assert shown.plain == "a\\x1bb"
     assert [(span.start, span.end, span.style) for span in shown.spans] == [
         (0, 5, "bold"),

@@ -14,8 +14,8 @@ from tieline.report.inspection_charts import (
     MOST_POINTS,
     format_names,
     format_steps,
+    gap_log_range,
     inspection_panels,
-    log_range,
 )
 
 KEYS = [
@@ -150,12 +150,12 @@ def profile(widths, mass):
 
 
 def test_the_axis_shows_every_gap_between_none_and_all_and_every_step():
-    low, high = log_range(
+    low, high = gap_log_range(
         [profile((1e-6, 1e-3, 1.0, 100.0), (0.0, 0.2, 0.8, 1.0))], [("bf16", 1e-4, 1e-4)]
     )
     assert -5 < low < -4
     assert 0 < high < 1
-    low, high = log_range([profile((1.0,), (0.0,))], [])
+    low, high = gap_log_range([profile((1.0,), (0.0,))], [])
     assert low < high
 
 

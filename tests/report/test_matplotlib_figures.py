@@ -5,13 +5,18 @@ import base64
 import pytest
 
 from tieline.core.errors import ParameterError
-from tieline.report.matplotlib_figures import canvas, check_figure_path, drawn_bytes, inline_image
+from tieline.report.matplotlib_figures import (
+    check_figure_path,
+    drawn_bytes,
+    inline_image,
+    styled_figure,
+)
 
 MAGIC = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}
 
 
 def drawn():
-    return canvas(lambda left, right: (left.plot([1, 2]), right.plot([2, 1])), columns=2)
+    return styled_figure(lambda left, right: (left.plot([1, 2]), right.plot([2, 1])), columns=2)
 
 
 @pytest.mark.parametrize("suffix", list(MAGIC))
@@ -38,7 +43,9 @@ def test_an_inline_image_is_the_file_in_an_address(kind, type_):
 
 
 def test_text_stays_text():
-    svg = drawn_bytes(lambda: canvas(lambda axes: axes.set_title("gap below ε")), _path("a.svg"))
+    svg = drawn_bytes(
+        lambda: styled_figure(lambda axes: axes.set_title("gap below ε")), _path("a.svg")
+    )
     assert "gap below ε".encode() in svg
 
 

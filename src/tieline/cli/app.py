@@ -29,8 +29,8 @@ from tieline.cli.ending import (
     closed_pipe_ignored,
     handle_interrupts,
     mute_stdout,
-    notes,
     say,
+    warnings_as_notes,
     was_stopped,
 )
 from tieline.cli.options import Debug, add_parameter, option_names, with_settings
@@ -51,10 +51,10 @@ __all__ = [
     "CONDITION_HELD",
     "OUR_BUG",
     "app",
+    "app_with_commands",
     "guarded",
     "run",
     "say",
-    "whole_app",
     "with_json_target",
 ]
 
@@ -116,7 +116,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         typed = sys.argv[1:] if arguments is None else arguments
-        whole_app()(with_json_target(typed), prog_name="tieline")
+        app_with_commands()(with_json_target(typed), prog_name="tieline")
         code = FINE
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else FINE
@@ -127,11 +127,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         say(f"error: {problem}")
         code = BAD_INPUT
     except OSError as problem:
-        code = _unwritten(problem)
-    return _flushed(code)
+        code = _stdout_error(problem)
+    return _flush_stdout(code)
 
 
-def whole_app() -> typer.Typer:
+def app_with_commands() -> typer.Typer:
     """The application with all its commands."""
     for group in command_groups().values():
         for command in group:
@@ -139,17 +139,18 @@ def whole_app() -> typer.Typer:
     return app
 
 
-def _flushed(code: int) -> int:
+def _flush_stdout(code: int) -> int:
     """Write out what stdout still holds; Python would only notice trouble when it is too late."""
     try:
         with closed_pipe_ignored():
             pass
     except OSError as problem:
-        return _unwritten(problem)
+        return _stdout_error(problem)
     return code
 
 
-def _unwritten(problem: OSError) -> int:
+def _stdout_error(problem: OSError) -> int:
+    """Report that stdout cannot be written to, and return the exit code."""
     mute_stdout()
     say(f"error: cannot write to stdout: {problem.strerror}")
     return BAD_INPUT
@@ -161,7 +162,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(run_command)
     def run(debug: bool = False, **values: Any) -> None:
-        printed = notes(PrecisionWarning, StreamingWarning)
+        printed = warnings_as_notes(PrecisionWarning, StreamingWarning)
         try:
             with handle_interrupts(), closed_pipe_ignored(), printed:
                 run_command(**values)
@@ -209,13 +210,14 @@ def _full_file(problem: BaseException) -> str:
 
 
 def _show_version(asked: bool | None) -> None:
+    """Print the version and exit, if that was asked for."""
     if asked:
         print(f"tieline {__version__}")
         raise typer.Exit(FINE)
 
 
 @app.callback()
-def _root(
+def _tieline_options(
     version: Annotated[
         bool | None,
         typer.Option(

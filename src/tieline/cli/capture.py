@@ -8,7 +8,7 @@ import typer
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, ModelName, Overwrite
-from tieline.cli.ranks import joined
+from tieline.cli.ranks import joined_processes
 from tieline.core.errors import require
 from tieline.run.settings import CaptureSettings
 
@@ -34,7 +34,7 @@ def capture(
     outputs = Outputs(html, json_to, trace=trace, overwrite=overwrite)
     outputs.check(model, settings.text, settings.ids, settings.tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
-    with progress_bars() as progress, joined(settings.parallel, "capturing") as parallel:
+    with progress_bars() as progress, joined_processes(settings.parallel, "capturing") as parallel:
         from tieline.engines.registry import list_engines as all_engines
         from tieline.engines.sources import capture_engine
         from tieline.models.running import quiet_transformers

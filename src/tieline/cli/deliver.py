@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tieline.cli.ending import closed_pipe_ignored, say
 from tieline.cli.progress import progress_bars
-from tieline.cli.ranks import is_first, joined
+from tieline.cli.ranks import is_first, joined_processes
 from tieline.core.errors import require
 from tieline.core.files import (
     check_folder,
@@ -113,12 +113,12 @@ class Outputs:
             for source in sources:
                 _check_apart(output, source)
         if self.trace is not None:
-            _check_trace(self.trace, self.overwrite)
+            _check_trace_folder(self.trace, self.overwrite)
         if self.model is not None:
-            _check_model(self.model, self.overwrite)
+            _check_model_folder(self.model, self.overwrite)
         existing = [path for path in self.files if path.is_file()]
         if not self.overwrite:
-            _ask(existing)
+            _ask_to_replace(existing)
         self._replaced.update(existing)
 
     def may_replace(self, path: Path) -> bool:
@@ -144,7 +144,8 @@ def _check_apart(output: Path, source: Path) -> None:
     require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
 
 
-def _check_trace(folder: Path, overwrite: bool) -> None:
+def _check_trace_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder of the trace that must not be replaced."""
     if not _is_new(folder, overwrite):
         from tieline.trace.store import FORMATS
         from tieline.trace.tensor_folders import check_replaceable as check_replaced
@@ -152,7 +153,8 @@ def _check_trace(folder: Path, overwrite: bool) -> None:
         check_replaced(folder, FORMATS["trace"], overwrite)
 
 
-def _check_model(folder: Path, overwrite: bool) -> None:
+def _check_model_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder of the model that must not be replaced."""
     allowed = _is_new(folder, overwrite) or holds_model(folder)
     require(allowed, f"{folder} holds something else than a model: it is not replaced")
 
@@ -166,7 +168,7 @@ def _is_new(folder: Path, overwrite: bool) -> bool:
     return False
 
 
-def _ask(existing: list[Path]) -> None:
+def _ask_to_replace(existing: list[Path]) -> None:
     """Ask whether files may be replaced; without a terminal they are, as by every other program."""
     if not existing or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return
@@ -188,7 +190,7 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
         options: dict[str, Any] = {"settings": settings, "progress": progress}
         if doing:
             parallel = getattr(settings, "parallel", None)
-            options["parallel"] = processes.enter_context(joined(parallel, doing))
+            options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
         from tieline.models.running import quiet_transformers
 
         quiet_transformers()
@@ -209,7 +211,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
     from tieline import report
 
     with progress_bars(first="report"):
-        contents = _contents(result, outputs)
+        contents = _file_contents(result, outputs)
         _save_folders(result, outputs)
         for path, data in contents.items():
             if path != STDOUT:
@@ -226,7 +228,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         say(hint)
 
 
-def _contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
+def _file_contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     """The contents of every file."""
     from tieline import report
     from tieline.report.matplotlib_figures import drawn_bytes
@@ -253,6 +255,7 @@ def _to_stdout(data: bytes) -> None:
 
 
 def _save_folders(result: Any, outputs: Outputs) -> None:
+    """Save the trace and the model that a result holds."""
     if outputs.trace is not None:
         from tieline.trace.store import save_trace
 

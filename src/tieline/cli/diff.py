@@ -50,7 +50,7 @@ def diff(
     result = run_job("tieline.analysis.diff:diff", a, b, settings=settings, doing="comparing")
     _check_attributable(limits, result)
     deliver(result, outputs, "add --html diff.html for the page with charts")
-    _judge(limits, result.metrics)
+    _exit_on_exceeded_limits(limits, result.metrics)
 
 
 def _check_attributable(limits: DiffLimits, result: Any) -> None:
@@ -66,7 +66,7 @@ def _check_attributable(limits: DiffLimits, result: Any) -> None:
         )
 
 
-def _judge(limits: DiffLimits, metrics: dict[str, float]) -> None:
+def _exit_on_exceeded_limits(limits: DiffLimits, metrics: dict[str, float]) -> None:
     """Exit with 1 if a layer exceeds a limit."""
     from tieline.report.words.numbers import percent
 

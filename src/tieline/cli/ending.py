@@ -60,7 +60,7 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def notes(*kinds: type[Warning]) -> Iterator[None]:
+def warnings_as_notes(*kinds: type[Warning]) -> Iterator[None]:
     """Print warnings of these kinds to stderr as one line each; others are shown as usual."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
@@ -145,6 +145,7 @@ def was_stopped() -> bool:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C."""
     if _Stop.pressed or not _Stop.handled:
         _exit_at_once()
     _Stop.pressed = True
@@ -186,16 +187,17 @@ def mute_stdout() -> None:
         os.close(nowhere)
 
 
-def _plain(problem: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(problem: UnicodeError) -> tuple[str, int]:
     """Replace characters that the terminal's encoding lacks, as a codec error handler."""
     if not isinstance(problem, UnicodeEncodeError):
         raise problem
     text = problem.object[problem.start : problem.end]
     raised = _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKD", match[0]), text)
-    return "".join(map(_spelled, raised)), problem.end
+    return "".join(map(_ascii_spelling, raised)), problem.end
 
 
-def _spelled(sign: str) -> str:
+def _ascii_spelling(sign: str) -> str:
+    """ASCII text for a character."""
     if sign.isascii():
         return sign
     if sign in PLAIN:
@@ -208,4 +210,4 @@ def _spelled(sign: str) -> str:
     return simple or "?"
 
 
-codecs.register_error("tieline.plain", _plain)
+codecs.register_error("tieline.plain", _replace_unencodable)

@@ -24,7 +24,7 @@ from tieline.analysis.settings import InspectSettings
 from tieline.cli.app import CONDITION_HELD, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
-from tieline.cli.ranks import is_first, joined
+from tieline.cli.ranks import is_first, joined_processes
 from tieline.core.errors import require
 from tieline.core.settings import require_setting
 
@@ -88,20 +88,20 @@ def inspect(
     conditions = [parse_condition(text) for text in fail_if or []]
     outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
     outputs.check(source, settings.text)
-    result = _inspected(source, settings, conditions, save_trace)
-    fulfilled = held(conditions, result.metrics)
+    result = _inspection_or_saved(source, settings, conditions, save_trace)
+    fulfilled = fulfilled_conditions(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
-    _judge(fulfilled)
+    _exit_on_conditions(fulfilled)
 
 
-def _inspected(
+def _inspection_or_saved(
     source: str,
     settings: InspectSettings,
     conditions: list[MetricCondition],
     save_trace: Path | None,
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
-    with progress_bars() as progress, joined(settings.parallel, "inspecting") as parallel:
+    with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.inspect_findings import inspection_metric_names
         from tieline.analysis.load import load, source_kind
@@ -150,7 +150,7 @@ def _model_of(saved: Any) -> str:
     return shlex.quote(model) if isinstance(model, str) else "MODEL"
 
 
-def _judge(fulfilled: list[tuple[MetricCondition, float]]) -> None:
+def _exit_on_conditions(fulfilled: list[tuple[MetricCondition, float]]) -> None:
     """Exit with 1 if a condition is fulfilled."""
     from tieline.report.words.numbers import significant
 
@@ -183,7 +183,7 @@ def check_names(conditions: Collection[MetricCondition], metrics: Collection[str
         )
 
 
-def held(
+def fulfilled_conditions(
     conditions: Collection[MetricCondition], metrics: Mapping[str, float]
 ) -> list[tuple[MetricCondition, float]]:
     """The conditions that are true of these metrics, each with the metric's value."""

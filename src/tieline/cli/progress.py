@@ -57,7 +57,7 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
         return
     console = console or Console(file=unfiltered(sys.stderr))
     if not console.is_terminal:
-        with _lines(first) as lines:
+        with _printed_lines(first) as lines:
             yield lines
         return
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
@@ -68,7 +68,7 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
 
 
 @contextmanager
-def _lines(first: str) -> Iterator["_Lines"]:
+def _printed_lines(first: str) -> Iterator["_Lines"]:
     """Print lines from a thread, because one step of a stage may take minutes."""
     lines, ended = _Lines(first), threading.Event()
 
@@ -114,13 +114,15 @@ class _Lines:
         if left > LONG:
             from tieline.report.words.numbers import duration
 
-            say(f"{stage}: about {duration(left, 1)} more, after{_amount(stage, done, total)}")
+            say(
+                f"{stage}: about {duration(left, 1)} more, after{_stage_amount(stage, done, total)}"
+            )
 
     def print_line(self) -> None:
         """Print the latest state to stderr."""
         stage, done, total = self._latest
         seconds = time.monotonic() - self._began
-        say(f"{stage}{_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
+        say(f"{stage}{_stage_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
 
     def _left(self, seconds: float) -> str:
         """Return the estimated time left of a stage that counts bytes."""
@@ -130,7 +132,7 @@ class _Lines:
         return f", about {seconds * (total - done) / done:.0f} s left"
 
 
-def _amount(stage: str, done: int, total: int) -> str:
+def _stage_amount(stage: str, done: int, total: int) -> str:
     """Return how much of a stage is done, as text."""
     if stage in BYTES:
         return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
@@ -148,7 +150,7 @@ class _Stages:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
             self._begin(stage, total)
-        amount = _amount(stage, done, total) if stage in BYTES else ""
+        amount = _stage_amount(stage, done, total) if stage in BYTES else ""
         self._bars.update(self._tasks[stage], completed=done, total=total, done=amount)
         if done >= total and stage in FOLLOWED_BY:
             self._begin(FOLLOWED_BY[stage], None)

@@ -1,6 +1,6 @@
 """Commands on several processes: `torchrun --nproc-per-node N -m tieline inspect MODEL`.
 
-with joined(parallel, "inspecting") as way:      # all processes of the run, or this one alone
+with joined_processes(parallel, "inspecting") as way:  # or this one alone
     result = run(source, parallel=way)
 
 Only rank 0 shows progress, writes files and prints. An error is reported by one process, the first
@@ -37,7 +37,7 @@ def is_first() -> bool:
 
 
 @contextmanager
-def joined(parallel: str | None, doing: str) -> Iterator[str | None]:
+def joined_processes(parallel: str | None, doing: str) -> Iterator[str | None]:
     """Join the processes of torchrun; yields how they share the work, or None for one process.
 
     The block ends on all processes or on none, so that what follows it may write.

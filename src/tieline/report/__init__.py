@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["SENTENCES", "figures", "notebook", "page", "sentence", "summary", "terminal"]
 
 SENTENCES = {
-    "Inspection.verdict": "tieline.report.words.inspection:verdict",
-    "Inspection.findings": "tieline.report.words.inspection:findings",
+    "Inspection.verdict": "tieline.report.words.inspection:inspection_verdict",
+    "Inspection.findings": "tieline.report.words.inspection:inspection_findings",
     "RoutingDiff.verdict": "tieline.report.words.diff:verdict",
     "RoutingDiff.findings": "tieline.report.words.diff:findings",
     "Alignment.notes": "tieline.report.words.diff:notes",
@@ -38,7 +38,7 @@ SENTENCES = {
     "OutputAnswer.text": "tieline.report.words.diff:outputs",
     "SizeAnswer.text": "tieline.report.words.diff:size",
     "ShapeAnswer.text": "tieline.report.words.diff:shape",
-    "PrecisionAudit.verdict": "tieline.report.words.audit:verdict",
+    "PrecisionAudit.verdict": "tieline.report.words.audit:audit_verdict",
     "RouteCheck.verdict": "tieline.report.words.check:verdict",
     "RouteFinding.message": "tieline.report.words.check:message",
     "RouteFinding.where": "tieline.report.words.check:where",
@@ -60,32 +60,33 @@ def sentence(record: Any, name: str) -> Any:
 
 def page(result: Any) -> str:
     """Return the self-contained HTML page of a result."""
-    return _drawing(result).page(result)
+    return _result_drawing(result).page(result)
 
 
 def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
     """Return matplotlib figures by name, each drawn when called; the main one first."""
-    return _drawing(result).figures(result)
+    return _result_drawing(result).figures(result)
 
 
 def terminal(result: Any, width: int) -> "RenderableType":
     """Return a result for a terminal that is `width` characters wide; its texts are printable."""
-    from tieline.report.tables import plain_view
+    from tieline.report.views import printable_view
 
-    return plain_view(_drawing(result).terminal(result, width))
+    return printable_view(_result_drawing(result).terminal(result, width))
 
 
 def summary(result: Any) -> str:
     """Return a result in a few plain lines; its texts are printable."""
-    return printable(_drawing(result).summary(result))
+    return printable(_result_drawing(result).summary(result))
 
 
 def notebook(result: Any) -> str:
     """Return a piece of HTML with table and figures, without script."""
-    return _drawing(result).notebook(result)
+    return _result_drawing(result).notebook(result)
 
 
-def _drawing(result: Any) -> Any:
+def _result_drawing(result: Any) -> Any:
+    """The module or the object that draws results of this format."""
     formats = result_formats()
     if result.format not in formats:
         raise ParameterError(f"no report draws {result.format!r}, only {', '.join(formats)}")

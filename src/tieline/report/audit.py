@@ -23,7 +23,7 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.provenance import origin_rows, precision_text, provenance_text
 from tieline.report.tables import Column, Grid, grid, rich_table, text_table
 from tieline.report.views import Report, views
-from tieline.report.words.audit import caveats, notes, remedies_of, remedy_sentences
+from tieline.report.words.audit import audit_caveats, audit_notes, remedies_of, remedy_sentences
 from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
@@ -63,7 +63,7 @@ IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
 
 
-def _report(result: PrecisionAudit) -> Report:
+def _audit_report(result: PrecisionAudit) -> Report:
     """Verdict, all perturbations, charts, routers to keep, remedies, layers, provenance."""
     shown = [column for column in COLUMNS if (column.rank or 0) < 7]
     size = {"width": 6.75, "height": 3.4}
@@ -71,70 +71,72 @@ def _report(result: PrecisionAudit) -> Report:
         kind="precision audit",
         name="Precision audit",
         title=provenance_text(result.provenance, "model") or "unnamed model",
-        facts=_subtitle(result),
+        facts=_audit_facts(result),
         verdict=result.verdict,
         table=lambda: grid(shown, result.effects),
-        body=partial(_page_body, result),
-        below=partial(_terminal_parts, result),
+        body=partial(_audit_page_body, result),
+        below=partial(_audit_terminal_views, result),
         figures={
-            "flips": lambda: chart_figure(_flips_chart(result.effects), **size),
-            "kl": lambda: chart_figure(_kl_chart(result.effects), **size),
+            "flips": lambda: chart_figure(_audit_flips_chart(result.effects), **size),
+            "kl": lambda: chart_figure(_audit_kl_chart(result.effects), **size),
         },
     )
 
 
-def _page_body(result: PrecisionAudit) -> dict[str, Any]:
+def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
+    """What the template of the page shows."""
     table = result.remedies
     return {
         "template": "audit.html",
         "style": "",
         "panels": audit_panels(result),
         "table": grid(COLUMNS, result.effects),
-        "notes": notes(result, _labels_by_name(result)),
+        "notes": audit_notes(result, _audited_layer_labels(result)),
         "keeps": Grid(KEEP_HEADINGS, keep_rows(result)),
         "remedies": [] if table is None else remedy_grids(table),
         "choices": [] if table is None else remedy_sentences(table),
         "ignore": ignore_rows(result),
         "ignore_title": IGNORE_TITLE,
-        "layers": Grid(LAYER_HEADINGS, _layer_rows(result)),
+        "layers": Grid(LAYER_HEADINGS, _effects_by_layer(result)),
         "provenance": origin_rows(result.provenance, result.timings),
     }
 
 
-def _terminal_parts(result: PrecisionAudit, width: int) -> list[RenderableType]:
+def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[RenderableType]:
     """One row per perturbation, the remedies and what was left out; everything if all was run."""
     columns = COLUMNS if result.is_full else SERVED_COLUMNS
     below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
     keeps, ignored, table = keep_rows(result), ignore_rows(result), result.remedies
     if not result.is_full:
         below += [] if table is None else remedies_view(table, brief=True)
-        return [*below, *map(Text, caveats(result)), MORE]
+        return [*below, *map(Text, audit_caveats(result)), MORE]
     if keeps:
         below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if table is not None:
         below += remedies_view(table)
     if ignored:
         below += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
-    return [*below, *map(Text, notes(result, _labels_by_name(result)))]
+    return [*below, *map(Text, audit_notes(result, _audited_layer_labels(result)))]
 
 
 def _titled_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> tuple[RenderableType, ...]:
+    """A bold title, a table and an empty line, for a terminal."""
     table = text_table(head, rows, left=2, fold=True)
     return Text(title, style="bold"), table, Text()
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_audit_report)
 
 
 def audit_panels(result: PrecisionAudit) -> list[Panel]:
     """Every chart of the page, or the reason why it cannot be drawn."""
-    layers = _layers_chart(result)
+    layers = _layer_damage_chart(result)
     reason = ["no rounding of the routers was run"]
     return [
-        FLIPS.drawn(_flips_chart(result.effects)),
-        KL.drawn(_kl_chart(result.effects)),
+        FLIPS.drawn(_audit_flips_chart(result.effects)),
+        KL.drawn(_audit_kl_chart(result.effects)),
         LAYERS.drawn(layers) if layers else LAYERS.missing(reason),
     ]
 
@@ -153,7 +155,7 @@ def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
             str(level),
-            _kept_layers(keep, result),
+            _kept_layer_names(keep, result),
             percent(keep.recovered),
             percent(keep.recovered_kl),
             f"{keep.bytes:,}",
@@ -162,12 +164,14 @@ def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _kept_layers(keep: KeepList, result: PrecisionAudit) -> str:
-    names = ", ".join(_labels_by_name(result)[name] for name in keep.layers)
+def _kept_layer_names(keep: KeepList, result: PrecisionAudit) -> str:
+    """Short names of the layers to keep; "all (...)" if these are all."""
+    names = ", ".join(_audited_layer_labels(result)[name] for name in keep.layers)
     return names if len(keep.layers) < len(result.layers) else f"all ({names})"
 
 
-def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+def _effects_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+    """One row per perturbation and layer."""
     labels = short_names(result.layers)
     return tuple(
         (
@@ -183,7 +187,8 @@ def _layer_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _subtitle(result: PrecisionAudit) -> str:
+def _audit_facts(result: PrecisionAudit) -> str:
+    """Layers, tokens, perturbations and precision, in one line."""
     facts = [
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
@@ -219,6 +224,7 @@ def remedies_view(table: RemedyTable, brief: bool = False) -> list[RenderableTyp
 
 
 def _remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
+    """Name, three KLs with their errors and price of a remedy."""
     estimates = (effect.to_original, effect.two_runs, remedy.moved)
     values = ("0" if x.value == 0 else with_error(x, 2) for x in estimates)
     return (remedy.name, *values, _remedy_price(remedy, effect))
@@ -232,6 +238,7 @@ def _short_remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
 
 
 def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
+    """What a remedy costs: bytes, bytes a token or experts, and time."""
     if remedy.kind == "nothing":
         return DASH
     if remedy.kind == "float32":
@@ -242,11 +249,13 @@ def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
     return f"{remedy.experts:.2f} experts{spent}"
 
 
-def _labels_by_name(result: PrecisionAudit) -> dict[str, str]:
+def _audited_layer_labels(result: PrecisionAudit) -> dict[str, str]:
+    """Short name of each layer."""
     return dict(zip(result.layers, short_names(result.layers), strict=True))
 
 
-def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+    """Local, predicted and full flip rates, by perturbation."""
     series = (
         _estimate_series(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
         _point_series(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
@@ -256,7 +265,8 @@ def _flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     return Chart(Axis("", "category", angle=-40), shares, series, height=520, margin_below=150)
 
 
-def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
+    """KL to the clean run and its floor, by perturbation."""
     series = (
         _estimate_series(rows, "KL", lambda row: row.kl, "circle", "@warn"),
         _point_series(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
@@ -265,7 +275,8 @@ def _kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     return Chart(Axis("", "category", angle=-40), nats, series, height=520, margin_below=150)
 
 
-def _layers_chart(result: PrecisionAudit) -> Chart | None:
+def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
+    """Damage of each layer, by format of the routers; None if no router was rounded."""
     rows, labels = [row for row in result.effects if row.keep], short_names(result.layers)
     if not rows:
         return None
@@ -309,7 +320,8 @@ def _estimate_series(
     return replace(series, errors=(spread, spread))
 
 
-def _predicted(row: PerturbationEffect) -> str:
+def _predicted_flips(row: PerturbationEffect) -> str:
+    """Range of the predicted flip rates."""
     low, high = row.predicted_low, row.predicted
     if high is None:
         return DASH
@@ -317,11 +329,13 @@ def _predicted(row: PerturbationEffect) -> str:
     return percent(high) if same else f"{percent(low)} – {percent(high)}"
 
 
-def _compounding(row: PerturbationEffect) -> str:
+def _compounding_factor(row: PerturbationEffect) -> str:
+    """Full flips over local flips."""
     return DASH if finite(row.compounding) is None else f"{row.compounding:.1f} ×"
 
 
-def _loss(row: PerturbationEffect) -> str:
+def _loss_change(row: PerturbationEffect) -> str:
+    """Change of the loss with its standard error."""
     if row.loss.value is None:
         return DASH
     error = row.loss.standard_error
@@ -330,11 +344,13 @@ def _loss(row: PerturbationEffect) -> str:
     return change if error is None else f"{change} ± {significant(error, 1)}"
 
 
-def _share(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+def _percent_of(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+    """Cells of a share."""
     return lambda row: percent(estimate(row).value)
 
 
-def _nats(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+def _nats_of(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+    """Cells of a KL."""
     return lambda row: significant(estimate(row).value, 2)
 
 
@@ -343,25 +359,31 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
     Column(
         "local flips",
         "tokens whose experts change when this router alone is perturbed, inputs clean",
-        _share(lambda row: row.local),
+        _percent_of(lambda row: row.local),
         1,
     ),
-    Column("predicted", "the same, predicted from the clean scores alone", _predicted, 2),
-    Column("full flips", "the same per layer in a full run", _share(lambda row: row.full), 3),
-    Column("×", "full flips over local flips: what depth adds", _compounding, 7),
-    Column("any layer", "tokens that flip in a layer at least", _share(lambda r: r.any_layer), 8),
-    Column("moved", "routed weight that goes to other experts", _share(lambda row: row.moved), 9),
+    Column("predicted", "the same, predicted from the clean scores alone", _predicted_flips, 2),
+    Column("full flips", "the same per layer in a full run", _percent_of(lambda row: row.full), 3),
+    Column("×", "full flips over local flips: what depth adds", _compounding_factor, 7),
+    Column(
+        "any layer", "tokens that flip in a layer at least", _percent_of(lambda r: r.any_layer), 8
+    ),
+    Column(
+        "moved", "routed weight that goes to other experts", _percent_of(lambda row: row.moved), 9
+    ),
     Column("moved 99 %", "its 99 % quantile", lambda row: percent(row.moved_p99), None),
-    Column("damage", "mean change of a layer’s output by flips", _share(lambda r: r.damage), 6),
-    Column("Δ loss", "change of the loss per token, nats, with its standard error", _loss, 5),
-    Column("KL", "KL to the clean run, nats per token", _nats(lambda row: row.kl), 4),
-    Column("floor", "KL with clean routes forced", _nats(lambda row: row.kl_floor), 10),
+    Column(
+        "damage", "mean change of a layer’s output by flips", _percent_of(lambda r: r.damage), 6
+    ),
+    Column("Δ loss", "change of the loss, nats per token", _loss_change, 5),
+    Column("KL", "KL to the clean run, nats per token", _nats_of(lambda row: row.kl), 4),
+    Column("floor", "KL with clean routes forced", _nats_of(lambda row: row.kl_floor), 10),
     Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
 )
 
 SERVED_COLUMNS = (
     COLUMNS[0],
-    Column("tokens that change", "in a layer at least", _share(lambda row: row.any_layer), 1),
+    Column("tokens that change", "in a layer at least", _percent_of(lambda row: row.any_layer), 1),
     *(replace(column, rank=2) for column in COLUMNS if column.heading in ("KL", "floor", "Δ loss")),
 )
 """Columns of an audit of the precision served."""

@@ -56,30 +56,31 @@ TEXT = Panel("text", "A stretch of the text, coloured by gap", "")
 NO_TEXT = "not answerable: the text of these tokens is not known"
 
 
-def _report(result: Inspection) -> Report:
+def _inspection_report(result: Inspection) -> Report:
     """Verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
     shown = [column for column in _page_columns(result) if column.rank is not None]
     return Report(
         kind="routing report",
         name="Inspection",
         title=provenance_text(result.provenance, "model") or "unnamed model",
-        facts=_subtitle(result),
+        facts=_inspection_facts(result),
         verdict=result.verdict,
         table=lambda: grid(shown, layer_rows(result)),
-        body=partial(_page_body, result),
-        below=partial(_terminal_parts, result),
+        body=partial(_inspection_page_body, result),
+        below=partial(_inspection_terminal_views, result),
         figures=inspection_figures(result),
     )
 
 
-def _page_body(result: Inspection) -> dict[str, Any]:
+def _inspection_page_body(result: Inspection) -> dict[str, Any]:
+    """What the template of the page shows."""
     return {
         "template": "inspection.html",
         "style": "",
         "panels": [*inspection_panels(result), *_missing_text(result)],
         "data": {"text": _text_data(result.sample)},
         "numbers": _key_numbers(result),
-        "findings": finding_rows(result.findings, _layer_names(result)),
+        "findings": finding_rows(result.findings, _inspected_layer_names(result)),
         "shown": MOST_FINDINGS,
         "text": _text_rows(result),
         "calibration": calibration_grid(result),
@@ -91,26 +92,29 @@ def _page_body(result: Inspection) -> dict[str, Any]:
     }
 
 
-def _terminal_parts(result: Inspection, width: int) -> list[RenderableType]:
+def _inspection_terminal_views(result: Inspection, width: int) -> list[RenderableType]:
     """One row per layer, findings, and how many tokens calibration needs."""
     table = rich_table(COLUMNS, layer_rows(result), width)
     sentence = calibration_sentence(result)
     findings = [finding for finding in result.findings if finding.kind not in ON_PAGE_ONLY]
-    shown = findings_view(tuple(findings), _layer_names(result))
+    shown = findings_view(tuple(findings), _inspected_layer_names(result))
     return [table, shown, *([Text(sentence)] if sentence else [])]
 
 
-def _notebook(result: Inspection) -> str:
+def _inspection_notebook(result: Inspection) -> str:
     """Verdict, table and the main figures."""
-    report = _report(result)
+    report = _inspection_report(result)
     main = {name: report.figures[name] for name in ("routing", "flips", "jumps")}
     return replace(report, figures=main).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(notebook=_notebook)
+page, figures, terminal, summary, notebook = views(_inspection_report)._replace(
+    notebook=_inspection_notebook
+)
 
 
-def _subtitle(result: Inspection) -> str:
+def _inspection_facts(result: Inspection) -> str:
+    """Layers, experts, tokens and precision, in one line."""
     layers = result.measures.layers
     routing = dict.fromkeys(
         f"{layer.k} of {layer.n_experts} experts" + (", smoothed" if layer.used else "")
@@ -123,7 +127,7 @@ def _subtitle(result: Inspection) -> str:
 
 def calibration_grid(result: Inspection) -> Grid:
     """Layer, expert with the fewest tokens, and tokens needed with their interval."""
-    short = _labels_by_name(result)
+    short = _inspected_layer_labels(result)
     rows = tuple(
         (
             short.get(need.name, need.name),
@@ -138,12 +142,18 @@ def calibration_grid(result: Inspection) -> Grid:
     return Grid(("layer", "rarest expert", "its tokens", "needed", "at least", "at most"), rows)
 
 
-def _layer_names(result: Inspection) -> list[str]:
+def _inspected_layer_names(result: Inspection) -> list[str]:
+    """Names of the layers, in order of depth."""
     return [layer.name for layer in result.measures.layers]
 
 
-def _labels_by_name(result: Inspection) -> dict[str, str]:
-    return dict(zip(_layer_names(result), short_names(_layer_names(result)), strict=True))
+def _inspected_layer_labels(result: Inspection) -> dict[str, str]:
+    """Short name of each layer."""
+    return dict(
+        zip(
+            _inspected_layer_names(result), short_names(_inspected_layer_names(result)), strict=True
+        )
+    )
 
 
 def _page_columns(result: Inspection) -> list[Column[LayerRow]]:
@@ -178,7 +188,7 @@ def _text_rows(result: Inspection) -> dict[str, Any] | None:
     return {
         "document": sample.document,
         "layers": short_names(sample.layers),
-        "tokens": [_coloured_token(piece) for piece in _shown_pieces(sample)],
+        "tokens": [_coloured_token(piece) for piece in _pieces_on_page(sample)],
         "limits": LIMITS,
     }
 
@@ -195,100 +205,119 @@ def _text_data(sample: TextSample | None) -> dict[str, Any]:
     """What the script of the page needs to colour the text by another layer."""
     if sample is None:
         return {"limits": LIMITS, "layers": [], "gaps": []}
-    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _shown_pieces(sample)]
+    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _pieces_on_page(sample)]
     return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
 
 
-def _shown_pieces(sample: TextSample) -> tuple[TextPiece, ...]:
+def _pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
+    """The tokens of the text that the page has room for."""
     return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
 
 
 def _rounded_gap(gap: float | None) -> float | None:
+    """A gap with two digits; None if it is not finite."""
     return None if finite(gap) is None else float(f"{gap:.2g}")
 
 
-def _gap_quantile(probability: float) -> Callable[[LayerRow], str]:
-    return lambda row: significant(_quantile(row.gaps.quantiles if row.gaps else None, probability))
+def _gap_quantile_cell(probability: float) -> Callable[[LayerRow], str]:
+    """Cells of a quantile of the gaps."""
+    return lambda row: significant(
+        _quantile_at(row.gaps.quantiles if row.gaps else None, probability)
+    )
 
 
-def _flips(precision: str) -> Callable[[LayerRow], str]:
+def _format_flips(precision: str) -> Callable[[LayerRow], str]:
+    """Cells of the flip rate under a number format."""
+
     def rates(row: LayerRow) -> dict[str, float | None]:
         return {x.precision: x.flip_emulated.value for x in row.measures.precision.value or ()}
 
     return lambda row: percent(rates(row).get(precision))
 
 
-def _distance(row: LayerRow) -> str:
+def _distance_cell(row: LayerRow) -> str:
+    """Median distance of the input to a tie."""
     distance = row.measures.distance.value
-    return significant(_quantile(distance.quantiles if distance else None, 0.5))
+    return significant(_quantile_at(distance.quantiles if distance else None, 0.5))
 
 
-def _product(row: LayerRow) -> str:
+def _product_flips(row: LayerRow) -> str:
+    """Flip rate if the router multiplies in bf16."""
     product = row.measures.product.value
     return percent(product.flip_emulated.value if product else None)
 
 
-def _half(row: LayerRow) -> str:
+def _half_expert_cell(row: LayerRow) -> str:
+    """The ε that costs half an expert per token."""
     near = row.measures.near.value
     return significant(near.epsilon_half.value if near else None)
 
 
-def _jump(row: LayerRow) -> str:
-    return percent(_quantile(row.jumps.near_quantiles if row.jumps else None, 0.5))
+def _jump_cell(row: LayerRow) -> str:
+    """Median jump at near-ties."""
+    return percent(_quantile_at(row.jumps.near_quantiles if row.jumps else None, 0.5))
 
 
-def _quantile(quantiles: Quantiles | None, probability: float) -> float | None:
+def _quantile_at(quantiles: Quantiles | None, probability: float) -> float | None:
     """Quantile of that level, None if it was not taken."""
     if quantiles is None:
         return None
     return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(probability)
 
 
-def _load(number: Callable[[ExpertLoad], str]) -> Callable[[LayerRow], str]:
+def _load_cell(number: Callable[[ExpertLoad], str]) -> Callable[[LayerRow], str]:
+    """Cells of a number of the load."""
     return lambda row: number(row.measures.load)
 
 
-def _of_gaps(text: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
+def _gap_cell(text: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
+    """Cells of a number of the gaps; a dash where there are none."""
     return lambda row: text(row.gaps) if row.gaps else DASH
 
 
-def _density(gaps: GapMeasures) -> str:
+def _gap_density_text(gaps: GapMeasures) -> str:
+    """Density of the gap at zero."""
     return significant(gaps.density.value)
 
 
-def _used(row: LayerRow) -> str:
+def _experts_used(row: LayerRow) -> str:
+    """Experts in use per token, of a smoothed router."""
     return DASH if row.measures.used is None else f"{row.measures.used:.2f}"
 
 
-def _routing(row: LayerRow) -> str:
+def _routing_cell(row: LayerRow) -> str:
+    """Experts chosen, of how many."""
     return f"{row.measures.k} of {row.measures.n_experts}"
 
 
-def _dangerous(row: LayerRow) -> str:
+def _dangerous_share_cell(row: LayerRow) -> str:
+    """Share of near-ties whose jump is large."""
     return percent(row.jumps.dangerous.value if row.jumps else None)
 
 
 COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("layer", "place of the router in the model", lambda x: x.label, 0),
-    Column("k of E", "experts chosen, of how many", _routing, 8),
-    Column("experts", "experts in use per token, of a smoothed router", _used, 3, optional=True),
-    Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile(0.01), 4),
-    Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile(0.5), 3),
-    Column("exact ties", "tokens with equal scores", _of_gaps(lambda gaps: f"{gaps.ties:,}"), 10),
-    Column("f(0)", "density of the gap at zero, per unit of score", _of_gaps(_density)),
-    Column("flip bf16", "tokens that flip when the logits are rounded to bf16", _flips("bf16"), 1),
-    Column("flip fp16", "the same for fp16", _flips("fp16")),
-    Column("flip fp8", "the same for fp8 (e4m3)", _flips("fp8_e4m3"), 5),
-    Column("flip int8", "the same for int8, one scale per token", _flips("int8"), 6),
-    Column("flip int4", "the same for int4, one scale per token", _flips("int4"), 11),
-    Column("flip bf16 product", "tokens that flip when the router multiplies in bf16", _product),
-    Column("ε of k + ½", "band that costs half an expert per token", _half, 12),
-    Column("distance", "median Euclidean distance of the input to a tie", _distance),
-    Column("jump", "median change of the output when a near-tie flips", _jump, 2),
-    Column("dangerous", "near-ties whose jump is large", _dangerous, 13),
-    Column("evenness", "entropy of the load / log E", _load(lambda x: f"{x.evenness:.2f}"), 9),
-    Column("busiest", "largest load / even load", _load(lambda x: f"{x.busiest:.1f} ×")),
-    Column("dead", "experts that no token chose", _load(lambda x: str(len(x.dead))), 7),
-    Column("cold", "experts below a tenth of an even load", _load(lambda x: str(len(x.cold)))),
+    Column("k of E", "experts chosen, of how many", _routing_cell, 8),
+    Column("experts", "experts in use per token, of a smoothed router", _experts_used, 3, True),
+    Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile_cell(0.01), 4),
+    Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile_cell(0.5), 3),
+    Column("exact ties", "tokens with equal scores", _gap_cell(lambda gaps: f"{gaps.ties:,}"), 10),
+    Column("f(0)", "density of the gap at zero, per unit of score", _gap_cell(_gap_density_text)),
+    Column("flip bf16", "tokens that flip with the logits in bf16", _format_flips("bf16"), 1),
+    Column("flip fp16", "the same for fp16", _format_flips("fp16")),
+    Column("flip fp8", "the same for fp8 (e4m3)", _format_flips("fp8_e4m3"), 5),
+    Column("flip int8", "the same for int8, one scale per token", _format_flips("int8"), 6),
+    Column("flip int4", "the same for int4, one scale per token", _format_flips("int4"), 11),
+    Column(
+        "flip bf16 product", "tokens that flip when the router multiplies in bf16", _product_flips
+    ),
+    Column("ε of k + ½", "band that costs half an expert per token", _half_expert_cell, 12),
+    Column("distance", "median Euclidean distance of the input to a tie", _distance_cell),
+    Column("jump", "median change of the output when a near-tie flips", _jump_cell, 2),
+    Column("dangerous", "near-ties whose jump is large", _dangerous_share_cell, 13),
+    Column("evenness", "entropy of the load / log E", _load_cell(lambda x: f"{x.evenness:.2f}"), 9),
+    Column("busiest", "largest load / even load", _load_cell(lambda x: f"{x.busiest:.1f} ×")),
+    Column("dead", "experts that no token chose", _load_cell(lambda x: str(len(x.dead))), 7),
+    Column("cold", "experts below a tenth of an even load", _load_cell(lambda x: str(len(x.cold)))),
     Column("sets", "distinct sets of experts seen", lambda x: f"{x.measures.coalitions.seen:,}"),
 )

@@ -153,7 +153,8 @@ def _layers_with(
     return [(row, number) for row, number in pairs if number]
 
 
-def _labels(result: Inspection) -> tuple[str, ...]:
+def _inspected_labels(result: Inspection) -> tuple[str, ...]:
+    """Short names of the layers, in order of depth."""
     return tuple(row.label for row in layer_rows(result))
 
 
@@ -163,14 +164,14 @@ def inspection_panels(result: Inspection) -> list[Panel]:
     gaps = [layer.gap.status for layer in layers]
     measured = [jumps.status for jumps in result.jumps]
     drawn = (
-        (QUANTILES, _quantiles(result), gaps),
-        (CDF, _distribution(result), gaps),
-        (FORMATS, _format_flips(result), [layer.precision.status for layer in layers]),
-        (NOISE, _noise_flips(result), [layer.noise.status for layer in layers]),
-        (JUMP, _jump_points(result), measured),
-        (LOSS, _loss_points(result), [NOT_ASKED] if "ok" in measured else measured),
-        (NEAR, _near_curves(result), [layer.near.status for layer in layers]),
-        (LOAD, _load_map(result), []),
+        (QUANTILES, _gap_quantiles_chart(result), gaps),
+        (CDF, _gap_distribution_chart(result), gaps),
+        (FORMATS, _format_flips_chart(result), [layer.precision.status for layer in layers]),
+        (NOISE, _noise_flips_chart(result), [layer.noise.status for layer in layers]),
+        (JUMP, _jump_chart(result), measured),
+        (LOSS, _loss_chart(result), [NOT_ASKED] if "ok" in measured else measured),
+        (NEAR, _near_threshold_chart(result), [layer.near.status for layer in layers]),
+        (LOAD, _load_chart(result), []),
     )
     panels = [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
     has_steps = bool(format_steps(layers))
@@ -178,20 +179,22 @@ def inspection_panels(result: Inspection) -> list[Panel]:
         replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
         if p.key == CDF.key
         else p
-        for p in [*panels[:-1], orders_panel(result), panels[-1]]
+        for p in [*panels[:-1], tie_orders_panel(result), panels[-1]]
     ]
 
 
-def orders_panel(result: Inspection) -> Panel:
+def tie_orders_panel(result: Inspection) -> Panel:
     """Orders of ties at the model's own noise, or the reason why they cannot be drawn."""
     labels = {row.measures.name: row.label for row in layer_rows(result)}
     layers = [(labels[x.name], x) for x in result.noise.layers if x.name in labels]
     precision = layers[0][1].precision if layers else "rounding"
     panel = replace(ORDERS, title=ORDERS.title.format(precision))
-    return panel.drawn(_orders(layers)) if layers else panel.missing([result.noise.status])
+    return (
+        panel.drawn(_tie_orders_chart(layers)) if layers else panel.missing([result.noise.status])
+    )
 
 
-def _orders(layers: list[tuple[str, OwnNoise]]) -> Chart:
+def _tie_orders_chart(layers: list[tuple[str, OwnNoise]]) -> Chart:
     """Stacked shares of orders 1, 2, ..., by layer."""
     most = max(len(layer.orders) for _, layer in layers)
     bars = tuple(
@@ -234,7 +237,7 @@ def format_names(spans: Sequence[Span], low: float, high: float) -> list[tuple[s
     return names
 
 
-def log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tuple[float, float]:
+def gap_log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tuple[float, float]:
     """Logarithms of the least and the largest gap that the axis must show."""
     inner = [
         gap
@@ -246,7 +249,7 @@ def log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tuple[f
     return math.log10(min(ends) / 1.6), math.log10(max(ends) * 1.6)
 
 
-def units_of(layers: Iterable[LayerMeasures]) -> str:
+def gap_units(layers: Iterable[LayerMeasures]) -> str:
     """What the gaps of these layers are measured in."""
     units = " or ".join(dict.fromkeys(layer.units for layer in layers))
     return units if "logits" in units else f"{units} score"
@@ -263,7 +266,7 @@ def relative_load(layer: LayerMeasures) -> list[float]:
     ]
 
 
-def _quantiles(result: Inspection) -> Chart | None:
+def _gap_quantiles_chart(result: Inspection) -> Chart | None:
     """Heat map of gap quantiles: layers down, probabilities across, colour the logarithm."""
     rows = [(row.label, gaps.quantiles) for row, gaps in _layers_with(result, lambda x: x.gaps)]
     if not rows:
@@ -277,10 +280,10 @@ def _quantiles(result: Inspection) -> Chart | None:
         y=[label for label, _ in rows],
         values=logs,
         colours="gap",
-        title=f"gap ({units_of(result.measures.layers)})",
-        ticks=_decades(logs),
+        title=f"gap ({gap_units(result.measures.layers)})",
+        ticks=_decade_ticks(logs),
         texts=[[significant(value, 2) for value in row] for row in values] if few else (),
-        details=[_intervals(quantiles) for _, quantiles in rows],
+        details=[_quantile_intervals(quantiles) for _, quantiles in rows],
         hover="layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>",
         spaces=(1, 1 if few else 0),
     )
@@ -292,19 +295,20 @@ def _quantiles(result: Inspection) -> Chart | None:
     )
 
 
-def _intervals(quantiles: Quantiles) -> list[str]:
+def _quantile_intervals(quantiles: Quantiles) -> list[str]:
+    """Each quantile with its interval, as text."""
     rows = zip(quantiles.value, quantiles.low, quantiles.high, strict=True)
     return [f"{significant(v)} ({significant(a)} to {significant(b)})" for v, a, b in rows]
 
 
-def _decades(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
+def _decade_ticks(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
     """Ticks at powers of ten for values that are logarithms."""
     logs = [value for row in rows for value in row if value is not None] or [0.0]
     ticks = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
     return {float(tick): f"10<sup>{tick}</sup>" if tick else "1" for tick in ticks}
 
 
-def _distribution(result: Inspection) -> Chart | None:
+def _gap_distribution_chart(result: Inspection) -> Chart | None:
     """BM_top of every layer on logarithmic axes, with the step of each format."""
     rows = [(row, gaps.profile) for row, gaps in _layers_with(result, lambda row: row.gaps)]
     if not rows:
@@ -321,7 +325,7 @@ def _distribution(result: Inspection) -> Chart | None:
         look = {"width": 3.0, "dash": "dot", "hover": hover}
         series.append(Series(pooled.profile.widths, mass, "all", "@ink", "line", **look))
     spans = format_steps(measures)
-    low, high = log_range((profile for _, profile in rows), spans)
+    low, high = gap_log_range((profile for _, profile in rows), spans)
     least = 0.5 / max(layer.tokens for layer in measures)
     ends = {name.replace("_", " "): (first, last) for name, first, last in spans}
     guides = tuple(
@@ -329,16 +333,16 @@ def _distribution(result: Inspection) -> Chart | None:
         for name, step, lift in format_names(spans, low, high)
     )
     return Chart(
-        Axis(f"gap ({units_of(measures)})", "log", limits=(10**low, 10**high)),
+        Axis(f"gap ({gap_units(measures)})", "log", limits=(10**low, 10**high)),
         Axis("share of tokens with a smaller gap", "log", percent=True, limits=(least, 10**0.05)),
         tuple(series),
         guides=guides,
-        layers=_labels(result),
+        layers=_inspected_labels(result),
         height=460,
     )
 
 
-def _format_flips(result: Inspection) -> Chart | None:
+def _format_flips_chart(result: Inspection) -> Chart | None:
     """Counted and predicted flip rate of every layer, by format."""
     rows = _layers_with(result, lambda row: row.measures.precision.value)
     if not rows:
@@ -357,16 +361,17 @@ def _format_flips(result: Inspection) -> Chart | None:
         Axis("number format (dots counted, dashes predicted)", "category"),
         Axis("share of tokens that change an expert", "log", percent=True),
         (*dots, *dashes),
-        layers=_labels(result),
+        layers=_inspected_labels(result),
     )
 
 
 def _format_hover(flips: Sequence[PrecisionFlips], how: str) -> dict[str, Any]:
+    """Step of each format, and the text shown at its flip rate."""
     hover = f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}<extra>%{{fullData.name}}</extra>"
     return {"details": [f"step {significant(x.step)}" for x in flips], "hover": hover}
 
 
-def _noise_flips(result: Inspection) -> Chart | None:
+def _noise_flips_chart(result: Inspection) -> Chart | None:
     """Exact flip probability of these tokens against σ, layer by layer."""
     rows = _layers_with(result, lambda row: row.measures.noise.value)
     if not rows:
@@ -386,11 +391,11 @@ def _noise_flips(result: Inspection) -> Chart | None:
         Axis("σ of the noise (logits)", "log"),
         Axis("share of tokens", "log", percent=True),
         lines,
-        layers=_labels(result),
+        layers=_inspected_labels(result),
     )
 
 
-def _jump_points(result: Inspection) -> Chart | None:
+def _jump_chart(result: Inspection) -> Chart | None:
     """Scatter of gap and jump, by layer, with the line from which a tie counts as dangerous."""
     rows = _layers_with(result, lambda row: row.jumps)
     if not rows:
@@ -400,7 +405,7 @@ def _jump_points(result: Inspection) -> Chart | None:
     most = max(1, MOST_POINTS // len(rows) // 2)
     series = []
     for row, jumps in rows:
-        others, near = (_jump_sample(row, x, floor, most) for x in (jumps.random, jumps.near))
+        others, near = (_jump_series(row, x, floor, most) for x in (jumps.random, jumps.near))
         series += [replace(others, symbol="square-open", in_legend=False), near]
     limit = rows[0][1].dangerous_above
     name = f"dangerous from {percent(limit)}"
@@ -409,12 +414,12 @@ def _jump_points(result: Inspection) -> Chart | None:
         Axis("relative change of the layer’s output", "log", percent=True),
         tuple(series),
         guides=(Guide("y", limit, name, colour="@warn", dash="dash"),),
-        layers=_labels(result),
+        layers=_inspected_labels(result),
         height=440,
     )
 
 
-def _jump_sample(row: LayerRow, sample: JumpSample, floor: float, most: int) -> Series:
+def _jump_series(row: LayerRow, sample: JumpSample, floor: float, most: int) -> Series:
     """At most so many tokens, evenly spread; exact ties at the floor, jumps of zero left out."""
     details = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
     step = max(1, math.ceil(len(sample.gaps) / most))
@@ -430,7 +435,7 @@ def _jump_sample(row: LayerRow, sample: JumpSample, floor: float, most: int) -> 
     )
 
 
-def _loss_points(result: Inspection) -> Chart | None:
+def _loss_chart(result: Inspection) -> Chart | None:
     """Scatter of jump and change of the loss, where that was asked for."""
     rows = [
         (row, jumps.near)
@@ -448,11 +453,11 @@ def _loss_points(result: Inspection) -> Chart | None:
         Axis("relative change of the layer’s output", percent=True),
         Axis("change of the sequence’s loss (nats)"),
         points,
-        layers=_labels(result),
+        layers=_inspected_labels(result),
     )
 
 
-def _near_curves(result: Inspection) -> Chart | None:
+def _near_threshold_chart(result: Inspection) -> Chart | None:
     """K(ε) of every layer, with the ε of k + 1/2 experts."""
     rows = _layers_with(result, lambda row: row.measures.near.value)
     if not rows:
@@ -471,11 +476,11 @@ def _near_curves(result: Inspection) -> Chart | None:
         Axis("ε (units of the selection score)", "log"),
         Axis("experts within ε of the threshold"),
         tuple(series),
-        layers=_labels(result),
+        layers=_inspected_labels(result),
     )
 
 
-def _load_map(result: Inspection) -> Chart:
+def _load_chart(result: Inspection) -> Chart:
     """Heat map of relative load: layers down, experts across, colour its logarithm to base 2."""
     rows = layer_rows(result)
     widest = max(row.measures.n_experts for row in rows)
@@ -526,10 +531,10 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
 
         return chart
 
-    gaps = charted(_distribution, "gaps", layers[0].gap.status)
-    near = charted(_near_curves, "gaps", layers[0].gap.status)
-    flips = charted(_format_flips, "flips by format", layers[0].precision.status)
-    jumps = charted(_jump_points, "jumps", result.jumps[0].status)
+    gaps = charted(_gap_distribution_chart, "gaps", layers[0].gap.status)
+    near = charted(_near_threshold_chart, "gaps", layers[0].gap.status)
+    flips = charted(_format_flips_chart, "flips by format", layers[0].precision.status)
+    jumps = charted(_jump_chart, "jumps", result.jumps[0].status)
 
     height = min(9.0, 1.2 + 0.2 * len(layers))
     return {
@@ -538,5 +543,5 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
         "near": lambda: chart_figure(near()),
         "flips": lambda: chart_figure(flips()),
         "jumps": lambda: chart_figure(jumps()),
-        "load": lambda: chart_figure(_load_map(result), width=6.75, height=height),
+        "load": lambda: chart_figure(_load_chart(result), width=6.75, height=height),
     }

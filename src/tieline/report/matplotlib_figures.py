@@ -4,7 +4,7 @@ The format of a file follows its name: .pdf, .svg or .png. Text in PDF stays tex
 the same figure gives the same bytes.
 
     chart_figure     a figure of a `Chart`, or of several side by side
-    canvas           a figure of the project's style with its axes
+    styled_figure    a figure of the project's style with its axes
     drawn_bytes      a drawing as the bytes of a file
     inline_image     a drawing as the address of an image, for notebooks and pages without script
 """
@@ -64,7 +64,7 @@ LEGEND_LETTERS = 54
 """Letters of a row of a legend."""
 
 
-def canvas(
+def styled_figure(
     draw: "Callable[..., None]", columns: int = 1, width: float = 6.75, height: float = 2.6
 ) -> "Figure":
     """Return a figure with axes side by side, drawn upon in the project's style.
@@ -97,7 +97,7 @@ def chart_figure(*charts: Chart, width: float = 4.5, height: float = 3.0) -> "Fi
         for chart, axes in zip(charts, panels, strict=True):
             draw_chart(chart, axes, legend=not chart.layers or chart is charts[-1])
 
-    return canvas(draw, len(charts), width, height)
+    return styled_figure(draw, len(charts), width, height)
 
 
 def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
@@ -111,10 +111,10 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
     for guide in chart.guides:
         _draw_guide(guide, axes)
     if chart.heat is not None:
-        _draw_heat(chart.heat, axes)
+        _draw_heat_map(chart.heat, axes)
     bottom: dict[Any, float] = {}
     for series in chart.series:
-        _draw_series(series, axes, chart, bottom if chart.stacked else {})
+        _draw_values(series, axes, chart, bottom if chart.stacked else {})
     _set_axis(axes, "x", chart.x)
     _set_axis(axes, "y", chart.y)
     names = [series.name for series in chart.series if series.in_legend and series.name]
@@ -125,7 +125,7 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
         axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
 
 
-def _colour(role: str) -> Any:
+def _paper_colour(role: str) -> Any:
     """The colour of a role on paper."""
     if not role.startswith("@ramp:"):
         return ROLES.get(role, INK)
@@ -134,8 +134,9 @@ def _colour(role: str) -> Any:
     return colormaps[DEPTH](0.8 * float(role.removeprefix("@ramp:")))
 
 
-def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
-    colour, label = _colour(series.colour), series.name if series.in_legend else None
+def _draw_values(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
+    """Draw points, a line or bars; bars are stacked on `bottom`, which grows."""
+    colour, label = _paper_colour(series.colour), series.name if series.in_legend else None
     x = list(series.x)
     if chart.heat is not None:
         rows = {name: index for index, name in enumerate(chart.heat.y)}
@@ -166,7 +167,8 @@ def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, f
         axes.errorbar(x, y, yerr=(below, above), capsize=2, elinewidth=0.8, **style)
 
 
-def _draw_heat(heat: Heat, axes: "Axes") -> None:
+def _draw_heat_map(heat: Heat, axes: "Axes") -> None:
+    """Draw a matrix of colours with its bar."""
     cells = [[math.nan if value is None else value for value in row] for row in heat.values]
     low, high = heat.limits or (None, None)
     image = axes.imshow(cells, MAPS[heat.colours], aspect="auto", vmin=low, vmax=high)
@@ -182,7 +184,8 @@ def _draw_heat(heat: Heat, axes: "Axes") -> None:
 
 
 def _draw_guide(guide: Guide, axes: "Axes") -> None:
-    colour, line = _colour(guide.colour), {"linestyle": DASHES[guide.dash], "linewidth": 0.8}
+    """Draw the line of a guide with its name."""
+    colour, line = _paper_colour(guide.colour), {"linestyle": DASHES[guide.dash], "linewidth": 0.8}
     if guide.axis == "y":
         axes.axhline(guide.at, color=colour, **line)
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
@@ -231,7 +234,7 @@ def _name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     from matplotlib.figure import Figure
 
     last = len(labels) - 1
-    ramp = ListedColormap([_colour(layer_colour(i, last + 1)) for i in range(last + 1)])
+    ramp = ListedColormap([_paper_colour(layer_colour(i, last + 1)) for i in range(last + 1)])
     figure = axes.figure
     assert isinstance(figure, Figure)
     bar = figure.colorbar(ScalarMappable(Normalize(0, last), ramp), ax=axes, label="layer")

@@ -3,7 +3,7 @@
 provenance_text    one entry of a provenance, which anybody may have written
 precision_text     what a model computed in, and what its weights were stored in
 origin_rows        provenance and timings, for the end of a page; metric_rows named numbers
-flat               nested provenance as pairs of dotted names and values
+dotted_rows        nested provenance as pairs of dotted names and values
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ if TYPE_CHECKING:  # tables of plain words are drawn without torch
     pass
 
 
-def flat(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
+def dotted_rows(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
     """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
     rows: list[tuple[str, object]] = []
     for key, item in value.items():
         name = f"{above}{key}"
         if isinstance(item, Mapping):
-            rows += flat(item, f"{name}.")
+            rows += dotted_rows(item, f"{name}.")
         elif item not in (None, "", [], ()):
             rows.append((name, item))
     return rows
@@ -46,7 +46,9 @@ def origin_rows(
     provenance: Mapping[str, Any], timings: Mapping[str, float]
 ) -> list[tuple[str, object]]:
     """Where the numbers of a page come from: its provenance, then its timings."""
-    facts = [(n, significant(v, 4) if isinstance(v, float) else v) for n, v in flat(provenance)]
+    facts = [
+        (n, significant(v, 4) if isinstance(v, float) else v) for n, v in dotted_rows(provenance)
+    ]
     return [*facts, *timing_rows(timings)]
 
 

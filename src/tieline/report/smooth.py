@@ -16,12 +16,12 @@ from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import flat
-from tieline.report.tables import Grid, grid_table, view
-from tieline.report.views import Report, views
+from tieline.report.provenance import dotted_rows
+from tieline.report.tables import Grid, grid_table
+from tieline.report.views import Report, terminal_view, views
 from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, significant, with_error
-from tieline.report.words.smooth import details, facts, verdict
+from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
 REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
@@ -39,41 +39,46 @@ SIDES: tuple[tuple[int, str, str, Symbol], ...] = (
 """Index, name, colour and symbol of both sides of a repair."""
 
 
-def _report(result: Repair) -> Report:
+def _smoothing_report(result: Repair) -> Report:
     """What was smoothed, repaired and paid, layer by layer."""
-    chart = partial(_kl_chart, result.repair.rows)
+    chart = partial(_repair_kl_chart, result.repair.rows)
     return Report(
         kind="smoothing report",
         name="Smoothing",
         title=result.model,
         facts=result.smoothing.how,
-        verdict=verdict(result),
+        verdict=smoothing_verdict(result),
         table=partial(_repair_table, result),
         body=lambda: {
             "template": "smooth.html",
             "style": "",
             "panels": [KL.drawn(chart())],
             "repairs": _repair_table(result),
-            "sentences": [*facts(result), *details(result)],
-            "layers": _layer_table(result),
-            "provenance": flat(result.provenance),
+            "sentences": [*smoothing_facts(result), *smoothing_details(result)],
+            "layers": _epsilon_table(result),
+            "provenance": dotted_rows(result.provenance),
         },
         figures={"repair": lambda: chart_figure(chart())},
     )
 
 
-def _terminal(result: Repair, width: int) -> RenderableType:
+def _smoothing_terminal(result: Repair, width: int) -> RenderableType:
     """The verdict, one row per layer, one row per precision, and the facts."""
     below = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
-    sentences = map(Text, facts(result))
-    table = grid_table(_layer_table(result))
-    return view(result.model, result.smoothing.how, verdict(result), table, below, *sentences)
+    sentences = map(Text, smoothing_facts(result))
+    table = grid_table(_epsilon_table(result))
+    return terminal_view(
+        result.model, result.smoothing.how, smoothing_verdict(result), table, below, *sentences
+    )
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(terminal=_terminal)
+page, figures, terminal, summary, notebook = views(_smoothing_report)._replace(
+    terminal=_smoothing_terminal
+)
 
 
-def _layer_table(result: Repair) -> Grid:
+def _epsilon_table(result: Repair) -> Grid:
+    """ε, slots and experts per token, layer by layer."""
     layers, experts = result.smoothing.layers, result.repair.experts_by_layer
     labels = short_names([layer.name for layer in layers])
     rows = (
@@ -91,6 +96,7 @@ def _layer_table(result: Repair) -> Grid:
 
 
 def _repair_table(result: Repair) -> Grid:
+    """KL before and after smoothing, by precision."""
     rows = (
         (
             row.name,
@@ -110,7 +116,8 @@ def _kl_of_sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estim
     return (row.before, row.before_floor), (row.after, row.after_floor)
 
 
-def _kl_chart(rows: Sequence[RepairRow]) -> Chart:
+def _repair_kl_chart(rows: Sequence[RepairRow]) -> Chart:
+    """KL and its floor before and after smoothing, by precision."""
     names, series = [row.name for row in rows], []
     for side, name, colour, symbol in SIDES:
         both = [_kl_of_sides(row)[side] for row in rows]

@@ -6,11 +6,9 @@ grid           the table of some columns and rows
 one_form       the cells of a column with one form of numbers
 rich_table     the same for a terminal, with the columns that fit
 text_table     a table of given texts for a terminal; grid_table of a `Grid`
-view           title, facts and verdict of a result for a terminal, then its parts
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
-plain_view     a view whose texts are printable and none of which is taken for markup
 visible        text with a sign for every control character
 """
 
@@ -23,13 +21,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
 from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
-from tieline.core.printable import printable, printable_line
 from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, short_exponent
 
@@ -102,11 +99,13 @@ def one_form(cells: Sequence[str]) -> list[str]:
 
 
 def _with_exponent(match: re.Match[str]) -> str:
+    """A decimal number with the same digits and an exponent."""
     number = Decimal(match[2].replace(",", ""))
     return match[1] + short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
 
 
 def _one_form_per_column(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Rows whose columns have one form of numbers each."""
     return tuple(zip(*(one_form(cells) for cells in zip(*rows, strict=True)), strict=True))
 
 
@@ -134,7 +133,7 @@ def rich_table(
     """
     filled = [(column, one_form([column.cell(row) for row in rows])) for column in columns]
     filled = [(c, cells) for c, cells in filled if not c.optional or any(x != DASH for x in cells)]
-    shown = _fitting(filled, width)
+    shown = _fitting_columns(filled, width)
     table = _empty_table()
     for column, _ in shown:
         justify = "left" if column in columns[:left] else "right"
@@ -164,44 +163,6 @@ def text_table(
 def grid_table(table: Grid, left: int = 0) -> Table:
     """A table for a terminal; the texts of the first `left` columns are at the left."""
     return text_table(table.head, table.rows, left, quantities=table.quantities)
-
-
-def view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
-    """Title, facts and verdict for a terminal, then a result's own parts; the first is a table."""
-    title, facts = printable_line(title), printable_line(facts)
-    head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
-    first, *rest = views
-    return Group(head, Padding(first, (1, 0)), *rest)
-
-
-def plain_view(view: RenderableType) -> RenderableType:
-    """Return a view whose texts are printable and none of which is taken for markup.
-
-    Texts come from models and files, too. They are replaced before the view is laid out, so that
-    its columns stay straight.
-    """
-    if isinstance(view, str):
-        return Text(printable(view))
-    if isinstance(view, Text):
-        return _plain_text(view)
-    if isinstance(view, Group):
-        return Group(*map(plain_view, view.renderables))
-    if isinstance(view, Padding):
-        view.renderable = plain_view(view.renderable)
-    elif isinstance(view, Table):
-        for column in view.columns:
-            column.header = plain_view(column.header)
-            column._cells[:] = map(plain_view, column._cells)  # pyright: ignore[reportPrivateUsage]
-    return view
-
-
-def _plain_text(text: Text) -> Text:
-    """The printable form of a text, each piece in its style."""
-    shown = text.blank_copy(printable(text.plain))
-    for start, end, style in text.spans:
-        offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
-        shown.stylize(style, *offsets)
-    return shown
 
 
 def finding_text(finding: "Finding", short: Mapping[str, str]) -> str:
@@ -239,7 +200,7 @@ def findings_view(findings: "Sequence[Finding]", names: Sequence[str]) -> Table:
     return table
 
 
-def _fitting(
+def _fitting_columns(
     columns: list[tuple[Column[Row], list[str]]], width: int
 ) -> list[tuple[Column[Row], list[str]]]:
     """The columns of lowest rank that fit side by side, in the order of the table."""
@@ -277,6 +238,7 @@ def _least_width(column: RichColumn) -> int:
 
 
 def _empty_table() -> Table:
+    """A table without outer edges that never cuts a cell."""
     return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
 
 
@@ -289,10 +251,11 @@ def visible(text: str) -> str:
     Marks that turn the direction of writing would rearrange the text around them, so they are
     shown by number; halves of surrogate pairs cannot be written to a file at all.
     """
-    return "".join(map(_shown, text))
+    return "".join(map(_visible_sign, text))
 
 
-def _shown(sign: str) -> str:
+def _visible_sign(sign: str) -> str:
+    """What stands for one character."""
     if sign == "\n":
         return "↵\n"
     if sign == "\t":

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from tieline.core.errors import TraceError
+from tieline.core.printable import printable, printable_line
 from tieline.report.html_page import render, template_environment
 from tieline.report.matplotlib_figures import inline_image
-from tieline.report.tables import Grid, grid_table, view
+from tieline.report.tables import Grid, grid_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +91,7 @@ class Report:
     def terminal(self, width: int) -> RenderableType:
         """Return the view for a terminal that is `width` characters wide."""
         below = [grid_table(self.table())] if self.below is None else self.below(width)
-        return view(self.title, self.facts, self.verdict, *below)
+        return terminal_view(self.title, self.facts, self.verdict, *below)
 
     def summary(self) -> str:
         """Return name, facts and verdict in plain lines."""
@@ -202,3 +205,41 @@ def notebook_html(
             images.append((name, inline_image(draw, "png")))
     content = {"title": title, "facts": facts, "verdict": verdict, "table": table}
     return template_environment().get_template("notebook.html").render(content, images=images)
+
+
+def terminal_view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
+    """Title, facts and verdict for a terminal, then the views of a result; the first is a table."""
+    title, facts = printable_line(title), printable_line(facts)
+    head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
+    first, *rest = views
+    return Group(head, Padding(first, (1, 0)), *rest)
+
+
+def printable_view(view: RenderableType) -> RenderableType:
+    """Return a view whose texts are printable and none of which is taken for markup.
+
+    Texts come from models and files, too. They are replaced before the view is laid out, so that
+    its columns stay straight.
+    """
+    if isinstance(view, str):
+        return Text(printable(view))
+    if isinstance(view, Text):
+        return _printable_text(view)
+    if isinstance(view, Group):
+        return Group(*map(printable_view, view.renderables))
+    if isinstance(view, Padding):
+        view.renderable = printable_view(view.renderable)
+    elif isinstance(view, Table):
+        for column in view.columns:
+            column.header = printable_view(column.header)
+            column._cells[:] = map(printable_view, column._cells)  # pyright: ignore[reportPrivateUsage]
+    return view
+
+
+def _printable_text(text: Text) -> Text:
+    """The printable form of a text, each piece in its style."""
+    shown = text.blank_copy(printable(text.plain))
+    for start, end, style in text.spans:
+        offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
+        shown.stylize(style, *offsets)
+    return shown

@@ -18,7 +18,7 @@ from tieline.analysis.token_distances import before_flips, token_distances
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
 from tieline.models.kernel import use_experts
 from tieline.models.model import Model
-from tieline.report.words.serving import advice
+from tieline.report.words.serving import serving_advice
 from tieline.trace import select_tokens
 from tieline.trace.record import identical
 from tieline.trace.selection import token_sequences
@@ -168,7 +168,7 @@ def test_a_served_precision_beside_float32_is_what_inspect_reports(family):
     assert serving.loss.value == result.logits.loss_b - result.logits.loss_a
     assert serving.replayed.value is None
     assert result.recommendation == recommend(serving)
-    assert result.verdict.endswith(advice(serving, result.recommendation))
+    assert result.verdict.endswith(serving_advice(serving, result.recommendation))
     reverse = diff_models(Side(b, "bf16"), Side(a), list(batch(6, 32)), batch_size=4).serving
     assert reverse.loss.value == pytest.approx(serving.loss.value)
     assert reverse.changed == serving.changed

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli.inspect import check_names, held, parse_condition
+from tieline.cli.inspect import check_names, fulfilled_conditions, parse_condition
 from tieline.core.errors import ParameterError
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -79,6 +79,8 @@ def test_unknown_metrics_are_refused_with_the_known_ones():
 
 def test_only_the_conditions_that_hold_are_named_with_their_value():
     conditions = [parse_condition("dead>=2"), parse_condition("flip@bf16>0.5")]
-    assert held(conditions, {"dead": 2.0, "flip@bf16": 0.5}) == [(conditions[0], 2.0)]
+    assert fulfilled_conditions(conditions, {"dead": 2.0, "flip@bf16": 0.5}) == [
+        (conditions[0], 2.0)
+    ]
     with pytest.raises(ParameterError, match="no metric 'dead' here"):
-        held(conditions, {"flip@bf16": 0.5})
+        fulfilled_conditions(conditions, {"flip@bf16": 0.5})

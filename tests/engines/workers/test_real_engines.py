@@ -182,7 +182,7 @@ def test_a_quantised_model_that_is_not_is_refused_with_its_bits(work):
 def test_the_documented_commands_write_traces_that_agree(gguf, tmp_path):
     from typer.testing import CliRunner
 
-    from tieline.cli.app import whole_app
+    from tieline.cli.app import app_with_commands
 
     first, second = tmp_path / "transformers", tmp_path / "llama.cpp"
     engine = f"--engine llama.cpp --tokens-from {first} -o {second}"
@@ -191,7 +191,7 @@ def test_the_documented_commands_write_traces_that_agree(gguf, tmp_path):
         f"capture {gguf('f32')} {engine}",
         f"diff {first} {second} --max-flip 0 --json {tmp_path / 'd.json'}",
     ):
-        done = CliRunner().invoke(whole_app(), words.split())
+        done = CliRunner().invoke(app_with_commands(), words.split())
         assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "d.json").read_text())["metrics"]["flip"] == 0
 

@@ -35,12 +35,10 @@ from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.measure.measures import measure
 from tieline.measure.rounding import ProductFlips
-from tieline.report.words.audit import notes, remedy_sentences
+from tieline.report.words.audit import audit_notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
 from tieline.report.words.inspection import calibration_sentence
-from tieline.report.words.smooth import details as smooth_details
-from tieline.report.words.smooth import facts as smooth_facts
-from tieline.report.words.smooth import verdict as smooth_verdict
+from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))
 
@@ -223,7 +221,7 @@ def audit():
         "some tolerated": [audited(good, bad, near, whole).verdict],
         "none tolerated": [audited(bad, near).verdict],
         "one sequence": [audited(effect("router bf16", 1e-9, error=None), sequences=1).verdict],
-        "notes": notes(noted, {"b": "1"}),
+        "notes": audit_notes(noted, {"b": "1"}),
         "remedies": remedy_sentences(TABLE),
     }
 
@@ -236,10 +234,13 @@ def smooth():
     actions = ("nothing", "repair routing", "finer precision", "mend router", "no ties")
     return {
         "verdicts": [
-            *(smooth_verdict(replace(repair, recommendation=Recommendation(x))) for x in actions),
-            smooth_verdict(replace(repair, repair=useless)),
-            smooth_verdict(replace(repair, repair=replace(repair.repair, rows=()))),
+            *(
+                smoothing_verdict(replace(repair, recommendation=Recommendation(x)))
+                for x in actions
+            ),
+            smoothing_verdict(replace(repair, repair=useless)),
+            smoothing_verdict(replace(repair, repair=replace(repair.repair, rows=()))),
         ],
-        "facts": smooth_facts(repair),
-        "details": smooth_details(repair),
+        "facts": smoothing_facts(repair),
+        "details": smoothing_details(repair),
     }

@@ -14,8 +14,8 @@ from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.tables import Grid, grid_table, view
-from tieline.report.views import Report, Section, views
+from tieline.report.tables import Grid, grid_table
+from tieline.report.views import Report, Section, terminal_view, views
 from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant, with_error
 
@@ -165,7 +165,7 @@ def _terminal(result: Advice, width: int) -> RenderableType:
     measured: list[RenderableType] = []
     if result.measured:
         measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
-    return view(
+    return terminal_view(
         result.source, _facts(result), recommendation(result), table, notes, *measured, meanings
     )
 

@@ -8,7 +8,7 @@ from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Series
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import flat
+from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, views
 from tieline.report.words.layers import short_names
@@ -62,7 +62,7 @@ def _report(result: Frontier) -> Report:
             "style": "",
             "panels": [FRONTIER.drawn(_chart(result))],
             "sections": sections,
-            "provenance": flat(result.provenance),
+            "provenance": dotted_rows(result.provenance),
         },
         below=lambda width: below,
         figures={"frontier": lambda: chart_figure(_chart(result))},

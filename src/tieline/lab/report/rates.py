@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.lab.estimation.rates import LossSeries, RateStudy
-from tieline.report.matplotlib_figures import canvas
+from tieline.report.matplotlib_figures import styled_figure
 from tieline.report.tables import Grid, grid_table, one_form
 from tieline.report.views import Report, Section, views
 from tieline.report.words.numbers import DASH, significant
@@ -176,7 +176,7 @@ def _draw(result: RateStudy) -> "Figure":
             heading = title if loss == "function" else f"{title} {result.loss}"
             axes.set_title(heading, fontsize=8)
 
-    figure = canvas(draw, columns=3, height=3.2)
+    figure = styled_figure(draw, columns=3, height=3.2)
     figure.suptitle(_headline(result), fontsize=8)
     # more room below: the layout underestimates that of the legends
     figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))

@@ -20,7 +20,7 @@ from rich.text import Text
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.pictures import Slice, SliceCell
 from tieline.report.html_page import render
-from tieline.report.matplotlib_figures import INK, MUTED, WARN, canvas
+from tieline.report.matplotlib_figures import INK, MUTED, WARN, styled_figure
 from tieline.report.tables import Grid, text_table, visible
 from tieline.report.views import Report, views
 from tieline.report.words.numbers import percent, significant
@@ -59,7 +59,7 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
         axes.set(xlabel="length in input space", ylabel="length in input space")
         axes.set_title(_counts_text(cut), fontsize=7, wrap=True)
 
-    return canvas(draw, width=4.2, height=4.6)
+    return styled_figure(draw, width=4.2, height=4.6)
 
 
 def _report(result: RouterSlice) -> Report:

@@ -12,7 +12,7 @@ from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import flat
+from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, text_table, visible
 from tieline.report.views import Report, views
 from tieline.report.words.layers import short_names
@@ -65,7 +65,7 @@ def _report(result: Softening) -> Report:
             "sentences": sentences,
             "table": rows(),
             "deciding": deciding_table(result),
-            "provenance": flat(result.provenance),
+            "provenance": dotted_rows(result.provenance),
         },
         below=partial(_terminal_parts, result),
         figures={"soften": lambda: chart_figure(_chart(result))},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tieline.core.errors import require
 from tieline.lab.claims.continuity import LayerContinuity
 from tieline.lab.estimation.identifiability import Identifiability
-from tieline.report.matplotlib_figures import ACCENT, NOTICE, STYLE, WARN, canvas
+from tieline.report.matplotlib_figures import ACCENT, NOTICE, STYLE, WARN, styled_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def identifiability_figure(rows: Sequence[Identifiability]) -> "Figure":
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
 
-    figure = canvas(draw, height=1.1 + 0.32 * len(routers))
+    figure = styled_figure(draw, height=1.1 + 0.32 * len(routers))
     names = dict(COLOURS)
     if any(row.split is None for row in rows):
         names["not tested: this router has no zero row"] = EMPTY

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import flat
+from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, text_table
 from tieline.report.views import Listing, Report, Section, listing_views, views
 from tieline.report.words.numbers import duration, significant
@@ -86,7 +86,7 @@ def _indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 def _pairs(heading: str, record: Mapping[str, Any]) -> Grid:
     """Nested fields as a table of dotted names and values; empty fields are left out."""
-    rows = [(name, _text(value)) for name, value in flat(record) if not _is_empty(value)]
+    rows = [(name, _text(value)) for name, value in dotted_rows(record) if not _is_empty(value)]
     return Grid((heading, "value"), tuple(rows))
 
 

@@ -6,7 +6,7 @@ from tieline.lab.on_model.walks import FlipWalk, FlipWalks
 from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import flat
+from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, views
 from tieline.report.words.layers import short_names
@@ -44,7 +44,7 @@ def _report(result: FlipWalks) -> Report:
             "style": "",
             "panels": [WALK.drawn(_chart(walks)) if walks else WALK.missing(reasons)],
             "sections": [Section("All layers", table, notes=[NOTE])],
-            "provenance": flat(result.provenance),
+            "provenance": dotted_rows(result.provenance),
         },
         below=lambda width: [grid_table(table, left=1)],
         figures={"walks": lambda: chart_figure(_chart(walks))} if walks else {},

@@ -1,8 +1,8 @@
 """Sentences of a precision audit: verdict, notes below the table, and remedies.
 
-verdict             what serving does, what to do, and which formats the routers tolerate
-notes               noise of 1 % flips, experts never hit, and the caveats
-caveats             what a flip of a smoothed model is, what was left out
+audit_verdict       what serving does, what to do, and which formats the routers tolerate
+audit_notes         noise of 1 % flips, experts never hit, and the caveats
+audit_caveats       what a flip of a smoothed model is, what was left out
 remedy_sentences    what was best under each perturbation, and when each remedy is best
 """
 
@@ -33,33 +33,40 @@ WHEN = (
 )
 
 
-def verdict(result: PrecisionAudit) -> str:
+def audit_verdict(result: PrecisionAudit) -> str:
     """Write what serving does, what to do, which remedy helps, and which formats routers take."""
     recommendation, serving = result.judgement.recommendation, result.serving
     if serving is None or recommendation is None:
-        return " ".join(filter(None, _of_routers(result)))
-    further = _of_routers(result) if result.is_full else []
+        return " ".join(filter(None, _router_format_sentences(result)))
+    further = _router_format_sentences(result) if result.is_full else []
     if result.remedies is not None:
         further.append(_best_remedy(result.remedies, f"model {SERVED[serving.precision]}"))
     return " ".join(served_sentences(serving, recommendation, *further))
 
 
-def _of_routers(result: PrecisionAudit) -> list[str]:
+def _router_format_sentences(result: PrecisionAudit) -> list[str]:
     """Which formats the routers alone tolerate."""
     if result.judgement.kind == "not run":
         return ["No rounding of the routers was run: nothing is said about their formats."]
-    return [_tolerated(result), _refused(result), _unclear(result)]
+    return [
+        _tolerated_formats(result),
+        _refused_formats(result),
+        _unclear_formats(result),
+    ]
 
 
 def _format_names(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
+    """Formats of these perturbations."""
     return [str(result.effect(name).level) for name in names]
 
 
 def _joined_by_or(names: Sequence[str]) -> str:
+    """Names with commas, and "or" before the last."""
     return " or ".join(", ".join(names).rsplit(", ", 1))
 
 
-def _tolerated(result: PrecisionAudit) -> str:
+def _tolerated_formats(result: PrecisionAudit) -> str:
+    """Which formats cost the routers alone little, and the smallest of them."""
     judgement = result.judgement
     if judgement.smallest is None:
         return (
@@ -70,36 +77,41 @@ def _tolerated(result: PrecisionAudit) -> str:
     names = ", ".join(_format_names(result, judgement.tolerated))
     return (
         f"The routers alone tolerate {names} (under {judgement.limit:g} nats): of these "
-        f"{smallest.level} is the smallest, with {_flips(smallest)} of tokens changing experts per "
-        f"layer and a KL of {_nats_text(smallest.kl, result.sequences)}."
+        f"{smallest.level} is the smallest, with {_full_flips(smallest)} of tokens changing "
+        f"experts per layer and a KL of {_kl_interval(smallest.kl, result.sequences)}."
     )
 
 
-def _refused(result: PrecisionAudit) -> str:
+def _refused_formats(result: PrecisionAudit) -> str:
+    """Which formats the routers do not tolerate; empty if there is none."""
     if result.judgement.worst is None:
         return ""
     worst = result.effect(result.judgement.worst)
     names = ", ".join(_format_names(result, result.judgement.refused))
     return (
-        f"They do not tolerate {names}: under {worst.level}, {_flips(worst)} of tokens change "
-        f"experts per layer, for a KL of {_nats_text(worst.kl, result.sequences)} and "
+        f"They do not tolerate {names}: under {worst.level}, {_full_flips(worst)} of tokens change "
+        f"experts per layer, for a KL of {_kl_interval(worst.kl, result.sequences)} and "
         f"{worst.loss.value or 0.0:+.2g} nats of loss."
     )
 
 
-def _unclear(result: PrecisionAudit) -> str:
+def _unclear_formats(result: PrecisionAudit) -> str:
+    """For which formats there are too few tokens; empty if there is none."""
     rows = [result.effect(name) for name in result.judgement.unclear]
     if not rows:
         return ""
-    costs = ", ".join(f"{x.level} costs a KL of {_nats_text(x.kl, result.sequences)}" for x in rows)
+    costs = ", ".join(
+        f"{x.level} costs a KL of {_kl_interval(x.kl, result.sequences)}" for x in rows
+    )
     return f"Too few tokens to tell about {_joined_by_or([str(x.level) for x in rows])}: {costs}."
 
 
-def _flips(row: PerturbationEffect) -> str:
+def _full_flips(row: PerturbationEffect) -> str:
+    """Flip rate per layer of a full run."""
     return percent(row.full.value or 0.0, trim=True)
 
 
-def _nats_text(kl: Estimate, sequences: int) -> str:
+def _kl_interval(kl: Estimate, sequences: int) -> str:
     """A KL with its interval."""
     low, high = mean_limits(kl, sequences, positive=True)
     value = f"{decimal(kl.value or 0.0)} nats"
@@ -108,7 +120,7 @@ def _nats_text(kl: Estimate, sequences: int) -> str:
     return f"{value} (95 % interval {decimal(low)} to {decimal(high)})"
 
 
-def notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
+def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
     """Write what stands below the table: noise of 1 % flips, experts never hit, what is missing.
 
     Args:
@@ -127,10 +139,10 @@ def notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
             f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
             f"text ({first}), so it says nothing about them."
         )
-    return [*lines, *caveats(result)]
+    return [*lines, *audit_caveats(result)]
 
 
-def caveats(result: PrecisionAudit) -> list[str]:
+def audit_caveats(result: PrecisionAudit) -> list[str]:
     """Write what a flip of a smoothed model is, and what was impossible or left out."""
     lines = []
     if result.experts is not None:
@@ -185,8 +197,10 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
 
 
 def _kl_or_infinity(kl: Estimate) -> float:
+    """A KL for comparisons; infinite if it is unknown."""
     return math.inf if kl.value is None else kl.value
 
 
 def _kl_text(kl: Estimate) -> str:
+    """A KL with two digits."""
     return "KL 0" if kl.value == 0 else f"KL {significant(kl.value, 2)}"

@@ -1,8 +1,8 @@
 """Sentences of an inspection: its verdict, its findings, and notes on calibration and noise.
 
-verdict              the judgement
-findings             the observations, one sentence each
-calibration_sentence tokens that calibrating a quantised model needs
+inspection_verdict      the judgement
+inspection_findings     the observations, one sentence each
+calibration_sentence    tokens that calibrating a quantised model needs
 """
 
 import math
@@ -15,7 +15,7 @@ from tieline.report.words.numbers import joined, listed, percent, tokens_needed,
 from tieline.report.words.serving import served_sentences
 
 
-def verdict(result: Inspection) -> str:
+def inspection_verdict(result: Inspection) -> str:
     """Write what serving does, what to do, and what rounding the routers alone does."""
     judgement, layers = result.judgement, result.measures.layers
     if judgement.share is None and result.serving is None:
@@ -24,19 +24,19 @@ def verdict(result: Inspection) -> str:
             "known. Inspect the model itself, or a trace with scores, to see its ties."
         )
     smoothed = judgement.kind == "smoothed"
-    lead = [_smoothed(layers, judgement.experts or 0.0)] if smoothed else []
-    alone = [_routers_alone(result)] if judgement.share is not None else []
+    lead = [_smoothed_sentence(layers, judgement.experts or 0.0)] if smoothed else []
+    alone = [_routers_alone_sentence(result)] if judgement.share is not None else []
     if result.serving is None or judgement.recommendation is None:
-        return " ".join([*lead, *alone, _not_served(result)])
+        return " ".join([*lead, *alone, _unserved_sentence(result)])
     return " ".join([*lead, *served_sentences(result.serving, judgement.recommendation, *alone)])
 
 
-def _routers_alone(result: Inspection) -> str:
+def _routers_alone_sentence(result: Inspection) -> str:
     """What rounding the logits alone does, and how far such a change moves the output."""
     judgement = result.judgement
     assert judgement.share is not None
     verb = "exchange two experts" if judgement.kind == "smoothed" else "change an expert"
-    cause = _cause(judgement.cause)
+    cause = _flip_cause(judgement.cause)
     lead = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
     if judgement.jump is None:
         return f"{lead}."
@@ -44,14 +44,16 @@ def _routers_alone(result: Inspection) -> str:
     return f"{lead}; such a change moves the output of its layer by {median} (median)."
 
 
-def _not_served(result: Inspection) -> str:
+def _unserved_sentence(result: Inspection) -> str:
+    """Why the precision served was not measured."""
     reason = result.noise.status.removeprefix("not measured: ")
     if reason == "ok":  # the scores showed it, the predictions could not
         reason = "the model gives no logits for its tokens"
     return f"What the precision served does was not measured: {reason}."
 
 
-def _smoothed(layers: Sequence[LayerMeasures], experts: float) -> str:
+def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
+    """How many layers are smoothed, and how many experts tokens use."""
     smoothed = sum(layer.used is not None for layer in layers)
     where = "" if smoothed == len(layers) else f" in {smoothed} of {len(layers)} layers"
     ks = " or ".join(map(str, sorted({layer.k for layer in layers})))
@@ -61,14 +63,14 @@ def _smoothed(layers: Sequence[LayerMeasures], experts: float) -> str:
     )
 
 
-def _cause(source: str) -> str:
+def _flip_cause(source: str) -> str:
     """What makes tokens flip: the format "bf16", or σ of noise."""
     if source == "bf16":
         return "with the logits of the routers alone rounded to bf16"
     return f"under noise of {source} on the logits of the routers alone"
 
 
-class _Layers:
+class _InspectedLayers:
     """Measures, jumps and labels of the layers of an inspection, by name."""
 
     def __init__(self, result: Inspection) -> None:
@@ -84,24 +86,26 @@ class _Layers:
         return joined([f"{text(name)} in {self.label[name]}" for name in names])
 
 
-def findings(result: Inspection) -> tuple[Finding, ...]:
+def inspection_findings(result: Inspection) -> tuple[Finding, ...]:
     """Write the observations, in their order."""
-    layers = _Layers(result)
+    layers = _InspectedLayers(result)
     return tuple(
         Finding(x.severity, SENTENCES[x.case](x, layers), x.number, x.layer, x.kind)
         for x in result.observations
     )
 
 
-def _worst_flips(fact: Observation, layers: _Layers) -> str:
+def _worst_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """The layer in which most tokens flip."""
     model = layers.measures.model
     rate = next(x for x in (*model.precision, *model.noise) if x.name == fact.source)
     share = with_interval(rate.worst_share) if rate.worst_share else percent(rate.worst, trim=True)
     where = layers.label[rate.worst_layer]
-    return f"{share} of tokens change experts in {where}, the worst, {_cause(fact.source)}"
+    return f"{share} of tokens change experts in {where}, the worst, {_flip_cause(fact.source)}"
 
 
-def _format_flips(fact: Observation, layers: _Layers) -> str:
+def _format_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Flip rates under other formats."""
     shares = ", ".join(
         f"{rate.name} {percent(rate.any_layer.value or 0.0, trim=True)}"
         for rate in layers.measures.model.precision
@@ -110,7 +114,9 @@ def _format_flips(fact: Observation, layers: _Layers) -> str:
     return f"tokens that change experts with the logits alone in other formats: {shares}"
 
 
-def _product_flips(fact: Observation, layers: _Layers) -> str:
+def _product_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Flip rates if a matrix product in low precision computes the logits."""
+
     def share(name: str) -> str:
         product = layers.layer[name].product.value
         return percent(product.flip_emulated.value if product else None, trim=True)
@@ -121,22 +127,26 @@ def _product_flips(fact: Observation, layers: _Layers) -> str:
     )
 
 
-def _height(layers: _Layers, name: str) -> str:
+def _median_jump(layers: _InspectedLayers, name: str) -> str:
+    """Lower median of the jumps at near-ties of a layer."""
     ordered = sorted(layers.jumps[name].near.jumps)
     return percent(ordered[(len(ordered) - 1) // 2], trim=True)
 
 
-def _dangerous(fact: Observation, layers: _Layers) -> str:
+def _dangerous_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Layers in which most near-ties are dangerous."""
     worst = layers.jumps[fact.layers[0]]
     return (
         "swapping the tied experts changes the output by "
-        f"{layers.by_layer(fact.layers, lambda name: _height(layers, name))} (median of "
+        f"{layers.by_layer(fact.layers, lambda name: _median_jump(layers, name))} (median of "
         f"{len(worst.near.jumps)} near-ties), and by at least "
         f"{percent(worst.dangerous_above, trim=True)} for most of them"
     )
 
 
-def _unclear(fact: Observation, layers: _Layers) -> str:
+def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Layers with too few near-ties to tell."""
+
     def share(name: str) -> str:
         return percent(layers.jumps[name].dangerous.value or 0.0, trim=True)
 
@@ -147,7 +157,8 @@ def _unclear(fact: Observation, layers: _Layers) -> str:
     )
 
 
-def _harmless(fact: Observation, layers: _Layers) -> str:
+def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Layers in which near-ties are mostly harmless."""
     where = listed([layers.label[name] for name in fact.layers])
     return (
         f"ties are mostly harmless in {where}: swapping the tied experts changes the output by "
@@ -155,7 +166,8 @@ def _harmless(fact: Observation, layers: _Layers) -> str:
     )
 
 
-def _losses(fact: Observation, layers: _Layers) -> str:
+def _swap_loss_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """What one swap does to the loss."""
     entries = []
     for name in fact.layers:
         loss = layers.jumps[name].loss
@@ -167,7 +179,9 @@ def _losses(fact: Observation, layers: _Layers) -> str:
     return f"one swap changes the loss of its sequence by a median of {joined(entries)}"
 
 
-def _ties(fact: Observation, layers: _Layers) -> str:
+def _exact_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Layers with equal scores at the threshold."""
+
     def count(name: str) -> str:
         gaps = layers.layer[name].gap.value
         assert gaps is not None
@@ -179,7 +193,8 @@ def _ties(fact: Observation, layers: _Layers) -> str:
     )
 
 
-def _dead(fact: Observation, layers: _Layers) -> str:
+def _dead_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Experts that no token chose."""
     entries = []
     for name in fact.layers:
         experts = [str(expert) for expert in layers.layer[name].load.dead]
@@ -189,7 +204,9 @@ def _dead(fact: Observation, layers: _Layers) -> str:
     return f"{joined(entries)} {verb} never used by these {tokens} tokens"
 
 
-def _cold(fact: Observation, layers: _Layers) -> str:
+def _cold_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Experts with little load."""
+
     def count(name: str) -> str:
         return f"{len(layers.layer[name].load.cold)} of {layers.layer[name].n_experts}"
 
@@ -198,7 +215,8 @@ def _cold(fact: Observation, layers: _Layers) -> str:
     return f"experts with less than {below} of an even load: {where}"
 
 
-def _overloaded(fact: Observation, layers: _Layers) -> str:
+def _overloaded_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Experts with far more than an even load."""
     entries = []
     for name in fact.layers:
         load = layers.layer[name].load
@@ -207,7 +225,9 @@ def _overloaded(fact: Observation, layers: _Layers) -> str:
     return f"experts that carry far more than an even load: {joined(entries)}"
 
 
-def _epsilon(fact: Observation, layers: _Layers) -> str:
+def _half_expert_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """The ε of half an expert more per token."""
+
     def width(name: str) -> str:
         near = layers.layer[name].near.value
         return f"{near.epsilon_half.value if near else math.nan:.2g}"
@@ -217,30 +237,32 @@ def _epsilon(fact: Observation, layers: _Layers) -> str:
     return f"the ε that would give {layer.k + 0.5:g} experts per token is {where} ({layer.units})"
 
 
-def _unanswered(fact: Observation, layers: _Layers) -> str:
+def _unanswered_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Layers in which something could not be measured, and why."""
     return f"{fact.number:.0f} of {len(layers.layer)} layers: {fact.source}"
 
 
-def _few_tokens(fact: Observation, layers: _Layers) -> str:
+def _few_tokens_finding(fact: Observation, layers: _InspectedLayers) -> str:
+    """Shares that so few tokens do not resolve."""
     share = percent(3 / fact.number, trim=True)
     return f"only {fact.number:.0f} tokens were routed: shares below {share} are not resolved"
 
 
-SENTENCES: dict[str, Callable[[Observation, _Layers], str]] = {
-    "flips:worst": _worst_flips,
-    "flips:formats": _format_flips,
-    "flips:product": _product_flips,
-    "jump:dangerous": _dangerous,
-    "jump:unclear": _unclear,
-    "jump:harmless": _harmless,
-    "loss": _losses,
-    "ties": _ties,
-    "dead": _dead,
-    "cold": _cold,
-    "load": _overloaded,
-    "epsilon": _epsilon,
-    "gap": _unanswered,
-    "tokens": _few_tokens,
+SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
+    "flips:worst": _worst_flips_finding,
+    "flips:formats": _format_flips_finding,
+    "flips:product": _product_flips_finding,
+    "jump:dangerous": _dangerous_ties_finding,
+    "jump:unclear": _unclear_ties_finding,
+    "jump:harmless": _harmless_ties_finding,
+    "loss": _swap_loss_finding,
+    "ties": _exact_ties_finding,
+    "dead": _dead_experts_finding,
+    "cold": _cold_experts_finding,
+    "load": _overloaded_experts_finding,
+    "epsilon": _half_expert_finding,
+    "gap": _unanswered_finding,
+    "tokens": _few_tokens_finding,
 }
 """The sentence of each case."""
 

@@ -42,14 +42,14 @@ def short_names(names: Sequence[str]) -> list[str]:
     """
     paths = [name.split(".") for name in names]
     shortest = min((len(path) for path in paths), default=0)
-    front = _shared(paths, range(shortest))
-    back = _shared(paths, range(-1, -shortest - 1, -1))
+    front = _shared_segments(paths, range(shortest))
+    back = _shared_segments(paths, range(-1, -shortest - 1, -1))
     if len(set(names)) < 2 or front + back >= shortest:
         return list(names)
     return [".".join(path[front : len(path) - back]) for path in paths]
 
 
-def _shared(paths: list[list[str]], indices: range) -> int:
+def _shared_segments(paths: list[list[str]], indices: range) -> int:
     """Number of leading indices at which all paths agree."""
     count = 0
     for index in indices:

@@ -1,8 +1,8 @@
 """Sentences about a model that is served in a low precision: what it does, and what to do.
 
 served_sentences    both of the following, with others between them
-headline            share of tokens that change an expert, what that does to predictions and loss
-advice              the recommendation, with the price of what it recommends
+serving_headline    share of tokens that change an expert, what that does to predictions and loss
+serving_advice      the recommendation, with the price of what it recommends
 """
 
 import math
@@ -22,32 +22,33 @@ def served_sentences(serving: Serving, recommendation: Recommendation, *further:
         further: sentences before what to do.
     """
     if recommendation.action in ("mend router", "no ties"):
-        return [advice(serving, recommendation)]
+        return [serving_advice(serving, recommendation)]
     cause, action = ADVICE[recommendation.action](serving, recommendation)
-    return [*filter(None, (headline(serving), cause, *further)), f"What to do: {action}"]
+    return [*filter(None, (serving_headline(serving), cause, *further)), f"What to do: {action}"]
 
 
-def headline(serving: Serving) -> str:
+def serving_headline(serving: Serving) -> str:
     """Write what the precision does."""
     layers = serving.layers
     where = "its routed layer" if layers == 1 else f"at least one of {layers} layers"
     sentence = (
-        f"Served in {serving.precision}, {_share(serving)} of {serving.tokens:,} tokens change an "
-        f"expert in {where}; "
-        f"the predictions move by {_nats(serving.kl, serving.sequences)} per token (KL)"
+        f"Served in {serving.precision}, {_changed_share_text(serving)} of {serving.tokens:,} "
+        f"tokens change an expert in {where}; the predictions move by "
+        f"{_served_kl_text(serving.kl, serving.sequences)} per token (KL)"
     )
     if serving.loss.value is not None:
         sentence += f" and the loss by {signed(serving.loss, '.5f', '.5f')}"
     return f"{sentence}."
 
 
-def advice(serving: Serving, recommendation: Recommendation) -> str:
+def serving_advice(serving: Serving, recommendation: Recommendation) -> str:
     """Write how grave it is and what to do."""
     cause, action = ADVICE[recommendation.action](serving, recommendation)
     return " ".join(filter(None, (cause, f"What to do: {action}")))
 
 
-def _nothing(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+def _harmless_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """Nothing needs to be done, unless runs must choose the same experts."""
     limit = f"{recommendation.limit:g} nats"
     small = f"That is harmless (below {limit})."
     if not recommendation.is_sure:
@@ -58,23 +59,26 @@ def _nothing(serving: Serving, recommendation: Recommendation) -> tuple[str, str
     )
 
 
-def _repair(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+def _repair_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """Routing does the damage: replay it, or smooth."""
     share = serving.by_routing
     cause = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
-    return f"{cause}{_unsure(recommendation)}".strip(), (
+    return f"{cause}{_uncertainty_note(recommendation)}".strip(), (
         f"replay the routes where one run must follow another{_replay_price(serving)}; where "
         "independent runs must agree, compare smoothing with a finer precision (`tieline audit`)."
     )
 
 
-def _finer(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+def _finer_precision_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """Something else than routing does the damage."""
     share = percent(max(0.0, serving.by_routing or 0.0))
-    cause = f"Changed experts are behind only {share} of it.{_unsure(recommendation)}"
+    cause = f"Changed experts are behind only {share} of it.{_uncertainty_note(recommendation)}"
     action = "serve in a finer precision where that matters; repairing the routing hardly helps."
     return cause, action
 
 
-def _mend(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+def _broken_router_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """All scores are equal."""
     labels = list(layer_labels(serving.equal_layers).values())
     where = f" in {listed(labels)}" if labels else ""
     return (
@@ -83,25 +87,28 @@ def _mend(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     )
 
 
-def _no_ties(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+def _no_ties_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """All experts are chosen."""
     return "All experts are chosen: no tie is possible.", "nothing about routing."
 
 
 ADVICE = {
-    "nothing": _nothing,
-    "repair routing": _repair,
-    "finer precision": _finer,
-    "mend router": _mend,
-    "no ties": _no_ties,
+    "nothing": _harmless_advice,
+    "repair routing": _repair_advice,
+    "finer precision": _finer_precision_advice,
+    "mend router": _broken_router_advice,
+    "no ties": _no_ties_advice,
 }
 """How grave it is, and what to do, for each action."""
 
 
-def _unsure(recommendation: Recommendation) -> str:
+def _uncertainty_note(recommendation: Recommendation) -> str:
+    """That more tokens are needed; empty if not."""
     return "" if recommendation.is_sure else " More tokens would make this sure."
 
 
 def _replay_price(serving: Serving) -> str:
+    """What a replay leaves, and its bytes per token."""
     if serving.replayed.value is None:
         return ""
     left = f"leaves {decimal(serving.replayed.value)} nats"
@@ -109,7 +116,8 @@ def _replay_price(serving: Serving) -> str:
     return f" ({left}{sent})"
 
 
-def _share(serving: Serving) -> str:
+def _changed_share_text(serving: Serving) -> str:
+    """Share of tokens that change an expert, with its interval."""
     value = percent(serving.changed.value, trim=True)
     low, high = mean_limits(serving.changed, serving.sequences, positive=True)
     if not math.isfinite(high):
@@ -118,7 +126,8 @@ def _share(serving: Serving) -> str:
     return f"{value} (95 % interval {interval})"
 
 
-def _nats(kl: Estimate, sequences: int) -> str:
+def _served_kl_text(kl: Estimate, sequences: int) -> str:
+    """KL per token with its interval."""
     if kl.value is None:
         return "an unknown number of nats"
     low, high = mean_limits(kl, sequences, positive=True)

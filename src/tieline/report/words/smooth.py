@@ -3,19 +3,21 @@
 from tieline.analysis.settings import SERVED
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.report.words.numbers import decimal, finite, percent, signed, significant
-from tieline.report.words.serving import advice, headline
+from tieline.report.words.serving import serving_advice, serving_headline
 
 
-def facts(result: Repair) -> list[str]:
+def smoothing_facts(result: Repair) -> list[str]:
     """Write experts, loss, flips, time, and what was refused, one sentence each."""
     repair = result.repair
     before, after = repair.experts_before.value, repair.experts_after.value
+    flips = "; ".join(map(_flips_before_and_after, repair.rows))
+    times = "; ".join(map(_latency_text, result.latency))
     sentences = [
         f"Experts per token: {significant(before)} before, {significant(after)} after. "
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
         f"{signed(repair.loss_change, '.5f', '.5f')} nats per token.",
-        f"Tokens whose experts change in some layer: {'; '.join(map(_flips_text, repair.rows))}.",
-        f"Time of a forward pass: {'; '.join(map(_time_text, result.latency)) or 'not measured'}.",
+        f"Tokens whose experts change in some layer: {flips}.",
+        f"Time of a forward pass: {times or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
         f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
     ]
@@ -23,19 +25,25 @@ def facts(result: Repair) -> list[str]:
     return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
 
 
-def details(result: Repair) -> list[str]:
+def smoothing_details(result: Repair) -> list[str]:
     """Write what the page says beside the facts: how far the model moved, what flips cost."""
     moved = significant(result.repair.moved.value)
     prices = map(_price_sentence, result.repair.rows[:1])
     return [f"Smoothing itself moves the predictions by KL {moved}.", *prices]
 
 
-def verdict(result: Repair) -> str:
+def smoothing_verdict(result: Repair) -> str:
     """Write what the precision served does, what smoothing gains and costs there, what to do."""
     row = served_row(result)
     if row is None:
         return ""
-    return " ".join((headline(result.serving), _gain_sentence(result, row), _advice(result, row)))
+    return " ".join(
+        (
+            serving_headline(result.serving),
+            _gain_sentence(result, row),
+            _smoothing_advice(result, row),
+        )
+    )
 
 
 def served_row(result: Repair) -> RepairRow | None:
@@ -57,10 +65,11 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
     )
 
 
-def _advice(result: Repair, row: RepairRow) -> str:
+def _smoothing_advice(result: Repair, row: RepairRow) -> str:
+    """What to do with the smoothed model."""
     action, repaired = result.recommendation.action, (row.factor.value or 0.0) > 1
     if action in ("mend router", "no ties"):
-        return advice(result.serving, result.recommendation)
+        return serving_advice(result.serving, result.recommendation)
     if action == "nothing":
         return (
             "What to do: keep the original, to which that precision does little; replay its routes "
@@ -75,6 +84,7 @@ def _advice(result: Repair, row: RepairRow) -> str:
 
 
 def _price_sentence(row: RepairRow) -> str:
+    """What flips cost under a precision, before and after."""
     factor = row.flip_factor
     lower = "too low to be seen" if factor is None else f"{significant(factor)} times lower"
     return (
@@ -83,13 +93,15 @@ def _price_sentence(row: RepairRow) -> str:
     )
 
 
-def _time_text(latency: Latency) -> str:
+def _latency_text(latency: Latency) -> str:
+    """How long a pass takes, relative to the original."""
     ran, before = latency.implementation, latency.original
     how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
     interval = f"{latency.low:.2f} to {latency.high:.2f}"
     return f"{latency.ratio:.2f} times the original ({interval}, {how})"
 
 
-def _flips_text(row: RepairRow) -> str:
+def _flips_before_and_after(row: RepairRow) -> str:
+    """Share of tokens that flip under a precision, before and after."""
     before, after = percent(row.flips_before.value), percent(row.flips_after.value)
     return f"{row.name} {before} before, {after} after"

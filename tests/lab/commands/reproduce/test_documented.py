@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tieline.cli.app import whole_app
+from tieline.cli.app import app_with_commands
 from tieline.lab.claims.claim import Verdict
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.training.recipes import recipe_config
@@ -31,7 +31,7 @@ EXPERIMENTS = [
 
 def parsed(command):
     """Name and values of a command, by the parser of the command line itself."""
-    group = typer.main.get_command(whole_app())
+    group = typer.main.get_command(app_with_commands())
     _, name, *words = shlex.split(command)
     found = group.get_command(typer.Context(group), name)
     assert found is not None, f"no command {name!r}"
@@ -54,7 +54,7 @@ def test_a_command_of_the_ledger_is_one_that_the_command_line_takes(command):
 
 
 def test_a_command_that_is_only_hinted_at_exists_with_its_options():
-    group = typer.main.get_command(whole_app())
+    group = typer.main.get_command(app_with_commands())
     for command in set(COMMANDS) - set(WHOLE):
         _, name, *words = shlex.split(command)
         found = group.get_command(typer.Context(group), name)
