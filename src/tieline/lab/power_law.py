@@ -22,8 +22,8 @@ LEVEL = 0.95
 RESAMPLES = 2000
 
 
-Middle = Literal["mean", "median"]
-"""What stands for the repetitions of one sample size."""
+Middle = Literal["mean", "median"] | float
+"""What stands for the repetitions of one sample size; a number is a quantile."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def fit_rate(
         sizes: n_1 < n_2 < ..., two at least.
         losses: for each n the losses of its repetitions, (R_n,).
         seed: of the resampling.
-        middle: "mean", or "median" for a law in probability, which single repetitions do not move.
+        middle: "mean", or for a law in probability, which single repetitions do not move, "median"
+            or a quantile between 0 and 1.
     """
     fitted, draws = _lines(sizes, losses, seed, middle)
     low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -123,10 +124,12 @@ def _lines(
 
 
 def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
-    """Mean or median of the values and of every resample."""
-    of = {"mean": np.mean, "median": np.median}[middle]
-    drawn = of(values[random.integers(len(values), size=(RESAMPLES, len(values)))], axis=1)
-    return np.concatenate([[of(values)], drawn])
+    """Mean or a quantile of the values and of every resample."""
+    resampled = values[random.integers(len(values), size=(RESAMPLES, len(values)))]
+    if middle == "mean":
+        return np.concatenate([[values.mean()], resampled.mean(axis=1)])
+    level = 0.5 if middle == "median" else float(middle)
+    return np.concatenate([[np.quantile(values, level)], np.quantile(resampled, level, axis=1)])
 
 
 def _crossing(lines: np.ndarray, error: float) -> np.ndarray:

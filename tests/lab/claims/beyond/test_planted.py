@@ -103,4 +103,5 @@ def test_a_planted_value_changes_the_verdict(name, monkeypatch):
 
 
 def test_every_claim_beyond_the_papers_has_one():
-    assert {name for name in all_claims() if name.startswith("p5-")} == set(PLANTED)
+    elsewhere = {"p5-heads"}  # its students are spoiled in `test_heads`
+    assert {name for name in all_claims() if name.startswith("p5-")} == set(PLANTED) | elsewhere

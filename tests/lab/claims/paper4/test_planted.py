@@ -6,10 +6,10 @@ from tests.lab.claims.paper2.test_planted import heavier
 from tests.lab.claims.registry.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
-    scaled,
     with_field,
 )
 from tieline.lab.estimation import MoEParameters
+from tieline.lab.estimation.derivative_tests import Atom
 
 
 def uncorrected(real):
@@ -29,15 +29,20 @@ def swapped(real):
     return lambda **kwargs: real(**kwargs)[::-1]
 
 
-def both_added(real):
-    """A change of A_12 and A_21 with one sign, which the score sees."""
+def unbalanced(real):
+    """The second atom of a split left under the true gate."""
 
-    def call(truth, size=0.3):
-        rows = truth.router.clone()
-        rows[:, 1:3] += size
-        return MoEParameters(rows, truth.bias, truth.experts)
+    def call(truth, *rest):
+        pair = real(truth, *rest)
+        pair[1, 0] = truth[0]
+        return pair
 
     return call
+
+
+def squared(real):
+    """A loss whose square was taken."""
+    return lambda truth: lambda atoms: real(truth)(atoms).square()
 
 
 def twins(real):
@@ -59,11 +64,21 @@ PLANTED = {
     )),
     "p4-eq8": ("definitions.gated", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
     "p4-def2": ("definitions.dependent", lambda real: lambda test: 1),
-    "p4-def4": ("definitions.dependent", lambda real: lambda test: 0),
+    # the opposite row without its constant
+    "p4-def4": ("definitions.opposite_atoms", lambda real: lambda model: [
+        real(model)[0], Atom(real(model)[1].row, real(model)[0].bias, real(model)[0].expert)
+    ]),
     "p4-prop2": ("definitions.split_scale", heavier),
     "p4-thm1": ("theorems.split_of_b", uncorrected),
     "p4-thm2": ("theorems.split_scale", heavier),
-    "p4-thm3": ("theorems.least_ratio", scaled(0.0)),
+    # a split that is not balanced: the first order does not cancel
+    "p4-thm3": ("theorems.split_atoms", unbalanced),
+    "p4-thm5": ("theorems.split_atoms", unbalanced),
+    "p4-thm1-rate": ("split_rates.split_loss", squared),
+    "p4-thm3-rate": ("split_rates.best_measure_loss", squared),
+    "p4-thm4-rate": ("split_rates.split_loss", squared),
+    "p4-thm5-rate": ("split_rates.best_measure_loss", squared),
+
     "p4-thm4": ("theorems.split_scale", heavier),
     # inputs off the cube
     "p4-prop3": ("definitions.inputs", lambda real: lambda *args: 10 * real(*args)),
@@ -73,7 +88,6 @@ PLANTED = {
         real(run, lambda expert: family("tanh"), cases)
     )),
     "p4-prop5": ("definitions.drawn", twins),
-    "p4-thm5": ("theorems.twisted", both_added),
     "p4-L1": ("definitions.example", swapped),
     "p4-eq11": ("definitions.example", swapped),
     "p4-eq52": ("definitions.example", swapped),

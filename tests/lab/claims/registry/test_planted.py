@@ -5,7 +5,7 @@ from importlib import import_module
 from tests.lab.claims.registry.test_rate_claims import CLAIMS as RATES
 from tieline.lab.claims.registry import PAPERS, all_claims
 
-ELSEWHERE = {*RATES, "p4-table1-heads"}
+ELSEWHERE = {*RATES, "p5-heads"}
 """Claims whose planted errors are slopes, and students, of other tests."""
 
 

@@ -24,7 +24,12 @@ from tieline.lab.claims.mixtures import (
 )
 from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
-from tieline.lab.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
+from tieline.lab.estimation.derivative_tests import (
+    Atom,
+    generic_atoms,
+    rank_test,
+    witness_atoms,
+)
 from tieline.lab.estimation.model import GateName, LinkName
 from tieline.routing import QuadraticRouter, Sigmoid, Softmax
 from tieline.routing.gates import Gate
@@ -150,7 +155,8 @@ def vanishing(run: ClaimRun) -> Evidence:
     Setting: the proposition as printed: c_2 = +∞; bounded inputs
     Tested: Sup over the cube of |σ(s₁) + σ(s₂) - σ(s₁)| at c = +40 and c = -40, with A = 0 and with
         A ≠ 0.
-    Overturned by: nothing: σ(+∞) = 1. With c_2 = -∞ it is right
+    Overturned by: c → -∞ in the conclusion, and A_2 and b_2 left free: any bounded A_2 and b_2 let
+        the second sigmoid vanish
     """
     x = inputs(run, 2000, 2)
     A = run.normal(2, 2, stream=1)
@@ -369,11 +375,38 @@ INDEPENDENT = 1e-3
 """Singular value above which unit vectors count as independent; dependent ones are at 1e-16."""
 
 
+WEAK_FORMS: dict[str, dict] = {
+    "two-layer GELU": LAYERED["two-layer GELU"],
+    "u²": {"expert": "polynomial"},
+    "linear": {"expert": "linear"},
+    "tanh": {"expert": "tanh"},
+}
+"""Experts that are weakly identifiable once degenerate rows are excluded."""
+
+
+def opposite_atoms(model: MoEModel) -> list[Atom]:
+    """One expert under a row and under its opposite, whose gates have the same derivative."""
+    first = generic_atoms(model, 1)[0]
+    return [first, Atom(-first.row, -first.bias, first.expert)]
+
+
+def constant_atom(model: MoEModel) -> list[Atom]:
+    """One expert under a gate that does not depend on x."""
+    first = generic_atoms(model, 1)[0]
+    return [Atom(0 * first.row, first.bias, first.expert)]
+
+
+def one_expert_atoms(model: MoEModel) -> list[Atom]:
+    """One expert under two rows that are not multiples of one another."""
+    first, second = generic_atoms(model, 2)
+    return [first, Atom(second.row, second.bias, first.expert)]
+
+
 @claim(
     "p4-def4",
     "partial-weak identifiability and its examples",
     statement="The same without b.",
-    tested="Rank at two generic atoms (d = 2), and at two atoms with proportional experts.",
+    tested="The same without b.",
     given={"gate": "partial"},
 )
 @claim("p4-def2", "weak identifiability and its examples", given={"gate": "quadratic"})
@@ -382,26 +415,48 @@ def weak(run: ClaimRun, gate) -> Evidence:
     two-layer networks and polynomial experts.
 
     Setting: the definition as written: any distinct parameters; the paper's examples, d = 2
-    Tested: Rank at two generic atoms (d = 2, symmetric A), and at two atoms with proportional
-        experts.
-    Overturned by: generic parameters and symmetric A among the hypotheses
-    Condition: A symmetric, and no two atoms of one row whose experts are multiples of one another:
-        the definition asks for any distinct parameters
+    Tested: Numbers of dependent derivatives (d = 2, A counted symmetric) at: one expert under
+        opposite rows, where σ′(s) = σ′(-s); two proportional experts under one row; λφ under a
+        constant gate, where ∂c is a multiple of ∂λ; one atom of λ ReLU, where α·∂α + β∂β = λ∂λ.
+        Then at two generic atoms and at one expert under two generic rows.
+    Overturned by: the condition among the hypotheses, and λ ReLU not among the examples
+    Condition: A symmetric, rows that are not constant and of which none is another or its opposite;
+        and not λ ReLU, which no row saves
     """
-    x, checks = inputs(run, 600, 2), []
-    forms: dict[str, dict] = {
-        "two-layer GELU": LAYERED["two-layer GELU"],
-        "u²": {"expert": "polynomial"},
-        "ReLU": {"expert": "relu"},
-        "tanh": {"expert": "tanh"},
-    }
-    for name, form in forms.items():
+    x, as_written, excluded = inputs(run, 600, 2), [], []
+
+    def dependencies(form: dict, atoms) -> int:
         model = family(gate, **form)
-        generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
-        same = dependent(rank_test(model, witness_atoms(model), "weak", x))
-        checks += qualified(near(f"dependent, {name}", generic, 0, 0))
-        checks.append(near(f"dependent at proportional experts, {name}", same, 0, 0))
-    return Evidence.of(checks, paper=0, measured=max(c.measured for c in checks))
+        return dependent(rank_test(model, atoms(model), "weak", x))
+
+    for name, form in WEAK_FORMS.items():
+        witnesses = {"opposite rows": opposite_atoms, "proportional experts": witness_atoms}
+        for where, atoms in witnesses.items():
+            as_written.append(near(f"{name}: {where}", dependencies(form, atoms), 0, 0))
+        for where, atoms in {"generic": two_atoms, "one expert": one_expert_atoms}.items():
+            excluded.append(near(f"{name}: {where}", dependencies(form, atoms), 0, 0))
+    relu = dependencies(LAYERED["two-layer ReLU"], lambda model: generic_atoms(model, 1))
+    flat = dependencies(LAYERED["two-layer GELU"], constant_atom)
+    return Evidence.of(
+        as_written,
+        near("λ ReLU: one atom", relu, 0, 0),
+        near("λ GELU: constant gate", flat, 0, 0),
+        qualified(*excluded),
+        corrected(
+            near("λ ReLU: Euler's relation at every atom", relu, 1, 0),
+            *(at_least(f"{check.name}, dependent", check.measured, 1) for check in as_written),
+        ),
+        paper=0,
+        measured=f"{max(c.measured for c in as_written):.0f} under opposite rows or proportional "
+        f"experts, {relu} at one atom of λ ReLU, {max(c.measured for c in excluded):.0f} elsewhere",
+        note="No expert meets the definition as written: σ′ is even, so that ∂A, ∂b and ∂c at s "
+        "and -s are equal whatever the expert.",
+    )
+
+
+def two_atoms(model: MoEModel) -> list[Atom]:
+    """Two generic atoms."""
+    return generic_atoms(model, 2)
 
 
 @claim(

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from tests.lab.claims.registry.test_claims_can_fail import RUN
-from tieline.lab.claims.paper4 import attention
+from tieline.lab.claims.beyond import heads
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.claims.runner import run_claim
 
 
 def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):
-    claim = all_claims()["p4-table1-heads"]
+    claim = all_claims()["p5-heads"]
     found = {}
 
     def once(*args, **kwargs):
@@ -18,8 +18,8 @@ def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):
             found[key] = real(*args, **kwargs)
         return found[key]
 
-    real = attention.compare_attention
-    monkeypatch.setattr(attention, "compare_attention", once)
+    real = heads.compare_attention
+    monkeypatch.setattr(heads, "compare_attention", once)
     honest = run_claim(claim, RUN)
     assert not honest.changed, (honest.error, honest.evidence)
     tied = found[("head",)]
