@@ -32,7 +32,7 @@ from tieline.analysis.noise_shapes import find_patterns
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band
-from tieline.models.emulate import FORMATS
+from tieline.models.formats import FORMATS
 
 LENGTHS = (128, 256, 512)
 SIZES = (1024, 2048, 4096, 2048, 1024, 4096, 2048, 16384)

@@ -18,7 +18,7 @@ from benchmarks.planted import SHOWN
 from tieline.analysis.diff import Side, diff_models
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
-from tieline.models.kernel import use_experts
+from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 

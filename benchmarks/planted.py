@@ -21,7 +21,7 @@ from tieline.analysis.diff import Side, trace_model
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.emulate import emulate, state_noise
-from tieline.models.kernel import use_experts
+from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 from tieline.trace.record import LayerTrace

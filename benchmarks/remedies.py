@@ -40,12 +40,11 @@ from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
 from tieline.models.replay import replay
-from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import smooth_, unsmooth_
 from tieline.run.calibration import noise_perturbation
 from tieline.run.condition import Condition, applied, noise_generator
-from tieline.run.corpus import default_length, tokenise
-from tieline.run.schedule import model_logits
+from tieline.run.corpus import default_length, stacked_batches, tokenise
+from tieline.run.forward import forward, model_logits, only_running
 
 EXTRA = (0.1, 0.2, 0.3, 0.4, 0.5)
 SCALES = (2.0, 4.0, 8.0, 16.0, 32.0)
@@ -271,7 +270,7 @@ def law_rows(
     split = [[], []]  # in turns, for a text changes along its way
     for place, sequence in enumerate(words.sequences[options.law_skip // length :]):
         split[place % every > 0].append(sequence)
-    parts = [list(batches(sequences, 8)) for sequences in split]
+    parts = [list(stacked_batches(sequences, 8)) for sequences in split]
     return checks(layer_laws(loaded.module, known, *parts, scales=LAW_SCALES, seed=options.seed))
 
 
@@ -302,11 +301,13 @@ def main() -> None:
     with only_running(loaded.module), only_running(copied):
         words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
         first = options.calibration // length
-        known = Calibration(loaded.module, list(batches(words.sequences[:first], 8)), NOISE)
+        known = Calibration(loaded.module, list(stacked_batches(words.sequences[:first], 8)), NOISE)
         if "equal" in parts:
             extras = [float(word) for word in options.extra.split(",")]
             rows = forms(known, extras, SCALES if "spread" in parts else ())
-            before = measure(loaded.module, copied, rows, list(batches(words.sequences[first:], 8)))
+            before = measure(
+                loaded.module, copied, rows, list(stacked_batches(words.sequences[first:], 8))
+            )
             found["before"] = {key: asdict(one.mean()) for key, one in before.items()}
             found["equal experts"] = equal_experts(rows, before, extras)
             found["spread"] = spread(rows, before) if "spread" in parts else []

@@ -25,7 +25,7 @@ import torch
 
 import tieline as tl
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
-from tieline.models.running import forward
+from tieline.run.forward import forward
 
 Routes = np.ndarray
 

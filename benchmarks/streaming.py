@@ -35,11 +35,11 @@ from tieline.analysis.audit import audit
 from tieline.analysis.inspect import inspect
 from tieline.core.settings import read_memory
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.emulate import RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.model import Model, read_shape
-from tieline.models.running import forward, only_running
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
+from tieline.run.forward import forward, only_running
 from tieline.run.lockstep import ParkedPass, PassJob, lead_passes
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]

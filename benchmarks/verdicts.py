@@ -36,8 +36,9 @@ from tieline.core.statistics import (
     next_token_losses,
 )
 from tieline.models.demo import load_demo_model
-from tieline.models.running import batches, forward, only_running
 from tieline.run.condition import Condition, Part, Perturbation, applied
+from tieline.run.corpus import stacked_batches
+from tieline.run.forward import forward, only_running
 from tieline.trace import RoutingTrace
 
 LENGTH, SIZES, TARGET = 512, (512, 2048, 16384), 0.05
@@ -95,7 +96,7 @@ def costs(trace: RoutingTrace, part: Part) -> dict[str, tuple[Tensor, Tensor]]:
     sequences = list(trace.tokens[: whole * LENGTH].long().view(whole, LENGTH))
     sums = {name: (SequenceSums(), SequenceSums()) for name in FORMATS}
     with only_running(model):
-        for ids in batches(sequences, 8):
+        for ids in stacked_batches(sequences, 8):
             clean = forward(model, ids).logits
             for name, (kl, loss) in sums.items():
                 with applied(model, Condition(Perturbation("rounding", name, part))):

@@ -48,7 +48,11 @@ from tieline.trace.readers import import_trace
 
 LONGEST = 600
 REFUSALS = ("another process", "is not empty", "exists")
-LIBRARIES = ("tieline.analysis.smooth", "tieline.lab.on_model.reroute", "tieline.engines.sources")
+LIBRARIES = (
+    "tieline.analysis.smooth",
+    "tieline.lab.on_model.reroute",
+    "tieline.engines.trace_sources",
+)
 LIBRARIES += ("tieline.lab.on_model.upcycle", "tieline.lab.claims", "tieline.lab.training.engine")
 LIBRARIES += ("tieline.analysis.convert", "tieline.report", "tieline.lab.report", "plotly")
 

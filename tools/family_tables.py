@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tieline.models.families import GroupRule, RouterFamily
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
-from tieline.models.smooth_router import refusal
+from tieline.models.smoothed_router import smoothing_refusal
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -35,15 +35,15 @@ def support_table(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) ->
 
 def smoothing_list(families: tuple[RouterFamily, ...] = TRANSFORMERS_FAMILIES) -> str:
     """Return Markdown: the families that `smooth_` can smooth, and why it refuses others."""
-    smoothed = sorted({family.name for family in families if refusal(family) is None})
-    refused = [family for family in families if refusal(family) is not None]
+    smoothed = sorted({family.name for family in families if smoothing_refusal(family) is None})
+    refused = [family for family in families if smoothing_refusal(family) is not None]
     return "\n".join(
         [
             f"Smoothed: {len(smoothed)} families.\n",
             ", ".join(f"`{name}`" for name in smoothed) + ".\n",
             f"Refused by name: {len(refused)} kinds of routers.\n",
             *_table(["family", "router", "reason"]),
-            *(_row(f.name, _code(f.routers), refusal(f) or "") for f in refused),
+            *(_row(f.name, _code(f.routers), smoothing_refusal(f) or "") for f in refused),
             "",
         ]
     )

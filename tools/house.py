@@ -52,7 +52,6 @@ MAY_RUN = {
     "analysis/audit_remedies.py:_timed": "times remedies",
     "analysis/audit_remedies.py:_in_turns": "times remedies",
     "analysis/smooth_repair.py:smoothing_latency": "times a smoothed model",
-    "models/running.py:forward": "the one way to call a model, which the runner calls",
     "models/smooth.py:undo": "undoes a change; `model` is a function there",
 }
 """Functions outside run/ and lab/ that may call a model, as "file:function", with the reason."""

@@ -345,14 +345,14 @@ MUTANTS: list[Mutant] = [
         "hf-1",
         "return scores.masked_fill(outside, limit.fill), values[:, -2] - values[:, -1]",
         "return scores.masked_fill(outside, limit.fill), values[:, 0] - values[:, -1]",
-        "models/test_selection.py models/capture/test_capture.py",
+        "models/test_router_rule.py models/capture/test_capture.py",
         "gap of the first instead of the last chosen group",
     ),
     _m(
         "hf-2",
         "levels = (1 << (bits - 1)) - 1",
         "levels = 1 << (bits - 1)",
-        "models/emulate/test_formats.py",
+        "models/test_formats.py",
         "off by one: levels that the format does not have",
     ),
     _m(
@@ -366,7 +366,7 @@ MUTANTS: list[Mutant] = [
         "hf-4",
         "return mass.sum(dim=-1, keepdim=True).clamp(min=least)",
         "return mass.sum(dim=-1, keepdim=True)",
-        "models/test_selection.py models/smooth/test_families.py",
+        "models/test_router_rule.py models/smooth/test_families.py",
         "the least sum that ernie4_5 divides by is dropped",
     ),
     _m(
@@ -387,7 +387,7 @@ MUTANTS: list[Mutant] = [
         "hf-8",
         "padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))",
         "padded = torch.nn.functional.pad(along, (-dim % size, 0)).unflatten(-1, (-1, size))",
-        "models/emulate/test_formats.py",
+        "models/test_formats.py",
         "groups counted from the wrong end of a width that they do not divide",
     ),
     # ----------------------------------------------------------------- audit
@@ -588,7 +588,7 @@ MUTANTS: list[Mutant] = [
         "run-6",
         "return dict(enumerate(self.batches, self.number))",
         "return dict(enumerate(self.batches))",
-        "run/test_processes.py run/test_law.py",
+        "run/test_ranks.py run/test_law.py",
         "batches keep their numbers among those of all processes",
     ),
     # ------------------------------------------------------------------ analysis on the runner

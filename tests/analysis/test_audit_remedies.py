@@ -13,8 +13,8 @@ from tieline.analysis.audit_records import PrecisionAudit
 from tieline.analysis.audit_remedies import chosen_perturbations
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_
-from tieline.models.running import forward
 from tieline.run.condition import Perturbation
+from tieline.run.forward import forward
 
 ROUTER, MODEL = Perturbation("rounding", "int4"), Perturbation("rounding", "int4", "model")
 NOISE = Perturbation("score noise", 0.2)

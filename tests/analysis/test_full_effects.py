@@ -16,12 +16,11 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.core.statistics import kl_divergence
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
-from tieline.models.running import forward, only_running
 from tieline.run.condition import Condition, Perturbation
+from tieline.run.forward import forward, model_logits, only_running
 from tieline.run.observers import Outcome
 from tieline.run.plan import Pass, Plan
 from tieline.run.runner import Runner
-from tieline.run.schedule import model_logits
 
 SMALL, LARGE = Perturbation("score noise", 1e-9), Perturbation("score noise", 0.5)
 

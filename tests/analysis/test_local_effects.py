@@ -8,7 +8,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.local_effects import LocalEffects, chosen_mask
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
-from tieline.models.router_call import read_output
+from tieline.models.router_output import read_output
 from tieline.run.choices import routed_set
 from tieline.run.condition import Perturbation
 from tieline.run.observers import observing

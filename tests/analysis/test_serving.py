@@ -16,7 +16,7 @@ from tieline.analysis.serving import (
     tolerated,
 )
 from tieline.core.statistics import Estimate
-from tieline.models.emulate import FORMATS
+from tieline.models.formats import FORMATS
 
 
 def serving(kl, replayed=0.0, error=1e-6, loss=0.0, sequences=32):

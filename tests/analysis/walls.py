@@ -16,7 +16,7 @@ from tieline.models.capture import DEFAULT_EPSILONS, LayerObserver, ObserverSett
 from tieline.models.documents import Batch
 from tieline.models.model import Model
 from tieline.models.routed_block import Block, Rows, block_of
-from tieline.models.router_call import Choice, override_choice
+from tieline.models.router_output import Choice, override_choice
 from tieline.run.recorder import RouteRecorder, clean_plan
 from tieline.run.runner import Runner
 from tieline.trace import LayerTrace

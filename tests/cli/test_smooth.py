@@ -6,7 +6,7 @@ import pytest
 
 from tieline.models import find_routers
 from tieline.models.model import Model
-from tieline.models.smooth_router import smoothing_of
+from tieline.models.smoothed_router import router_smoothing
 
 FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
 
@@ -24,7 +24,7 @@ def test_the_model_is_saved_with_its_table(tieline, tmp_path):
     for words in ("Experts per token", "router bf16", "Time of a forward pass", "ε"):
         assert words in shown
     loaded = Model.open(out).module
-    assert all(smoothing_of(router) is not None for router in find_routers(loaded).values())
+    assert all(router_smoothing(router) is not None for router in find_routers(loaded).values())
     code, _, said = tieline("smooth", out, *FEW)
     assert code == 2
     assert "smoothed already" in said

@@ -1,4 +1,4 @@
-"""tieline.engines.capture: what it asks of a worker and what it refuses before starting one."""
+"""tieline.engines.engine_run: what it asks of a worker and what it refuses before starting one."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import tieline as tl
 from tests.engines.fakes import HONEST, fake_engine
 from tieline.core.errors import TielineError, TraceError
 from tieline.engines import RunOptions, dequantised, run_engine
-from tieline.engines.capture import usable_threads
+from tieline.engines.engine_run import usable_threads
 from tieline.trace import load_trace, save_trace
 
 

@@ -6,16 +6,16 @@ import torch
 
 from tests.models.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_model
 from tieline.models import find_routers
+from tieline.models.epsilon import Scores
 from tieline.models.families import FAMILIES
 from tieline.models.routed_block import BlockCall, block_of
-from tieline.models.router_call import attach, detach
-from tieline.models.smooth_calibration import Scores
-from tieline.models.smooth_router import layer_plan, refusal
+from tieline.models.router_output import attach_handler, detach_handler
+from tieline.models.smoothed_router import layer_plan, smoothing_refusal
 
 SMOOTHED = [
     name
     for name in SUPPORTED
-    if any(f.name == name and refusal(f) is None for f in FAMILIES.values())
+    if any(f.name == name and smoothing_refusal(f) is None for f in FAMILIES.values())
 ]
 KINDS = [
     "afmoe",  # sigmoid, bias as argument
@@ -118,9 +118,9 @@ def selection_scores(layer, points):
     """What the router of a layer ranks (N, E) for states (N, D)."""
     plan = layer_plan(layer.name, layer.router)
     kept = Scores(plan)
-    attach(plan.router, plan.family, kept)
+    attach_handler(plan.router, plan.family, kept)
     layer(points)
-    detach(plan.router)
+    detach_handler(plan.router)
     return kept.scores
 
 

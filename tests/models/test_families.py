@@ -77,7 +77,7 @@ def _check_layer(layer, output, router):
     assert (layer.near[:, -1] >= layer.near[:, 0]).all()
     assert (layer.near[:, 0] >= k).all()
     if family.layout != COLUMNS:
-        return  # tests/models/router_call/test_outputs.py
+        return  # tests/models/router_output/test_outputs.py
     logits, weights, ids = (x.flatten(0, -2).double() for x in output[:3])
     logits = logits.log() if family.probabilities else logits
     if family.skip_class:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieline.models.router_call import Choice, RouterOutput
+from tieline.models.router_output import Choice, RouterOutput
 from tieline.run.choices import compared_choice
 
 

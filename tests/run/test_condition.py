@@ -8,8 +8,8 @@ import torch
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_
-from tieline.models.emulate import FORMATS, OF_ROUTERS, modular_routers
-from tieline.models.running import forward, only_running
+from tieline.models.emulate import modular_routers
+from tieline.models.formats import FORMATS, OF_ROUTERS
 from tieline.run.condition import (
     Condition,
     Perturbation,
@@ -18,6 +18,7 @@ from tieline.run.condition import (
     rounding_noise,
     standard_perturbations,
 )
+from tieline.run.forward import forward, only_running
 
 
 def test_the_standard_ones_are_every_format_and_noise_of_routers_and_model():

@@ -8,7 +8,7 @@ data         batches shared by two processes
 import pytest
 import torch
 
-from tests.models.streaming.test_passes import in_groups, saved, some_batches
+from tests.models.model_stream.test_passes import in_groups, saved, some_batches
 from tests.ranks import Ranks as Processes
 from tests.run.on_ranks import audited, repaired
 from tests.run.test_recorder import SMALL, TOKENS
@@ -17,12 +17,12 @@ from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.smooth import smooth
 from tieline.core.records import to_plain
-from tieline.engines.sources import capture_engine
-from tieline.models.kernel import use_experts
+from tieline.engines.capture import capture_engine
+from tieline.models.experts import use_experts
 from tieline.models.model import Model
-from tieline.models.running import forward, only_running
 from tieline.run import schedule
 from tieline.run.condition import Perturbation
+from tieline.run.forward import forward, only_running
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

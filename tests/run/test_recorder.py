@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.models.streaming.test_passes import in_groups, saved
+from tests.models.model_stream.test_passes import in_groups, saved
 from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
 from tieline.core.records import to_plain
-from tieline.engines.sources import capture_engine
+from tieline.engines.capture import capture_engine
 from tieline.measure.measure_settings import MeasureSettings
-from tieline.models.kernel import use_experts
+from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.trace.record import identical
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.models.streaming.test_passes import FAMILIES, saved
+from tests.models.model_stream.test_passes import FAMILIES, saved
 from tests.models.tiny_whole import WHOLE
 from tests.run.test_recorder import SMALL
 from tieline.analysis.inspect import inspect

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.streaming.test_passes import saved
+from tests.models.model_stream.test_passes import saved
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums, kl_divergence
@@ -11,12 +11,12 @@ from tieline.models.capture import capture
 from tieline.models.emulate import emulate
 from tieline.models.model import Model
 from tieline.models.replay import replay
-from tieline.models.running import forward, only_running
 from tieline.run import schedule
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied
+from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, observing
 from tieline.run.plan import Pass, Phase, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 
 INT4 = Condition(Perturbation("rounding", "int4"), seed=(0, 0))

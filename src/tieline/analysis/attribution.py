@@ -54,7 +54,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.noise_shapes import NoiseShape, find_patterns
 from tieline.core.settings import require_setting
 from tieline.core.statistics import Estimate
-from tieline.models.emulate import OF_ROUTERS
+from tieline.models.formats import OF_ROUTERS
 
 ROUNDING = {
     "fp32": 5.1e-8,

@@ -51,14 +51,15 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.demo import DEMO
-from tieline.models.emulate import FORMATS, format_named, makes_one_product, modular_routers
+from tieline.models.emulate import makes_one_product, modular_routers
+from tieline.models.formats import FORMATS, format_named
 from tieline.models.ignore_lists import ignore_lists
 from tieline.models.model import Model, ModelSource
-from tieline.models.spread import check_rounding
+from tieline.models.parallel import check_rounding
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
 from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.plan import Budget, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import HiddenStatesError, Progress
 from tieline.trace.record import LayerTrace

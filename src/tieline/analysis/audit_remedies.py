@@ -34,14 +34,14 @@ from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
+from tieline.models.experts import KERNEL, can_use_experts, use_experts
 from tieline.models.families import family_of
-from tieline.models.kernel import KERNEL, can_use_experts, use_experts
 from tieline.models.replay import replay
-from tieline.models.running import forward, only_running
 from tieline.models.smooth import Smoothing, smoothed_routers, smoothing_record
-from tieline.models.smooth_router import GateName
+from tieline.models.smoothed_router import GateName
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
+from tieline.run.forward import forward, only_running
 from tieline.run.plan import Budget, Ids, Pass, Phase, Plan, Ran
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress

@@ -18,7 +18,7 @@ from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
 from tieline.core.settings import SettingError, takes_settings
 from tieline.models.model import Model
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.recorder import recorded_routes
 from tieline.trace.agreement import compare
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace

@@ -37,17 +37,17 @@ from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
-from tieline.models.emulate import FORMATS, Region
-from tieline.models.kernel import use_experts
+from tieline.models.emulate import Region
+from tieline.models.experts import use_experts
+from tieline.models.formats import FORMATS
 from tieline.models.model import Model, ModelSource
-from tieline.models.running import batches
-from tieline.models.spread import UNROUNDED, check_parallel, check_rounding
-from tieline.models.streaming import ModelStream
+from tieline.models.model_stream import ModelStream
+from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.condition import CLEAN, Condition, Perturbation
-from tieline.run.corpus import as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
 from tieline.run.observers import Observer
 from tieline.run.plan import Logits, Pass, Phase, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
@@ -268,7 +268,7 @@ def _diff_named_models(
     result = replace(result, provenance=result.provenance | facts)
     if not settings.replay:
         return result
-    ranks = Ranks.of(settings.parallel, list(batches(sequences, settings.batch_size)))
+    ranks = Ranks.of(settings.parallel, list(stacked_batches(sequences, settings.batch_size)))
     return _with_replay(result, replay_split(a, b, ranks))
 
 
@@ -386,7 +386,7 @@ def _trace_beside(
     predictions: DistanceObserver,
 ) -> RoutingTrace:
     """Record the routing of a model in a format, and compare its predictions with its own."""
-    ranks = Ranks.of(None, list(batches(sequences, batch_size)))
+    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
     plan, _ = _side_by_side((exact, side), ranks, (batch_size, batch_size))
     recorder = side.recorder(1)
     Runner(exact.opened, side.opened, ranks=ranks).run(plan, [recorder, predictions])
@@ -459,7 +459,7 @@ def diff_models(
         "A and B are one model that is streamed: open it twice, or have it in memory",
     )
     started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
-    ranks = Ranks.of(parallel, list(batches(sequences, max(sizes))))
+    ranks = Ranks.of(parallel, list(stacked_batches(sequences, max(sizes))))
     plan, split = _side_by_side((a, b), ranks, sizes)
     models = (a.model, b.model)
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)
@@ -551,7 +551,7 @@ def trace_model(
         progress: called with stage, done and total.
         parallel: how processes share the model, which was loaded so.
     """
-    ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
+    ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
     trace = trace_side(side, ranks, progress=progress)
     return trace if documents is None else _renumbered(trace, documents)
 

@@ -48,14 +48,19 @@ from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting
 from tieline.engines import RunOptions, dequantised, engine_named
 from tieline.engines.registry import find_python, split_side
-from tieline.engines.sources import EngineSource, TokenDocuments, engine_model, vocabulary_sample
-from tieline.models.emulate import FORMATS, Region
+from tieline.engines.trace_sources import (
+    EngineSource,
+    TokenDocuments,
+    engine_model,
+    vocabulary_sample,
+)
+from tieline.models.emulate import Region
+from tieline.models.formats import FORMATS
 from tieline.models.model import load_tokenizer
-from tieline.models.running import batches
-from tieline.run.corpus import default_length
+from tieline.run.corpus import default_length, stacked_batches
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.schedule import Progress
 from tieline.trace.record import RoutingTrace
 
@@ -203,7 +208,7 @@ def _run_engine(side: NamedSide, job: _Job) -> _SideRun:
 
 def _run_model(side: Side, job: _Job) -> _SideRun:
     """Run a model of transformers and keep its log-probabilities, if they are asked for."""
-    ranks = Ranks.of(None, list(batches(job.documents.sequences, job.settings.batch_size)))
+    ranks = Ranks.of(None, list(stacked_batches(job.documents.sequences, job.settings.batch_size)))
     predictions = _Predictions()
     observers = [predictions] if job.predictions else []
     trace = trace_side(side, ranks, observers, job.progress)

@@ -20,7 +20,7 @@ from tieline.core.statistics import SequenceSums, kl_divergence, next_token_loss
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Ids, Pass, Phase
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.trace.record import LayerTrace
 
 

@@ -58,14 +58,15 @@ from tieline.measure.measures import (
 )
 from tieline.measure.summary_measures import measure_summary
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
+from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model, ModelSource
 from tieline.models.routed_block import block_of
-from tieline.models.running import only_running, text_config
 from tieline.run.corpus import Corpus, TokenisedText
+from tieline.run.forward import only_running
 from tieline.run.observers import Observer, Rerun
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.recorder import RouteRecorder, clean_plan
 from tieline.run.resume import RunState
 from tieline.run.runner import Runner

@@ -38,7 +38,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
 from tieline.measure.measures import gap_status
 from tieline.models.routed_block import Block, BlockRun, Rows, fitted_choice
-from tieline.models.router_call import Choice, RouterOutput
+from tieline.models.router_output import Choice, RouterOutput
 from tieline.run.choices import overridden_output
 from tieline.trace.record import LayerTrace, RoutingTrace
 

@@ -17,7 +17,7 @@ from tieline.core.errors import TielineError, require
 from tieline.models.routed_block import Block, BlockCall, Rows
 from tieline.run.observers import BlockSite, Observer, Rerun, Site
 from tieline.run.plan import Pass
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.recorder import RouteRecorder
 from tieline.trace.summary import SPAN, token_hash
 

@@ -12,7 +12,7 @@ from tieline.measure.logit_view import logit_view
 from tieline.measure.measures import gap_status
 from tieline.models.emulate import logits_matrix
 from tieline.models.families import find_routers
-from tieline.models.spread import full_tensor
+from tieline.models.parallel import full_tensor
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PROBES = 64

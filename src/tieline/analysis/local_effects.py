@@ -28,13 +28,13 @@ from tieline.models.capture import Call, LayerObserver, ObserverSettings
 from tieline.models.documents import Batch
 from tieline.models.families import family_of
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
-from tieline.models.router_call import Choice, RouterOutput, read_output
-from tieline.models.selection import select
+from tieline.models.router_output import Choice, RouterOutput, read_output
+from tieline.models.router_rule import selection_scores
 from tieline.run.choices import routed_set
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
 from tieline.run.observers import BlockSite, Observer, Rerun, Site
 from tieline.run.plan import Ids, Pass
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.trace.record import LayerTrace, take_tokens
 
 RANKS = 16
@@ -252,7 +252,7 @@ def chosen_mask(
     family = family_of(router)
     if family is None:
         raise TielineError(f"{type(router).__name__} is no router of a known family")
-    selection = select(family, router, logits, call)
+    selection = selection_scores(family, router, logits, call)
     scores, limit = selection.scores, selection.limit
     if limit is not None:
         groups = topk_mask(group_scores(scores, limit.n_groups, limit.score), limit.k_groups)

@@ -62,9 +62,9 @@ from tieline.measure.expert_load import ExpertLoad, load_from_counts
 from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.measures import check_finite_scores, gap_status
 from tieline.measure.rounding import precision_flips
-from tieline.models.changes import untraced
+from tieline.models.class_changes import untraced
+from tieline.models.configuration import text_config
 from tieline.models.documents import token_part
-from tieline.models.running import text_config
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected

@@ -27,7 +27,8 @@ from tieline.core.numerics import grid_step, one_thread
 from tieline.measure.flips import flip_limits, group_flip_probability
 from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.rounding import product_flips
-from tieline.models.emulate import Format, format_named, logits_matrix
+from tieline.models.emulate import logits_matrix
+from tieline.models.formats import Format, format_named
 from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
 

@@ -25,12 +25,12 @@ from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings
+from tieline.models.configuration import text_config
+from tieline.models.epsilon import NORMAL_MEDIAN
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
-from tieline.models.running import batches, text_config
-from tieline.models.smooth_calibration import NORMAL_MEDIAN
 from tieline.run.condition import CLEAN, Condition, Perturbation
-from tieline.run.corpus import TokenisedText
+from tieline.run.corpus import TokenisedText, stacked_batches
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
@@ -91,7 +91,7 @@ def rounded_runs(
     sequences = first_sequences(text, _affordable_tokens(model, names))
     if not sequences:
         return RoundedRuns(None, None, "not measured: no sequence of the text is short enough")
-    numbered = dict(enumerate(batches(sequences, batch_size)))
+    numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     passes = [Pass(n, condition) for condition in (CLEAN, ROUNDED) for n in numbered]
     recorders = [
         RouteRecorder(model, EVERYTHING, names, lambda run, c=condition: run.condition == c)
@@ -149,7 +149,7 @@ def measure_serving(
     if status != "ok":
         return ServedRuns(None, NoiseReport((), status))
     sequences = first_sequences(text, _affordable_scores(model))
-    numbered = dict(enumerate(batches(sequences, batch_size)))
+    numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     rounding = served_rounding(precision)
     condition, effects = Condition(rounding), FullEffects([rounding])
     clean, rounded = (

@@ -26,11 +26,11 @@ from tieline.core.errors import TielineError
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
 from tieline.models.capture import LayerObserver, ObserverSettings
-from tieline.models.changes import Call, untraced
+from tieline.models.class_changes import Call, untraced
 from tieline.models.documents import Batch, DocumentCounter, argument_names, called_part
 from tieline.models.families import RouterFamily, chosen_routers, family_of
-from tieline.models.router_call import live_output, read_output
-from tieline.models.selection import GroupLimit, at_least_single, restrict
+from tieline.models.router_output import live_output, read_output
+from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
 from tieline.routing.smooth import BandGate
@@ -153,7 +153,9 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
         facts = _gate_facts(gate, experts, ranks_logits=bias is None and selection is scores)
         limit = _group_limit(gate)
         if limit is not None:
-            selection, group_gap = restrict(selection, _empty_choice(tokens, scores.device), limit)
+            selection, group_gap = restrict_to_groups(
+                selection, _empty_choice(tokens, scores.device), limit
+            )
     kept = experts if ranks is None else min(experts, k + ranks)
     ranked = ranked_choice(selection, _empty_choice(tokens, scores.device), k, kept)
     return LayerTrace(

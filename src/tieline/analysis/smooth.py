@@ -41,25 +41,25 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
 from tieline.models.demo import DEMO
-from tieline.models.families import find_routers
-from tieline.models.kernel import KERNEL, can_use_experts, use_experts
-from tieline.models.model import Model, ModelSource
-from tieline.models.smooth import Smoothing, apply_smoothing, smoothing_record, with_widths
-from tieline.models.smooth_calibration import (
+from tieline.models.epsilon import (
     Measured,
     Scores,
     budget_epsilon,
     refuse_equal_scores,
 )
-from tieline.models.smooth_router import GateName, LayerPlan, default_k_max, plan_layers
-from tieline.models.spread import check_parallel
-from tieline.models.streaming import StreamedModel
+from tieline.models.experts import KERNEL, can_use_experts, use_experts
+from tieline.models.families import find_routers
+from tieline.models.model import Model, ModelSource
+from tieline.models.model_stream import StreamedModel
+from tieline.models.parallel import check_parallel
+from tieline.models.smooth import Smoothing, apply_smoothing, smoothing_record, with_widths
+from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns
 from tieline.run.calibration import measure_scores, noise_perturbation
 from tieline.run.condition import Perturbation
 from tieline.run.corpus import Corpus
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 

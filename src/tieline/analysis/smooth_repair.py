@@ -36,12 +36,13 @@ from tieline.core.statistics import (
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.models.model_folder import save_model
-from tieline.models.running import batches, forward, only_running
 from tieline.models.smooth import Smoothing, recorded_smoothing, with_widths
 from tieline.run.condition import Condition, Perturbation
+from tieline.run.corpus import stacked_batches
+from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Ids, Pass, Phase, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 
@@ -452,7 +453,7 @@ def repair_tables(
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
-    ranks = Ranks.of(parallel, list(batches(sequences, batch_size)))
+    ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
     forms = [_smoothed_form(smoothed, width) for width in widths]
     runner = Runner(Model(model), Model(smoothed), ranks=ranks)
     return measure_repair(runner, forms, perturbations, seed, progress)

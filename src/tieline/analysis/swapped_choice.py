@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.families import RouterFamily, family_of
-from tieline.models.router_call import Choice
-from tieline.models.selection import combine_rule, family_scale, renormalises
-from tieline.models.spread import full_tensor
+from tieline.models.parallel import full_tensor
+from tieline.models.router_output import Choice
+from tieline.models.router_rule import combine_rule, family_scale, renormalises_weights
 from tieline.trace.record import LayerTrace, take_tokens
 
 PerToken = Float[Tensor, " tokens"]
@@ -59,7 +59,7 @@ def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn
         ids[:, k] = some.experts[:, k - 1].long()
         weights[:, k] *= weights[:, k - 1] / entering.clamp(min=TINY)
     weights[:, k - 1] = entering
-    if layer.bias is not None and renormalises(family, router):
+    if layer.bias is not None and renormalises_weights(family, router):
         weights *= before / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
     return Choice(weights, ids)
 

@@ -34,7 +34,7 @@ from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass, Phase, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 

@@ -28,7 +28,7 @@ def check(
     outputs.check(*routes, settings.tokens, settings.against, settings.model)
     with progress_bars(first="reading the routes"):
         from tieline.analysis.check import check as run
-        from tieline.models.running import quiet_transformers
+        from tieline.models.checkpoint import quiet_transformers
 
         quiet_transformers()
         result = run(routes, settings=settings)

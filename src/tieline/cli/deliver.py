@@ -191,7 +191,7 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
         if doing:
             parallel = getattr(settings, "parallel", None)
             options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
-        from tieline.models.running import quiet_transformers
+        from tieline.models.checkpoint import quiet_transformers
 
         quiet_transformers()
         module, _, function = job.partition(":")

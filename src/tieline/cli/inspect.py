@@ -105,7 +105,7 @@ def _inspection_or_saved(
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.inspect_findings import inspection_metric_names
         from tieline.analysis.load import load, source_kind
-        from tieline.models.running import quiet_transformers
+        from tieline.models.checkpoint import quiet_transformers
 
         quiet_transformers()
         kind = source_kind(source)

@@ -68,7 +68,7 @@ class Plugin:
             the command to `tieline.cli.app.app`.
         results: formats of the results in JSON files, by name.
         restorers: modules by name of a change; importing the module calls
-            `tieline.models.changes.register_restorer`.
+            `tieline.models.checkpoint.register_restorer`.
         families: modules whose import calls `tieline.models.register_family`.
         readers: modules whose import calls `tieline.trace.readers.register_reader`.
         engines: modules whose import calls `tieline.engines.registry.register`.

@@ -8,15 +8,8 @@ installed       where an engine is, and its versions; `list_engines` returns all
 """
 
 from tieline.core.plugins import import_added
-from tieline.engines.capture import (
-    EngineCapture,
-    EngineRun,
-    RunOptions,
-    capture,
-    dequantised,
-    run_engine,
-)
-from tieline.engines.process import EngineError
+from tieline.engines.capture import EngineCapture, capture
+from tieline.engines.engine_run import EngineRun, RunOptions, dequantised, run_engine
 from tieline.engines.registry import (
     ENGINES,
     Engine,
@@ -28,6 +21,7 @@ from tieline.engines.registry import (
     list_engines,
     register,
 )
+from tieline.engines.worker_process import EngineError
 
 __all__ = [
     "ENGINES",

@@ -1,29 +1,33 @@
-"""Run an engine on token ids and return what its routers chose.
+"""The routing of a model in an engine: `tieline capture` and its result.
 
-trace = tieline.engines.capture("model.gguf", engine="llama.cpp", ids=[[5, 17, 3], [8, 2]])
+capture           the trace of token ids that an engine is given
+capture_engine    the same of a text, ids or a trace, in any engine or transformers, as a result
+EngineCapture     the result
 """
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-import numpy as np
-import torch
-
-from tieline._version import __version__
-from tieline.core.errors import TraceError, require
 from tieline.core.records import Result
-from tieline.core.settings import SettingError
-from tieline.engines.answers import check_rows, read_answer, trace_of
-from tieline.engines.process import EngineError, Progress, run_worker
-from tieline.engines.registry import Engine, engine_named, find_python
+from tieline.core.settings import SettingError, require_setting, takes_settings
+from tieline.engines.engine_run import RunOptions, run_engine
+from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
+from tieline.engines.trace_sources import (
+    EngineSource,
+    TokenDocuments,
+    TraceSource,
+    TransformersSource,
+    vocabulary_sample,
+)
+from tieline.engines.worker_process import Progress
+from tieline.models.model import Model, load_tokenizer
+from tieline.run.settings import CaptureOptions, CaptureSettings
+from tieline.trace.readers import import_trace, token_documents
 from tieline.trace.record import RoutingTrace
-
-LEAST_VOCABULARY_AGREEMENT = 0.5
-"""Share of tokens whose text must be the tokenizer's."""
+from tieline.trace.store import load_trace
+from tieline.trace.tensor_folders import INDEX
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,19 +87,66 @@ class EngineCapture(Result):
         return numbers if self.bits is None else numbers | {"bits": self.bits}
 
 
-@dataclass(frozen=True)
-class EngineRun:
-    """One run of an engine.
+def capture_summary(
+    trace: RoutingTrace, model: str, engine: str, output: str = ""
+) -> EngineCapture:
+    """Summarise the trace of an engine as a result.
 
-    Attributes:
-        trace: the routing.
-        logprobs: (T, V) log-probabilities of the next token, float32; None unless asked for.
-        facts: what the worker told: layers, versions, settings, timings.
+    Args:
+        trace: the routing, with the provenance of the run.
+        model: the model that the engine ran.
+        engine: name of the engine.
+        output: folder that the trace will be saved in; empty if it will not be saved.
+
+    Raises:
+        SettingError: if scores are to be saved that contradict the choices.
     """
+    provenance, first = trace.provenance, trace.layers[0]
+    off = sum(_provenance_counts(provenance, "off_scores"))
+    if off and first.scores is not None and output:
+        raise SettingError(
+            "{name}: {count} choices are not the largest scores, so that the engine ranks "
+            "something else (a bias, groups): save the choice alone ({scores}), or compare "
+            "directly with tieline diff MODEL {name}:{model}",
+            name=engine,
+            count=off,
+            model=model,
+        )
+    bits, timings = provenance.get("bits"), _provenance_table(provenance, "timings")
+    versions = provenance.get("versions")
+    if not isinstance(versions, dict):
+        versions = {key: provenance[key] for key in ("transformers", "torch") if key in provenance}
+    return EngineCapture(
+        engine=engine,
+        model=model,
+        output=output,
+        tokens=trace.n_tokens,
+        documents=len(trace.documents.unique()),
+        layers=tuple(layer.name for layer in trace.layers),
+        n_experts=first.facts.n_experts,
+        k=first.facts.k,
+        has_scores=first.scores is not None,
+        tied=sum(_provenance_counts(provenance, "ties")),
+        off_scores=off,
+        dtype=str(provenance.get("dtype", "")),
+        bits=float(bits) if isinstance(bits, int | float) else None,
+        versions={str(key): str(value) for key, value in versions.items()},
+        settings=_provenance_table(provenance, "settings"),
+        timings={key: float(value) for key, value in timings.items()},  # pyright: ignore[reportArgumentType]
+        trace=trace,
+    )
 
-    trace: RoutingTrace
-    logprobs: np.ndarray | None
-    facts: Mapping[str, Any]
+
+def _provenance_counts(provenance: Mapping[str, object], key: str) -> list[int]:
+    """Counts by layer in the provenance; none where it has none."""
+    counts = provenance.get(key)
+    return [int(count) for count in counts] if isinstance(counts, list) else []
+
+
+def _provenance_table(provenance: Mapping[str, object], key: str) -> dict[str, object]:
+    """A table in the provenance; empty where it has none."""
+    value = provenance.get(key)
+    return dict(value) if isinstance(value, dict) else {}
 
 
 def capture(
@@ -126,201 +177,72 @@ def capture(
     return run_engine(model, engine, ids, options, progress).trace
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How an engine is run; see `capture`.
-
-    Attributes:
-        python: the engine's Python.
-        dtype: precision.
-        defaults: whether settings are the engine's own.
-        logprobs: whether to return final log-probabilities.
-        scores: whether the trace keeps scores.
-        threads: threads of the engine.
-        vocabulary: texts of tokens by id, to tell a GGUF of another model.
-    """
-
-    python: str | Path | None = None
-    dtype: str = "fp32"
-    defaults: bool = False
-    logprobs: bool = False
-    scores: bool = True
-    threads: int = 0
-    vocabulary: Mapping[int, str] | None = None
-
-
-def run_engine(
-    model: str | Path,
-    engine: str,
-    ids: Sequence[Any],
-    options: RunOptions = RunOptions(),  # noqa: B008
+@takes_settings(CaptureSettings)
+def capture_engine(
+    model: str | Path = "demo",
+    *,
+    output: str | Path | None = None,
+    settings: CaptureSettings | None = None,
     progress: Progress | None = None,
-) -> EngineRun:
-    """Run an engine; see `capture`. Its files are removed and its process has ended on return."""
-    record = engine_named(engine)
-    documents = _documents(ids)
-    _check_request(record, model, options)
-    python = find_python(record, options.python)
-    vocabulary = dict(options.vocabulary or {})
-    request = {
-        "job": "capture",
-        "model": str(model),
-        "dtype": options.dtype,
-        "defaults": options.defaults,
-        "logprobs": options.logprobs,
-        "threads": options.threads or usable_threads(),
-        "words": sorted(vocabulary),
-    }
-    with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
-        path = run_worker(record, python, Path(folder), request, documents, progress)
-        answer = read_answer(path, engine)
-    check_rows(answer, documents)
-    _check_vocabulary(record, answer.facts, vocabulary)
-    provenance = {
-        "source": "engine",
-        "engine": engine,
-        "model": str(model),
-        "engine_python": str(python),
-        "engine_defaults": options.defaults,
-        "tieline": __version__,
-        "torch": torch.__version__,
-    }
-    trace = trace_of(answer, provenance, options.scores)
-    return EngineRun(trace, answer.arrays.get("logprobs"), answer.facts)
-
-
-def dequantised(
-    model: str | Path,
-    engine: str,
-    names: Sequence[str],
-    python: str | Path | None = None,
-) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-    """Return the weights that an engine stores for a quantised model, in float32, and facts.
+    **options: Unpack[CaptureOptions],
+) -> EngineCapture:
+    """Run a model in an engine and record what its routers choose.
 
     Args:
-        model: the quantised model.
-        engine: the engine that reads it.
-        names: names of the tensors in a checkpoint of transformers.
-        python: the engine's Python.
+        model: a folder, a hub id or "demo"; for llama.cpp a GGUF file.
+        output: name of the folder that the trace will be saved in, for the record.
+        settings: the options; keyword arguments change single ones. `text` may also be the text
+            itself, `ids` lists of ids, `tokens_from` a trace. With `parallel`, all processes must
+            call, and all get the result.
+        progress: called with stage, done and total.
     """
-    record = engine_named(engine)
-    engine_python = find_python(record, python)
-    request = {"job": "weights", "model": str(model), "names": list(names)}
-    with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
-        path = run_worker(record, engine_python, Path(folder), request, [])
-        answer = read_answer(path, engine)
-    missing = sorted(set(names) - set(answer.arrays))
-    require(not missing, f"{engine} returned no {missing[:3]} of {model}", TraceError)
-    return dict(answer.arrays), answer.facts
+    settings = CaptureSettings.of(settings, options)
+    if settings.engine != TRANSFORMERS:  # before anything is loaded
+        find_python(engine_named(settings.engine), settings.engine_python)
+    documents = _capture_documents(model, settings)
+    trace = _trace_source(model, settings).trace(documents, progress)
+    trace = replace(trace, provenance=trace.provenance | {"text": documents.origin})
+    return capture_summary(trace, str(model), settings.engine, str(output or ""))
 
 
-def usable_threads() -> int:
-    """Threads for a worker: `OMP_NUM_THREADS` if it is set, else the cores of this process."""
-    setting = os.environ.get("OMP_NUM_THREADS", "")
-    if setting.isdigit() and int(setting) > 0:
-        return int(setting)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _documents(ids: Sequence[Any]) -> list[np.ndarray]:
-    documents = [np.asarray(row) for row in ids]
-    require(len(documents) > 0, "there are no tokens to run: ids is empty")
-    for number, row in enumerate(documents):
-        valid = row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" and int(row.min()) >= 0
-        require(
-            valid,
-            f"document {number} must be token ids >= 0, got {row.dtype} of shape {row.shape}",
-        )
-    return [row.astype(np.int64) for row in documents]
-
-
-def _check_request(engine: Engine, model: str | Path, options: RunOptions) -> None:
-    formats = ", ".join(engine.formats)
-    require(
-        options.defaults or options.dtype in engine.formats,
-        f"dtype {options.dtype!r} is not computed by {engine.name} here: {formats}",
+def _trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
+    """The engine, or the model of transformers, that routes the tokens."""
+    if settings.engine != TRANSFORMERS:
+        dtype = "fp32" if settings.dtype == "auto" else settings.dtype
+        python, defaults = settings.engine_python, settings.engine_defaults
+        run_options = RunOptions(python, dtype, defaults, scores=settings.scores)
+        return EngineSource(model, settings.engine, run_options)
+    loaded = Model.open(
+        model,
+        dtype=settings.dtype,
+        parallel=settings.parallel,
+        stream=settings.stream,
+        memory=settings.memory,
+        keep=settings.keep_downloads,
     )
-    gguf = str(model).endswith(".gguf")
-    require(
-        gguf == engine.gguf,
-        f"{engine.name} takes {engine.model}, got {str(model)!r:.200}"
-        + (": convert it first (docs: Which engine is right?)" if engine.gguf else ""),
-        EngineError,
+    return TransformersSource(loaded, settings.batch_size, settings.parallel, settings.memory)
+
+
+def _capture_documents(model: str | Path, settings: CaptureSettings) -> TokenDocuments:
+    """The documents that were given, those of a trace, or those of a text."""
+    tokenizer, source = settings.tokenizer, settings.tokens_from
+    vocabulary = None if tokenizer is None else vocabulary_sample(load_tokenizer(tokenizer))
+    if settings.ids is not None:
+        return TokenDocuments.of_ids(list(token_documents(settings.ids) or ()), vocabulary)
+    if source is not None:
+        return TokenDocuments.of_trace(_read_trace(source), vocabulary)
+    tokenizer_model = model if tokenizer is None else tokenizer
+    require_setting(
+        not str(tokenizer_model).endswith(".gguf"),
+        "a GGUF has no tokenizer of transformers: name a model that has the same with {tokenizer}, "
+        "or the tokens with {ids} or {tokens_from}",
     )
+    loaded = load_tokenizer(tokenizer_model)
+    return TokenDocuments.of_text(loaded, settings.text, settings.tokens, settings.sequence_length)
 
 
-def _check_vocabulary(
-    engine: Engine, facts: Mapping[str, Any], vocabulary: Mapping[int, str]
-) -> None:
-    """Refuse a file whose vocabulary is not the tokenizer's."""
-    texts = facts.get("words")
-    if not vocabulary or not isinstance(texts, list) or len(texts) != len(vocabulary):
-        return
-    same = sum(
-        text == str(other)
-        for (_, text), other in zip(sorted(vocabulary.items()), texts, strict=True)
-    )
-    require(
-        same >= LEAST_VOCABULARY_AGREEMENT * len(vocabulary),
-        f"{engine.name}: {len(vocabulary) - same} of {len(vocabulary)} tokens have another text in "
-        "this file than in the tokenizer: it is a GGUF of another model",
-        TraceError,
-    )
-
-
-def captured(trace: RoutingTrace, model: str, engine: str, output: str = "") -> EngineCapture:
-    """Summarise the trace of an engine as a result.
-
-    Args:
-        trace: the routing, with the provenance of the run.
-        model: the model that the engine ran.
-        engine: name of the engine.
-        output: folder that the trace will be saved in; empty if it will not be saved.
-
-    Raises:
-        SettingError: if scores are to be saved that contradict the choices.
-    """
-    provenance, first = trace.provenance, trace.layers[0]
-    off = sum(_counts(provenance, "off_scores"))
-    if off and first.scores is not None and output:
-        raise SettingError(
-            "{name}: {count} choices are not the largest scores, so that the engine ranks "
-            "something else (a bias, groups): save the choice alone ({scores}), or compare "
-            "directly with tieline diff MODEL {name}:{model}",
-            name=engine,
-            count=off,
-            model=model,
-        )
-    bits = provenance.get("bits")
-    versions = provenance.get("versions")
-    if not isinstance(versions, dict):
-        versions = {key: provenance[key] for key in ("transformers", "torch") if key in provenance}
-    return EngineCapture(
-        engine=engine,
-        model=model,
-        output=output,
-        tokens=trace.n_tokens,
-        documents=len(trace.documents.unique()),
-        layers=tuple(layer.name for layer in trace.layers),
-        n_experts=first.facts.n_experts,
-        k=first.facts.k,
-        has_scores=first.scores is not None,
-        tied=sum(_counts(provenance, "ties")),
-        off_scores=off,
-        dtype=str(provenance.get("dtype", "")),
-        bits=float(bits) if isinstance(bits, int | float) else None,
-        versions={str(key): str(value) for key, value in versions.items()},
-        settings=_mapping(provenance, "settings"),
-        timings={key: float(value) for key, value in _mapping(provenance, "timings").items()},  # pyright: ignore[reportArgumentType]
-        trace=trace,
-    )
-
-
-def _counts(provenance: Mapping[str, object], key: str) -> list[int]:
-    counts = provenance.get(key)
-    return [int(count) for count in counts] if isinstance(counts, list) else []
-
-
-def _mapping(provenance: Mapping[str, object], key: str) -> dict[str, object]:
-    value = provenance.get(key)
-    return dict(value) if isinstance(value, dict) else {}
+def _read_trace(source: str | Path | RoutingTrace) -> RoutingTrace:
+    """A trace, the folder of one, or a file of routes."""
+    if isinstance(source, RoutingTrace):
+        return source
+    return load_trace(source) if (Path(source) / INDEX).is_file() else import_trace(source)

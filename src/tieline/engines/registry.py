@@ -257,7 +257,7 @@ def installed(engine: Engine) -> EngineEntry:
     except ParameterError:
         python, versions = "", {}
     else:
-        versions = _versions(engine, python)
+        versions = _installed_versions(engine, python)
     folder = str(engine.folder)
     return EngineEntry(
         engine.name, str(python), versions, engine.model, folder, engine.install, engine.size
@@ -278,7 +278,8 @@ def list_engines() -> EngineList:
     return EngineList((here, *map(installed, ENGINES.values())))
 
 
-def _versions(engine: Engine, python: Path) -> dict[str, str]:
+def _installed_versions(engine: Engine, python: Path) -> dict[str, str]:
+    """Versions of the packages of an engine, asked of its Python."""
     code = (
         "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
         "found = {}\n"

@@ -4,7 +4,8 @@ Importing this registers the experts implementation "tieline" with transformers.
 """
 
 from tieline.models.capture import Recorder, capture
-from tieline.models.changes import load_pretrained
+from tieline.models.checkpoint import load_pretrained
+from tieline.models.experts import register_kernel
 from tieline.models.families import (
     FAMILIES,
     GroupRule,
@@ -14,7 +15,6 @@ from tieline.models.families import (
     register_family,
 )
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
-from tieline.models.kernel import register_kernel
 from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.model import load_smoothed
 from tieline.models.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_

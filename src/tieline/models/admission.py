@@ -1,55 +1,35 @@
-"""What of a model is refused before any of it is loaded: a name, a folder, fields, sizes.
+"""What of a model is refused: a name, a folder, files, sizes, weights that are no numbers.
 
-    model_source     the folder or hub id that a name stands for
-    check_files      refuses named pipes, sockets and devices among the files of a folder
-    check_fields     refuses fields of a configuration that fetch code, or packages that are missing
-    check_stored     refuses sizes that the headers of the files in a folder cannot hold
-    check_built      refuses a model on the meta device that is larger than its files
+    model_source            the folder or hub id that a name stands for
+    check_files             refuses named pipes, sockets and devices among the files of a folder
+    check_stored            refuses sizes that the headers of the files in a folder cannot hold
+    check_built             refuses a model on the meta device that is larger than its files
+    check_finite_weights    refuses NaN and infinite weights, once they are loaded
 
-A configuration is a file that anybody may have written: nothing of the size that it states is
-allocated, and no code that it names is fetched, before these functions have passed it.
+Nothing of the size that a configuration states is allocated before the first four have passed it.
 """
 
 import math
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import CONFIG_MAPPING
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+import torch
+from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.files import kind_of_file
 from tieline.core.records import parse_json
-from tieline.models.shards import Stored, read_header
-from tieline.models.sizes import EXPERTS, tables
+from tieline.models.configuration import EXPERTS, config_tables
+from tieline.models.shards import Stored, read_shard_header
 
 OWN_LAYERS = '"tieline_switch"'
 """The model type, in a config.json, of a decoder of Tieline's own layers (`lab.training`)."""
 
 ADAPTER = "adapter_config.json"
 
-KERNEL = re.compile(r"_implementation(_internal)?$")
-"""Fields that name the code of a layer; a name with a slash is fetched from the hub and run."""
-
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "awq": ("gptqmodel",),
-    "gptq": ("optimum", "gptqmodel"),
-    "bitsandbytes": ("bitsandbytes",),
-    "bitsandbytes_4bit": ("bitsandbytes",),
-    "bitsandbytes_8bit": ("bitsandbytes",),
-    "compressed-tensors": ("compressed_tensors",),
-    "quanto": ("optimum.quanto",),
-    "hqq": ("hqq",),
-    "aqlm": ("aqlm",),
-    "torchao": ("torchao",),
-}
-"""Packages that transformers needs to read weights of each kind of quantisation."""
 
 WIDTHS = (*EXPERTS, "vocab_size", "hidden_size", "d_model", "intermediate_size")
 """Sizes that are an axis of a tensor in the files."""
@@ -142,67 +122,6 @@ def check_files(folder: Path) -> None:
         )
 
 
-def check_fields(fields: Mapping[str, Any], trust_remote_code: bool = False) -> None:
-    """Refuse fields of a configuration that fetch code, and weights that cannot be read.
-
-    Args:
-        fields: the configuration, as read from its file.
-        trust_remote_code: whether code that comes with a model may run.
-    """
-    native = str(fields.get("model_type")) in CONFIG_MAPPING  # where transformers runs its own code
-    require(
-        trust_remote_code or native or "auto_map" not in fields,
-        f"the configuration says auto_map={fields.get('auto_map')!r:.200}, code that would run: "
-        "look at it, and trust it with --trust-remote-code (trust_remote_code=True)",
-        UnsupportedModelError,
-    )
-    for table in tables(fields):
-        for name, value in table.items():
-            if not trust_remote_code and KERNEL.search(str(name)):
-                _refuse_kernel(str(name), value)
-        quantised = table.get("quantization_config")
-        if isinstance(quantised, Mapping) and "tieline" not in quantised:
-            _check_quantisation(quantised)
-
-
-def _refuse_kernel(name: str, value: Any) -> None:
-    for kernel in value.values() if isinstance(value, Mapping) else [value]:
-        require(
-            not (isinstance(kernel, str) and "/" in kernel),
-            f"the configuration says {name}={kernel!r:.200}, code that would be fetched and run: "
-            "remove the field, or trust it with --trust-remote-code (trust_remote_code=True)",
-            UnsupportedModelError,
-        )
-
-
-def _check_quantisation(fields: Mapping[str, Any]) -> None:
-    method = fields.get("quant_method")
-    if method is None:
-        return
-    methods = {*PACKAGES, *AUTO_QUANTIZATION_CONFIG_MAPPING}
-    known = isinstance(method, str) and method in methods
-    require(
-        known,
-        f"the weights are quantised by {method!r:.80}, which transformers does not read",
-        UnsupportedModelError,
-    )
-    missing = [name for name in PACKAGES.get(str(method), ()) if not _is_installed(name)]
-    names = " ".join(name.replace(".", "-").replace("_", "-") for name in missing)
-    require(
-        not missing,
-        f"the weights are quantised by {method}, which is read with {names.replace(' ', ' and ')}: "
-        f"pip install {names}, or give the model that was not quantised",
-        UnsupportedModelError,
-    )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
-
-
 def check_stored(fields: Mapping[str, Any], folder: Path) -> None:
     """Refuse widths and layers that the tensors in a folder cannot hold, by their headers.
 
@@ -217,7 +136,7 @@ def check_stored(fields: Mapping[str, Any], folder: Path) -> None:
     if not tensors:
         return
     numbers = PACKED * sum(tensor.size for tensor in tensors)
-    for table in tables(fields):
+    for table in config_tables(fields):
         for names, most in ((LAYERS, len(tensors)), (WIDTHS, numbers)):
             for name in names:
                 value = table.get(name)
@@ -234,7 +153,7 @@ def _stored_tensors(files: Iterable[Path]) -> Iterator[Stored]:
     """Tensors of files of weights; a file that is damaged is refused where it is loaded."""
     for file in files:
         with suppress(TielineError):
-            yield from read_header(file).values()
+            yield from read_shard_header(file).values()
 
 
 def check_built(model: nn.Module, files: Iterable[str | Path], quantised: bool) -> None:
@@ -256,4 +175,42 @@ def check_built(model: nn.Module, files: Iterable[str | Path], quantised: bool) 
     raise UnsupportedModelError(
         f"config.json describes a model of {needed:,} numbers, and the files hold at most "
         f"{size:,}: the largest tensor would be {name!r} of shape {tuple(largest.shape)}"
+    )
+
+
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that can hold NaN and be compared."""
+
+
+def check_finite_weights(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first such tensor.
+
+    One pass over the parameters, without a copy: a NaN anywhere makes minimum and maximum NaN.
+    """
+    wrong = {name: p for name, p in model.named_parameters() if not is_finite_tensor(p)}
+    for name, tensor in wrong.items():
+        others = f", and so are values of {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        raise UnsupportedModelError(_not_finite_message(name, tensor) + others)
+
+
+def check_finite_tensor(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with a NaN or an infinite number, by its name."""
+    if not is_finite_tensor(tensor):
+        raise UnsupportedModelError(_not_finite_message(name, tensor))
+
+
+def is_finite_tensor(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite; true for types that hold no NaN."""
+    if tensor.is_meta or not tensor.numel() or tensor.dtype not in CHECKED:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+def _not_finite_message(name: str, tensor: Tensor) -> str:
+    """How many values of a tensor are NaN or infinite, and where the first is."""
+    bad = ~tensor.detach().isfinite()
+    return (
+        f"weight {name!r}: {int(bad.sum()):,} of {bad.numel():,} values are NaN or infinite, the "
+        f"first at {bad.nonzero()[0].tolist()}"
     )

@@ -44,7 +44,7 @@ from tieline.core.errors import TielineError, TraceError, UnsupportedModelError,
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
-from tieline.models.changes import Call, swapped_class, untraced, wrapped_class
+from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.demo import DEMO, DEMO_FOLDER
 from tieline.models.documents import (
     Batch,
@@ -54,10 +54,15 @@ from tieline.models.documents import (
     watch_forward,
 )
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.parallel import class_name
 from tieline.models.precision import precision_name, stored_in
-from tieline.models.router_call import RouterOutput, live_output, read_output
-from tieline.models.selection import Selection, at_least_single, restrict, select
-from tieline.models.spread import class_name
+from tieline.models.router_output import RouterOutput, live_output, read_output
+from tieline.models.router_rule import (
+    Selection,
+    at_least_single,
+    restrict_to_groups,
+    selection_scores,
+)
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
 from tieline.trace.selection import concatenate
 
@@ -109,29 +114,29 @@ class LayerObserver:
         routed = self._kept_rows(read_output(self.family, router, call, output), batch)
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
         ids = routed.ids[:, :0] if smoothed else routed.ids
-        selection = select(self.family, router, routed.logits, call)
-        check_finite(selection.scores, self.name, batch)
+        selection = selection_scores(self.family, router, routed.logits, call)
+        check_finite_scores(selection.scores, self.name, batch)
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
-            scores, group_gap = restrict(scores, ids, selection.limit)
+            scores, group_gap = restrict_to_groups(scores, ids, selection.limit)
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
         ranking = self._rank(at_least_single(scores), ids, k, selection)
-        weights = _in_order(routed, ranking.kept.indices[:, : None if smoothed else k])
+        weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
         faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
-            experts=_to_cpu(ranking.kept.indices, _integers(ranking.facts.n_experts)),
-            scores=_to_cpu(ranking.kept.values, torch.float32),
-            weights=_to_cpu(weights[:, :k], torch.float32),
+            experts=_cpu_copy(ranking.kept.indices, _smallest_integers(ranking.facts.n_experts)),
+            scores=_cpu_copy(ranking.kept.values, torch.float32),
+            weights=_cpu_copy(weights[:, :k], torch.float32),
             group_gap=None if group_gap is None else group_gap.cpu(),
             distance=self._distance(router, ranking),
             near=self._near(ranking),
-            bias=None if selection.bias is None else _to_cpu(selection.bias, torch.float32),
+            bias=None if selection.bias is None else _cpu_copy(selection.bias, torch.float32),
             inputs=self._inputs(call, batch),
-            faded=_to_cpu(faded, torch.float32) if smoothed else None,
-            used=_to_cpu(used, torch.int32) if smoothed else None,
+            faded=_cpu_copy(faded, torch.float32) if smoothed else None,
+            used=_cpu_copy(used, torch.int32) if smoothed else None,
         )
 
     def _kept_rows(self, routed: RouterOutput, batch: Batch) -> RouterOutput:
@@ -178,7 +183,7 @@ class LayerObserver:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]
         counts = near_counts(ranking.scores, threshold, self._settings.epsilons)
-        return _to_cpu(counts, _integers(ranking.facts.n_experts))
+        return _cpu_copy(counts, _smallest_integers(ranking.facts.n_experts))
 
     def _distance(self, router: nn.Module, ranking: _Ranking) -> Float[Tensor, " tokens"] | None:
         """Distance to the nearest tie; None with groups, whose ties have no closed form."""
@@ -204,10 +209,10 @@ class LayerObserver:
         states = states.reshape(-1, states.shape[-1])
         if batch.kept is not None:
             states = states.index_select(0, batch.kept.to(states.device))
-        return _to_cpu(states, torch.float32)
+        return _cpu_copy(states, torch.float32)
 
 
-def _in_order(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
+def _weights_of_experts(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
     """Combine weights of these experts, 0 for one that is not in use."""
     if torch.equal(experts, routed.ids):
         return routed.weights
@@ -232,12 +237,12 @@ def near_counts(
     return counts
 
 
-def _integers(experts: int) -> torch.dtype:
+def _smallest_integers(experts: int) -> torch.dtype:
     """The smallest type that holds ids and counts of this many experts."""
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
-def _to_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cpu_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy on the CPU, which later changes to the model's own tensors do not reach."""
     return tensor.detach().to(device="cpu", dtype=dtype, copy=True)
 
@@ -381,31 +386,38 @@ def capture(
         distances: compute the exact Euclidean distance to the nearest tie for affine routers.
         sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
     """
-    _check_arguments(keep, ranks, epsilons)
+    _check_capture_arguments(keep, ranks, epsilons)
     beyond = None if ranks == "all" else ranks
     settings = ObserverSettings(beyond, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
-    observers = [_observer(name, router, settings) for name, router in routers.items()]
+    for name, router in routers.items():
+        if hasattr(type(router), _CAPTURED):
+            raise TielineError(f"layer {name!r} is being captured already: leave that block first")
+    observers = layer_observers(routers, settings)
     recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
     with ExitStack() as stack:
-        for observer, router in zip(observers, routers.values(), strict=True):
-            observed = _observed_class(type(router), observer, recorder)
+        for name, router in routers.items():
+            observed = _observed_class(type(router), observers[name], recorder)
             stack.enter_context(swapped_class(router, observed))
         for handle in watch_forward(model, recorder):
             stack.callback(handle.remove)
         yield recorder
 
 
-def _observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
-    family = family_of(router)
-    assert family is not None
-    require(
-        not (settings.inputs and family.in_block),
-        f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
-    )
-    if hasattr(type(router), _CAPTURED):
-        raise TielineError(f"layer {name!r} is being captured already: leave that block first")
-    return LayerObserver(name, family, settings)
+def layer_observers(
+    routers: Mapping[str, nn.Module], settings: ObserverSettings
+) -> dict[str, LayerObserver]:
+    """Return the observer of each router, by its name; refuses inputs that cannot be kept."""
+    observers = {}
+    for name, router in routers.items():
+        family = family_of(router)
+        assert family is not None
+        require(
+            not (settings.inputs and family.in_block),
+            f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
+        )
+        observers[name] = LayerObserver(name, family, settings)
+    return observers
 
 
 def _observed_class(
@@ -450,7 +462,8 @@ def _model_name(config: Any) -> str:
     return DEMO if name == str(DEMO_FOLDER) else name
 
 
-def _check_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -> None:
+def _check_capture_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -> None:
+    """Refuse what `capture` cannot keep, ranks below 1 and a grid that is none."""
     require(keep in ("scores", "inputs"), f"keep must be 'scores' or 'inputs', got {keep!r}")
     enough = ranks == "all" or (isinstance(ranks, int) and ranks >= 1)
     require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
@@ -461,7 +474,7 @@ ROUNDINGS = 8
 """Units of rounding that an activation, a bias and a sum may add up to."""
 
 
-def check_finite(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
+def check_finite_scores(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
     """Refuse NaN and infinite scores, with their layer, count and first token."""
     if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
         return
@@ -480,7 +493,7 @@ def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> Non
     """Refuse a router that chose an expert twice for one token."""
     ordered = ids.sort(dim=1).values
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise _refusal(layer, family, "an expert was chosen twice for one token")
+        raise _record_refusal(layer, family, "an expert was chosen twice for one token")
 
 
 def check_selected(
@@ -508,10 +521,11 @@ def check_selected(
             f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
             f"the first {selected.shape[1]}; the first has {lowest:.9g} < {needed:.9g}"
         )
-        raise _refusal(layer, family, why)
+        raise _record_refusal(layer, family, why)
 
 
-def _refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
+def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
+    """The error of a family whose record does not describe a router."""
     return UnsupportedModelError(
         f"layer {layer!r}: the record of family {family!r} does not describe this router under "
         f"transformers {version('transformers')}: {why}"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
+from tieline.models.checkpoint import no_loading_bars
 from tieline.models.precision import remember_stored
-from tieline.models.running import no_bars
 
 DEMO = "demo"
 """The name of this model in every command."""
@@ -35,7 +35,7 @@ def load_demo_model(dtype: torch.dtype = torch.float32, **options: Any) -> Olmoe
         options: further ones of `from_pretrained`, such as `distributed_config`.
     """
     options |= {"dtype": dtype, "use_safetensors": True, "local_files_only": True}
-    with no_bars():
+    with no_loading_bars():
         model = OlmoeForCausalLM.from_pretrained(DEMO_FOLDER, **options)
     stored = json.loads((DEMO_FOLDER / "config.json").read_bytes())["dtype"]
     remember_stored(model, getattr(torch, stored))

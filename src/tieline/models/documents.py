@@ -71,9 +71,9 @@ class DocumentCounter:
 
     def read(self, arguments: Mapping[str, Any]) -> Batch:
         """Return the tokens of a forward pass with these arguments."""
-        ids = _token_ids(arguments)
+        ids = _pass_token_ids(arguments)
         mask = _attention_mask(arguments, ids.shape)
-        past = _past_length(arguments, ids.shape[1], mask)
+        past = _cached_length(arguments, ids.shape[1], mask)
         visible = torch.ones(len(ids), past + ids.shape[1]) if mask is None else mask
         shown = visible[:, -ids.shape[1] :].bool() & ~self._after_end(ids, past > 0)
         self._last = ids[:, -1]
@@ -89,7 +89,7 @@ class DocumentCounter:
         self._packed = False
         rows = self._documents(len(ids), past > 0)
         positions = (visible.bool().cumsum(dim=1) - 1)[:, -ids.shape[1] :]
-        return _batch(ids, rows[:, None].expand_as(ids), positions, shown)
+        return _visible_batch(ids, rows[:, None].expand_as(ids), positions, shown)
 
     def _documents(self, rows: int, continues: bool) -> Tensor:
         if not continues or self._rows is None or len(self._rows) != rows:
@@ -110,7 +110,7 @@ class DocumentCounter:
         documents = self._next + number
         self._next += len(first)
         self._rows, self._packed = None, True
-        return _batch(ids, documents.view_as(ids), positions.view_as(ids), shown)
+        return _visible_batch(ids, documents.view_as(ids), positions.view_as(ids), shown)
 
     def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
         """Mask of the padding in a cached step after an end or other padding."""
@@ -123,13 +123,15 @@ class DocumentCounter:
         return ended & (ids == self._padding)
 
 
-def _batch(ids: Tensor, documents: Tensor, positions: Tensor, shown: Tensor) -> Batch:
+def _visible_batch(ids: Tensor, documents: Tensor, positions: Tensor, shown: Tensor) -> Batch:
+    """The batch of the tokens that are shown."""
     kept = None if bool(shown.all()) else shown.flatten().nonzero().squeeze(1)
     tokens, documents, positions = (x[shown] for x in (ids, documents, positions))
     return Batch(tokens, documents, positions, kept, ids.numel())
 
 
-def _token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
+def _pass_token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
+    """Token ids of a pass, -1 where it was given embeddings."""
     ids, embeddings = (arguments.get(name) for name in TOKEN_ARGUMENTS)
     if isinstance(ids, Tensor) and ids.ndim == 2:
         return ids.detach().cpu().long()
@@ -149,7 +151,8 @@ def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor |
     return None
 
 
-def _past_length(arguments: Mapping[str, Any], length: int, mask: Tensor | None) -> int:
+def _cached_length(arguments: Mapping[str, Any], length: int, mask: Tensor | None) -> int:
+    """Tokens in the cache that a pass continues; 0 without one."""
     if mask is not None:
         return mask.shape[1] - length
     cache = arguments.get("past_key_values")
@@ -167,12 +170,12 @@ def _packed_starts(
     """Visible tokens that begin a document; None where each row is one. Hides tokens of none."""
     starts = _offset_starts(arguments, shown)
     if starts is None:
-        numbers = _sequence_numbers(arguments, mask, shown.shape)
-        starts = None if numbers is None else _changes(numbers, shown, torch.ne)
+        numbers = _document_numbers(arguments, mask, shown.shape)
+        starts = None if numbers is None else _document_starts(numbers, shown, torch.ne)
     if starts is None:
-        positions = _positions(arguments, shown.shape)
+        positions = _text_positions(arguments, shown.shape)
         begins = (lambda now, last: now != last + 1) if mask is None else torch.le
-        starts = None if positions is None else _changes(positions, shown, begins)
+        starts = None if positions is None else _document_starts(positions, shown, begins)
     if starts is None or not bool((starts.sum(dim=1) > 1).any()):
         return None
     return starts
@@ -202,19 +205,21 @@ def _offset_starts(arguments: Mapping[str, Any], shown: Tensor) -> Tensor | None
         f"{name} ends at {bounds[-1]}, but the pass has {shown.numel()} tokens",
         TielineError,
     )
-    return _offsets_to_starts(offsets, shown)
+    return _starts_at_offsets(offsets, shown)
 
 
-def _offsets_to_starts(offsets: Tensor, shown: Tensor) -> Tensor:
+def _starts_at_offsets(offsets: Tensor, shown: Tensor) -> Tensor:
+    """Visible tokens at these offsets; hides the tokens after the last one."""
     flat = shown.view(-1)
     flat[int(offsets[-1]) :] = False
     number = torch.bucketize(torch.arange(len(flat)), offsets, right=True).view_as(shown)
-    return _changes(number, shown, torch.ne)
+    return _document_starts(number, shown, torch.ne)
 
 
-def _sequence_numbers(
+def _document_numbers(
     arguments: Mapping[str, Any], mask: Tensor | None, shape: torch.Size
 ) -> Tensor | None:
+    """Numbers of documents (rows, length) that the arguments hold; None if they hold none."""
     numbers = arguments.get("seq_idx")
     if isinstance(numbers, Tensor) and numbers.shape == shape:
         return numbers.detach().cpu().long()
@@ -224,7 +229,7 @@ def _sequence_numbers(
     return None
 
 
-def _positions(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
+def _text_positions(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
     """Positions (rows, length) of text; None for those of images, which repeat."""
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor):
@@ -238,7 +243,7 @@ def _positions(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None
     return positions.detach().cpu().long().expand(shape)
 
 
-def _changes(values: Tensor, shown: Tensor, begins: Any) -> Bool[Tensor, "rows length"]:
+def _document_starts(values: Tensor, shown: Tensor, begins: Any) -> Bool[Tensor, "rows length"]:
     """Visible tokens that are the first of their row, or `begins(value, that before)` is true."""
     row = torch.arange(len(shown))[:, None].expand_as(shown)[shown]
     seen = values[shown]
@@ -277,12 +282,13 @@ def token_part(model: nn.Module) -> nn.Module:
     The model itself where no part names them.
     """
     for module in model.modules():
-        if any(name in TOKEN_ARGUMENTS for name in _parameters(module)):
+        if any(name in TOKEN_ARGUMENTS for name in _forward_parameters(module)):
             return module
     return model
 
 
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a module's forward by name; none where they cannot be read."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # a forward of compiled code
@@ -292,7 +298,7 @@ def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 def _hands_on(module: nn.Module) -> bool:
     """Whether a wrapper takes any arguments, and so hands them on as they are."""
     any_kind = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return all(parameter.kind in any_kind for parameter in _parameters(module).values())
+    return all(parameter.kind in any_kind for parameter in _forward_parameters(module).values())
 
 
 def called_part(model: nn.Module) -> nn.Module:
@@ -302,7 +308,7 @@ def called_part(model: nn.Module) -> nn.Module:
 
 def argument_names(model: nn.Module) -> list[str]:
     """Return the names of the positional arguments of `called_part(model)`."""
-    return [*_parameters(token_part(model))]
+    return [*_forward_parameters(token_part(model))]
 
 
 def watch_forward(

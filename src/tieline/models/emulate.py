@@ -18,176 +18,24 @@ state_noise   adds N(0, (ρ · rms(x))²) to every coordinate of a hidden state 
 A router that makes its logits in float32 whatever the model's precision (DeepSeek-V3) keeps them so
 under "all", as it would natively, but not under "router", where its own precision is the question.
 
-The formats, as a matrix product sees them:
-
-    name          weights                       activations          result of a product
-    bf16, fp16    rounded                       rounded              rounded
-    fp8_e4m3      scaled per output channel     scaled per token     not rounded
-    fp8_e5m2      the same                      the same             not rounded
-    int8          8 bits per output channel     8 bits per token     not rounded
-    int8_group    8 bits per group of inputs    not rounded          not rounded
-    int4          4 bits per output channel     not rounded          not rounded
-    int4_group    4 bits per group of inputs    not rounded          not rounded
-
-Rounding is to nearest, halves to even. A scale maps the largest |x| to the largest number of the
-format, so nothing saturates; unscaled formats saturate at their largest number.
+The formats are those of `models.formats`.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.families import family_of, find_routers
-from tieline.models.spread import local_shard
-
-GROUP_SIZE = 32
-"""Inputs that share a scale in the formats per group."""
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Round numbers to a grid.
-
-    Attributes:
-        dtype: floating-point type that the numbers are cast to; None for integers.
-        mantissa: bits of the mantissa that float32 numbers keep, of a format that torch has no
-            type for; None for all others.
-        levels: largest integer of a symmetric integer grid; None for casts.
-        scaled: whether numbers that share a scale are first mapped to the range of the grid.
-        group: how many neighbours along the contracted axis share a scale; None for all of them.
-    """
-
-    dtype: torch.dtype | None = None
-    levels: int | None = None
-    scaled: bool = False
-    group: int | None = None
-    mantissa: int | None = None
-
-    def __call__(self, values: Float[Tensor, "*shape"], axis: int = -1) -> Float[Tensor, "*shape"]:
-        """Return the nearest numbers of the grid, in the type of `values`.
-
-        Args:
-            values: weights or activations.
-            axis: the axis that a product sums over, along which scales are shared.
-        """
-        if not self.scaled:
-            return self._snapped(values)
-        along = values.movedim(axis, -1)
-        dim = along.shape[-1]
-        size = min(self.group or dim, dim)
-        padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
-        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
-        scale = scale.where(scale > 0, 1.0)
-        rounded = self._snapped(padded / scale) * scale
-        return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
-
-    @property
-    def _largest(self) -> float:
-        if self.dtype is None:
-            return float(self.levels or 1)
-        return torch.finfo(self.dtype).max
-
-    def _snapped(self, values: Tensor) -> Tensor:
-        if self.mantissa is not None:
-            return _shortened(values.float(), 23 - self.mantissa).to(values.dtype)
-        if self.dtype is None:
-            return values.round()
-        return values.clamp(-self._largest, self._largest).to(self.dtype).to(values.dtype)
-
-
-def _shortened(values: Float[Tensor, "*shape"], dropped: int) -> Float[Tensor, "*shape"]:
-    """Float32 numbers without the last bits of their mantissa, to nearest, ties to even."""
-    bits = values.contiguous().view(torch.int32)
-    last = (bits >> dropped) & 1
-    half = (1 << (dropped - 1)) - 1
-    return ((bits + half + last) & -(1 << dropped)).view(torch.float32)
-
-
-@dataclass(frozen=True)
-class Format:
-    """What a format does to the numbers of a matrix product.
-
-    Attributes:
-        name: its name in `FORMATS`.
-        weights: how weights are rounded.
-        activations: how activations are rounded; None if they are not.
-        results: how results of products and sums are rounded; None if they are not.
-        bits: bits of a stored weight, without its share of the scale (16 bits).
-    """
-
-    name: str
-    weights: Rounding
-    activations: Rounding | None = None
-    results: Rounding | None = None
-    bits: int = 16
-
-    @property
-    def plain(self) -> bool:
-        """Whether the whole computation happens in the format, as for bf16 and fp16."""
-        return self.results is not None
-
-
-def _cast(name: str, dtype: torch.dtype) -> Format:
-    grid = Rounding(dtype)
-    return Format(name, grid, grid, grid, 16)
-
-
-def _float8(name: str, dtype: torch.dtype) -> Format:
-    grid = Rounding(dtype, scaled=True)
-    return Format(name, grid, grid, None, 8)
-
-
-def _integer(name: str, bits: Literal[4, 8], group: int | None, activations: bool) -> Format:
-    levels = (1 << (bits - 1)) - 1
-    grid = Rounding(levels=levels, scaled=True, group=group)
-    tokens = Rounding(levels=levels, scaled=True) if activations else None
-    return Format(name, grid, tokens, None, bits)
-
-
-def _tf32() -> Format:
-    """Products of TensorFloat-32: ten bits of mantissa in, sums and results in float32."""
-    grid = Rounding(mantissa=10)
-    return Format("tf32", grid, grid, None, 32)
-
-
-def _bf16_in() -> Format:
-    """Weights and inputs in bfloat16, results kept in float32, as fused gates do it."""
-    grid = Rounding(torch.bfloat16)
-    return Format("bf16_in", grid, grid, None, 16)
-
-
-FORMATS: dict[str, Format] = {
-    "bf16": _cast("bf16", torch.bfloat16),
-    "fp16": _cast("fp16", torch.float16),
-    "fp8_e4m3": _float8("fp8_e4m3", torch.float8_e4m3fn),
-    "fp8_e5m2": _float8("fp8_e5m2", torch.float8_e5m2),
-    "int8": _integer("int8", 8, None, activations=True),
-    "int8_group": _integer("int8_group", 8, GROUP_SIZE, activations=False),
-    "int4": _integer("int4", 4, None, activations=False),
-    "int4_group": _integer("int4_group", 4, GROUP_SIZE, activations=False),
-    "bf16_in": _bf16_in(),
-    "tf32": _tf32(),
-}
-"""The formats by name."""
-
-OF_ROUTERS = ("bf16_in", "tf32")
-"""Formats in which routers are computed apart from the model."""
-
-
-def format_named(name: str) -> Format:
-    """Return the format of that name."""
-    require(name in FORMATS, f"unknown format {name!r}: one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+from tieline.models.formats import Format, RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.parallel import local_shard
 
 
 def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -260,16 +108,17 @@ class RouterScope:
 
 def logits_matrix(router: nn.Module) -> Tensor | None:
     """Return a router's matrix (E, D); None if its logits are not one product with its input."""
-    weight = _only_matrix(router)
+    weight = _routing_matrix(router)
     return None if weight is None or weight.is_meta else weight
 
 
 def makes_one_product(router: nn.Module) -> bool:
     """Whether a router's logits are one product with its input, wherever its weights are."""
-    return _only_matrix(router) is not None
+    return _routing_matrix(router) is not None
 
 
-def _only_matrix(router: nn.Module) -> Tensor | None:
+def _routing_matrix(router: nn.Module) -> Tensor | None:
+    """The matrix (E, D) of a router; None unless its logits are one product."""
     family = family_of(router)
     if family is None or family.weight is None:
         return None
@@ -361,12 +210,12 @@ def state_noise(
     require(region in ("router", "all"), f"region: router or all, got {region!r}")
 
     def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _noisy(args[0], ratio, generator), *args[1:]
+        return _with_state_noise(args[0], ratio, generator), *args[1:]
 
     def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
-            return _noisy(output, ratio, generator)
-        return _noisy(output[0], ratio, generator), *output[1:]
+            return _with_state_noise(output, ratio, generator)
+        return _with_state_noise(output[0], ratio, generator), *output[1:]
 
     handles = []
     for name, router in modular_routers(model).items():
@@ -398,16 +247,18 @@ class _NoisyLogits(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.nn.functional.linear and self._scope.running is not None:
-            return result + self._sigma * _normal(result, self._generator)
+            return result + self._sigma * _normal_noise(result, self._generator)
         return result
 
 
-def _noisy(states: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+def _with_state_noise(states: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+    """States x with noise N(0, (ρ · rms(x))²) on every coordinate."""
     size = states.square().mean(dim=-1, keepdim=True).sqrt()
-    return states + ratio * size * _normal(states, generator)
+    return states + ratio * size * _normal_noise(states, generator)
 
 
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+def _normal_noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers of the shape, type and device of a tensor."""
     return torch.randn(like.shape, generator=generator).to(like)
 
 
@@ -474,8 +325,8 @@ def rounded_weights(
         keep: names of routers that stay in full precision.
         buffers: memory to round into; by default new memory.
     """
-    chosen, routers = _format(number_format, region), modular_routers(model)
-    rounded = _weights(model, routers, chosen, region, kept_names(routers, keep))
+    chosen, routers = _checked_format(number_format, region), modular_routers(model)
+    rounded = _weights_to_round(model, routers, chosen, region, kept_names(routers, keep))
     weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
     before = [weight.data for weight, _ in weights]
     with (buffers or RoundingBuffers()).borrow() as allocate_like:
@@ -502,17 +353,20 @@ def rounded_products(
 
     It holds for the thread that enters it.
     """
-    chosen, routers = _format(number_format, region), modular_routers(model)
+    chosen, routers = _checked_format(number_format, region), modular_routers(model)
     kept, scope = kept_names(routers, keep), RouterScope(routers, position_tables(model))
     single = {
         name for name, router in routers.items() if region == "all" and computes_single(router)
     }
-    storages = frozenset(_storage(weight) for weight in model.parameters() if not weight.is_meta)
+    storages = frozenset(
+        _storage_address(weight) for weight in model.parameters() if not weight.is_meta
+    )
     with scope.watching(), _Products(chosen, region, kept, single, scope, storages):
         yield
 
 
-def _format(number_format: Format | str, region: Region) -> Format:
+def _checked_format(number_format: Format | str, region: Region) -> Format:
+    """The format of a name, once the region is known to be one."""
     require(region in ("router", "all", "others"), f"region: router, all or others, got {region!r}")
     return format_named(number_format) if isinstance(number_format, str) else number_format
 
@@ -522,7 +376,7 @@ def weight_axis(module: nn.Module, weight: Tensor) -> int:
     return -2 if weight.ndim == 3 and getattr(module, "is_transposed", False) else -1
 
 
-def _weights(
+def _weights_to_round(
     model: nn.Module,
     routers: dict[str, nn.Module],
     chosen: Format,
@@ -531,7 +385,7 @@ def _weights(
 ) -> list[tuple[Tensor, int]]:
     """Parameters to round, each with the axis along which scales are shared."""
     of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
-    spared = set() if chosen.plain else {id(p) for p in _ends(model)}
+    spared = set() if chosen.plain else {id(p) for p in _end_parameters(model)}
     weights: dict[int, tuple[Tensor, int]] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -545,7 +399,7 @@ def _weights(
     return list(weights.values())
 
 
-def _ends(model: nn.Module) -> Iterator[Tensor]:
+def _end_parameters(model: nn.Module) -> Iterator[Tensor]:
     """Parameters of the embeddings and of the output head."""
     for name in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, name, lambda: None)()
@@ -553,69 +407,8 @@ def _ends(model: nn.Module) -> Iterator[Tensor]:
             yield from module.parameters()
 
 
-PIECE = 1 << 18
-"""Numbers that are rounded at a time, so that they stay in the processor's cache."""
-
-POOLED = 16 << 20
-"""Bytes of a weight from which its memory is used again."""
-
-Allocate = Callable[[Tensor], Tensor]
-"""Returns memory for a tensor of the shape, strides and type of one on the meta device."""
-
-
-class RoundingBuffers:
-    """Reuses the memory of rounded weights for later ones of the same shape."""
-
-    def __init__(self) -> None:
-        """Start without memory."""
-        self._free: dict[Any, list[Tensor]] = {}
-
-    @contextmanager
-    def borrow(self) -> Iterator[Allocate]:
-        """Lend memory until the block ends, and drop what no large weight used meanwhile."""
-        lent: dict[Any, list[Tensor]] = {}
-
-        def allocate_like(meta: Tensor) -> Tensor:
-            key = (meta.shape, meta.stride(), meta.dtype)
-            free = self._free.get(key)
-            buffer = free.pop() if free else allocate(meta)
-            if meta.numel() * meta.itemsize >= POOLED:
-                lent.setdefault(key, []).append(buffer)
-            return buffer
-
-        yield allocate_like
-        self._free = lent or self._free
-
-
-def allocate(meta: Tensor) -> Tensor:
-    """Return new memory of the shape, strides and type of `meta`."""
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
-
-
-def rounded_in_pieces(
-    values: Tensor, rounding: Rounding, axis: int = -1, allocate_like: Allocate = allocate
-) -> Tensor:
-    """Round piece by piece; the result has the strides that `rounding` itself returns.
-
-    Args:
-        values: weights or activations; rows along the first axis are rounded by themselves.
-        rounding: the grid.
-        axis: the axis that a product sums over.
-        allocate_like: gives memory for the result; by default new memory.
-    """
-    if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
-        return rounding(values, axis)
-    result = allocate_like(rounding(torch.empty_like(values, device="meta"), axis))
-    source, target = values, result
-    if values.ndim > 2 and axis == -1 and values.is_contiguous():
-        source, target = values.flatten(0, -2), result.view(-1, result.shape[-1])
-    rows = max(1, PIECE * len(source) // source.numel())
-    for piece, into in zip(source.split(rows), target.split(rows), strict=True):
-        into.copy_(rounding(piece, axis))
-    return result
-
-
-def _storage(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
+    """Address of the memory that a tensor is a view of."""
     return local_shard(tensor).untyped_storage().data_ptr()
 
 
@@ -669,7 +462,7 @@ class _Products(TorchFunctionMode):
         if func in _MATMUL:
             if self._format.plain:
                 return (0, 1)
-            return (0,) if _storage(args[1]) in self._weights else ()
+            return (0,) if _storage_address(args[1]) in self._weights else ()
         return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
 
     def _rounded(self, value: Any, rounding: Any) -> Any:

@@ -77,7 +77,7 @@ class ExpertGroups:
     def left_out(self) -> int:
         """Bytes of experts that are not in memory at the same time."""
         experts = len(self._weights.meta[self.stacks[0].target])
-        total = sum(_bytes(self._weights, stack) for stack in self.stacks)
+        total = sum(_stack_bytes(self._weights, stack) for stack in self.stacks)
         return total - total * min(self.count, experts) // experts
 
     def install(self) -> None:
@@ -161,7 +161,7 @@ def plan_groups(
     room, grouped, least = (USED * memory - taken) / copies, {}, [("", 0)]
     for unit in weights.units:
         stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
-        total, in_stacks = weights.size(unit), sum(_bytes(weights, s) for s in stacks)
+        total, in_stacks = weights.size(unit), sum(_stack_bytes(weights, s) for s in stacks)
         experts = len(weights.meta[stacks[0].target]) if stacks else 1
         rest, each = total - in_stacks, in_stacks // experts
         least.append((unit, rest + each))
@@ -182,5 +182,6 @@ def plan_groups(
     return grouped
 
 
-def _bytes(weights: Weights, stack: Stack) -> int:
+def _stack_bytes(weights: Weights, stack: Stack) -> int:
+    """Bytes of a stack of experts in memory."""
     return weights.meta[stack.target].numel() * weights.dtype(stack.target).itemsize

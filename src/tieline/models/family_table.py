@@ -55,10 +55,12 @@ def _configured_combine(router: nn.Module) -> Combine:
 
 
 def _route_scale(router: nn.Module) -> Any:
+    """The factor of the weights of a router with two scales."""
     return attrgetter("route_scale")(router) * attrgetter("global_scale")(router)
 
 
 def _one_over_k(router: nn.Module) -> float:
+    """The factor 1/k of weights that are averaged over the chosen experts."""
     return 1 / int(attrgetter("top_k")(router))
 
 

@@ -25,7 +25,7 @@ FULL_PRECISION = {"bits": 16, "data_type": "fp", "act_bits": 16, "act_data_type"
 
 def ignore_lists(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by library, the argument that keeps all routers of a model out of quantisation."""
-    patterns = _patterns(router_weights(model), dict(model.named_modules()))
+    patterns = _module_patterns(router_weights(model), dict(model.named_modules()))
     head = _head_names(model)
     return {
         "llm-compressor": {"ignore": [*head, *(f"re:^{pattern}$" for pattern in patterns)]},
@@ -55,11 +55,12 @@ def router_weights(model: nn.Module) -> list[str]:
 
 
 def _head_names(model: nn.Module) -> list[str]:
+    """Names of the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return [name for name, module in model.named_modules() if head is not None and module is head]
 
 
-def _patterns(names: Collection[str], modules: Mapping[str, object]) -> list[str]:
+def _module_patterns(names: Collection[str], modules: Mapping[str, object]) -> list[str]:
     """One pattern for names that differ in numbers alone, if it fits none of the other modules."""
     patterns: dict[str, None] = {}
     for name in names:

@@ -43,23 +43,22 @@ from tieline.core.errors import (
 )
 from tieline.core.records import short_repr
 from tieline.core.settings import require_setting
-from tieline.models.admission import model_source
+from tieline.models.admission import check_finite_weights, model_source
 from tieline.models.capture import model_facts
-from tieline.models.changes import (
+from tieline.models.checkpoint import (
     Checkpoint,
     changes_of,
     load_pretrained,
     read_checkpoint,
 )
+from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
-from tieline.models.finite import check_weights
 from tieline.models.hub import hub_options
+from tieline.models.model_stream import ModelStream, open_stream, too_large
+from tieline.models.parallel import SpreadError, check_parallel, distributed_config
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
-from tieline.models.sizes import RoutedShape, routed_shape
 from tieline.models.smooth import FEATURE as SMOOTH
-from tieline.models.spread import SpreadError, check_parallel, distributed_config
-from tieline.models.streaming import ModelStream, open_stream, too_large
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
@@ -149,7 +148,7 @@ class Model:
         if isinstance(source, str | Path):
             return Opening(**options).load(source)
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
-            check_weights(source[0])
+            check_finite_weights(source[0])
             return cls(source[0], source[1])
         bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
         raise ParameterError(
@@ -207,7 +206,7 @@ class Opening:
             return self._demo(device)
         source = DEMO_FOLDER if is_demo(name) else model_source(name)
         options = self._hub(source)
-        with _explained(name, "configuration"):
+        with _explained_loading(name, "configuration"):
             checkpoint = read_checkpoint(source, **options)
         # a changed model is not what its configuration alone describes: it has no skeleton to check
         changed, trusted = bool(checkpoint.changes), self.trust_remote_code
@@ -221,13 +220,13 @@ class Opening:
             chosen = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
             return load_pretrained(origin, **chosen, **placed, **more)
 
-        with _explained(name, SAFETENSORS):
+        with _explained_loading(name, SAFETENSORS):
             if self._is_streamed(source, dtype):
                 stream = self._stream(source, read)
                 remember_stored(stream.model, stored)
                 return Model(stream.model, tokenizer, str(name), stream)
             module: Any = read(source, **options)
-        check_weights(module)
+        check_finite_weights(module)
         module = module.float() if dtype is torch.float32 and _is_mixed(module) else module
         module = module if placed else module.to(device)
         remember_stored(module, stored)
@@ -236,7 +235,7 @@ class Opening:
     def _checked_device(self) -> torch.device | None:
         """The device, once all options are checked; None to spread the model."""
         check_dtype(self.dtype)
-        device = _device(self.device)
+        device = _usable_device(self.device)
         check_parallel(self.parallel)
         require_setting(
             not (self.stream and self.parallel),
@@ -246,14 +245,14 @@ class Opening:
 
     def _stream(self, source: str | Path, read: Callable[..., Any]) -> ModelStream:
         """Open the model to be streamed."""
-        on_cpu = _device(self.device) == torch.device("cpu")
+        on_cpu = _usable_device(self.device) == torch.device("cpu")
         require(on_cpu, f"streamed models run on the CPU, not {self.device!r}")
         room = {"memory": self.memory, "copies": self.copies, "keep": self.keep}
         return open_stream(source, read, revision=self.revision, **room)
 
     def _hub(self, source: str | Path) -> dict[str, Any]:
         """Options of `from_pretrained` that say where files come from."""
-        return {"trust_remote_code": self.trust_remote_code, **_location(source, self.revision)}
+        return {"trust_remote_code": self.trust_remote_code, **_file_options(source, self.revision)}
 
     def _is_streamed(self, source: str | Path, dtype: str | torch.dtype) -> bool:
         """Whether weights are read layer by layer; several processes have room for their parts."""
@@ -265,7 +264,7 @@ class Opening:
         self, build: Any, checkpoint: Checkpoint, device: torch.device | None
     ) -> dict[str, Any]:
         """Options of `from_pretrained` that spread the model over processes or devices."""
-        spread = _spread(self.parallel, build, checkpoint, self.trust_remote_code)
+        spread = _spread_config(self.parallel, build, checkpoint, self.trust_remote_code)
         if spread:
             return {"distributed_config": spread}
         return {"device_map": "auto"} if device is None else {}
@@ -279,7 +278,7 @@ class Opening:
             whole_model: Any = load_demo_model(dtype)
             return Model(whole_model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
         checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
-        spread = _spread(self.parallel, AutoModelForCausalLM, checkpoint, False)
+        spread = _spread_config(self.parallel, AutoModelForCausalLM, checkpoint, False)
         model = load_demo_model(dtype, distributed_config=spread)
         return Model(model, load_demo_tokenizer(), DEMO)
 
@@ -308,10 +307,10 @@ def load_tokenizer(name: str | Path) -> Any:
     if is_demo(name):
         return load_demo_tokenizer()
     source = model_source(name)
-    return _loaded_tokenizer(source, name, **_location(source))
+    return _loaded_tokenizer(source, name, **_file_options(source))
 
 
-def _spread(
+def _spread_config(
     parallel: str | None, build: Any, checkpoint: Checkpoint, trust_remote_code: bool
 ) -> Any:
     """How the model is spread over processes; refuses one that Tieline has changed."""
@@ -324,7 +323,7 @@ def _spread(
             way=parallel,
             changes=", ".join(checkpoint.changes),
         )
-    skeleton = _skeleton(build, checkpoint.config, trust_remote_code)
+    skeleton = _weightless_model(build, checkpoint.config, trust_remote_code)
     assert skeleton is not None
     return distributed_config(parallel, skeleton)
 
@@ -361,15 +360,15 @@ def _has_words(tokenizer: Any) -> bool:
         return True
 
 
-def _location(source: str | Path, revision: str | None = None) -> dict[str, Any]:
+def _file_options(source: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Options of `from_pretrained` that say where files of a folder or hub id come from."""
     if isinstance(source, Path):
         return {"local_files_only": True}
-    with _explained(source, "configuration"):
+    with _explained_loading(source, "configuration"):
         return hub_options(source, revision)
 
 
-def _device(name: str) -> torch.device | None:
+def _usable_device(name: str) -> torch.device | None:
     """The device; None to spread the model."""
     if name == "auto":
         return None
@@ -383,9 +382,9 @@ def _device(name: str) -> torch.device | None:
 def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
     """The class that builds the model; refuses a model without a router of a known family."""
     for build in _CLASSES:
-        skeleton = _skeleton(build, config, trust_remote_code)
+        skeleton = _weightless_model(build, config, trust_remote_code)
         if skeleton is not None:
-            _check_routers(skeleton)
+            _check_capturable(skeleton)
             return build
     raise UnsupportedModelError(
         f"{str(name)!r} (model type {getattr(config, 'model_type', None)!r}) is no language model "
@@ -393,14 +392,14 @@ def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
     )
 
 
-def _check_routers(skeleton: nn.Module) -> None:
+def _check_capturable(skeleton: nn.Module) -> None:
     """Refuse a model without routers, or with none that can be captured."""
     families = [family_of(router) for router in find_routers(skeleton).values()]
     if all(family is None or family.refused is not None for family in families):
         chosen_routers(skeleton, None)  # says why
 
 
-def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | None:
+def _weightless_model(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | None:
     """The model without weights; None if this class does not build such models."""
     make: Callable[..., nn.Module] = build.from_config
     try:
@@ -415,7 +414,7 @@ def _skeleton(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | N
 
 
 @contextmanager
-def _explained(name: object, what: str) -> Iterator[None]:
+def _explained_loading(name: object, what: str) -> Iterator[None]:
     """Turn whatever transformers raises on bad input into one message."""
     try:
         yield
@@ -471,16 +470,16 @@ def load_dense(
     """
     check_dtype(dtype)
     source = DEMO_FOLDER if is_demo(name) else model_source(name)
-    options = _location(source, revision)
-    with _explained(name, "configuration"):
+    options = _file_options(source, revision)
+    with _explained_loading(name, "configuration"):
         checkpoint = read_checkpoint(source, **options)
-    with _explained(name, SAFETENSORS):
+    with _explained_loading(name, SAFETENSORS):
         model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
-    check_weights(model)
-    return Model(model.eval(), _tokenizer(source, options), str(name))
+    check_finite_weights(model)
+    return Model(model.eval(), _tokenizer_or_none(source, options), str(name))
 
 
-def _tokenizer(source: str | Path, options: dict[str, Any]) -> Any:
+def _tokenizer_or_none(source: str | Path, options: dict[str, Any]) -> Any:
     """The tokenizer; None for a model without one, such as an image model."""
     try:
         return _loaded_tokenizer(source, source, **options)
@@ -500,6 +499,6 @@ def read_shape(
     """
     source = DEMO_FOLDER if name is None or is_demo(name) else model_source(name)
     options = Opening(revision, trust_remote_code=trust_remote_code)._hub(source)
-    with _explained(source, "configuration"):
+    with _explained_loading(source, "configuration"):
         checkpoint = read_checkpoint(source, **options)
     return routed_shape(checkpoint.config, checkpoint.changes)

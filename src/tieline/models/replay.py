@@ -52,13 +52,13 @@ from tieline.core.errors import (
     require,
 )
 from tieline.core.numerics import is_recomputing
-from tieline.models.changes import Call, swapped_class, untraced, wrapped_class
+from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.documents import Batch, document_counter, watch_forward
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.layouts import NO_CHOICE, Choice
-from tieline.models.record_rows import MatchedRows, OrderedRows
-from tieline.models.router_call import forget_live, note_live, with_experts
-from tieline.models.selection import weights_and_output
+from tieline.models.replay_rows import MatchedRows, OrderedRows
+from tieline.models.router_output import forget_live, note_live, with_experts
+from tieline.models.router_rule import weights_and_output
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
@@ -133,19 +133,19 @@ def replay(
         weights: "live" weights the recorded experts by the live logits; "recorded" uses the combine
             weights of the trace.
         match: "order" gives the i-th document of the passes the i-th of the record; "tokens" the
-            one whose tokens agree (`tieline.models.record_rows`), for trainers that shuffle rows.
+            one whose tokens agree (`tieline.models.replay_rows`), for trainers that shuffle rows.
         only: replay near ties alone: tokens whose recorded gap is below this threshold, or
             "near-ties" for 2^-7 of the layer's largest score, what two roundings to bfloat16 may
             move. Needs a trace with scores.
         layers: names of the routers to replay; all by default.
     """
-    trace = _trace(routes)
+    trace = _replayed_trace(routes)
     if weights not in ("live", "recorded"):
         raise ParameterError(f'weights are "live" or "recorded", got {weights!r:.40}')
     if match not in ("order", "tokens"):
         raise ParameterError(f'match is "order" or "tokens", got {match!r:.40}')
     routers = chosen_routers(model, layers)
-    records = _matched(trace, list(routers), every=layers is None)
+    records = _records_by_router(trace, list(routers), every=layers is None)
     in_order = match == "order"
     table = OrderedRows(trace) if in_order else MatchedRows(trace, list(records.values()))
     state = ReplayCounts()
@@ -166,7 +166,8 @@ def replay(
     session.tell_unmatched()
 
 
-def _trace(routes: Any) -> RoutingTrace:
+def _replayed_trace(routes: Any) -> RoutingTrace:
+    """The trace to replay: given, read from its folder, or imported."""
     if isinstance(routes, RoutingTrace):
         return routes
     if isinstance(routes, str | Path) and (Path(routes) / "tieline.json").is_file():
@@ -174,7 +175,7 @@ def _trace(routes: Any) -> RoutingTrace:
     return import_trace(routes)
 
 
-def _matched(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, LayerTrace]:
+def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, LayerTrace]:
     """The record of each router: by its name, by the number in it, or in order of depth.
 
     Routers without a record, such as those of images where text was recorded, stay live.
@@ -285,7 +286,7 @@ class _Session:
                 f"layer {name!r} routed {len(logits)} tokens of a batch of {len(now.rows)}"
             )
         if torch.is_grad_enabled() or self._model.training:
-            now.prints[name] = _fingerprint(logits)
+            now.prints[name] = _logits_fingerprint(logits)
         return now.on(logits.device)
 
     def _again(self, name: str, logits: Tensor) -> _Pass:
@@ -294,11 +295,11 @@ class _Session:
             old for old in self._passes if len(old.rows) == len(logits) and name in old.prints
         ]
         require(bool(passes), f"layer {name!r}: the repeated pass is not known", TielineError)
-        value = _fingerprint(logits)
+        value = _logits_fingerprint(logits)
         return min(reversed(passes), key=lambda old: abs(old.prints[name] - value))
 
 
-def _fingerprint(logits: Tensor) -> float:
+def _logits_fingerprint(logits: Tensor) -> float:
     """A number that tells the logits of one pass from those of another."""
     detached = logits.detach()
     factors = torch.arange(1, len(detached) + 1, device=detached.device).sqrt()
@@ -424,7 +425,7 @@ class LayerReplay:
             live_weights, output = self._live_weights(router, logits, output, ids, changed)
             weights = weights.index_copy(0, changed, live_weights.to(weights))
         if self.weights is not None:
-            recorded = _in_order(self.ids[recorded_rows], self.weights[recorded_rows], ids)
+            recorded = _recorded_weights(self.ids[recorded_rows], self.weights[recorded_rows], ids)
             weights = torch.where(has[:, None], recorded.to(weights), weights)
         return with_experts(self.family, output, Choice(weights, ids), logits.shape[1])
 
@@ -455,7 +456,7 @@ def live_choice(family: RouterFamily, output: Any, k: int, experts: int) -> Choi
     return Choice(weights, ids.long())
 
 
-def _in_order(
+def _recorded_weights(
     ids: Int[Tensor, "tokens k"], weights: Tensor, experts: Int[Tensor, "tokens k"]
 ) -> Tensor:
     """Return the recorded weight of each expert; 0 for one that the record does not have."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from tieline.core.ranking import stable_topk
 from tieline.models.families import family_of
-from tieline.models.router_call import Choice, RouterOutput, override_choice
-from tieline.models.spread import gathered_weights, gathering_unit
+from tieline.models.parallel import gathered_weights, gathering_unit
+from tieline.models.router_output import Choice, RouterOutput, override_choice
 
 Key = int | str
 """Place or name of an argument."""

@@ -13,7 +13,7 @@ A missing, truncated or malformed file is refused when the shards are opened, by
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tieline.core.errors import TielineError, UnsupportedModelError, first_line, require
-from tieline.core.files import out_of_space
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -77,7 +76,7 @@ class Stored(NamedTuple):
         return self.stop - self.start
 
 
-class Lazy:
+class LazyTensor:
     """A tensor that is read when it is indexed, as a slice of `safetensors` is."""
 
     def __init__(self, shards: "Shards", name: str) -> None:
@@ -127,15 +126,15 @@ class Shards:
         """The file, ready to be read."""
         return self.folder / file
 
-    def lazy(self, name: str) -> Lazy:
+    def lazy(self, name: str) -> LazyTensor:
         """A stand-in that is read when it is indexed."""
-        return Lazy(self, name)
+        return LazyTensor(self, name)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Read a tensor, or some of its first axis."""
         self.path(self.tensors[name].file)
         stored = self._some(name, rows)
-        data = placed(stored.size, stored.start, stored.dtype)
+        data = aligned_bytes(stored.size, stored.start, stored.dtype)
         with self._open(stored.file) as handle:
             self._fill(handle, stored.start, data, name)
         return data.view(stored.dtype).reshape(stored.shape)
@@ -224,7 +223,7 @@ class Shards:
         self.bytes_read += done
 
 
-def placed(size: int, start: int, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
+def aligned_bytes(size: int, start: int, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
     """Bytes that lie on a line of memory as byte `start` of a file lies on a line of the file.
 
     Matrix products round by how their operands lie in memory, and a tensor that is mapped from its
@@ -250,7 +249,7 @@ def open_shards(folder: Path, files: Iterable[str] | None = None) -> Shards:
         files: their names; by default those that its index names, or its only file.
     """
     names = list(files) if files is not None else shard_names(folder)
-    shards = Shards(folder, {name: read_header(folder / name) for name in names})
+    shards = Shards(folder, {name: read_shard_header(folder / name) for name in names})
     index = folder / INDEX
     if files is None and index.is_file():
         lacking = sorted(set(weight_map(index)) - set(shards.tensors))
@@ -284,7 +283,7 @@ def weight_map(index: Path) -> dict[str, str]:
     return pairs
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_shard_header(path: Path) -> dict[str, Stored]:
     """Where the tensors of a file stand; refuses a file that is missing, cut off or malformed."""
     require(path.is_file(), f"the file {path.name!r} is missing", UnsupportedModelError)
     try:
@@ -326,59 +325,3 @@ def parse_header(
         require(right, f"{file}: {name!r} has not the bytes of its shape", UnsupportedModelError)
         tensors[name] = Stored(file, kind, shape, base + start, base + stop)
     return tensors
-
-
-Fetch = Callable[[str], Path]
-"""Brings a file of a checkpoint onto this machine and returns its path."""
-
-
-class FetchedShards(Shards):
-    """Tensors of files that are fetched when they are first needed.
-
-    With `keep=False` a file is removed once all its tensors are released, so that a checkpoint
-    needs the room of the files in use alone.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        headers: Mapping[str, Mapping[str, Stored]],
-        fetch: Fetch,
-        drop: Callable[[Path], None],
-        keep: bool = True,
-    ) -> None:
-        """Fetch files by `fetch`; remove them by `drop` unless they are to be kept."""
-        super().__init__(folder, headers)
-        self._fetch, self._drop, self.keep = fetch, drop, keep
-        self._here: dict[str, Path] = {}
-        self._left = {file: set(header) for file, header in headers.items()}
-
-    def path(self, file: str) -> Path:
-        """The file, fetched if it is not here."""
-        if file not in self._here:
-            try:
-                path = self._fetch(file)
-            except Exception as problem:  # of the network, the hub or the disk
-                if out_of_space(problem):
-                    raise
-                why = f"cannot fetch {file!r}: {first_line(problem)}"
-                raise UnsupportedModelError(why) from problem
-            header = read_header(path)
-            promised = {n: s[1:3] for n, s in self.tensors.items() if s.file == file}
-            same = {name: stored[1:3] for name, stored in header.items()} == promised
-            require(same, f"{file!r} is not the file that was promised", UnsupportedModelError)
-            self.tensors |= {name: s._replace(file=file) for name, s in header.items()}
-            self._here[file] = path
-        return self._here[file]
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Read ahead what is here already."""
-        super().prefetch(name for name in names if self.tensors[name].file in self._here)
-
-    def release(self, names: Iterable[str]) -> None:
-        """Drop files of which every tensor was released."""
-        for name in names:
-            self._left[self.tensors[name].file].discard(name)
-        done = [file for file in self._here if not self._left[file]]
-        for file in () if self.keep else done:
-            self._drop(self._here.pop(file))

@@ -19,36 +19,36 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.settings import require_setting
-from tieline.models.changes import (
+from tieline.models.checkpoint import (
     Restorer,
     changes_of,
     forget_change,
     record_change,
     register_restorer,
 )
-from tieline.models.families import family_of, find_routers
-from tieline.models.router_call import FLAG, attach, detach, experts_of, skip_rule
-from tieline.models.smooth_calibration import (
+from tieline.models.epsilon import (
     Measured,
-    budget_epsilon,
-    noise_epsilon,
-    precision_named,
+    RampForm,
+    chosen_epsilons,
+    given_epsilons,
 )
-from tieline.models.smooth_router import (
+from tieline.models.experts import FLAG, experts_of, skip_rule
+from tieline.models.families import family_of, find_routers
+from tieline.models.router_output import attach_handler, detach_handler
+from tieline.models.smoothed_router import (
     GateName,
     LayerPlan,
     RouterSmoothing,
     default_k_max,
     layer_plan,
     plan_layers,
-    refusal,
-    smoothing_of,
+    router_smoothing,
+    smoothing_refusal,
 )
 
 FEATURE = "smooth"
@@ -142,7 +142,7 @@ def read_smoothing(facts: Any) -> Smoothing:
         require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
         refused = {str(name): str(why) for name, why in dict(facts["refused"]).items()}
         record = Smoothing(
-            tuple(_read_layer(row) for row in rows),
+            tuple(_read_layer_smoothing(row) for row in rows),
             refused,
             float(facts["a"]),
             float(facts["b"]),
@@ -159,7 +159,8 @@ def read_smoothing(facts: Any) -> Smoothing:
     return record
 
 
-def _read_layer(row: Any) -> LayerSmoothing:
+def _read_layer_smoothing(row: Any) -> LayerSmoothing:
+    """Read how one router is smoothed; refuses what no router has."""
     names = {field: row[field] for field in ("name", "family", "units")}
     counts = {name: row[name] for name in ("k", "n_experts", "k_max")}
     epsilon = row["epsilon"]
@@ -189,7 +190,7 @@ def smoothed_routers(model: nn.Module, record: Smoothing, names: Collection[str]
         yield
     finally:
         for layer in layers:
-            detach(model.get_submodule(layer.name))
+            detach_handler(model.get_submodule(layer.name))
         for module, attribute, value in reversed(changed):
             setattr(module, attribute, value)
 
@@ -234,7 +235,7 @@ def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
     for layer in record.layers:
         router = routers.get(layer.name)
         family = None if router is None else family_of(router)
-        if router is None or family is None or refusal(family) is not None:
+        if router is None or family is None or smoothing_refusal(family) is not None:
             raise UnsupportedModelError(
                 f"the configuration does not match the checkpoint: it smooths {layer.name!r}, "
                 f"which is no router that can be smoothed; the model has {list(routers)}"
@@ -257,9 +258,10 @@ def _smooth_layer(
     record: Smoothing,
     changed: list[tuple[nn.Module, str, Any]],
 ) -> None:
+    """Attach the smoothing to one router; notes in `changed` what else it set."""
     plan = layer_plan(layer.name, model.get_submodule(layer.name))
     experts = experts_of(model, layer.name)
-    settings = _settings(model, plan, layer.k_max, experts)
+    settings = _column_settings(model, plan, layer.k_max, experts)
     for module, attribute, value in settings:
         changed.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
@@ -276,14 +278,14 @@ def _smooth_layer(
         record.gate,
         tuple(module for module, attribute, _ in settings if attribute == SLOTS),
     )
-    attach(plan.router, plan.family, how)
+    attach_handler(plan.router, plan.family, how)
 
 
 SLOTS = "top_k"
 """Attribute in which the modules around a router count its columns."""
 
 
-def _settings(
+def _column_settings(
     model: nn.Module, plan: LayerPlan, k_max: int, experts: nn.Module | None
 ) -> list[tuple[nn.Module, str, Any]]:
     """Attributes to set on the modules around a router."""
@@ -353,15 +355,15 @@ def smooth_(
     """
     ramp, k_max = _checked_ramp(form), form.get("k_max")
     plans, refused = plan_layers(model, layers)
-    slots = {plan.name: _slots(plan, k_max, ramp.gate) for plan in plans}
+    slots = {plan.name: _slots_per_token(plan, k_max, ramp.gate) for plan in plans}
     open_plans = [plan for plan in plans if plan.k < plan.n_experts]
     if epsilon is not None:
         require(budget is None and noise is None, "give epsilon, or budget and noise, not both")
-        widths, how = _given(epsilon, plans), how or "given"
+        widths, how = given_epsilons(epsilon, plans), how or "given"
     else:
         if budget is None and noise is None:
             budget = open_plans[0].k + DEFAULT_EXTRA if open_plans else None
-        widths = _chosen(open_plans, slots, (budget, noise), calibration, ramp)
+        widths = chosen_epsilons(open_plans, slots, (budget, noise), calibration, ramp)
         how = " and ".join(
             f"{word} {value}"
             for word, value in (("budget", budget), ("noise", noise))
@@ -388,8 +390,8 @@ def unsmooth_(model: nn.Module) -> None:
     """Undo `smooth_`: restores routers, experts and saving; refuses a model not smoothed."""
     if not hasattr(model, CHANGED):
         raise ParameterError(f"{type(model).__name__} is not smoothed: there is nothing to undo")
-    for router in [m for m in model.modules() if smoothing_of(m) is not None]:
-        detach(router)
+    for router in [m for m in model.modules() if router_smoothing(m) is not None]:
+        detach_handler(router)
     for module, attribute, value in reversed(getattr(model, CHANGED)):
         setattr(module, attribute, value)
     delattr(model, CHANGED)
@@ -403,14 +405,6 @@ def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
     return record
 
 
-class _Ramp(NamedTuple):
-    """The form of the ramp."""
-
-    gate: GateName
-    a: float
-    b: float
-
-
 def gate_named(name: str | None) -> GateName | None:
     """Return a gate's name; raises if there is no gate of that name."""
     gate: GateName | None = (
@@ -420,7 +414,7 @@ def gate_named(name: str | None) -> GateName | None:
     return gate
 
 
-def _checked_ramp(form: GateOptions) -> _Ramp:
+def _checked_ramp(form: GateOptions) -> RampForm:
     """The gate and its exponents; raises if options of the ramp are given with the projection."""
     a, b, k_max = form.get("a", 1.0), form.get("b", 1.0), form.get("k_max")
     require(
@@ -431,10 +425,11 @@ def _checked_ramp(form: GateOptions) -> _Ramp:
         gate != "projected" or not of_ramp,
         f"a, b and k_max belong to the ramp, got {a=:g}, {b=:g}, {k_max=} with gate='projected'",
     )
-    return _Ramp(gate or ("ramp" if of_ramp else "projected"), a, b)
+    return RampForm(gate or ("ramp" if of_ramp else "projected"), a, b)
 
 
-def _slots(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
+def _slots_per_token(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
+    """Slots that a token may use: all experts for the projection, k_max for the ramp."""
     if gate == "projected":
         return plan.n_experts
     if k_max is None or plan.k == plan.n_experts:
@@ -445,86 +440,6 @@ def _slots(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
         f"{plan.n_experts} in layer {plan.name!r}",
     )
     return k_max
-
-
-def _given(
-    epsilon: float | Sequence[float] | Mapping[str, float], plans: Sequence[LayerPlan]
-) -> dict[str, float]:
-    names = [plan.name for plan in plans]
-    if isinstance(epsilon, Mapping):
-        unknown = sorted(set(epsilon) - set(names))
-        require(not unknown, f"epsilon names {unknown}; routers that can be smoothed: {names}")
-        widths = {name: epsilon.get(name, 0.0) for name in names}
-    elif isinstance(epsilon, Sequence):
-        require(
-            len(epsilon) == len(names), f"{len(epsilon)} epsilons for {len(names)} routers: {names}"
-        )
-        widths = dict(zip(names, epsilon, strict=True))
-    else:
-        widths = dict.fromkeys(names, epsilon)
-    for name, width in widths.items():
-        number = isinstance(width, float | int) and not isinstance(width, bool)
-        if not (number and 0 <= width < math.inf):
-            raise ParameterError(
-                f"epsilon must be finite and not negative, got {width!r} for layer {name!r}"
-            )
-    return {name: float(width) for name, width in widths.items()}
-
-
-def _chosen(
-    plans: Sequence[LayerPlan],
-    slots: Mapping[str, int],
-    target: tuple[float | None, str | float | None],
-    calibration: Measured | None,
-    ramp: _Ramp,
-) -> dict[str, float]:
-    """ε of every router, from the calibration tokens."""
-    budget, noise = target
-    for plan in plans if budget is not None else ():
-        require_setting(
-            plan.k < (budget or 0) < slots[plan.name],
-            "{budget} is a mean number of experts between k and {k_max}, got {mean} for k={k}, "
-            "{slots} slots in layer {layer}",
-            mean=f"{budget:g}",
-            k=plan.k,
-            slots=slots[plan.name],
-            layer=repr(plan.name),
-        )
-    if isinstance(noise, float | int):
-        require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
-    widths = dict.fromkeys((plan.name for plan in plans), math.inf)
-    clean, sigmas = _scores_and_noise(plans, target, calibration)
-    if noise is not None:
-        widths = {
-            name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
-        }
-    for plan in plans if budget is not None else ():
-        kept, of = clean[plan.name], (plan.k, slots[plan.name], budget or 0)
-        most = budget_epsilon(kept.scores, *of, kept.groups, ramp.gate)
-        widths[plan.name] = min(widths[plan.name], most)
-    return widths
-
-
-def _scores_and_noise(
-    plans: Sequence[LayerPlan],
-    target: tuple[float | None, str | float | None],
-    calibration: Measured | None,
-) -> Measured:
-    """Scores and noise by which ε is chosen, from the calibration tokens where needed."""
-    budget, noise = target
-    clean, sigmas = calibration or ({}, {})
-    if isinstance(noise, str):
-        precision_named(noise)
-    measured = (budget is None or bool(clean)) and (not isinstance(noise, str) or bool(sigmas))
-    require(
-        measured or not plans,
-        "choosing ε by budget or noise needs calibration tokens: give what `calibrate` measures "
-        "on them, with the noise of the precision",
-    )
-    if isinstance(noise, str):
-        return Measured(clean, sigmas)
-    sigma = 0.0 if noise is None else float(noise)
-    return Measured(clean, {plan.name: sigma for plan in plans})
 
 
 register_restorer(FEATURE, Restorer(after=restore_smoothing, check=read_smoothing))

@@ -1,6 +1,6 @@
 """Which weights each part of a model needs, and how they come into it and leave it again.
 
-    model, weights = skeleton(load, shards)    the model with every weight on the meta device
+    model, weights = open_skeleton(load, shards)    the model with every weight on the meta device
     weights.load("model.layers.3")             reads what the unit needs
     weights.free("model.layers.3")             back to the meta device
 
@@ -31,10 +31,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.changes import LOADING
-from tieline.models.finite import check_tensor
-from tieline.models.running import no_bars
-from tieline.models.shards import LINE, Shards, placed
+from tieline.models.admission import check_finite_tensor
+from tieline.models.checkpoint import LOADING, no_loading_bars
+from tieline.models.shards import LINE, Shards, aligned_bytes
 
 REUSED = 1 << 20
 """Bytes from which memory is used again: small blocks are the allocator's business."""
@@ -372,7 +371,7 @@ class Weights:
     def _check(self, name: str, tensor: Tensor) -> None:
         """Refuse NaN and infinity in a tensor, the first time that it is read."""
         if name not in self._finite:
-            check_tensor(name, tensor)
+            check_finite_tensor(name, tensor)
             self._finite.add(name)
 
     def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
@@ -396,7 +395,7 @@ class Weights:
     def _convert(self, sources: list[Source]) -> None:
         """Load tensors by transformers' own converters."""
         state = {source.key: self.shards.lazy(source.key) for source in sources}
-        with no_bars():
+        with no_loading_bars():
             report, _ = convert_and_load_state_dict_in_model(self.model, state, self._config)
         wrong = [
             f"{n!r} has the shape {tuple(a)} instead of {tuple(b)}"
@@ -419,7 +418,7 @@ class Weights:
         room = left.pop() if left else torch.empty(size + LINE, dtype=torch.uint8)
         if reuse and size >= REUSED:
             self._pooled.setdefault(self.unit_of(target) or "", []).append(room)
-        return placed(size, start, dtype, room).view(dtype).view(meta.shape)
+        return aligned_bytes(size, start, dtype, room).view(dtype).view(meta.shape)
 
     def at(self, name: str) -> Tensor:
         """The tensor that stands at a name."""
@@ -452,7 +451,7 @@ class Weights:
         self.shards.release(self.plans[unit].keys)
 
 
-def skeleton(
+def open_skeleton(
     load: Callable[[], PreTrainedModel], open_files: Callable[[list[str]], Shards]
 ) -> tuple[PreTrainedModel, Weights]:
     """The model that `load` would load, its weights on the meta device, and what it would read.
@@ -478,7 +477,7 @@ def skeleton(
         kept.append(weights)
         missing = set(weights.meta) - weights.found
         shapes: Any = weights.wrong_shapes()
-        _mark(model, missing)
+        _mark_loaded(model, missing)
         nothing: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
         report = LoadStateDictInfo(
             missing_keys=missing,
@@ -489,7 +488,7 @@ def skeleton(
         )
         return report, None
 
-    with LOADING, no_bars():
+    with LOADING, no_loading_bars():
         before = PreTrainedModel.__dict__["_load_pretrained_model"]
         PreTrainedModel._load_pretrained_model = staticmethod(pretend)  # type: ignore[method-assign]
         try:
@@ -501,7 +500,7 @@ def skeleton(
     return model.eval(), weights
 
 
-def _mark(model: PreTrainedModel, missing: set[str]) -> None:
+def _mark_loaded(model: PreTrainedModel, missing: set[str]) -> None:
     """Mark what the checkpoint has as loaded, so that nothing is drawn at random in its place."""
     passing = {name for name, _ in model.named_non_persistent_buffers()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

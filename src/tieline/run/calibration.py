@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from tieline.core.errors import require
-from tieline.models.changes import Call
+from tieline.models.class_changes import Call
+from tieline.models.epsilon import Measured, Scores, gap_noise, precision_named
 from tieline.models.model import Model
-from tieline.models.router_call import Handler
-from tieline.models.smooth_calibration import Measured, Scores, gap_noise, precision_named
-from tieline.models.smooth_router import LayerPlan, plan_layers
+from tieline.models.router_output import Handler
+from tieline.models.smoothed_router import LayerPlan, plan_layers
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.observers import Observer, Site
 from tieline.run.plan import Ids, Pass, Phase, Plan

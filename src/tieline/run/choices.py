@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from tieline.core.ranking import sets_differ
 from tieline.models.capture import LayerObserver, ObserverSettings
-from tieline.models.changes import Call
+from tieline.models.class_changes import Call
 from tieline.models.documents import Batch
 from tieline.models.families import HANDLER
 from tieline.models.replay import LayerReplay
-from tieline.models.router_call import (
+from tieline.models.router_output import (
     Choice,
     RouterOutput,
     Rule,
     override_choice,
-    padded,
+    padded_choice,
     read_output,
     write_output,
 )
-from tieline.models.running import forward
+from tieline.run.forward import forward
 from tieline.run.observers import Site
 from tieline.run.plan import Ids, Pass
 from tieline.trace.record import LayerTrace
@@ -79,7 +79,7 @@ def chosen_output(
     """
     if recorded[1]:
         with torch._C.DisableTorchFunction():
-            state.routes[site.name] = _route(site, call, output)
+            state.routes[site.name] = _recorded_route(site, call, output)
     against = None if reference is None else reference.choices.get(site.name)
     if not recorded[0] and against is None:
         return output
@@ -97,7 +97,8 @@ def chosen_output(
     return write_output(site.family, output, routed, choice)
 
 
-def _route(site: Site, call: Call, output: Any) -> LayerTrace:
+def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
+    """The choice of one call as the record that a replay takes."""
     tokens = torch.arange(len(read_output(site.family, site.module, call, output).ids))
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
     return LayerObserver(site.name, site.family, ROUTE_SETTINGS).observe(
@@ -140,7 +141,10 @@ def compared_choice(clean: Choice, routed: RouterOutput, forced: bool) -> tuple[
     choice = Choice(routed.weights, routed.ids)
     if not forced:
         return lost, choice
-    kept, choice = padded(clean, choice.ids.shape[1]), padded(choice, clean.ids.shape[1])
+    kept, choice = (
+        padded_choice(clean, choice.ids.shape[1]),
+        padded_choice(choice, clean.ids.shape[1]),
+    )
     return lost, Choice(
         torch.where(flipped[:, None], kept.weights, choice.weights),
         torch.where(flipped[:, None], kept.ids, choice.ids),

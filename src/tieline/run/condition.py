@@ -33,16 +33,14 @@ from torch import nn
 from tieline.core.errors import require
 from tieline.core.records import canonical
 from tieline.models.emulate import (
-    FORMATS,
-    OF_ROUTERS,
     Region,
-    format_named,
     modular_routers,
     rounded_products,
     rounded_weights,
     score_noise,
     state_noise,
 )
+from tieline.models.formats import FORMATS, OF_ROUTERS, format_named
 from tieline.models.smooth import Smoothing, smoothed_routers
 
 Kind = Literal["rounding", "score noise", "state noise"]

@@ -20,8 +20,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, TielineError, first_line, is_panic, require
+from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO, demo_text
-from tieline.models.running import batches, text_config
 
 Text = str | Path | None
 """A text itself, a file that holds one, or None for the text in the box."""
@@ -100,7 +100,7 @@ class Corpus:
     def tokenised(self, tokenizer: Any, model: nn.Module) -> TokenisedText:
         """Cut the text into sequences of tokens."""
         text = tokenise(tokenizer, self._read[0], self.tokens, self.length(model))
-        check_ids(model, text.sequences)
+        check_token_ids(model, text.sequences)
         return text
 
     def batches(self, text: TokenisedText) -> list[Int[Tensor, "rows length"]]:
@@ -109,7 +109,7 @@ class Corpus:
 
     def stacked(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Int[Tensor, "rows length"]]:
         """Stack some of the sequences."""
-        return list(batches(sequences, self.batch_size))
+        return list(stacked_batches(sequences, self.batch_size))
 
     def split(
         self, tokenizer: Any, model: nn.Module, first: int
@@ -123,7 +123,7 @@ class Corpus:
         """
         length = min(self.length(model), first, self.tokens)
         text = tokenise(tokenizer, self._read[0], first + self.tokens, length)
-        check_ids(model, text.sequences)
+        check_token_ids(model, text.sequences)
         count = -(-first // length)
         require(
             len(text.sequences) > count,
@@ -145,8 +145,8 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     require(tokens >= 1, f"need at least one token, got tokens={tokens}")
     require(bool(text.strip()), "the text is empty: there is nothing to route")
     with _explained_tokenizer():
-        prefix = _prefix(tokenizer)
-        ids, pieces = _encode(tokenizer, text, tokens)
+        prefix = _tokenizer_prefix(tokenizer)
+        ids, pieces = _encode_tokens(tokenizer, text, tokens)
     body = length - len(prefix)
     require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
     require(len(ids) > 0, "the tokenizer makes no token of the text")
@@ -177,7 +177,7 @@ def _explained_tokenizer() -> Iterator[None]:
         ) from problem
 
 
-def check_ids(model: nn.Module, sequences: Sequence[Int[Tensor, " _"]]) -> None:
+def check_token_ids(model: nn.Module, sequences: Sequence[Int[Tensor, " _"]]) -> None:
     """Refuse token ids for which the embedding of a model has no row."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     rows = getattr(embedding, "num_embeddings", None)
@@ -202,7 +202,7 @@ def token_texts(text: TokenisedText) -> list[str]:
     ]
 
 
-def _prefix(tokenizer: Any) -> tuple[int, ...]:
+def _tokenizer_prefix(tokenizer: Any) -> tuple[int, ...]:
     """Special tokens that the tokenizer puts before every text."""
     bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     full = tokenizer("a", verbose=False)["input_ids"]
@@ -210,18 +210,19 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
     return tuple(full[:first])
 
 
-def _encode(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
+def _encode_tokens(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
     """Ids and pieces of at least `tokens` tokens, or of the whole text."""
     size = CHARACTERS_PER_TOKEN * tokens + 1
     while True:
         beginning = text[:size]
-        ids, pieces = _encode_whole(tokenizer, beginning)
+        ids, pieces = _encode_text(tokenizer, beginning)
         if len(beginning) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
             return ids, pieces
         size *= 2
 
 
-def _encode_whole(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+def _encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    """Ids of all tokens of a text, and the part of the text that each stands for."""
     quick = bool(getattr(tokenizer, "is_fast", False))
     encoding = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=quick, verbose=False
@@ -249,12 +250,12 @@ def as_text(text: Text) -> tuple[str, str]:
     if text is None:
         return demo_text(), DEMO
     if isinstance(text, Path):
-        return _read_text(text), "stdin" if text == STDIN else text.name
+        return _read_text_file(text), "stdin" if text == STDIN else text.name
     require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
     return text, ""
 
 
-def _read_text(path: Path) -> str:
+def _read_text_file(path: Path) -> str:
     """The text in a file, a pipe or, for `Path("-")`, stdin."""
     if path == STDIN:
         data = sys.stdin.buffer.read(MOST_TEXT + 1)
@@ -279,3 +280,17 @@ def default_length(model: nn.Module, longest: int = LONGEST) -> int:
     """Tokens per sequence: `longest`, or what the model takes if that is less."""
     most = getattr(text_config(model), "max_position_embeddings", None)
     return min(longest, most) if isinstance(most, int) and most > 1 else longest
+
+
+def stacked_batches(
+    sequences: Sequence[Int[Tensor, " _"]], batch_size: int
+) -> Iterator[Int[Tensor, "rows length"]]:
+    """Stack neighbouring sequences of equal length, at most `batch_size` at a time."""
+    rows: list[Tensor] = []
+    for sequence in sequences:
+        if rows and (len(rows) == batch_size or len(sequence) != len(rows[0])):
+            yield torch.stack(rows)
+            rows = []
+        rows.append(sequence)
+    if rows:
+        yield torch.stack(rows)

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.changes import subclass, swapped_class
+from tieline.models.class_changes import subclass, swapped_class
 from tieline.models.expert_groups import ExpertGroups
-from tieline.models.streaming import ModelStream
+from tieline.models.model_stream import ModelStream
 from tieline.run.observers import BlockRun, run_blocks
 
 if TYPE_CHECKING:
@@ -209,14 +209,14 @@ def lead_passes(
         stack.callback(resident.drop)
         stack.callback(passes.close)
         skipped = set() if replay is None else {*replay.left}
-        stack.enter_context(_parking(stream, skipped | (set() if head else {stream.head})))
+        stack.enter_context(_parking_at_units(stream, skipped | (set() if head else {stream.head})))
         stack.enter_context(_awaiting_groups(stream.groups.values()))
         if journal is not None:
             stack.enter_context(journal.watching())
         if replay is not None:
             stack.enter_context(replay.in_force())
         if not head:
-            stack.enter_context(_headless(stream))
+            stack.enter_context(_without_head(stream))
         if stream.first is not None and stream.first not in skipped:
             resident.enter(stream.first)  # forwards look at the device of the embedding
         passes.go_all()
@@ -308,7 +308,7 @@ def run_in_unit(stream: ModelStream, unit: str, blocks: Sequence[BlockRun]) -> l
 
 
 @contextmanager
-def _parking(stream: ModelStream, without: set[Any]) -> Iterator[None]:
+def _parking_at_units(stream: ModelStream, without: set[Any]) -> Iterator[None]:
     """Let passes park where they enter a unit, except these."""
 
     def park(name: str, module: nn.Module, args: object) -> None:
@@ -326,7 +326,7 @@ def _parking(stream: ModelStream, without: set[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _headless(stream: ModelStream) -> Iterator[None]:
+def _without_head(stream: ModelStream) -> Iterator[None]:
     """Replace the output head, whose weights are not read, by its first input column."""
     head = stream.model.get_output_embeddings()
     if head is None or stream.head is None:

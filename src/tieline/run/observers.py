@@ -15,7 +15,7 @@ counts on several processes is put together by `join`. It never knows how passes
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,16 +25,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.numerics import is_recomputing
-from tieline.models.changes import Call, swapped_class, wrapped_class
+from tieline.models.class_changes import Call, swapped_class, wrapped_class
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
-from tieline.models.router_call import Choice, live_output
+from tieline.models.routed_block import BlockRun
+from tieline.models.router_output import Choice, live_output
 from tieline.run.plan import Pass
 
 if TYPE_CHECKING:
-    from tieline.run.processes import Ranks
-
-BlockRun = tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[Any]]]
-"""A function that runs a block, and the context that it needs."""
+    from tieline.run.ranks import Ranks
 
 Rerun = Callable[[Sequence[BlockRun]], list[Any]]
 """Runs blocks whose weights are in memory and returns their outputs."""

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
 from tieline.core.records import from_plain, to_plain
-from tieline.models.capture import LayerObserver, ObserverSettings, model_facts
-from tieline.models.changes import Call
+from tieline.models.capture import ObserverSettings, layer_observers, model_facts
+from tieline.models.class_changes import Call
 from tieline.models.documents import Batch
-from tieline.models.families import chosen_routers, family_of
+from tieline.models.families import chosen_routers
 from tieline.models.model import Model
 from tieline.run.observers import Observer, Site
 from tieline.run.plan import Ids, Logits, Pass, Phase, Plan
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, take_tokens
@@ -69,10 +69,7 @@ class RouteRecorder(Observer):
         provenance: Mapping[str, object] | None = None,
     ) -> None:
         self._settings, self._of = settings, of
-        self._observers = {
-            name: _layer_observer(name, router, settings)
-            for name, router in chosen_routers(model, layers).items()
-        }
+        self._observers = layer_observers(chosen_routers(model, layers), settings)
         self._model, self._added = model, dict(provenance or {})
         self._provenance: dict[str, object] = {}
         self._passes: dict[Pass, _OpenPass] = {}
@@ -202,16 +199,6 @@ class RouteRecorder(Observer):
     def _trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
         keys = batch.tokens, batch.documents, batch.positions
         return RoutingTrace(layers, *keys, self._settings.epsilons, self._provenance)
-
-
-def _layer_observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
-    family = family_of(router)
-    assert family is not None
-    require(
-        not (settings.inputs and family.in_block),
-        f"the inputs of the routers of family {family.name!r} cannot be kept: {family.note}",
-    )
-    return LayerObserver(name, family, settings)
 
 
 def recorded_routes(

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tieline.core.errors import NoSpaceError
 from tieline.core.files import cache_folder, space_on, whole_folder
 from tieline.core.records import LONGEST_RESULT, canonical, parse_json
-from tieline.models.changes import subclass, swapped_class
+from tieline.models.class_changes import subclass, swapped_class
 from tieline.models.shards import Shards
 from tieline.models.stream_weights import Weights
 from tieline.run.lockstep import current_pass
@@ -93,7 +93,7 @@ class Journal:
                 for other in [n for n in self._outputs if n in self._weights.layers and n != unit]:
                     del self._outputs[other]
             self._outputs.setdefault(unit, {})[here.number] = output
-            self.usable &= _shape(output) is not None
+            self.usable &= _output_shape(output) is not None
 
         return hook
 
@@ -107,7 +107,7 @@ class Journal:
         tensors: dict[str, Tensor] = {}
         shapes: dict[str, list[Any]] = {}
         for unit, by_pass in self._outputs.items():
-            shapes[unit] = [_shape(by_pass[number]) for number in sorted(by_pass)]
+            shapes[unit] = [_output_shape(by_pass[number]) for number in sorted(by_pass)]
             for number, output in by_pass.items():
                 leaves_of = output if isinstance(output, tuple | list) else (output,)
                 for index, part in enumerate(leaves_of):
@@ -122,7 +122,7 @@ class Journal:
         )
 
 
-def _shape(output: Any) -> Any:
+def _output_shape(output: Any) -> Any:
     """How tensors make up an output: "tensor", or a list of 1 and 0; None for anything else."""
     if isinstance(output, Tensor):
         return "tensor"

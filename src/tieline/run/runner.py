@@ -37,12 +37,12 @@ from contextlib import ExitStack
 from tieline.core.errors import require
 from tieline.core.settings import require_setting
 from tieline.models.model import Model
-from tieline.models.running import only_running
-from tieline.models.spread import UNROUNDED
+from tieline.models.parallel import UNROUNDED
 from tieline.run.condition import REPLAYS, Condition
+from tieline.run.forward import only_running
 from tieline.run.observers import Observer
 from tieline.run.plan import Budget, Plan, Ran
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 from tieline.run.schedule import ByPass, ByUnit, Progress, Resume
 
 
@@ -74,7 +74,7 @@ class Runner:
 
     def supports(self, condition: Condition) -> str | None:
         """Return why the models cannot run under a condition; None if they can."""
-        return refusal(condition, self.ranks.parallel)
+        return condition_refusal(condition, self.ranks.parallel)
 
     def run(
         self,
@@ -118,7 +118,7 @@ class Runner:
 NO_BUDGET = "a streamed audit has no result before its last layer: leave out {budget_minutes}"
 
 
-def refusal(condition: Condition, parallel: str | None) -> str | None:
+def condition_refusal(condition: Condition, parallel: str | None) -> str | None:
     """Return why a model cannot run under a condition; None if it can.
 
     Args:

@@ -14,26 +14,20 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
-from tieline.core.errors import NoLogitsError, UnsupportedModelError, require
+from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError
-from tieline.models.changes import Call
-from tieline.models.emulate import (
-    Region,
-    RoundingBuffers,
-    format_named,
-    rounded_in_pieces,
-    rounded_weights,
-    weight_axis,
-)
+from tieline.models.class_changes import Call
+from tieline.models.configuration import text_config
+from tieline.models.emulate import Region, rounded_weights, weight_axis
+from tieline.models.formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.model import Model
-from tieline.models.running import forward, text_config
+from tieline.models.model_stream import ModelStream, free_memory, resident_memory
 from tieline.models.stream_weights import Weights
-from tieline.models.streaming import ModelStream, free_memory, resident_memory
 from tieline.run.choices import RunningPass, chosen_output, replayed_output
 from tieline.run.condition import REPLAYS, Rounded
+from tieline.run.forward import finite_logits, forward, model_logits
 from tieline.run.lockstep import (
     Lockstep,
     ParkedPass,
@@ -44,7 +38,7 @@ from tieline.run.lockstep import (
     run_in_unit,
 )
 from tieline.run.observers import Observer, Outcome, Site, Watch, run_blocks, sites_of, watching
-from tieline.run.plan import Budget, Ids, Pass, Phase, Ran
+from tieline.run.plan import Budget, Pass, Phase, Ran
 from tieline.run.resume import Journal, Replay
 
 Progress = Callable[[str, int, int], None]
@@ -473,28 +467,3 @@ def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None
             weights=weights / 1e9,
             room=room / 1e9,
         )
-
-
-def finite_logits(output: object, ids: Ids) -> Tensor:
-    """Return the logits of an unperturbed run; raises if some are not numbers."""
-    logits = model_logits(output, ids)
-    wrong = (~(logits < torch.inf)).flatten(0, 1).any(dim=1)  # minus infinity masks words
-    require(
-        not bool(wrong.any()),
-        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens "
-        "although its weights are finite: run it in float32",
-        UnsupportedModelError,
-    )
-    return logits
-
-
-def model_logits(output: object, ids: Ids) -> Tensor:
-    """Return the logits (rows, length, words) of a model's output; raises if it has none."""
-    logits = getattr(output, "logits", None)
-    require(
-        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
-        "the model gives no logits for its tokens, so damage to its predictions has no measure",
-        NoLogitsError,
-    )
-    assert isinstance(logits, Tensor)
-    return logits

@@ -9,7 +9,7 @@ from tests.analysis.walls import watched
 from tests.models.tiny import CHOSEN, batch, lively, tiny_model
 from tieline.analysis.jump import JumpSettings, jumps_with_losses, loss_changes, measure_jumps
 from tieline.core.errors import UnsupportedModelError
-from tieline.models.router_call import Choice, override_choice
+from tieline.models.router_output import Choice, override_choice
 
 
 def losses_by_hand(model, router, row, ids, swap):

@@ -9,7 +9,7 @@ import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.diff import Side, diff_models
 from tieline.analysis.token_distances import replay_split
-from tieline.run.processes import Ranks
+from tieline.run.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

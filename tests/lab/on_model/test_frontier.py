@@ -12,7 +12,7 @@ from tieline.core.statistics import Estimate
 from tieline.lab.on_model.frontier import least_kl, measure_points
 from tieline.lab.settings import FrontierSettings
 from tieline.models import smooth_
-from tieline.models.smooth_router import smoothing_of
+from tieline.models.smoothed_router import router_smoothing
 
 IDS = batch(4, 24)
 COARSE = "router fp8_e5m2"
@@ -51,7 +51,7 @@ def test_widths_follow_the_noise_or_the_budget(pair, found):
         assert point.epsilons == {n: point.scale * s for n, s in known.sigmas.items()}
     (even,) = found.of("budget")
     assert known.experts(even.epsilons, "projected") == pytest.approx(2.4, abs=0.02)
-    widths = {n: smoothing_of(smoothed.get_submodule(n)).epsilon for n in known.sigmas}
+    widths = {n: router_smoothing(smoothed.get_submodule(n)).epsilon for n in known.sigmas}
     assert widths == known.by_noise(1.0)  # as before
 
 

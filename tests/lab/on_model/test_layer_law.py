@@ -10,7 +10,7 @@ from tieline.analysis.smooth import Calibration
 from tieline.lab.limits import hard_sensitivity, projected_cost
 from tieline.lab.on_model.layer_law import layer_laws, line_weights
 from tieline.models import smooth_, unsmooth_
-from tieline.models.running import forward, only_running
+from tieline.run.forward import forward, only_running
 
 IDS = batch(16, 64)
 COARSE = "router bf16"

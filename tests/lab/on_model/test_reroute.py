@@ -11,7 +11,7 @@ from tieline.core.errors import TielineError
 from tieline.lab.on_model.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute
 from tieline.lab.on_model.rerouted_model import ROUTER
 from tieline.lab.settings import RerouteSettings
-from tieline.models.changes import load_pretrained
+from tieline.models.checkpoint import load_pretrained
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
 

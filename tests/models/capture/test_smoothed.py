@@ -6,7 +6,7 @@ import torch
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.models import capture, find_routers, smooth_
 from tieline.models.families import family_of
-from tieline.models.router_call import read_output
+from tieline.models.router_output import read_output
 from tieline.trace.record import identical
 from tieline.trace.store import load_trace, save_trace
 

@@ -8,7 +8,8 @@ import torch
 from tests.models.tiny import WIDTH, batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.models import find_routers
-from tieline.models.emulate import FORMATS, emulate
+from tieline.models.emulate import emulate
+from tieline.models.formats import FORMATS
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 

@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from tieline.core.errors import TielineError, UnsupportedModelError
+from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.model import read_shape
-from tieline.models.sizes import RoutedShape, routed_shape
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.monitor import RoutingMonitor
 from tieline.models import capture
 from tieline.models.replay import replay
-from tieline.models.router_call import LIVE
+from tieline.models.router_output import LIVE
 from tieline.run.observers import observing
 from tieline.run.plan import Pass
 from tieline.run.recorder import RouteRecorder

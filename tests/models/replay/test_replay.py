@@ -15,10 +15,10 @@ import tieline as tl
 from tests.models.tiny import SUPPORTED, batch, lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.models import capture, family_of
-from tieline.models.changes import swapped_class, wrapped_class
+from tieline.models.class_changes import swapped_class, wrapped_class
 from tieline.models.emulate import emulate
 from tieline.models.replay import ReplayWarning, live_choice, replay
-from tieline.models.router_call import Choice, override_choice
+from tieline.models.router_output import Choice, override_choice
 from tieline.trace import import_trace, save_trace, select_tokens
 
 PATTERNS = ["dbrx", "deepseek_v3", "gemma4", "inkling", "jetmoe", "llama4", "olmoe", "zaya"]

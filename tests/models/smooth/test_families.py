@@ -16,8 +16,8 @@ from tests.models.smoothing import (
 from tests.models.tiny import CHOSEN, EXPERTS, WIDTH, batch, lively, tiny_model
 from tieline.core.ranking import ranked_scores
 from tieline.models import find_routers, load_smoothed, smooth_, unsmooth_
-from tieline.models.changes import changes_of
-from tieline.models.smooth_router import smoothing_of
+from tieline.models.checkpoint import changes_of
+from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = [pytest.param(n, marks=[] if n in KINDS else [pytest.mark.slow]) for n in SMOOTHED]
@@ -128,7 +128,7 @@ def test_every_implementation_of_the_experts_leaves_unused_slots_out(family):
     else:
         names = ["eager", "batched_mm", "grouped_mm", "tieline"]
     smooth_(model, epsilon=0.3)
-    handlers = [smoothing_of(m) for m in model.modules() if smoothing_of(m) is not None]
+    handlers = [router_smoothing(m) for m in model.modules() if router_smoothing(m) is not None]
     outputs = []
     for name in names:
         if name is not None:

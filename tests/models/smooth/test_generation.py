@@ -11,8 +11,8 @@ from tests.models.smoothing import KINDS, SMOOTHED
 from tests.models.tiny import batch, lively, tiny_model
 from tests.models.tiny_whole import WHOLE, tiny_whole
 from tieline.models import find_routers, load_smoothed, smooth_
-from tieline.models.changes import changes_of
-from tieline.models.smooth_router import smoothing_of
+from tieline.models.checkpoint import changes_of
+from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SILENT = "openai_privacy_filter"  # labels tokens
@@ -57,7 +57,7 @@ def test_a_canvas_is_denoised_as_the_forward_pass_predicts():
     logits = model(input_ids=START, decoder_input_ids=canvas).logits
     routers = find_routers(model)
     assert {name.split(".")[1] for name in routers} == {"encoder", "decoder"}
-    assert all(smoothing_of(router).checked for router in routers.values())
+    assert all(router_smoothing(router).checked for router in routers.values())
     assert torch.equal(made.sequences[:, START.shape[1] :], logits.argmax(dim=-1))
 
 

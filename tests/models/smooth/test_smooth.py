@@ -21,17 +21,17 @@ from tieline.models import (
     smooth_,
     unsmooth_,
 )
-from tieline.models.changes import changes_of
+from tieline.models.checkpoint import changes_of
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.model import Model
-from tieline.models.smooth import read_smoothing
-from tieline.models.smooth_calibration import (
+from tieline.models.epsilon import (
     budget_epsilon,
     gap_noise,
     noise_epsilon,
     ramp_width,
 )
-from tieline.models.smooth_router import default_k_max, plan_layers, smoothing_of
+from tieline.models.model import Model
+from tieline.models.smooth import read_smoothing
+from tieline.models.smoothed_router import default_k_max, plan_layers, router_smoothing
 from tieline.routing import Groups
 from tieline.run.calibration import calibrate
 
@@ -283,7 +283,7 @@ def saved(model, tmp_path):
 
 def test_it_is_loaded_by_name(saved, model):
     loaded = Model.open(saved).module
-    assert smoothing_of(next(iter(find_routers(loaded).values()))).b == 50
+    assert router_smoothing(next(iter(find_routers(loaded).values()))).b == 50
     assert torch.equal(run(loaded), run(model))
 
 

@@ -38,8 +38,8 @@ from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
 from tieline.lab.settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
-from tieline.models.running import batches, forward, only_running
-from tieline.run.corpus import as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.forward import forward, only_running
 
 Progress = Callable[[str, int, int], None]
 
@@ -225,7 +225,9 @@ def attention_view(
     sequences = tokenise(
         loaded.tokenizer, content, settings.tokens, default_length(model)
     ).sequences
-    id_batches = list(batches([row for row in sequences if len(row) > FIRST + 1], batch_size))
+    id_batches = list(
+        stacked_batches([row for row in sequences if len(row) > FIRST + 1], batch_size)
+    )
     require(
         bool(id_batches), f"the text is too short: a sequence needs more than {FIRST + 1} tokens"
     )

@@ -58,7 +58,7 @@ def train(
         from tieline.lab import training
         from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config
-        from tieline.models.running import quiet_transformers
+        from tieline.models.checkpoint import quiet_transformers
     quiet_transformers()
     config = recipe_config(str(recipe), settings.seed)
     with progress_bars(first="loading the data") as progress:

@@ -13,11 +13,12 @@ from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
 from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
 from tieline.models.capture import capture
+from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
 from tieline.models.families import find_routers
 from tieline.models.model import Model, ModelSource, read_shape
-from tieline.models.running import batches, forward, only_running, text_config
-from tieline.run.corpus import Text, as_text, default_length, tokenise
+from tieline.run.corpus import Text, as_text, default_length, stacked_batches, tokenise
+from tieline.run.forward import forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 MOST_BYTES = 1 << 30
@@ -107,7 +108,7 @@ def measure_design(
     size = 4 * len(names) * cut.tokens * getattr(text_config(model), "hidden_size", 0)
     require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
     with only_running(model), capture(model, keep="inputs", epsilons=()) as recorder:
-        for ids in batches(cut.sequences, batch_size):
+        for ids in stacked_batches(cut.sequences, batch_size):
             forward(model, ids)
             if progress is not None:
                 progress("forward", recorder.n_tokens, cut.tokens)

@@ -39,9 +39,9 @@ from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import FrontierOptions, FrontierSettings
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
-from tieline.models.running import batches, only_running
 from tieline.models.smooth import smooth_
-from tieline.run.corpus import Corpus
+from tieline.run.corpus import Corpus, stacked_batches
+from tieline.run.forward import only_running
 
 COMPARED = (2.0, 8.0, 32.0)
 """c = ε/σ beside which an equal number of experts in every layer is measured."""
@@ -161,7 +161,7 @@ def _laws(
     progress: Progress | None,
 ) -> tuple[LayerLaw, ...]:
     """The law in every layer; none where a layer cannot be run by itself."""
-    runs = [list(batches(sequences, settings.batch_size)) for sequences in split]
+    runs = [list(stacked_batches(sequences, settings.batch_size)) for sequences in split]
     with only_running(model), suppress(UnsupportedModelError):
         return layer_laws(model, calibration, *runs, seed=settings.seed, progress=progress)
     return ()

@@ -33,13 +33,13 @@ from tieline.lab.limits.continuity import hard_sensitivity, least_moved, project
 from tieline.lab.on_model.subject import Progress
 from tieline.measure.boundary import gap_density
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
-from tieline.models.router_call import Choice, read_output
-from tieline.models.running import forward
-from tieline.models.selection import at_least_single, column_weights, select
-from tieline.models.smooth_router import LayerPlan, gate_groups
+from tieline.models.router_output import Choice, read_output
+from tieline.models.router_rule import at_least_single, column_weights, selection_scores
+from tieline.models.smoothed_router import LayerPlan, gate_groups
 from tieline.routing.gates import Groups
 from tieline.routing.projected import projected_columns
 from tieline.run.condition import noise_generator
+from tieline.run.forward import forward
 
 GROUPS = 16
 """Groups of sequences that are left out in turn."""
@@ -156,7 +156,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
         plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
     ) -> None:
         routed = read_output(plan.family, router, (args, named), output)
-        chosen = select(plan.family, router, routed.logits, (args, named))
+        chosen = selection_scores(plan.family, router, routed.logits, (args, named))
         scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
         state[plan.name] = routed.logits.clone(), scores.clone(), groups
 

@@ -34,15 +34,15 @@ from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
-from tieline.models.changes import changes_of
+from tieline.models.checkpoint import changes_of
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
 from tieline.models.model import Model, ModelSource
 from tieline.models.model_folder import save_model
-from tieline.models.running import batches, forward, only_running
-from tieline.models.smooth_router import LayerPlan, layer_plan
+from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
-from tieline.run.corpus import as_text, default_length, tokenise
+from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.forward import forward, only_running
 from tieline.trace.record import RoutingTrace
 
 NEAR_ZERO = 1e-6
@@ -161,7 +161,7 @@ def reroute(
     refuse_rerouted(loaded.module)
     texts = _split(loaded, settings)
     size = settings.batch_size
-    fitted, measured = (list(batches(rows, size)) for rows in (texts.fit, texts.measured))
+    fitted, measured = (list(stacked_batches(rows, size)) for rows in (texts.fit, texts.measured))
     routers = chosen_routers(loaded.module, None)
     plans = [layer_plan(name, router) for name, router in routers.items()]
     changed, fits, watched = _changed(loaded.module, plans, fitted, settings, progress)

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.models.changes import (
-    Call,
+from tieline.models.checkpoint import (
     Restorer,
     forget_change,
     record_change,
     refuse_quantised,
     register_restorer,
-    restore_class,
 )
+from tieline.models.class_changes import Call, restore_class
 from tieline.models.emulate import logits_matrix
+from tieline.models.experts import FLAG, SkipRule, experts_of, skip_rule, to_slots
 from tieline.models.families import (
     FAMILIES,
     HANDLER,
@@ -45,16 +45,9 @@ from tieline.models.families import (
     find_routers,
 )
 from tieline.models.layouts import COLUMNS, NewChoice
-from tieline.models.router_call import (
-    FLAG,
-    SkipRule,
-    experts_of,
-    handled_class,
-    skip_rule,
-    to_slots,
-)
-from tieline.models.selection import family_choice, family_scale
-from tieline.models.smooth_router import LayerPlan, layer_plan
+from tieline.models.router_output import handled_class
+from tieline.models.router_rule import family_choice, family_scale
+from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, require
 from tieline.lab.on_model.subject import Progress
-from tieline.models.changes import Call
+from tieline.models.class_changes import Call
 from tieline.models.emulate import logits_matrix
 from tieline.models.model import Model
-from tieline.models.selection import at_least_single, combine_rule, true_logits
-from tieline.models.smooth_router import LayerPlan
+from tieline.models.router_rule import at_least_single, combine_rule, true_logits
+from tieline.models.smoothed_router import LayerPlan
 from tieline.routing.routers import CosineRouter, Router
 from tieline.run.calibration import watch_routers
 from tieline.run.condition import CLEAN

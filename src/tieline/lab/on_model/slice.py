@@ -29,9 +29,9 @@ from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
 from tieline.models.model import Model, ModelSource
-from tieline.models.router_call import read_output
-from tieline.models.running import batches, model_device, only_running
-from tieline.run.corpus import token_texts
+from tieline.models.router_output import read_output
+from tieline.run.corpus import stacked_batches, token_texts
+from tieline.run.forward import model_device, only_running
 from tieline.run.recorder import RouteRecorder, clean_plan
 from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -151,7 +151,7 @@ def slice_model(
 def _trace(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
     """The routing of the text, with the inputs of the routers."""
     recorder = RouteRecorder(subject.model, WITH_INPUTS, subject.routers)
-    numbered = dict(enumerate(batches(subject.text.sequences, batch_size)))
+    numbered = dict(enumerate(stacked_batches(subject.text.sequences, batch_size)))
     Runner(Model(subject.model)).run(clean_plan("forward", numbered), [recorder], progress)
     return recorder.trace()
 

@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from tieline.core.errors import require
 from tieline.core.ranking import stable_topk
 from tieline.models.families import HANDLER
-from tieline.models.selection import Selection, at_least_single, combine_rule, renormalises
+from tieline.models.router_rule import (
+    Selection,
+    at_least_single,
+    combine_rule,
+    renormalises_weights,
+)
 from tieline.models.smooth import smooth_, unsmooth_
-from tieline.models.smooth_router import RouterSmoothing, smoothing_of
+from tieline.models.smoothed_router import RouterSmoothing, router_smoothing
 from tieline.routing.smooth import Columns
 
 NEGLIGIBLE = 1e-9
@@ -56,7 +61,7 @@ def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
     try:
         for name in widths:
             router = model.get_submodule(name)
-            handler = smoothing_of(router)
+            handler = router_smoothing(router)
             if handler is not None and handler.k == 1:
                 setattr(router, HANDLER, _tempered(handler, router))
         yield
@@ -67,7 +72,7 @@ def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
 def _tempered(handler: RouterSmoothing, router: nn.Module) -> Tempered:
     values = {f.name: getattr(handler, f.name) for f in fields(handler)}
     softmax = combine_rule(handler.family, router).startswith("softmax")
-    divided = renormalises(handler.family, router) and softmax
+    divided = renormalises_weights(handler.family, router) and softmax
     return Tempered(**values, divided=divided)
 
 

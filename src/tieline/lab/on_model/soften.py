@@ -54,13 +54,14 @@ from tieline.measure.boundary import gap_density, margin_tail
 from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
+from tieline.models.experts import experts_of
 from tieline.models.families import family_of
 from tieline.models.model import Model, ModelSource
 from tieline.models.routed_block import Block, block_of
-from tieline.models.router_call import experts_of, override_choice
-from tieline.models.running import batches, forward, only_running
-from tieline.models.smooth_router import plan_layers
-from tieline.run.corpus import token_texts
+from tieline.models.router_output import override_choice
+from tieline.models.smoothed_router import plan_layers
+from tieline.run.corpus import stacked_batches, token_texts
+from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
 from tieline.run.recorder import RouteRecorder, clean_plan
@@ -248,7 +249,7 @@ class _SoftenRun:
         recorder = RouteRecorder(self._model, CLEAN_SETTINGS, names)
         sampler = BlockSampler(blocks, recorder, near, 1, self._settings.seed)
         losses = _SequenceLosses()
-        numbered = dict(enumerate(batches(self._sequences, self._batch_size)))
+        numbered = dict(enumerate(stacked_batches(self._sequences, self._batch_size)))
         plan = clean_plan("soften", numbered, logits="optional")
         Runner(Model(self._model)).run(plan, [recorder, sampler, losses])
         self._step()
@@ -260,7 +261,7 @@ class _SoftenRun:
         """Summed loss of every sequence."""
         losses = [
             next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1)
-            for ids in batches(self._sequences, self._batch_size)
+            for ids in stacked_batches(self._sequences, self._batch_size)
         ]
         self._step()
         return torch.cat(losses)
@@ -272,7 +273,7 @@ class _SoftenRun:
         blocks = {name: self._sampler.block(name) for name in near}
         gradients: dict[str, list[Tensor]] = {name: [] for name in near}
         begin = 0
-        for ids in batches(self._sequences, self._batch_size):
+        for ids in stacked_batches(self._sequences, self._batch_size):
             with _probes(self._model, blocks) as probes:
                 logits = _logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
                 targets = ids[:, 1:].flatten().to(logits.device)

@@ -21,7 +21,7 @@ from tieline.analysis.swapped_choice import recorded_choice, swapped_choice
 from tieline.lab.limits.slope import margin_constant
 from tieline.lab.on_model.soft_choice import soft_share
 from tieline.lab.on_model.soften_records import SoftLayer
-from tieline.models.router_call import Choice, RouterOutput, padded
+from tieline.models.router_output import Choice, RouterOutput, padded_choice
 from tieline.trace.record import LayerTrace
 
 LN2 = math.log(2)
@@ -95,7 +95,7 @@ def rule_at(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutpu
     """The router's own choice, except at these places."""
 
     def rule(output: RouterOutput) -> Choice:
-        weights, ids = padded(Choice(output.weights, output.ids), choice.ids.shape[1])
+        weights, ids = padded_choice(Choice(output.weights, output.ids), choice.ids.shape[1])
         at = rows.to(ids.device)
         return Choice(
             weights.index_copy(0, at, choice.weights.to(weights)),

@@ -25,8 +25,8 @@ from tieline.lab.on_model.upcycled_model import upcycle_
 from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.model import Model, ModelSource, load_dense
 from tieline.models.model_folder import save_model
-from tieline.models.running import batches, forward, only_running
-from tieline.run.corpus import as_text, tokenise
+from tieline.run.corpus import as_text, stacked_batches, tokenise
+from tieline.run.forward import forward, only_running
 
 
 class TextLoss(NamedTuple):
@@ -219,7 +219,7 @@ def text_loss(
     require(bool(sequences), "the text is too short: it has no token to predict")
     sums, done = SequenceSums(), 0
     with only_running(model):
-        for ids in batches(sequences, batch_size):
+        for ids in stacked_batches(sequences, batch_size):
             sums.add(next_token_losses(forward(model, ids).logits, ids))
             done += len(ids)
             if progress is not None:

@@ -50,7 +50,7 @@ from tieline.lab.training.trainer import (
     rows_per_process,
     training_arguments,
 )
-from tieline.models.running import no_bars
+from tieline.models.checkpoint import no_loading_bars
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and its whole amount."""
@@ -238,7 +238,7 @@ def _train(
     ):  # of one process's tokens; Soft MoE has none
         monitor_trainer(trainer, every=config.log_every)
     began, worked = time.perf_counter(), time.process_time()
-    with no_bars(), space_on(out):
+    with no_loading_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
     start, history = checkpoint_step(checkpoint), trainer.state.log_history
@@ -268,7 +268,7 @@ def _save_result(trained: _Trained) -> TrainingResult:
         tuple(trained.history),
         str(out),
     )
-    with no_bars():
+    with no_loading_bars():
         trained.task.save(model, trained.data, out / "model")
     result.to_json(out / "result.json")
     return result

@@ -20,8 +20,9 @@ from tieline.lab.limits.continuity import (
 )
 from tieline.lab.on_model.layer_law import LawPoint, LayerLaw, layer_laws
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
-from tieline.models.running import batches, only_running
 from tieline.routing import ProjectedTopK, SmoothTopK, TopK, project
+from tieline.run.corpus import stacked_batches
+from tieline.run.forward import only_running
 
 LINEAR = continuity_bound(1.0, 1.0, 1.0)
 """The bound of D·S in units of f² J⁴ σ²."""
@@ -208,7 +209,7 @@ def measured_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
     first = sequences[run.seed % TURNS :: TURNS]
     others = [sequence for number, sequence in enumerate(sequences) if (number - run.seed) % TURNS]
     with only_running(model):
-        halves = [list(batches(some, 8)) for some in (first, others)]
+        halves = [list(stacked_batches(some, 8)) for some in (first, others)]
         calibration = Calibration(model, halves[0], NOISE)
         return layer_laws(model, calibration, *halves, scales=SCALES, seed=run.seed)
 

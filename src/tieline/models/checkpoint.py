@@ -1,0 +1,372 @@
+"""Saving and loading models that Tieline changed, so that nobody runs one without the change.
+
+    record_change(model, "upcycle", facts)    before `model.save_pretrained(folder)`
+    model = load_pretrained(folder)           restores it, weights included
+
+    config.json    {"model_type": "<a sentence>", "tieline": {"changes": {...}, "config": {...}}}
+    weights        model.tieline.safetensors, also in shards
+
+The automatic classes of transformers refuse the model type and print the sentence; a class that is
+named outright finds no weights of the usual name. A feature registers how it is restored: on the
+skeleton before weights are read, and on the model after.
+
+Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
+weights' variant "tieline-smoothed", other features under "quantization_config".
+"""
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from tieline.core.errors import UnsupportedModelError, first_line, require
+from tieline.core.plugins import restorer_module
+from tieline.models.admission import check_built, check_files, check_stored
+from tieline.models.class_changes import Call, restore_class, subclass, wrapped_class
+from tieline.models.configuration import check_config_fields, check_config_sizes
+
+Facts = dict[str, Any]
+
+KEY, VARIANT = "tieline", "tieline"
+
+OLD_KEY, OLD_VARIANT, OLD_PLACE = "tieline_smoothing", "tieline-smoothed", "quantization_config"
+
+ATTRIBUTE = "tieline_changes"
+"""Attribute of a configuration in memory."""
+
+
+class Restorer(NamedTuple):
+    """How a feature is restored from its facts, which come from a file and may be wrong.
+
+    Attributes:
+        before: called with the skeleton, before weights are read.
+        after: called with the model, once they are.
+        check: called with the facts alone, before anything else; raises if they are malformed.
+    """
+
+    before: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
+    after: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
+    check: Callable[[Facts], Any] = lambda facts: None
+
+
+class Checkpoint(NamedTuple):
+    """What a folder or hub id holds, before its weights are read.
+
+    Attributes:
+        config: the configuration of the model as it was before all changes.
+        changes: facts by feature, in the order in which the features were applied.
+        variant: part of the names of the files with the weights; None for the usual names.
+    """
+
+    config: Any
+    changes: dict[str, Facts]
+    variant: str | None
+
+
+RESTORERS: dict[str, Restorer] = {}
+"""By feature; those of features that were not asked for yet are missing (`restorer_of`)."""
+
+
+def register_restorer(feature: str, restorer: Restorer) -> None:
+    """Let `load_pretrained` restore a feature."""
+    RESTORERS[feature] = restorer
+
+
+def restorer_of(feature: str) -> Restorer | None:
+    """How a feature is restored; imports the plug-in's module that registers it if need be."""
+    if feature not in RESTORERS:
+        module = restorer_module(feature)
+        if module is not None:
+            import_module(module)
+    return RESTORERS.get(feature)
+
+
+def _registered_restorer(feature: str) -> Restorer:
+    """How a feature is restored that `read_checkpoint` has let pass."""
+    restorer = restorer_of(feature)
+    assert restorer is not None  # `read_checkpoint` refuses features without one
+    return restorer
+
+
+def changes_of(config: Any) -> dict[str, Facts]:
+    """Return the features in force and their facts, in the order in which they were applied."""
+    return dict(getattr(config, ATTRIBUTE, None) or {})
+
+
+def record_change(model: nn.Module, feature: str, facts: Facts) -> None:
+    """Patch `save_pretrained` to store these facts; models without a configuration are left."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return
+    changes = changes_of(config)
+    if not changes:
+        config.__class__ = _saving_config(type(config))
+        model.__class__ = _saving_model(type(model))
+    setattr(config, ATTRIBUTE, {**changes, feature: facts})
+
+
+def forget_change(model: nn.Module, feature: str) -> None:
+    """Undo `record_change`."""
+    config: Any = getattr(model, "config", None)
+    changes = changes_of(config)
+    if changes.pop(feature, None) is None:
+        return
+    setattr(config, ATTRIBUTE, changes)
+    if not changes:
+        delattr(config, ATTRIBUTE)
+        restore_class(config)
+        restore_class(model)
+
+
+def refuse_quantised(model: nn.Module, feature: str) -> None:
+    """Refuse a quantised model, whose weights cannot be copied or replaced."""
+    if getattr(getattr(model, "config", None), OLD_PLACE, None) is not None:
+        raise UnsupportedModelError(
+            f"the model is quantised: {feature!r} needs its weights in full precision"
+        )
+
+
+@functools.cache
+def _saving_config(cls: type) -> type:
+    """A subclass of a configuration that writes changes and model apart."""
+
+    def to_json_string(config: Any, call: Call, text: str) -> str:
+        inner = json.loads(text)
+        inner.pop(ATTRIBUTE, None)
+        changes = changes_of(config)  # in their order, which the text has not
+        kind = inner.get("model_type", config.model_type)
+        sentence = (
+            f"{kind} changed by Tieline ({', '.join(changes)}): it does not run as saved without "
+            "it; load it with tieline.models.load_pretrained"
+        )
+        outer = {"model_type": sentence, KEY: {"changes": changes, "config": inner}}
+        return json.dumps(outer, indent=2) + "\n"
+
+    return wrapped_class(cls, "to_json_string", to_json_string)
+
+
+@functools.cache
+def _saving_model(cls: Any) -> type:
+    """A subclass of a model whose weights are saved under names of their own."""
+
+    @functools.wraps(cls.save_pretrained)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("variant") is None:
+            kwargs["variant"] = VARIANT
+        return cls.save_pretrained(self, save_directory, *args, **kwargs)
+
+    return subclass(cls, save_pretrained=save_pretrained)
+
+
+def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
+    """Read the configuration of a model and what was changed in it; refuses unknown changes.
+
+    Args:
+        source: folder or hub id.
+        options: of `AutoConfig.from_pretrained`, such as `revision`.
+    """
+    options = {"trust_remote_code": False} | options  # None would ask on the terminal
+    folder = Path(source)
+    if folder.is_dir():
+        check_files(folder)
+    fields, _ = PreTrainedConfig.get_config_dict(source, **options)
+    check_config_sizes(fields)
+    check_config_fields(fields, bool(options["trust_remote_code"]))
+    if folder.is_dir():
+        check_stored(fields, folder)
+    key = next((key for key in (KEY, OLD_KEY) if key in fields), None)
+    if key is None:
+        config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
+    else:
+        config, rest = _inner_config(fields[key], key)
+        changes = {"smooth": rest} if key == OLD_KEY else _changes_table(rest.get("changes"))
+        variant = OLD_VARIANT if key == OLD_KEY else VARIANT
+    return Checkpoint(config, _checked_changes(_take_old_changes(config) | changes), variant)
+
+
+def _inner_config(stored: Any, key: str) -> tuple[Any, Facts]:
+    """The configuration of the model itself, and what else stands beside it."""
+    inner = stored.get("config") if isinstance(stored, dict) else None
+    if not isinstance(inner, dict):
+        raise UnsupportedModelError(f"the configuration has {key!r} but no 'config' inside")
+    kind = str(inner.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"the changed model is of type {kind!r}, which transformers does not know"
+        )
+    rest = {name: value for name, value in stored.items() if name != "config"}
+    return CONFIG_MAPPING[kind].from_dict(inner), rest
+
+
+def _take_old_changes(config: Any) -> Facts:
+    """Remove the changes that older checkpoints hold in the place of a quantisation."""
+    stored = getattr(config, OLD_PLACE, None)
+    if not isinstance(stored, dict) or KEY not in stored:
+        return {}
+    delattr(config, OLD_PLACE)
+    return _changes_table(stored[KEY])
+
+
+def _changes_table(value: Any) -> Facts:
+    """The changes of a checkpoint, refused unless they are a table."""
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"the changes of the checkpoint are no table: {value!r:.80}")
+    return value
+
+
+def _checked_changes(changes: Facts) -> dict[str, Facts]:
+    """The changes, refused unless every one can be restored from its facts."""
+    unknown = [name for name in changes if restorer_of(name) is None]
+    if unknown:
+        raise UnsupportedModelError(
+            f"the checkpoint needs {unknown}, which this version of tieline does not know"
+        )
+    wrong = [name for name, facts in changes.items() if not isinstance(facts, dict)]
+    require(not wrong, f"the facts of {wrong} are no table", UnsupportedModelError)
+    for name, facts in changes.items():
+        _registered_restorer(name).check(facts)
+    return changes
+
+
+def load_pretrained(
+    source: str | Path,
+    *,
+    model_class: type | None = None,
+    checkpoint: Checkpoint | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model of transformers with everything that Tieline changed in it.
+
+    Args:
+        source: folder or hub id.
+        model_class: class to build, also an automatic one; None for the one that the configuration
+            names.
+        checkpoint: what `read_checkpoint` returned, if it was called already.
+        options: further arguments of `from_pretrained`, such as `dtype`.
+    """
+    if checkpoint is None:
+        names = ("revision", "local_files_only", "trust_remote_code")
+        checkpoint = read_checkpoint(source, **{n: options[n] for n in names if n in options})
+    config, changes, variant = checkpoint
+    built = _with_structure(model_class or _named_class(config), changes)
+    if variant is not None:
+        options = {"variant": variant} | options
+    model = _read_model(built, source, {"use_safetensors": True, "config": config} | options)
+    if changes:
+        restore_class(model)
+    for feature, facts in changes.items():
+        _registered_restorer(feature).after(model, facts)
+        record_change(model, feature, facts)
+    return model
+
+
+def _named_class(config: Any) -> type[PreTrainedModel]:
+    """The class of transformers that the configuration names, which is text from a file."""
+    names = getattr(config, "architectures", None) or []
+    architecture = getattr(transformers, str(names[0]), None) if names else None
+    if not isinstance(architecture, type) or not issubclass(architecture, PreTrainedModel):
+        raise UnsupportedModelError(f"the checkpoint names no model of transformers: {names}")
+    return architecture
+
+
+def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
+    """A class whose instances have the structure of every change as soon as they are made."""
+    if not changes:
+        return model_class
+
+    def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        for feature, facts in changes.items():
+            _registered_restorer(feature).before(self, facts)
+
+    return subclass(model_class, __init__=build)
+
+
+def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrainedModel:
+    """Read the weights of a checkpoint; refuses one that would leave random numbers."""
+    refusal = f"the checkpoint {str(source)!r} does not fit its configuration: "
+    options = {"ignore_mismatched_sizes": True} | options  # reported, and refused below by name
+    try:
+        with _built_checked():
+            model, report = build.from_pretrained(source, output_loading_info=True, **options)
+    except RuntimeError as problem:
+        raise UnsupportedModelError(refusal + first_line(problem)) from problem
+    missing = sorted(report["missing_keys"])
+    lacks = f"it lacks {_counted_names(missing, 'tensor')}, which would be random numbers"
+    require(not missing, refusal + lacks, UnsupportedModelError)
+    shapes = [
+        f"{name!r} has the shape {tuple(shape)} instead of {tuple(expected)}"
+        for name, shape, expected in sorted(report["mismatched_keys"])
+    ]
+    wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more_names(len(shapes))}"
+    hint = "; parts of the experts may be missing" if "experts" in wrong else ""
+    require(not shapes, refusal + wrong + hint, UnsupportedModelError)
+    return model
+
+
+LOADING = threading.RLock()
+"""Held while the step of `from_pretrained` that reads weights is another."""
+
+
+@contextmanager
+def _built_checked() -> Iterator[None]:
+    """Inside the block, a model is compared with the headers of its files before it has memory."""
+    with LOADING:
+        before = PreTrainedModel.__dict__["_load_pretrained_model"]
+        load = before.__func__
+
+        def checked(
+            model: Any, state: Any, files: Any, config: Any, *rest: Any, **more: Any
+        ) -> Any:
+            check_built(model, files or [], config.hf_quantizer is not None)
+            return load(model, state, files, config, *rest, **more)
+
+        PreTrainedModel._load_pretrained_model = staticmethod(checked)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            PreTrainedModel._load_pretrained_model = before
+
+
+MOST_NAMED = 3
+"""Tensors that a message names one by one."""
+
+
+def _counted_names(names: list[str], word: str) -> str:
+    """As "2 tensors: 'a', 'b'"; those beyond `MOST_NAMED` are counted."""
+    listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more_names(len(names))
+    return f"{len(names)} {word}{'s' * (len(names) != 1)} ({listed})"
+
+
+def _more_names(count: int) -> str:
+    """As " and 4 more", for names beyond `MOST_NAMED`; empty for none."""
+    return f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+
+
+@contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """No progress bars of transformers inside the block: files and layers are not the user's."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def quiet_transformers() -> None:
+    """Silence warnings of transformers, and its progress bars off a terminal, for commands."""
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()

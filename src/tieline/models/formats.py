@@ -1,0 +1,234 @@
+"""Number formats as grids that float32 numbers are rounded to.
+
+A matrix product sees them as:
+
+    name          weights                       activations          result of a product
+    bf16, fp16    rounded                       rounded              rounded
+    fp8_e4m3      scaled per output channel     scaled per token     not rounded
+    fp8_e5m2      the same                      the same             not rounded
+    int8          8 bits per output channel     8 bits per token     not rounded
+    int8_group    8 bits per group of inputs    not rounded          not rounded
+    int4          4 bits per output channel     not rounded          not rounded
+    int4_group    4 bits per group of inputs    not rounded          not rounded
+
+Rounding is to nearest, halves to even. A scale maps the largest |x| to the largest number of the
+format, so nothing saturates; unscaled formats saturate at their largest number.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tieline.core.errors import require
+
+GROUP_SIZE = 32
+"""Inputs that share a scale in the formats per group."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Round numbers to a grid.
+
+    Attributes:
+        dtype: floating-point type that the numbers are cast to; None for integers.
+        mantissa: bits of the mantissa that float32 numbers keep, of a format that torch has no
+            type for; None for all others.
+        levels: largest integer of a symmetric integer grid; None for casts.
+        scaled: whether numbers that share a scale are first mapped to the range of the grid.
+        group: how many neighbours along the contracted axis share a scale; None for all of them.
+    """
+
+    dtype: torch.dtype | None = None
+    levels: int | None = None
+    scaled: bool = False
+    group: int | None = None
+    mantissa: int | None = None
+
+    def __call__(self, values: Float[Tensor, "*shape"], axis: int = -1) -> Float[Tensor, "*shape"]:
+        """Return the nearest numbers of the grid, in the type of `values`.
+
+        Args:
+            values: weights or activations.
+            axis: the axis that a product sums over, along which scales are shared.
+        """
+        if not self.scaled:
+            return self._snapped(values)
+        along = values.movedim(axis, -1)
+        dim = along.shape[-1]
+        size = min(self.group or dim, dim)
+        padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
+        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
+        scale = scale.where(scale > 0, 1.0)
+        rounded = self._snapped(padded / scale) * scale
+        return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
+
+    @property
+    def _largest(self) -> float:
+        if self.dtype is None:
+            return float(self.levels or 1)
+        return torch.finfo(self.dtype).max
+
+    def _snapped(self, values: Tensor) -> Tensor:
+        if self.mantissa is not None:
+            return _short_mantissa(values.float(), 23 - self.mantissa).to(values.dtype)
+        if self.dtype is None:
+            return values.round()
+        return values.clamp(-self._largest, self._largest).to(self.dtype).to(values.dtype)
+
+
+def _short_mantissa(values: Float[Tensor, "*shape"], dropped: int) -> Float[Tensor, "*shape"]:
+    """Float32 numbers without the last bits of their mantissa, to nearest, ties to even."""
+    bits = values.contiguous().view(torch.int32)
+    last = (bits >> dropped) & 1
+    half = (1 << (dropped - 1)) - 1
+    return ((bits + half + last) & -(1 << dropped)).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format does to the numbers of a matrix product.
+
+    Attributes:
+        name: its name in `FORMATS`.
+        weights: how weights are rounded.
+        activations: how activations are rounded; None if they are not.
+        results: how results of products and sums are rounded; None if they are not.
+        bits: bits of a stored weight, without its share of the scale (16 bits).
+    """
+
+    name: str
+    weights: Rounding
+    activations: Rounding | None = None
+    results: Rounding | None = None
+    bits: int = 16
+
+    @property
+    def plain(self) -> bool:
+        """Whether the whole computation happens in the format, as for bf16 and fp16."""
+        return self.results is not None
+
+
+def _cast_format(name: str, dtype: torch.dtype) -> Format:
+    """A format that everything is cast to: weights, activations and results."""
+    grid = Rounding(dtype)
+    return Format(name, grid, grid, grid, 16)
+
+
+def _float8_format(name: str, dtype: torch.dtype) -> Format:
+    """Weights and activations in 8-bit floating point, scaled per channel and token."""
+    grid = Rounding(dtype, scaled=True)
+    return Format(name, grid, grid, None, 8)
+
+
+def _integer_format(name: str, bits: Literal[4, 8], group: int | None, activations: bool) -> Format:
+    """Weights, and activations if asked for, on a grid of scaled integers."""
+    levels = (1 << (bits - 1)) - 1
+    grid = Rounding(levels=levels, scaled=True, group=group)
+    tokens = Rounding(levels=levels, scaled=True) if activations else None
+    return Format(name, grid, tokens, None, bits)
+
+
+def _tf32_format() -> Format:
+    """Products of TensorFloat-32: ten bits of mantissa in, sums and results in float32."""
+    grid = Rounding(mantissa=10)
+    return Format("tf32", grid, grid, None, 32)
+
+
+def _bf16_in_format() -> Format:
+    """Weights and inputs in bfloat16, results kept in float32, as fused gates do it."""
+    grid = Rounding(torch.bfloat16)
+    return Format("bf16_in", grid, grid, None, 16)
+
+
+FORMATS: dict[str, Format] = {
+    "bf16": _cast_format("bf16", torch.bfloat16),
+    "fp16": _cast_format("fp16", torch.float16),
+    "fp8_e4m3": _float8_format("fp8_e4m3", torch.float8_e4m3fn),
+    "fp8_e5m2": _float8_format("fp8_e5m2", torch.float8_e5m2),
+    "int8": _integer_format("int8", 8, None, activations=True),
+    "int8_group": _integer_format("int8_group", 8, GROUP_SIZE, activations=False),
+    "int4": _integer_format("int4", 4, None, activations=False),
+    "int4_group": _integer_format("int4_group", 4, GROUP_SIZE, activations=False),
+    "bf16_in": _bf16_in_format(),
+    "tf32": _tf32_format(),
+}
+"""The formats by name."""
+
+
+OF_ROUTERS = ("bf16_in", "tf32")
+"""Formats in which routers are computed apart from the model."""
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name."""
+    require(name in FORMATS, f"unknown format {name!r}: one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+PIECE = 1 << 18
+"""Numbers that are rounded at a time, so that they stay in the processor's cache."""
+
+
+POOLED = 16 << 20
+"""Bytes of a weight from which its memory is used again."""
+
+
+Allocate = Callable[[Tensor], Tensor]
+"""Returns memory for a tensor of the shape, strides and type of one on the meta device."""
+
+
+class RoundingBuffers:
+    """Reuses the memory of rounded weights for later ones of the same shape."""
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._free: dict[Any, list[Tensor]] = {}
+
+    @contextmanager
+    def borrow(self) -> Iterator[Allocate]:
+        """Lend memory until the block ends, and drop what no large weight used meanwhile."""
+        lent: dict[Any, list[Tensor]] = {}
+
+        def allocate_like(meta: Tensor) -> Tensor:
+            key = (meta.shape, meta.stride(), meta.dtype)
+            free = self._free.get(key)
+            buffer = free.pop() if free else allocate_buffer(meta)
+            if meta.numel() * meta.itemsize >= POOLED:
+                lent.setdefault(key, []).append(buffer)
+            return buffer
+
+        yield allocate_like
+        self._free = lent or self._free
+
+
+def allocate_buffer(meta: Tensor) -> Tensor:
+    """Return new memory of the shape, strides and type of `meta`."""
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+
+
+def rounded_in_pieces(
+    values: Tensor, rounding: Rounding, axis: int = -1, allocate_like: Allocate = allocate_buffer
+) -> Tensor:
+    """Round piece by piece; the result has the strides that `rounding` itself returns.
+
+    Args:
+        values: weights or activations; rows along the first axis are rounded by themselves.
+        rounding: the grid.
+        axis: the axis that a product sums over.
+        allocate_like: gives memory for the result; by default new memory.
+    """
+    if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
+        return rounding(values, axis)
+    result = allocate_like(rounding(torch.empty_like(values, device="meta"), axis))
+    source, target = values, result
+    if values.ndim > 2 and axis == -1 and values.is_contiguous():
+        source, target = values.flatten(0, -2), result.view(-1, result.shape[-1])
+    rows = max(1, PIECE * len(source) // source.numel())
+    for piece, into in zip(source.split(rows), target.split(rows), strict=True):
+        into.copy_(rounding(piece, axis))
+    return result

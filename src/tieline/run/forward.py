@@ -1,0 +1,67 @@
+"""One forward pass: evaluation mode, no gradients, no cache, and logits that are numbers."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tieline.core.errors import NoLogitsError, TielineError, UnsupportedModelError, require
+from tieline.run.plan import Ids
+
+
+def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
+    """Return the model's output for these tokens, all visible, without a cache."""
+    options: dict[str, Any] = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    return model(input_ids=ids.to(model_device(model)), **options)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter that is not on the meta device."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    raise TielineError(f"{type(model).__name__} has no parameters in memory: nothing can be run")
+
+
+@contextmanager
+def only_running(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; restores each module's training mode on exit."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def finite_logits(output: object, ids: Ids) -> Tensor:
+    """Return the logits of an unperturbed run; raises if some are not numbers."""
+    logits = model_logits(output, ids)
+    wrong = (~(logits < torch.inf)).flatten(0, 1).any(dim=1)  # minus infinity masks words
+    require(
+        not bool(wrong.any()),
+        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens "
+        "although its weights are finite: run it in float32",
+        UnsupportedModelError,
+    )
+    return logits
+
+
+def model_logits(output: object, ids: Ids) -> Tensor:
+    """Return the logits (rows, length, words) of a model's output; raises if it has none."""
+    logits = getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
+        "the model gives no logits for its tokens, so damage to its predictions has no measure",
+        NoLogitsError,
+    )
+    assert isinstance(logits, Tensor)
+    return logits

@@ -1,0 +1,184 @@
+"""Names, folders, fields and sizes that are refused before a model is loaded."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from tieline.core.errors import TielineError
+from tieline.models.admission import check_stored, model_source
+from tieline.models.checkpoint import load_pretrained
+from tieline.models.configuration import check_config_fields
+from tieline.models.demo import DEMO_FOLDER
+from tieline.models.model import Model, load_dense, load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the model in the box."""
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "model"))
+
+
+def change_config(folder: Path, **fields: object) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("intermediate_size", 3_000_000),
+        ("vocab_size", 3_000_000),
+        ("hidden_size", 3_000_000),
+        ("num_experts", 1_000_000),
+        ("num_hidden_layers", 9_999),
+        ("vocab_size", 400_000_000),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_sizes_beyond_the_files_are_refused_without_their_memory(folder, field, value, stream):
+    change_config(folder, **{field: value})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TielineError, match=r"config.json (says|describes)"):
+        Model.open(folder, stream=stream)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_every_door_to_a_model_checks_its_size(folder):
+    change_config(folder, intermediate_size=3_000_000)
+    for load in (load_dense, load_pretrained):
+        with pytest.raises(TielineError, match="describes a model of"):
+            load(folder)
+
+
+def test_sizes_beyond_sharded_files_are_refused(folder):
+    model = load_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="1MB")
+    (folder / "model.safetensors").unlink()
+    assert Model.open(folder).routers
+    change_config(folder, intermediate_size=3_000_000)
+    with pytest.raises(TielineError, match="describes a model of"):
+        Model.open(folder)
+
+
+def test_tied_weights_are_counted_once(folder):
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert Model.open(change_config(folder, tie_word_embeddings=True)).routers
+
+
+def test_sizes_that_fit_the_files_pass():
+    check_stored(json.loads((DEMO_FOLDER / "config.json").read_text()), DEMO_FOLDER)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json", "x.bin"])
+def test_named_pipes_are_refused_at_once(folder, file):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    for load in (Model.open, load_dense, load_tokenizer, load_pretrained):
+        with pytest.raises(TielineError, match=f"'{file}' in .* is a named pipe, not a file"):
+            load(folder)
+
+
+def test_devices_are_refused(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(TielineError, match="is a device, not a file"):
+        Model.open(folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_implementation": "org/kernel"},
+        {"_attn_implementation": "org/kernel@v1:fn"},
+        {"_attn_implementation_internal": "org/kernel"},
+        {"experts_implementation": "org/kernel"},
+        {"text_config": {"attn_implementation": "org/kernel"}},
+        {"attn_implementation": {"text_config": "org/kernel"}},
+    ],
+)
+def test_code_of_the_hub_is_not_named_by_a_configuration(folder, fields):
+    field = re.search(r"_?(attn|experts)_implementation\w*", json.dumps(fields))
+    assert field is not None
+    with pytest.raises(TielineError, match=f"says {field[0]}='org/kernel"):
+        Model.open(change_config(folder, **fields))
+    check_config_fields(fields, trust_remote_code=True)
+
+
+def test_code_beside_a_model_that_transformers_does_not_know_is_refused_by_name(folder):
+    change_config(folder, model_type="unheard", auto_map={"AutoConfig": "configuration.Config"})
+    (folder / "configuration.py").write_text("raise SystemExit('this ran')")
+    with pytest.raises(TielineError, match="auto_map"):
+        Model.open(folder)
+
+
+def test_code_beside_a_known_model_is_left_alone(folder):
+    change_config(folder, auto_map={"AutoConfig": "configuration.Config"})
+    (folder / "configuration.py").write_text("raise SystemExit('this ran')")
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": ["configuration.Tokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert Model.open(folder).routers
+    assert len(load_tokenizer(folder)) == 512
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("awq", "quantised by awq, which is read with gptqmodel: pip install gptqmodel"),
+        ("gptq", "pip install optimum gptqmodel|pip install gptqmodel"),
+        ("bitsandbytes", "pip install bitsandbytes"),
+        ("compressed-tensors", "pip install compressed-tensors"),
+        ("unheard", "quantised by 'unheard', which transformers does not read"),
+    ],
+)
+def test_weights_that_need_another_package_say_which(folder, method, message):
+    with pytest.raises(TielineError, match=message):
+        Model.open(change_config(folder, quantization_config={"quant_method": method}))
+
+
+def test_an_adapter_names_its_base(tmp_path):
+    fields = {"base_model_name_or_path": "org/base", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(TielineError, match="is an adapter of 'org/base': merge it"):
+        Model.open(tmp_path)
+
+
+def test_a_file_of_a_model_is_no_model(folder):
+    with pytest.raises(TielineError, match="is one file of a model: give the folder"):
+        Model.open(folder / "model.safetensors")
+    with pytest.raises(TielineError, match="is a file, where the folder of a model"):
+        model_source(folder / "tokenizer.json")
+
+
+def test_a_gguf_says_which_command_runs_it(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(TielineError, match=r"tieline capture \S+ --engine llama.cpp"):
+        Model.open(file)
+
+
+def test_refusing_takes_no_more_memory_than_the_imports(folder):
+    change_config(folder, intermediate_size=3_000_000)
+
+    def peak(code: str) -> int:
+        script = f"import resource, tieline, transformers\n{code}\n"
+        script += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        return int(done.stdout.split()[-1])
+
+    loaded = peak("tieline.Model.open('demo')")
+    refused = peak(f"try: tieline.Model.open({str(folder)!r})\nexcept ValueError: pass")
+    assert refused <= 1.2 * loaded

@@ -1,0 +1,221 @@
+"""Shares of batches: together they are all batches, and what is put together is in their order."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks as Processes
+from tests.run.on_ranks import captured, compared, inspected, repaired
+from tieline.analysis.audit import audit
+from tieline.analysis.diff import diff
+from tieline.analysis.smooth import smooth
+from tieline.core.errors import ParameterError
+from tieline.core.statistics import SequenceSums
+from tieline.engines.capture import capture_engine
+from tieline.run import ranks
+from tieline.run.ranks import Ranks
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Only rank and number of processes are asked for; messages are handed over by the test."""
+
+    def of(rank, count):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: count)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+
+    return of
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_shares_are_all_batches_in_order(as_rank, count):
+    parts = [torch.full((1 + place % 2, 3), place) for place in range(5)]
+    seen, documents, tokens = [], 0, 0
+    for rank in range(count):
+        as_rank(rank, count)
+        share = Ranks.of("data", parts)
+        assert (share.number, share.documents, share.tokens) == (len(seen), documents, tokens)
+        assert len(share.batches) <= share.passes
+        assert all(int(batch[0, 0]) == number for number, batch in share.numbered.items())
+        seen += [int(batch[0, 0]) for batch in share.batches]
+        documents += sum(len(batch) for batch in share.batches)
+        tokens += sum(ids.numel() for ids in share.batches)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("way", [None, "tp", "ep", "pp"])
+def test_all_tokens_are_run_where_the_model_is_spread(as_rank, way):
+    as_rank(1, 2)
+    parts = [torch.ones(1, 3, dtype=torch.int64)] * 3
+    assert len(Ranks.of(way, parts).batches) == 3
+
+
+def test_fewer_batches_than_processes_are_refused(as_rank):
+    as_rank(0, 3)
+    with pytest.raises(ParameterError, match="2 batches are too few for 3 processes: take more"):
+        Ranks.of("data", [torch.ones(1, 3, dtype=torch.int64)] * 2)
+
+
+def test_sums_of_all_processes_are_those_of_one(as_rank, monkeypatch):
+    values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    one, parts = SequenceSums(), [SequenceSums(), SequenceSums()]
+    for place, row in enumerate(values):
+        one.add(row[None])
+        parts[place // 2].add(row[None])
+    never = SequenceSums()
+    sent = []
+    for rank in (0, 1):
+        as_rank(rank, 2)
+        monkeypatch.setattr(ranks, "gathered_tensors", lambda own: sent.append(own) or [own])
+        copy = SequenceSums(list(parts[rank].sums), list(parts[rank].counts))
+        Ranks("data", ()).join_sums([copy, never])
+    monkeypatch.setattr(ranks, "gathered_tensors", lambda own: sent)
+    Ranks("data", ()).join_sums([parts[0], never])
+    assert parts[0].mean() == one.mean()
+    assert never.sums == []
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return inspected(None)
+
+
+WAYS = [("data", 2), ("ep", 2)]
+SLOW = [("tp", 2), ("pp", 2), ("fsdp", 2), ("data", 3), ("tp", 4), ("ep", 4), ("fsdp", 3)]
+
+
+@pytest.mark.parametrize(
+    ("way", "count"), [*WAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_processes_find_what_one_finds(alone, way, count):
+    """Exactly, but where matrices are cut: there sums of products are added in another order."""
+    ranks = Processes(count)
+    try:
+        everywhere = ranks.run(inspected, way)
+    finally:
+        ranks.close()
+    for metrics, jumps, layers in everywhere:
+        if way != "tp":
+            assert metrics == alone[0]
+            assert jumps == alone[1]
+        assert metrics == pytest.approx(alone[0], abs=1e-4)
+        for (experts, scores), (other, others) in zip(layers, alone[2], strict=True):
+            if way == "tp":
+                assert (scores[:, :2] - others[:, :2]).abs().max() < 1e-4
+            else:
+                assert torch.equal(experts, other)
+                assert torch.equal(scores, others)
+
+
+def on_ranks(count, task, *args):
+    ranks = Processes(count)
+    try:
+        return ranks.run(task, *args)
+    finally:
+        ranks.close()
+
+
+def numbers(plain, path=""):
+    """Every leaf of JSON values, by its path."""
+    if isinstance(plain, dict):
+        return {k: v for key, x in plain.items() for k, v in numbers(x, f"{path}.{key}").items()}
+    if isinstance(plain, list):
+        return {k: v for n, x in enumerate(plain) for k, v in numbers(x, f"{path}[{n}]").items()}
+    return {path: plain}
+
+
+def slow(*each):
+    return pytest.param(*each, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("data", 2), slow("data", 4), slow("tp", 2), slow("ep", 2), slow("pp", 2), slow("fsdp", 2)],
+)
+def test_a_capture_of_processes_is_that_of_one(way, count):
+    documents, layers, metrics = captured(None, 5)
+    for own in on_ranks(count, captured, way, 5):
+        assert torch.equal(own[0], documents)
+        assert own[2] == metrics
+        for (experts, scores), (other, others) in zip(own[1], layers, strict=True):
+            if way == "tp":
+                assert (scores[:, :2] - others[:, :2]).abs().max() < 1e-4
+            else:
+                assert torch.equal(experts, other)
+                assert torch.equal(scores, others)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("data", 2), slow("data", 4), slow("ep", 2), slow("ep", 4), slow("pp", 2), slow("fsdp", 2)],
+)
+def test_a_comparison_of_processes_is_that_of_one(way, count):
+    """Exactly; where low precision is not emulated, no reference run says what to expect."""
+    alone = compared(None, 5)
+    for found in on_ranks(count, compared, way, 5):
+        if way in ("data", "ep"):
+            assert found == alone
+        assert found["logits"] == alone["logits"]
+        assert found["metrics"]["flip"] == alone["metrics"]["flip"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["data", "ep"])
+def test_emulated_formats_and_replay_too(way):
+    options = {"dtype": "int8-emulated", "replay": True}
+    alone = compared(None, 3, **options)
+    for found in on_ranks(2, _compared_so, way, options):
+        ours, others = numbers(found), numbers(alone)
+        assert ours.keys() == others.keys()
+        if way == "data":
+            assert ours == others
+        assert found["replay"]["live"]["kl"] == pytest.approx(alone["replay"]["live"]["kl"], 1e-3)
+
+
+def _compared_so(way, options):
+    return compared(way, 3, **options)
+
+
+@pytest.mark.slow
+def test_a_model_that_processes_smoothed_is_saved_by_one(tmp_path):
+    on_ranks(2, repaired, "data", 3, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+REFUSED = [
+    (audit, {"parallel": "tp"}, "an audit emulates low precision, and matrices are cut inside"),
+    (audit, {"parallel": "fsdp"}, "and weights are gathered from a store that is not rounded"),
+    (audit, {"parallel": "pp"}, "every process has some of the layers alone: take data or ep"),
+    (audit, {"parallel": "xx"}, "must be one of data, tp, ep, pp, fsdp, got 'xx'"),
+    (audit, {"parallel": "data", "budget_minutes": 1.0}, "budget_minutes goes by the clock of one"),
+    (smooth, {"parallel": "ep"}, "a whole model with a whole copy of it"),
+    (capture_engine, {"parallel": "data", "engine": "vllm"}, "vllm runs by itself"),
+]
+
+
+@pytest.mark.parametrize(("work", "options", "words"), REFUSED)
+def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(as_rank, work, options, words):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match=words):
+        work("no/such-model", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": "tp", "dtype_b": "int8-emulated"}, "the dtype 'int8-emulated' of B emulates"),
+        ({"parallel": "pp", "replay": True}, "replay needs all layers in every process"),
+        ({"parallel": "fsdp", "batch_size_b": 2}, "run equally many passes: take parallel data"),
+    ],
+)
+def test_comparisons_that_cannot_be_shared_are_refused(as_rank, options, words):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match=words):
+        diff("no/such-model", "no/other-model", **options)
+
+
+def test_an_engine_is_compared_with_in_one_process(as_rank):
+    as_rank(0, 2)
+    with pytest.raises(ParameterError, match="an engine runs by itself"):
+        diff("no/such-model", "vllm:no/other-model", parallel="data")
