@@ -28,6 +28,7 @@ LAYERS = {
 }
 MAY_IMPORT = LAYERS | {
     "analysis": {*LAYERS},
+    "testing": {*LAYERS, "analysis"},
     "report": {"core"},  # and the types of records, see below
     "cli": {*LAYERS, "analysis", "report"},
     "lab": {*LAYERS, "analysis", "report", "cli"},

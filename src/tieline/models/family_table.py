@@ -35,7 +35,7 @@ best_softmax = partial(softmax, groups=_BEST_GROUPS, renormalise="never", scale=
 # routers that compute float32 logits activate them as they are, which autocast makes bfloat16
 biased_softmax = partial(softmax, ranked="softmax", bias=_BIAS, own_dtype=True)
 sigmoid = partial(softmax, ranked="sigmoid", combine="sigmoid", bias=_BIAS, own_dtype=True)
-single_sigmoid = partial(sigmoid, own_dtype=False)
+single_sigmoid = partial(sigmoid, own_dtype=False, sum_offset=0.0)
 grouped_sigmoid = partial(sigmoid, groups=GroupRule(), renormalise=_FLAG, scale=_SCALE)
 gemma_softmax = partial(
     softmax,
@@ -139,7 +139,7 @@ TRANSFORMERS_FAMILIES: tuple[RouterFamily, ...] = (
     ),
     grouped_sigmoid("exaone_moe", ("ExaoneMoeTopkRouter",)),
     softmax_flag("flex_olmo", ("FlexOlmoTopKRouter",)),
-    sigmoid("flint", ("FlintTopKRouter",), bias=None, renormalise=_FLAG),
+    sigmoid("flint", ("FlintTopKRouter",), bias=None, renormalise=_FLAG, sum_offset=0.0),
     gemma_softmax("gemma4", ("Gemma4TextRouter",)),
     grouped_sigmoid("glm4_moe", ("Glm4MoeTopkRouter",)),
     grouped_sigmoid("glm4_moe_lite", ("Glm4MoeLiteTopkRouter",)),

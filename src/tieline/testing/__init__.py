@@ -1,0 +1,62 @@
+"""Conformance tests for routing kernels: does this function choose experts as its rule says?
+
+    RouterRule       what a router ranks and how it weights: the reference, in float64
+    RULES            rules by name ("softmax", "sigmoid", "deepseek-v3", ...)
+    logit_cases      the battery: logits that break kernels, from equal scores to NaN
+    check_router     run a router over the battery; one verdict per case
+    assert_router    the same as an assertion that lists every deviation
+    router_habits    what a router does where no answer is right: ties, NaN, masked rows
+    family_router    a router module of transformers as a function, with its rule
+
+As a plug-in of pytest, which comes with the package:
+
+    pytest --tieline-router my.module:function --tieline-rule softmax
+
+A choice counts as wrong only where no tie explains it, and weights are compared for the experts
+that the router itself chose.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tieline.testing.battery import LogitCase, logit_cases
+    from tieline.testing.conformance import Conformance, assert_router, check_router
+    from tieline.testing.habits import RouterHabits, router_habits
+    from tieline.testing.rules import RULES, RouterRule, rule_named
+    from tieline.testing.transformers_router import family_router
+
+__all__ = [
+    "RULES",
+    "Conformance",
+    "LogitCase",
+    "RouterHabits",
+    "RouterRule",
+    "assert_router",
+    "check_router",
+    "family_router",
+    "logit_cases",
+    "router_habits",
+    "rule_named",
+]
+
+MODULES = {
+    "LogitCase": "battery",
+    "logit_cases": "battery",
+    "Conformance": "conformance",
+    "assert_router": "conformance",
+    "check_router": "conformance",
+    "RouterHabits": "habits",
+    "family_router": "transformers_router",
+    "router_habits": "habits",
+    "RULES": "rules",
+    "RouterRule": "rules",
+    "rule_named": "rules",
+}
+"""The module of each name, imported on first use: pytest loads the plug-in in every run."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return getattr(import_module(f"tieline.testing.{MODULES[name]}"), name)
+    raise AttributeError(f"module 'tieline.testing' has no attribute {name!r}")

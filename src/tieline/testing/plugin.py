@@ -1,0 +1,84 @@
+"""The pytest plug-in: `pytest --tieline-router my.module:function` runs the battery as tests.
+
+    --tieline-router MODULE:FUNCTION    may be given several times
+    --tieline-rule NAME[,FIELD=VALUE]   what the router is meant to compute (default: softmax)
+    --tieline-sizes ExK[,ExK]           numbers of experts and of chosen ones
+    --tieline-cases NAME[,NAME]         some cases alone
+
+Without test files on the command line the battery runs alone, else after them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+BATTERY = str(Path(__file__).with_name("router_battery.py"))
+"""The file whose tests are the battery."""
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add the options."""
+    group = parser.getgroup("tieline", "conformance of routing kernels (Tieline)")
+    group.addoption(
+        "--tieline-router",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="run the battery on this router: a function of logits (T, E) and k that returns ids "
+        "(T, k) and weights",
+    )
+    group.addoption(
+        "--tieline-rule",
+        default="softmax",
+        metavar="NAME[,FIELD=VALUE]",
+        help="what the router is meant to compute, such as deepseek-v3 or sigmoid,scale=2.5",
+    )
+    group.addoption(
+        "--tieline-sizes", default="", metavar="ExK,...", help="sizes, such as 64x8,256x8"
+    )
+    group.addoption("--tieline-cases", default="", metavar="NAME,...", help="some cases alone")
+
+
+def pytest_configure(config: Any) -> None:
+    """Add the battery to what is collected."""
+    if not config.getoption("--tieline-router") or BATTERY in config.args:
+        return
+    from_command_line = config.args_source == type(config).ArgsSource.ARGS
+    config.args[:] = [*(config.args if from_command_line else []), BATTERY]
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    """One test per router and case."""
+    if "tieline_case" not in metafunc.fixturenames:
+        return
+    import pytest
+
+    from tieline.core.errors import TielineError
+    from tieline.testing.battery import PATTERNS, SIZES, logit_cases
+    from tieline.testing.conformance import load_router
+    from tieline.testing.rules import rule_named
+
+    option = metafunc.config.getoption
+    try:
+        rule = rule_named(option("--tieline-rule"))
+        sizes = read_sizes(option("--tieline-sizes")) or SIZES
+        names = [name for name in option("--tieline-cases").split(",") if name]
+        cases = list(logit_cases(rule, sizes, names=names or PATTERNS))
+        routers = {path: load_router(path) for path in option("--tieline-router")}
+    except TielineError as problem:
+        raise pytest.UsageError(str(problem)) from problem
+    values = [(router, rule, case) for router in routers.values() for case in cases]
+    ids = [f"{path}-{case.label}" for path in routers for case in cases]
+    metafunc.parametrize("tieline_case", values, ids=ids)
+
+
+def read_sizes(text: str) -> list[tuple[int, int]]:
+    """Read "64x8,256x8" as pairs of numbers of experts and of chosen ones."""
+    from tieline.core.errors import ParameterError
+
+    sizes = []
+    for size in filter(None, text.split(",")):
+        experts, cross, k = size.partition("x")
+        if not (cross and experts.isdigit() and k.isdigit()):
+            raise ParameterError(f"a size is EXPERTSxK such as 64x8, got {size!r:.40}")
+        sizes.append((int(experts), int(k)))
+    return sizes

@@ -1,0 +1,107 @@
+"""A router module of transformers as a function of logits, with the rule of its family.
+
+The module runs its own code. Only the product with its matrix is left out: its input holds the
+logits in the first E columns, and inside the call `torch.nn.functional.linear` returns those, so
+that the logits are those of the case to the bit, infinities included.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from tieline.core.errors import UnsupportedModelError
+from tieline.models.families import RouterFamily, family_of
+from tieline.models.layouts import COLUMNS
+from tieline.models.selection import (
+    combine_rule,
+    family_scale,
+    group_limit,
+    renormalises,
+    units_of,
+)
+from tieline.testing.conformance import Router
+from tieline.testing.rules import RouterRule
+
+
+def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
+    """Return a router of transformers as a function for `check_router`, and its rule.
+
+    Args:
+        module: a router of a known family that chooses by columns (logits, weights, ids) and ranks
+            by logits, softmax or sigmoid; others are refused. Its numbers of experts and of chosen
+            ones are fixed.
+    """
+    family = family_of(module)
+    if family is None:
+        raise UnsupportedModelError(f"{type(module).__name__} is no router of a known family")
+    rule = family_rule(family, module)
+    width = attrgetter(family.weight or "")(module).shape[1]
+
+    def route(logits: Tensor, k: int, bias: Tensor | None = None, **groups: int) -> Any:
+        x = nn.functional.pad(logits, (0, width - logits.shape[1]))
+        with torch.no_grad(), _products_skipped():
+            output = module(x, **_set_bias(family, module, bias))
+        chosen = family.layout.choice(output, k)
+        return chosen.ids, chosen.weights
+
+    return route, rule
+
+
+def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
+    """Return the rule of a family with the settings of one router; refuses what no rule states."""
+    limit = group_limit(family.groups, module)
+    units, scale = units_of(family, module, limit is not None), family_scale(family, module)
+    combine = combine_rule(family, module)
+    stated = (
+        units in ("logits", "softmax", "sigmoid")
+        and combine != "activation"
+        and family.weight is not None
+        and family.layout is COLUMNS
+        and not (family.in_block or family.skip_class or family.probabilities)
+        and family.shared_weights is family.least_sum is family.norm_order is None
+        and family.refused_weights is family.identity_experts is None
+        and (limit is None or limit.fill == -torch.inf)
+        and not (isinstance(scale, Tensor) and scale.numel() > 1)
+    )
+    if not stated:
+        raise UnsupportedModelError(f"the rule of family {family.name!r} is none of RouterRule's")
+    ranked = "softmax" if units == "logits" and combine == "softmax" else units
+    return RouterRule(
+        ranked,  # type: ignore[arg-type]
+        combine,  # type: ignore[arg-type]
+        renormalises(family, module),
+        1.0 if scale is None else float(scale),
+        family.bias is not None or family.bias_argument is not None,
+        0 if limit is None else limit.n_groups,
+        0 if limit is None else limit.k_groups,
+        "max" if limit is None else limit.score,
+        0.0 if combine.startswith("softmax") else family.sum_offset,
+    )
+
+
+@contextmanager
+def _products_skipped() -> Iterator[None]:
+    """Let linear maps return the first columns of their input."""
+    with patch("torch.nn.functional.linear", lambda x, weight, bias=None: x[..., : len(weight)]):
+        yield
+
+
+def _set_bias(family: RouterFamily, module: nn.Module, bias: Tensor | None) -> dict[str, Tensor]:
+    """Write the selection bias into the router; returns it where it is an argument."""
+    if bias is None:
+        return {}
+    if family.bias_argument is not None:
+        return {family.bias_argument: bias}
+    stored = module.get_parameter if _is_parameter(module, family) else module.get_buffer
+    stored(family.bias or "").copy_(bias.reshape(stored(family.bias or "").shape))
+    return {}
+
+
+def _is_parameter(module: nn.Module, family: RouterFamily) -> bool:
+    """Whether the selection bias is a parameter rather than a buffer."""
+    return family.bias in dict(module.named_parameters())
