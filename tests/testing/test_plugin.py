@@ -22,7 +22,7 @@ def broken(logits, k):
 
 @pytest.fixture
 def run(pytester, monkeypatch, no_axis_checks):
-    """Run pytest in a folder with routers and a test; modules are imported anew, so types are not checked."""
+    """Run pytest in a folder with routers; modules are imported anew, so types differ."""
     pytester.makepyfile(routers=ROUTERS, test_own="def test_own():\n    pass\n")
     pytester.syspathinsert()
     monkeypatch.delitem(sys.modules, "routers", raising=False)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.families import RouterFamily, family_of
 from tieline.models.layouts import COLUMNS
-from tieline.models.selection import (
+from tieline.models.router_rule import (
     combine_rule,
     family_scale,
     group_limit,
-    renormalises,
-    units_of,
+    renormalises_weights,
+    score_units,
 )
 from tieline.testing.conformance import Router
 from tieline.testing.rules import RouterRule
@@ -55,7 +55,7 @@ def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
 def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
     """Return the rule of a family with the settings of one router; refuses what no rule states."""
     limit = group_limit(family.groups, module)
-    units, scale = units_of(family, module, limit is not None), family_scale(family, module)
+    units, scale = score_units(family, module, limit is not None), family_scale(family, module)
     combine = combine_rule(family, module)
     stated = (
         units in ("logits", "softmax", "sigmoid")
@@ -74,7 +74,7 @@ def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
     return RouterRule(
         ranked,  # type: ignore[arg-type]
         combine,  # type: ignore[arg-type]
-        renormalises(family, module),
+        renormalises_weights(family, module),
         1.0 if scale is None else float(scale),
         family.bias is not None or family.bias_argument is not None,
         0 if limit is None else limit.n_groups,
