@@ -43,7 +43,6 @@ from tieline.analysis.load import load, source_kind
 from tieline.analysis.rounded_runs import ServedRuns, measure_serving
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.core.errors import ParameterError, require
-from tieline.core.numerics import one_thread
 from tieline.core.records import from_plain, to_plain
 from tieline.core.settings import require_setting, takes_settings
 from tieline.measure.measure_settings import MeasureSettings
@@ -54,7 +53,7 @@ from tieline.measure.measures import (
     gap_status,
     joined_measures,
     measure,
-    measured_layer,
+    measure_layers,
 )
 from tieline.measure.summary_measures import measure_summary
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
@@ -114,14 +113,8 @@ class LayerMeasurer(Observer):
             trace = self.recorder.layer(name)
             if trace is not None:
                 weights = linear_weights(self.model, trace)
-                self._measured[name] = self._measure(trace, name, weights)
+                (self._measured[name],) = measure_layers(trace, self.settings, weights)
                 self._measure_jumps(trace, name, rerun)
-
-    def _measure(self, trace: RoutingTrace, name: str, weights: dict[str, Tensor]) -> MeasuredLayer:
-        with one_thread():  # many small operations
-            return measured_layer(
-                trace.layer(name), self.settings, trace.epsilons, weights.get(name)
-            )
 
     def _measure_jumps(self, trace: RoutingTrace, name: str, rerun: Rerun) -> None:
         if self.sampler is None:
@@ -133,15 +126,12 @@ class LayerMeasurer(Observer):
 
     def measures(self, trace: RoutingTrace, ranks: Ranks) -> RoutingMeasures:
         """Measures of all layers and of the model, given the trace of all batches."""
-        weights: dict[str, Tensor] = {}
-        if not self._measured:
+        if self._measured:
+            layers = [self._measured[layer.name] for layer in trace.layers]
+        else:
             weights = ranks.join_layers(linear_weights(self.model, trace))
-        layers = [
-            self._measured.get(layer.name) or self._measure(trace, layer.name, weights)
-            for layer in trace.layers
-        ]
-        with one_thread():
-            return joined_measures(layers, self.settings, trace)
+            layers = measure_layers(trace, self.settings, weights)
+        return joined_measures(layers, self.settings, trace)
 
     def jumps(
         self,
@@ -385,7 +375,7 @@ def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
 def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSettings) -> Inspection:
     """What can be measured of a saved run without its model."""
     clock, grids = _Clock(), settings.measure_settings
-    with clock("measure"), one_thread():
+    with clock("measure"):
         if isinstance(routed, RoutingSummary):
             measures, trace = measure_summary(routed, grids), routed.sample
         else:

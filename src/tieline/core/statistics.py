@@ -264,7 +264,7 @@ def clustered_share(
 
 def _document_clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, " tokens"], str]:
     """The cluster of each token, counted from 0, and a status: documents, or stretches of them."""
-    documents = documents.unique(return_inverse=True)[1]
+    documents = _numbered_clusters(documents)
     if int(documents.max()) + 1 >= LEAST_DOCUMENTS:
         return documents, "ok"
     length = max(SHORTEST, -(-len(documents) // STRETCHES))
@@ -274,6 +274,14 @@ def _document_clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, "
         stretches[here] = torch.arange(int(here.sum())) // length
     pairs = torch.stack((documents, stretches), dim=1)
     return pairs.unique(dim=0, return_inverse=True)[1], FEW_DOCUMENTS
+
+
+def _numbered_clusters(documents: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """Numbers of documents counted from 0, in order; without a sort where they ascend."""
+    steps = documents.diff()
+    if bool((steps < 0).any()):
+        return documents.unique(return_inverse=True)[1]
+    return torch.nn.functional.pad((steps > 0).long().cumsum(dim=0), (1, 0))[: len(documents)]
 
 
 def _student_quantile(freedom: int) -> float:
@@ -313,7 +321,7 @@ def clustered_error(
     values: Float[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> float | None:
     """Standard error of the mean of `values`, clustered by document; None with one document."""
-    clusters = documents.unique(return_inverse=True)[1]
+    clusters = _numbered_clusters(documents)
     groups = int(clusters.max()) + 1 if len(clusters) else 0
     if groups < 2:
         return None

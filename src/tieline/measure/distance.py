@@ -38,6 +38,10 @@ CHUNK = 1 << 18
 """Largest number of (token, expert) entries that the search over all pairs holds at once."""
 
 
+INPUT_CHUNK = 1 << 16
+"""Entries of router inputs that are held in float64 at once."""
+
+
 class NearestTie(NamedTuple):
     """The wall nearest to each token.
 
@@ -191,19 +195,23 @@ def angular_spread(inputs: Float[Tensor, "tokens dim"], n_experts: int, k: int) 
     """Mean, radius, cap and expected ties of the router's inputs (Def. 9.1 - 9.3)."""
     tokens, dim = inputs.shape
     require(tokens > 0 and dim > 1, f"need a token and dim > 1, got {inputs.shape}", ShapeError)
-    x = inputs.double()
-    mean = x.mean(dim=0)
-    away = (x - mean).norm(dim=1)
+    sums = torch.zeros(2, dim, dtype=torch.float64)
+    chunks = inputs.split(max(1, INPUT_CHUNK // dim))
+    for rows in chunks:  # in float64 a few at a time, so that they stay in the cache
+        x = rows.double()
+        sums[0] += x.sum(dim=0).cpu()
+        sums[1] += (x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)).sum(dim=0).cpu()
+    mean, direction = sums / tokens
+    away = torch.cat([(rows.double() - mean.to(rows.device)).norm(dim=1) for rows in chunks])
     mean_norm, radius = mean.norm().item(), away.square().mean().sqrt().item()
     largest = away.max().item()
-    directions = x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)
     log_cap = log_cap_fraction(largest / mean_norm if mean_norm > 0 else math.inf, dim)
     return AngularSpread(
         mean_norm=mean_norm,
         radius=radius,
         largest_radius=largest,
         mean_over_radius=mean_norm / radius if radius > 0 else math.inf,
-        mean_cosine=directions.mean(dim=0).norm().item(),
+        mean_cosine=direction.norm().item(),
         cap_fraction=math.exp(log_cap),
         log10_cap_fraction=log_cap / math.log(10),
         expected_ties=_expected_ties(radius, mean_norm, dim, n_experts, k),

@@ -13,11 +13,11 @@ population they were drawn from.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.integrate import quad
 from torch import Tensor
 
@@ -32,8 +32,13 @@ Ranks = Float[Tensor, "tokens ranks"]
 PerToken = Float[Tensor, " tokens"]
 
 
-REACH = 8.5
-"""Noise beyond this many standard deviations (probability 1e-16) is ignored."""
+FARTHEST = 8.5
+"""Pairs further apart than this many deviations of their noise (probability 1e-17) never swap."""
+
+IGNORED = 36.0
+"""What is e^(-36/2) times as likely as the swap of the nearest pair is ignored."""
+
+LOG2_E = math.log2(math.e)
 
 RAMP_REACH = 8.0
 """Standard deviations at which integrals over the noise of a ramp end."""
@@ -41,11 +46,19 @@ RAMP_REACH = 8.0
 MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
 """E|n| of standard normal noise."""
 
-FEWEST_STEPS, MOST_STEPS = 32, 4096
-"""Limits of the quadrature steps, two per deviation of the least noisy expert that matters."""
+STEPS, PER_HIDDEN, MOST_STEPS = 2.0, 0.2, 4096
+"""Quadrature steps per deviation of the least noisy expert that matters; more of them where hidden
+experts at one score make the integrand steep, for each unit of log(1 + their number); and at most
+in all."""
+
+SINGLE_STEPS = 64
+"""Steps up to which arguments are so small that float32 keeps seven digits of them."""
 
 CHUNK = 1 << 15
 """Entries of a temporary, so that it stays in the processor's cache."""
+
+TOKENS_AT_ONCE = 1 << 13
+"""Tokens that are looked at together, with all sizes of the noise."""
 
 FIRST_ORDER_LIMIT = 0.2
 """Largest rate that a first-order prediction is trusted for."""
@@ -80,11 +93,20 @@ def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tenso
     """P(S changes) when rank r gets independent N(0, σ_r²) noise (Def. 6.2).
 
     1 - ∫ Π_{j ∉ S} Φ((t - z_j)/σ_j) dF(t), F the law of the smallest noisy score of S, with
-    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). Integrates the complement, the probability that an expert
-    outside S exceeds t, to keep the digits of small probabilities. The trapezoidal rule on the
-    interval outside which the integrand vanishes has an error like exp(-2π²σ²/h²); h <= σ/2 leaves
-    a relative error of 1e-5 down to probabilities of 1e-13. Noise thousands of times smaller than
-    that of other ranks is raised to 1/2048 of the interval.
+    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). With the ratios r = (z_i - z_j) / √(σ_i² + σ_j²) of pairs
+    i ∈ S, j ∉ S and the least of them r_0, those of r² > r_0² + 36 are 1e-8 times as likely to
+    change places. There are three cases:
+
+        r_0 > 8.5                                       0
+        ranks k and k + 1 are the only pair left        Φ(-r_0)
+        else    the integral of the complement, the probability that an expert outside S exceeds t,
+                which keeps the digits of small probabilities
+
+    The trapezoidal rule on the interval outside which the integrand vanishes has an error like
+    exp(-2π²σ²/h²), h <= σ/2. Differences are taken in float64 and the integrand, where few steps
+    are needed, in float32: errors are below 1e-6 of probabilities above 1e-4, and below 1e-5 of
+    smaller ones. Noise thousands of times smaller than that of other ranks is raised to 1/2048 of
+    the interval.
 
     Args:
         ranked: scores of the first C ranks, descending; -inf for a rank without expert. Experts
@@ -101,45 +123,136 @@ def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Ban
     The lower limit ignores the `beyond` = E - C other experts, the upper one puts them all at the
     score of rank C, the largest possible. Arguments as for `flip_probability`.
     """
+    low, high = flip_limits_by_size(ranked, k, noise, (1.0,), beyond)
+    return Band(low[0], high[0])
+
+
+def flip_limits_by_size(
+    ranked: Ranks, k: int, noise: Ranks | float, sizes: Sequence[float], beyond: int
+) -> Band:
+    """`flip_limits` under c σ for each c of `sizes`, a row each; all in one quadrature.
+
+    The probability depends on the ratio of scores and noise alone, so that scores over c under
+    noise σ stand for it.
+    """
     ranks = ranked.shape[1]
     require(1 <= k <= ranks, f"need 1 <= k <= kept ranks, got {k=}, {ranks=}", ShapeError)
     z = ranked.detach().double()
-    sigma = torch.as_tensor(noise, dtype=torch.float64, device=z.device).expand_as(z)
-    require(bool((sigma >= 0).all()), "noise must be >= 0 and not NaN")
-    sigma = torch.maximum(sigma, sigma.amax(dim=1, keepdim=True) / MOST_STEPS)
-    limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
+    sigma = torch.as_tensor(noise, dtype=torch.float64, device=z.device)
+    require(
+        bool((sigma >= 0).all()) and min(sizes, default=0) >= 0, "noise must be >= 0 and not NaN"
+    )
+    near = slice(max(0, k - 2), k + 2) if sigma.ndim == 0 else slice(None)
+    sigma = sigma.expand_as(z)
+    limits = torch.zeros(2, len(sizes), len(z), dtype=torch.float64, device=z.device)
     if k < ranks:
-        low, high = _flip_interval(z, sigma, k)
+        sigma = torch.maximum(sigma, sigma.amax(dim=1, keepdim=True) / MOST_STEPS)
         with one_thread():
-            for rows, steps in _quadrature_batches(z, sigma, low, high):
-                ends = (low[rows], high[rows])
-                limits[:, rows] = _flip_integral(z[rows], sigma[rows], k, ends, steps, beyond)
+            for start in range(0, len(z), TOKENS_AT_ONCE):
+                rows = slice(start, start + TOKENS_AT_ONCE)
+                some = z[rows], sigma[rows]
+                ratios = _pair_ratios(*(x[:, near] for x in some), k - (near.start or 0))
+                _fill_limits(limits[:, :, rows], *some, k, ratios, sizes, beyond)
     limits.clamp_(0, 1)
     return Band(limits[0], limits[1])
 
 
-def _flip_interval(z: Ranks, sigma: Ranks, k: int) -> tuple[Tensor, Tensor]:
-    """Range of the smallest noisy score of S in which an outsider can exceed it."""
-    chosen, spread = z[:, :k], REACH * sigma[:, :k]
-    low = (chosen - spread).amin(dim=1)
-    outside = (z[:, k:] + REACH * sigma[:, k:]).amax(dim=1)
-    return low, torch.minimum(outside, (chosen + spread).amin(dim=1))
+def _pair_ratios(z: Ranks, sigma: Ranks, k: int) -> tuple[PerToken, PerToken]:
+    """(z_i - z_j) / √(σ_i² + σ_j²) of ranks k and k + 1, and its minimum over other pairs."""
+    square = sigma.square()
+    spread = (square[:, :k, None] + square[:, None, k:]).sqrt_()
+    ratios = (z[:, :k, None] - z[:, None, k:]).div_(spread).masked_fill_(spread == 0, torch.inf)
+    pair = ratios[:, -1, 0].clone()
+    ratios[:, -1, 0] = torch.inf
+    return pair, ratios.flatten(1).amin(dim=1)
 
 
-def _quadrature_batches(
-    z: Ranks, sigma: Ranks, low: Tensor, high: Tensor
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield the tokens that can flip, grouped by the number of steps their interval needs."""
-    span = REACH * sigma
-    matters = (z + span > low[:, None]) & (z - span < high[:, None])
-    least = torch.where(matters, sigma, torch.inf).amin(dim=1)
-    steps = (2 * (high - low) / least).clamp(FEWEST_STEPS, MOST_STEPS)
-    exponent = steps.log2().ceil().int()
-    alive = high > low
-    for power in exponent[alive].unique().tolist():
-        rows = (alive & (exponent == power)).nonzero().squeeze(1)
-        for chunk in rows.split(max(1, CHUNK // ((1 << power) + 1))):
-            yield chunk, 1 << power
+def _fill_limits(
+    limits: Float[Tensor, "2 sizes tokens"],
+    z: Ranks,
+    sigma: Ranks,
+    k: int,
+    ratios: tuple[PerToken, PerToken],
+    sizes: Sequence[float],
+    beyond: int,
+) -> None:
+    """Write both limits: those of pairs in closed form, the others by quadrature."""
+    pair, others = ratios
+    hidden = beyond > 0 and z.shape[1] == k + 1  # further experts may stand at rank k + 1
+    nearest = torch.minimum(pair, others)
+    excess = nearest.new_zeros(()) if hidden else others.square() - nearest.square()
+    crowds = []
+    for size, filled in zip(sizes, limits.unbind(dim=1), strict=True):
+        if size == 0:
+            continue
+        near = nearest <= FARTHEST * size
+        rows = (near & (excess <= IGNORED * size**2)).nonzero().squeeze(1)
+        filled[:] = torch.where(near, _upper_tail(pair / size), 0.0)
+        crowds.append((filled, rows, z[rows] / size, nearest[rows] / size))
+    if not crowds:
+        return
+    counts = [len(rows) for _, rows, *_ in crowds]
+    every = sigma[torch.cat([rows for _, rows, *_ in crowds])]
+    scores, least = (torch.cat(column) for column in list(zip(*crowds, strict=True))[2:])
+    integrals = _flip_integrals(scores, every, k, least, beyond)
+    for (filled, rows, *_), values in zip(crowds, integrals.split(counts, dim=1), strict=True):
+        filled[:, rows] = values
+
+
+def _flip_integrals(
+    z: Ranks, sigma: Ranks, k: int, nearest: PerToken, beyond: int
+) -> Float[Tensor, "2 tokens"]:
+    """Both limits by quadrature, in chunks of tokens with like intervals and like ranks.
+
+    `nearest` is the ratio r_0 of `flip_probability`.
+    """
+    limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
+    # from the middle of ranks k and k + 1, where the integrand is largest, to keep its digits
+    exact = z - (z[:, k - 1 : k] + z[:, k : k + 1]) / 2, sigma
+    away, spread = (column.float() for column in exact)
+    reach = (nearest.square() + IGNORED).sqrt_().float()[:, None]
+    low, high = _flip_interval(away, spread, k, reach)
+    span = reach * spread
+    matters = (away + span > low[:, None]) & (away - span < high[:, None])
+    least = torch.where(matters, spread, torch.inf).amin(dim=1)
+    finer = torch.where(matters[:, -1], STEPS + PER_HIDDEN * math.log1p(beyond), STEPS)
+    steps = _rounded_steps(finer * (high - low) / least)
+    inner, outer = matters[:, :k].sum(dim=1), matters[:, k:].sum(dim=1)
+    order = (steps * (k + 1) + inner).mul_(z.shape[1] + 1).add_(outer).argsort()
+    alive = order[(high > low)[order]]
+    counts = steps[alive].unique_consecutive(return_counts=True)
+    for count, group in zip(*(column.tolist() for column in counts), strict=True):
+        some, alive = alive[:group], alive[group:]
+        scores = (away, spread) if count <= SINGLE_STEPS else exact
+        for rows in some.split(max(1, CHUNK // count)):
+            here = matters[rows].any(dim=0).nonzero().squeeze(1)
+            ranks = slice(min(int(here[0]), k - 1), max(int(here[-1]), k) + 1)
+            further = beyond if ranks.stop == z.shape[1] else 0
+            near, noise = scores[0][rows, ranks], scores[1][rows, ranks]
+            ends = low[rows], high[rows]
+            limits[:, rows] = _flip_integral(near, noise, k - ranks.start, ends, count, further)
+    return limits
+
+
+def _rounded_steps(steps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """Numbers of steps, up to the next multiple of an eighth of their power of two."""
+    steps = steps.clamp(16, MOST_STEPS)
+    unit = steps.log2().floor().sub_(3).exp2()
+    return (steps / unit).ceil().mul_(unit).clamp_(max=MOST_STEPS).long()
+
+
+def _flip_interval(z: Ranks, sigma: Ranks, k: int, reach: Tensor) -> tuple[Tensor, Tensor]:
+    """Range of the smallest noisy score of S in which an outsider can exceed it.
+
+    Ends `reach` deviations off, and where both are reach/√2 off: the product of densities vanishes.
+    """
+    inside, outside, spread = z[:, :k], z[:, k:], reach * sigma
+    mine, theirs = spread[:, :k], spread[:, k:]
+    both = math.sqrt(0.5)
+    middle = (inside + both * mine).amin(dim=1)
+    middle = torch.maximum(middle, (outside + both * theirs).amax(dim=1))
+    high = torch.minimum((inside + mine).amin(dim=1), (outside + theirs).amax(dim=1))
+    return (inside - mine).amin(dim=1), torch.minimum(high, middle)
 
 
 def _flip_integral(
@@ -149,33 +262,25 @@ def _flip_integral(
 
     The integrand vanishes at both ends, so the trapezoidal rule is a plain sum.
     """
-    low, width = ends[0], ends[1] - ends[0]
-    t = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device=z.device)
-    t = low[:, None] + width[:, None] * t
-    sigma = torch.maximum(sigma, width[:, None] * (2 / MOST_STEPS))
-    weight = _smallest_density(t, z[:, :k], sigma[:, :k])
-    exceed, tail = torch.zeros_like(t), torch.zeros_like(t)
-    for rank in range(k, z.shape[1]):
-        tail = _upper_tail((t - z[:, rank, None]) / sigma[:, rank, None])
-        exceed += tail * (1 - exceed)
-    lower = (weight * exceed).sum(dim=1)
-    upper = lower
+    low, width = ends[0].to(z.dtype), (ends[1] - ends[0]).to(z.dtype)
+    sigma = torch.maximum(sigma, width[:, None] * (2 / MOST_STEPS)).T.contiguous()
+    step, unit = width / steps, math.sqrt(2) * sigma
+    place = low / step + torch.arange(1, steps, device=z.device)[:, None]
+    rate, start = (step / unit)[:, None], (-z.T.contiguous() / unit).clamp_(max=1e4)[:, None]
+    # x / √2 of each rank; past eleven deviations all vanishes, and no tail may underflow
+    x = torch.addcmul(start, rate, place).clamp_(-8.0, 8.0)
+    tail = torch.special.erfc(x)  # twice the upper tail
+    hazard = x[:k].square_().mul_(-LOG2_E).exp2_().div_(tail[:k]).mul_(rate[:k]).sum(dim=0)
+    weight = tail[:k].prod(dim=0).mul_(hazard)
+    exceed = tail[k] / 2
+    for other in tail[k + 1 :]:
+        exceed.addcmul_(other, 1 - exceed, value=0.5)
+    lower = upper = (weight * exceed).sum(dim=0).double()
     if beyond:
-        more = -torch.expm1(beyond * torch.log1p(-tail))
-        upper = (weight * (exceed + more * (1 - exceed))).sum(dim=1)
-    return torch.stack([lower, upper]) * width / steps
-
-
-def _smallest_density(t: Tensor, z: Ranks, sigma: Ranks) -> Tensor:
-    """Density at t of the smallest noisy score: Π_i Φ(-x_i) · Σ_i φ(x_i) / (σ_i Φ(-x_i))."""
-    survival, hazard = torch.ones_like(t), torch.zeros_like(t)
-    for score, deviation in zip(z.T[:, :, None], sigma.T[:, :, None], strict=True):
-        # Φ underflows past 38 deviations, where the density is zero and its hazard is about x
-        x = ((t - score) / deviation).clamp_(max=36.0)
-        tail = _upper_tail(x)
-        hazard += x.square_().mul_(-0.5).exp_().div_(tail).div_(deviation)
-        survival *= tail
-    return survival * hazard / math.sqrt(2 * math.pi)
+        more = torch.expm1(tail[-1].div_(-2).log1p_().mul_(beyond)).neg_()
+        exceed.addcmul_(more, 1 - exceed)
+        upper = (weight * exceed).sum(dim=0).double()
+    return torch.stack([lower, upper]) * (2.0 ** (1 - k) / math.sqrt(math.pi))
 
 
 def _upper_tail(x: Tensor) -> Tensor:
@@ -240,24 +345,29 @@ def noise_densities(layer: LayerTrace, view: LogitView) -> Estimate:
 
 
 def noise_flips(
-    layer: LayerTrace, view: LogitView, sigma: float, density: Estimate
-) -> tuple[NoiseFlips, PerToken]:
-    """Flips under N(0, σ²) noise of the logits, and the probability of each token (Def. 6.2 - 6.4).
+    layer: LayerTrace, view: LogitView, sigmas: Sequence[float], density: Estimate
+) -> list[tuple[NoiseFlips, PerToken]]:
+    """Flips under N(0, σ²) noise of the logits for each σ, and the probability of each token.
 
-    `view` is the `logit_view` of the layer, `density` its `noise_densities`.
+    `view` is the `logit_view` of the layer, `density` its `noise_densities` (Def. 6.2 - 6.4).
     """
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
-    low, high = flip_limits(view.scores, layer.facts.k, view.slope * sigma, beyond)
-    groups = group_flips(layer, view.threshold_slope * sigma)
-    chance = either_chance(low, groups)
-    record = NoiseFlips(
-        sigma=sigma,
-        flip=mean_estimate(chance),
-        upper=either_chance(high, groups).mean().item(),
-        population=population_flips(density, sigma),
-        two_runs=population_flips(density, sigma, runs=2),
-    )
-    return record, chance
+    alike = layer.bias is None or layer.facts.units == "logits"
+    noise = 1.0 if alike else view.slope
+    limits = flip_limits_by_size(view.scores, layer.facts.k, noise, sigmas, beyond)
+    rows = []
+    for sigma, low, high in zip(sigmas, *limits, strict=True):
+        groups = group_flips(layer, view.threshold_slope * sigma)
+        chance = either_chance(low, groups)
+        record = NoiseFlips(
+            sigma=sigma,
+            flip=mean_estimate(chance),
+            upper=either_chance(high, groups).mean().item(),
+            population=population_flips(density, sigma),
+            two_runs=population_flips(density, sigma, runs=2),
+        )
+        rows.append((record, chance))
+    return rows
 
 
 def group_density(layer: LayerTrace, noise: PerToken) -> Estimate:

@@ -1,6 +1,7 @@
 """All measures of a trace: one record per layer, one for the model.
 
     measure_layer      a layer of a trace
+    measure_layers     every layer of a trace, on all cores
     measure            every layer of a trace, and the model
     joined_measures    the model, of layers that were measured one by one
 
@@ -10,6 +11,7 @@ need the experts themselves and are measured in `tieline.analysis`.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.numerics import one_thread
 from tieline.core.records import short_repr
 from tieline.core.statistics import (
     Estimate,
@@ -185,12 +188,31 @@ def measure(
         weights: (E, D) weight of each linear router by the name of its layer.
     """
     chosen = settings or MeasureSettings()
-    weights = weights or {}
-    done = [
-        measured_layer(layer, chosen, trace.epsilons, weights.get(layer.name))
-        for layer in trace.layers
-    ]
-    return joined_measures(done, chosen, trace)
+    layers = measure_layers(trace, chosen, weights or {})
+    return joined_measures(layers, chosen, trace)
+
+
+def measure_layers(
+    trace: RoutingTrace, settings: MeasureSettings, weights: Mapping[str, Tensor]
+) -> list["MeasuredLayer"]:
+    """Measure every layer on a thread of its own, as many at once as torch uses threads.
+
+    A layer is many small operations, on which threads wait for each other longer than they gain.
+    Arguments as for `measure`.
+    """
+    threads = torch.get_num_threads()
+
+    def measured(layer: LayerTrace) -> MeasuredLayer:
+        with one_thread():
+            return measured_layer(layer, settings, trace.epsilons, weights.get(layer.name))
+
+    if threads == 1 or len(trace.layers) == 1:
+        return [measured(layer) for layer in trace.layers]
+    try:
+        with ThreadPoolExecutor(min(threads, len(trace.layers))) as pool:
+            return list(pool.map(measured, trace.layers))
+    finally:
+        torch.set_num_threads(threads)  # a thread that ends leaves its own number behind
 
 
 def joined_measures(
@@ -203,7 +225,8 @@ def joined_measures(
         settings: grids and formats.
         trace: the trace, for its documents and provenance.
     """
-    model = _model_measures(list(done), settings, trace.documents.long())
+    with one_thread():
+        model = _model_measures(list(done), settings, trace.documents.long())
     return RoutingMeasures(tuple(layer.record for layer in done), model, dict(trace.provenance))
 
 
@@ -263,7 +286,7 @@ def _with_score_sections(
     """Add the sections that need scores on both sides of the threshold."""
     view = logit_view(layer)
     density = noise_densities(layer, view)
-    noise = [noise_flips(layer, view, sigma, density) for sigma in settings.sigmas]
+    noise = noise_flips(layer, view, settings.sigmas, density)
     precisions = settings.precisions if view.logits is not None else ()
     rounded = [precision_flips(layer, view, name) for name in precisions]
     rows = tuple(row for row, _ in rounded)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import PRECISIONS, IntegerGrid, grid_step, one_thread, round_to
-from tieline.core.ranking import gap, sets_differ, topk_mask
+from tieline.core.ranking import gap
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import gap_density
 from tieline.measure.flips import (
@@ -55,7 +55,10 @@ OFFSETS = 32
 CHUNK = 1 << 15
 """Entries of a temporary, so that it stays in the processor's cache."""
 
-INPUT_CHUNK = 1 << 20
+LAST_ID = (1 << 31) - 1
+"""Larger than every index of an expert."""
+
+INPUT_CHUNK = 1 << 18
 """Entries of router inputs that are rounded at once."""
 
 
@@ -124,28 +127,45 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
         k: number of experts chosen.
         step: q at the threshold, in units of score.
     """
-    z, q = ranked.double(), step[:, None].double()
+    z, q = ranked.double(), step.double()
     tie = shared_cell(z[:, k - 1] - z[:, k], step)
-    rows = (tie > 0).nonzero().squeeze(1)
-    flips = torch.zeros_like(tie)
+    flips = tie / 2
     binomials = _binomials(z.shape[1])
     with one_thread():
-        for chunk in rows.split(max(1, CHUNK // z.shape[1])):
+        rows = (_crowded_cells(z, k, q) & (tie > 0)).nonzero().squeeze(1)
+        crowd = z[rows]
+        crowd = (crowd > crowd[:, k - 1 : k] - q[rows, None]).sum(dim=1)
+        for chunk in rows[crowd.argsort()].split(max(1, CHUNK // OFFSETS)):
             flips[chunk] = tie[chunk] * _mean_over_offsets(z[chunk], k, q[chunk], binomials)
     return flips
 
 
-def _mean_over_offsets(
-    z: Scores, k: int, q: Float[Tensor, "tokens 1"], binomials: Tensor
-) -> PerToken:
+def _crowded_cells(z: Scores, k: int, q: PerToken) -> Bool[Tensor, " tokens"]:
+    """Whether a cell that ranks k and k + 1 share can contain a third one."""
+    crowded = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+    if k > 1:
+        crowded |= z[:, k - 2] - z[:, k] < q
+    if z.shape[1] > k + 1:
+        crowded |= z[:, k - 1] - z[:, k + 1] < q
+    return crowded
+
+
+def _mean_over_offsets(z: Scores, k: int, q: PerToken, binomials: Tensor) -> PerToken:
     """Mean of 1 - 1/C(a + b, a) over equally spaced cells across the threshold."""
-    floor, top = z[:, k - 1 : k] - q, z[:, k : k + 1]
-    total = torch.zeros_like(z[:, 0])
-    for offset in range(OFFSETS):
-        edge = floor + (top - floor) * ((offset + 0.5) / OFFSETS)
-        held = (z >= edge) & (z < edge + q)
-        total += 1 - 1 / binomials[held.sum(dim=1), held[:, :k].sum(dim=1)]
-    return total / OFFSETS
+    offsets = (torch.arange(OFFSETS, dtype=torch.float64, device=z.device) + 0.5) / OFFSETS
+    floor, top = z[:, k - 1] - q, z[:, k]
+    edge = floor + (top - floor) * offsets[:, None]
+    ceiling = edge + q
+    held, chosen = torch.zeros(2, *edge.shape, dtype=torch.int16, device=z.device)
+    possible = ((z > floor[:, None]) & (z < (top + q)[:, None])).any(dim=0).tolist()
+    for rank, score in enumerate(z.T):
+        if possible[rank]:
+            inside = (score >= edge) & (score < ceiling)
+            held += inside
+            if rank < k:
+                chosen += inside
+    cell = held.long() * len(binomials) + chosen
+    return (1 - 1 / binomials.flatten()[cell]).mean(dim=0)
 
 
 def _binomials(most: int) -> Float[Tensor, "n n"]:
@@ -175,9 +195,19 @@ def emulated_choice(
         k: number of experts chosen.
         experts: the expert of each rank, which decides ties; the first k are the choice before.
     """
-    by_index = experts.long().argsort(dim=1)
-    chosen = topk_mask(rounded.gather(1, by_index), k)
-    return EmulatedChoice(gap(rounded, k) == 0, sets_differ(chosen, by_index < k))
+    inside, outside = rounded[:, :k], rounded[:, k:]
+    if outside.shape[1] == 0:
+        never = torch.zeros(len(rounded), dtype=torch.bool, device=rounded.device)
+        return EmulatedChoice(never, never)
+    lowest, highest = inside.amin(dim=1), outside.amax(dim=1)
+    ids = experts.to(torch.int32)
+    last = ids[:, :k].masked_fill(inside != lowest[:, None], -1).amax(dim=1)
+    first = ids[:, k:].masked_fill(outside != highest[:, None], LAST_ID).amin(dim=1)
+    tied, flipped = highest == lowest, highest > lowest
+    rows = flipped.nonzero().squeeze(1)
+    if len(rows):  # another expert may stand at the threshold now
+        tied[rows] = gap(rounded[rows], k) == 0
+    return EmulatedChoice(tied, flipped | ((highest == lowest) & (first < last)))
 
 
 class ProductEffect(NamedTuple):
@@ -200,7 +230,7 @@ def product_effect(
     """Noise and error of logits computed by a low-precision matrix product (Def. 7.5).
 
     δ is the actual rounding error of each number: a checkpoint stored in the format adds nothing.
-    Sums are taken in float64; the float32 sums of matrix units err far less than 16-bit inputs.
+    The error is Σ_d δx_d w̃_id + x_d δw_id, sums of small terms, so that float32 keeps its digits.
 
     Args:
         inputs: the router's inputs in the precision of the exact run.
@@ -208,16 +238,26 @@ def product_effect(
         precision: a floating-point format of `PRECISIONS`.
     """
     require(inputs.shape[1] == weight.shape[1], "inputs and weight differ in dimension", ShapeError)
-    w = weight.detach().double()
-    w_rounded = round_to(w, precision)
-    spread, dw = (w - w.mean(dim=0)).square(), (w_rounded - w).square()
+    kind = torch.promote_types(torch.promote_types(inputs.dtype, weight.dtype), torch.float32)
+    w = weight.detach().to(kind)
+    w_rounded = _rounded_to(w, precision)
+    dw, spread = (w_rounded - w).T, (w - w.mean(dim=0, dtype=torch.float64)).square().to(kind).T
     effects = []
     for rows in inputs.split(max(1, INPUT_CHUNK // inputs.shape[1])):
-        x = rows.double()
-        x_rounded = round_to(x, precision)
-        noise = ((x_rounded - x).square() @ spread.T + x.square() @ dw.T).sqrt()
-        effects.append(ProductEffect(noise, x_rounded @ w_rounded.T - x @ w.T))
+        x = rows.to(kind)
+        dx = _rounded_to(x, precision) - x
+        error, noise = dx @ w_rounded.T, dx.square() @ spread
+        if bool(dw.any()):  # not a checkpoint stored in the format
+            error, noise = error + x @ dw, noise + x.square() @ dw.square()
+        effects.append(ProductEffect(noise.sqrt().double(), error.double()))
     return ProductEffect(*(torch.cat(column) for column in zip(*effects, strict=True)))
+
+
+def _rounded_to(values: Float[Tensor, "rows dim"], precision: str) -> Float[Tensor, "rows dim"]:
+    """Numbers rounded to a format, in their own dtype."""
+    if precision == "bf16" and values.dtype == torch.float32:
+        return values.bfloat16().float()
+    return round_to(values.double(), precision).to(values.dtype)
 
 
 def product_flips(
@@ -269,13 +309,12 @@ def precision_flips(
     """
     assert view.logits is not None
     k = layer.facts.k
-    step = grid_step(view.logits, precision)
+    step = _threshold_steps(layer, view.logits, precision)
     tie, flip, tie_rate, flip_rate = _expected_rates(layer, view, step)
-    rounded = from_logits(round_to(view.logits, precision), layer)
-    choice = emulated_choice(rounded, k, layer.experts)
+    choice = _rounded_choice(layer, view.logits, step, precision)
     record = PrecisionFlips(
         precision=precision,
-        step=step[:, k - 1].mean().item(),
+        step=_of_rank(step, k).mean().item(),
         tie=mean_estimate(tie),
         flip=mean_estimate(flip),
         tie_population=first_order(tie_rate),
@@ -285,6 +324,49 @@ def precision_flips(
         status=_emulation_notes(layer, view, precision),
     )
     return record, choice.flipped.double()
+
+
+def _threshold_steps(
+    layer: LayerTrace, logits: Float[Tensor, "tokens ranks"], precision: str
+) -> Float[Tensor, "tokens steps"]:
+    """Steps of the grid at ranks k and k + 1, which decide without a bias, else at all ranks."""
+    k = layer.facts.k
+    if layer.bias is None and not isinstance(PRECISIONS[precision], IntegerGrid):
+        return grid_step(logits[:, k - 1 : k + 1], precision)
+    step = grid_step(logits, precision)
+    return step if layer.bias is not None else step[:, k - 1 : k + 1]
+
+
+def _of_rank(step: Float[Tensor, "tokens steps"], k: int) -> PerToken:
+    """Step at rank k, of those at ranks k and k + 1 or at all ranks."""
+    return step[:, 0] if step.shape[1] == 2 else step[:, k - 1]
+
+
+def _rounded_choice(
+    layer: LayerTrace,
+    logits: Float[Tensor, "tokens ranks"],
+    step: Float[Tensor, "tokens steps"],
+    precision: str,
+) -> EmulatedChoice:
+    """Ties and flips of the logits rounded to a format.
+
+    Without a bias rounding keeps the order, so that only tokens whose ranks k and k + 1 are at most
+    a step apart, or past the largest number of the format, can tie.
+    """
+    k, experts = layer.facts.k, layer.experts
+    if layer.bias is not None:
+        return emulated_choice(from_logits(round_to(logits, precision), layer), k, experts)
+    grid = PRECISIONS[precision]
+    pair = logits[:, k - 1 : k + 1]
+    near = pair[:, 0] - pair[:, 1] <= step.amax(dim=1)
+    if not isinstance(grid, IntegerGrid):
+        near |= (pair.abs() >= grid.largest).any(dim=1)
+    rows = near.nonzero().squeeze(1)
+    columns = torch.zeros(2, len(logits), dtype=torch.bool, device=logits.device)
+    if len(rows):
+        choice = emulated_choice(round_to(logits[rows], precision), k, experts[rows])
+        columns[:, rows] = torch.stack(choice)
+    return EmulatedChoice(*columns)
 
 
 def product_section(
@@ -324,24 +406,25 @@ def _emulated_flips(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) ->
 
 
 def _expected_rates(
-    layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens ranks"]
+    layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens steps"]
 ) -> tuple[PerToken, PerToken, Estimate, Estimate]:
     """Probabilities of a tie and of a flip per token, and their first-order rates."""
     k = layer.facts.k
-    noise = step * view.slope / math.sqrt(12)
+    at_threshold = _of_rank(step, k)
     if layer.bias is None:
-        gaps, q = view.scores[:, k - 1] - view.scores[:, k], step[:, k - 1].clamp(min=TINY)
+        gaps, q = view.scores[:, k - 1] - view.scores[:, k], at_threshold.clamp(min=TINY)
         tie, flip = shared_cell(gaps, q), shared_cell_flips(view.scores, k, q)
         density = gap_density(gaps / q)
         tie_rate, flip_rate = density.times(0.5), density.times(0.25)
     else:
+        noise = step * view.slope / math.sqrt(12)
         flip = flip_probability(view.scores, k, noise)
         tie, tie_rate = torch.zeros_like(flip), Estimate(0.0, 0.0)
         density = gap_density(noisy_gap(view.scores, k, noise.clamp(min=TINY)))
         flip_rate = density.times(1 / math.sqrt(math.pi))
     if layer.group_gap is None:
         return tie, flip, tie_rate, flip_rate
-    group_noise = step[:, k - 1] * view.threshold_slope / math.sqrt(12)
+    group_noise = at_threshold * view.threshold_slope / math.sqrt(12)
     groups = group_density(layer, group_noise).times(1 / math.sqrt(math.pi))
     return (
         tie,

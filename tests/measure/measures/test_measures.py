@@ -309,3 +309,16 @@ def test_numbers_that_json_lacks_become_null():
         "a": [1.0, None, [None]],
         "2": "x",
     }
+
+
+def test_layers_on_two_threads_are_those_on_one():
+    layers = [layer_of(linear_router(300, seed=s)[2], 4, name=f"layer {s}") for s in range(3)]
+    trace, threads = trace_of(*layers), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = measure(trace, FEW)
+        torch.set_num_threads(2)
+        assert measure(trace, FEW) == alone
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

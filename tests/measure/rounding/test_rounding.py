@@ -7,12 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.measure.problems import normal_scores
+from tests.measure.problems import layer_of, normal_scores
 from tests.strategies import seeds
 from tieline.core.numerics import PRECISIONS, grid_step, round_to
-from tieline.core.ranking import gap, ranked_scores, stable_topk
+from tieline.core.ranking import gap, ranked_scores, sets_differ, stable_topk, topk_mask
 from tieline.measure.boundary import gap_density
-from tieline.measure.rounding import emulated_choice, shared_cell, shared_cell_flips
+from tieline.measure.logit_view import logit_view
+from tieline.measure.rounding import (
+    emulated_choice,
+    precision_flips,
+    shared_cell,
+    shared_cell_flips,
+)
 
 NATIVE = {
     "bf16": torch.bfloat16,
@@ -135,3 +141,29 @@ def test_emulation_compares_with_the_choice_before(seed, k):
 def test_unknown_formats_are_refused_by_name():
     with pytest.raises(ValueError, match=r"'fp4'.*bf16"):
         round_to(torch.zeros(1, 1), "fp4")
+
+
+@given(seeds, st.integers(1, 5), st.booleans())
+def test_emulated_choice_is_that_of_the_ranking(seed, k, coarse):
+    generator = torch.Generator().manual_seed(seed)
+    ranked = stable_topk(torch.randn(40, 8, generator=generator), 7)
+    noisy = ranked.values.double() + 0.5 * torch.randn(40, 7, generator=generator)
+    rounded = noisy.round() if coarse else noisy
+    choice = emulated_choice(rounded, k, ranked.indices)
+    every = torch.full((40, 8), -torch.inf, dtype=torch.float64)
+    every.scatter_(1, ranked.indices, rounded)
+    before = torch.zeros(40, 8, dtype=torch.bool).scatter_(1, ranked.indices[:, :k], True)
+    assert torch.equal(choice.flipped, sets_differ(topk_mask(every, k), before))
+    assert torch.equal(choice.tied, gap(rounded, k) == 0)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@given(seeds, st.sampled_from([0.01, 1.0, 300.0]))
+def test_tokens_far_from_a_cell_need_no_emulation(precision, seed, scale):
+    scores = scale * torch.randn(60, 8, generator=torch.Generator().manual_seed(seed))
+    layer = layer_of(scores, 3)
+    view = logit_view(layer)
+    record, flipped = precision_flips(layer, view, precision)
+    choice = emulated_choice(round_to(view.logits, precision), 3, layer.experts)
+    assert torch.equal(flipped, choice.flipped.double())
+    assert record.tie_emulated.value == choice.tied.double().mean().item()
