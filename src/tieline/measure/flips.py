@@ -150,9 +150,9 @@ def flip_limits_by_size(
         with one_thread():
             for start in range(0, len(z), TOKENS_AT_ONCE):
                 rows = slice(start, start + TOKENS_AT_ONCE)
-                some = z[rows], sigma[rows]
-                ratios = _pair_ratios(*(x[:, near] for x in some), k - (near.start or 0))
-                _fill_limits(limits[:, :, rows], *some, k, ratios, sizes, beyond)
+                ratios = _pair_ratios(z[rows, near], sigma[rows, near], k - (near.start or 0))
+                filled = limits[:, :, rows]
+                _fill_limits(filled, z[rows], sigma[rows], k, ratios, sizes, beyond)
     limits.clamp_(0, 1)
     return Band(limits[0], limits[1])
 
