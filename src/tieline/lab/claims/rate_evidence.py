@@ -260,6 +260,7 @@ def printed_slopes(
     studies: Studies,
     radii: tuple[float, float],
     others: Sequence[Check],
+    reason: str = NO_START,
     **fields: Any,
 ) -> Evidence:
     """A figure of the paper's own runs: open, with what the start does to the loss that it plots.
@@ -269,9 +270,10 @@ def printed_slopes(
         studies: by the same names, each from the two start radii.
         radii: a small one and a large one.
         others: further checks of ours.
+        reason: why nothing is judged.
         fields: of the evidence.
     """
-    checks = [unmeasured(f"raw slope, {name}", slope, NO_START) for name, slope in printed.items()]
+    checks = [unmeasured(f"raw slope, {name}", slope, reason) for name, slope in printed.items()]
     rises, slopes = [], []
     for name in printed:
         small, large = (studies[name].rate("raw", radius) for radius in radii)

@@ -4,6 +4,7 @@ Language (paper 1, Tables 1, 4, 5, 7 and 8); GATE is one of the ten of `config.V
 
     demo-smoke-GATE       1 layer, D = 32, 20 steps on the text in the box: seconds, no download
     demo-small-GATE       2 layers, D = 32, 16 experts, 320 steps on it: until the budget is met
+    demo-small-GATE-kK    the same with K experts: smoe and smooth50, 4 and 5
     enwik8-small-GATE     2 layers, D = 96, bytes: minutes on one core; also text8-small (letters)
                           and wikitext-small (BPE of 512 tokens, with the AAA attack)
     enwik8-long-GATE      three times as many steps at a lower rate; also text8-long, wikitext-long
@@ -130,7 +131,7 @@ def demo_smoke(gate: str) -> TrainConfig:
     )
 
 
-def demo_small(gate: str) -> TrainConfig:
+def demo_small(gate: str, k: int = 2) -> TrainConfig:
     """Two layers of width 32, 16 experts, on the text in the box: 320 steps of 512 bytes.
 
     Two changes compensate for the few steps. Scores start as wide as those of wider models, so that
@@ -138,12 +139,12 @@ def demo_small(gate: str) -> TrainConfig:
     so that it reaches the budget and, annealed, zero.
     """
     return TrainConfig(
-        recipe=f"demo-small-{gate}",
+        recipe=f"demo-small-{gate}" + (f"-k{k}" if k != 2 else ""),
         task="language",
         model=DecoderConfig(
             layers=2, d_model=32, d_hidden=16, heads=2, vocabulary=256, context=32, initial_std=0.15
         ),
-        gate=gate_config(gate),
+        gate=gate_config(gate, k),
         data=DataConfig(name="demo"),
         optim=OptimConfig(steps=320, batch=16, rate=3e-3, warmup=20, epsilon_rate=0.1),
         log_every=20,
@@ -381,6 +382,7 @@ def _recipes(
 RECIPES: dict[str, Recipe] = {
     **_recipes("demo-smoke-{}", demo_smoke, GATE_NAMES),
     **_recipes("demo-small-{}", demo_small, GATE_NAMES),
+    **_recipes("demo-small-{}-k{}", demo_small, ("smoe", "smooth50"), (4, 5)),
     **_recipes("{}-small-{}", small_form, VOCABULARY, GATE_NAMES),
     **_recipes("{}-long-{}", long_form, VOCABULARY, GATE_NAMES),
     **_recipes("enwik8-extended-{}", extended_form, GATE_NAMES),

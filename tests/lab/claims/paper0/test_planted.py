@@ -91,8 +91,8 @@ PLANTED = {
     "p0-lem5.16": ("landscape.misrouting_bound", with_field(paper_bound=lambda f: 0.0)),
     "p0-thm5.17-matching": ("landscape.match_experts", with_field(permutation=inverse)),
     # minimisers of the other end of the schedule
-    "p0-thm5.17-recovery": ("landscape._minimiser", lambda real: lambda run, tau: (
-        real(run, 0.9 - tau)
+    "p0-thm5.17-recovery": ("landscape._minimiser", lambda real: lambda tau: (
+        real(0.02 / tau)
     )),
     # curvature of a Gauss-Newton matrix, which is never negative
     "p0-thm5.17-saddles": ("landscape.find_critical_points", lambda real: lambda *a, **k: tuple(

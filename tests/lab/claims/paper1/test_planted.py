@@ -56,7 +56,8 @@ PLANTED = {
     # a distance in scores, not in inputs
     "p1-def4.1": ("ties.nearest_tie_point", with_field(distance=lambda f: 1.1 * f.distance)),
     # the upper end for the lower
-    "p1-lemA.16": ("ties.slice_bounds", with_field(lower=lambda f: 0.5)),
+    # a cap of a quarter turn, whatever the normals
+    "p1-lemA.16": ("ties.polyhedron_bound", lambda real: lambda *args: 0.5),
     "p1-lemA.17": ("ties.router", lambda real: lambda *args: (
         torch.ones(5, 7, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     )),
@@ -111,11 +112,14 @@ PLANTED = {
     # the recipe of the other figure
     "p1-fig4": ("smoothing.course", lambda real: lambda run, gate: real(run, "annealed")),
     "p1-fig5": ("smoothing.course", lambda real: lambda run, gate: real(run, "smooth50")),
-    # the threshold of rank k + 1
+    # a tolerance in other units
     "p1-fig6-7": ("smoothing.near_counts", lambda real: lambda scores, k, grid: (
-        real(scores, k + 1, grid)
+        real(scores, k, [1e-3 * tolerance for tolerance in grid])
     )),
-    "p1-secB.2": ("smoothing.SmoothTopK", lambda real: lambda k, epsilon: TopK(k)),
+    # SMEAR routed by tokens, as if it were causal
+    "p1-secB.2": ("smoothing.smear", lambda real: lambda *args, by_token: (
+        real(*args, by_token=True)
+    )),
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),
     # every seed counted twice
     "p1-table8": ("tables.gain_in_errors", with_argument(2, 2)),

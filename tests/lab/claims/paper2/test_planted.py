@@ -42,6 +42,7 @@ def always_two(real):
 
 PLANTED = {
     "p2-table2": ("tables.lower_perplexity", decided),
+    "p2-table3": ("tables.higher_accuracy", decided),
     "p2-eq2": ("definitions.through_the_layer", scaled(1.001)),
     "p2-eq8": ("definitions.through_the_layer", scaled(1.001)),
     "p2-eq4": ("definitions.numerator", lambda real: lambda t: real((t[0] + 0.01, t[1]))),

@@ -100,7 +100,7 @@ def test_every_experiment_says_which_case_it_is(name):
         assert "`tieline " in reason
     else:
         assert claim.tested.lower().startswith(CASES[0])
-        assert "`tieline train" in claim.tested or name == "p1-fig6-7"
+        assert "`tieline train" in claim.tested
 
 
 def test_the_experiments_are_all_there():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, qualified
+from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
 from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
 from tieline.lab.claims.mixtures import (
     FLOOR,
@@ -415,6 +415,11 @@ def population(run: ClaimRun) -> Evidence:
 RADII = {0: (0.003, 0.1), 1: (1e-5, 0.1)}
 """Start radii between which the figures are compared, exact and with one expert too many."""
 STATED_START = "the start radius of the paper's runs, or a loss that does not depend on it"
+NO_VANILLA_ARM = (
+    "the vanilla arm of the paper's design is 0/0: two of its eight router rows are zero and "
+    "τ = 0 (App. E.1), so that the function it plots does not exist; the perturbed arm's start "
+    "radius is not stated either"
+)
 NOT_STATED = (
     "the figure shows runs of the paper's own, and their start radius is not stated; the raw loss "
     "that it plots is that of the start in directions that the data do not see. `tieline rates "
@@ -422,44 +427,65 @@ NOT_STATED = (
 )
 
 
+def undefined_share(run: ClaimRun, *, zero_rows: int = 2) -> float:
+    """Share of inputs at which the vanilla arm of Figures 1a and 1b has no value, as printed.
+
+    d = 32, eight rows drawn with variance 0.01/d, the last ones zero (App. E.1); weights
+    softmax(β·x/(‖β‖‖x‖) + β_0).
+    """
+    rows = 0.1 / math.sqrt(32) * run.normal(8, 32, stream=61)
+    rows[8 - zero_rows :] = 0
+    x = inputs(run, 500, 32, stream=62)
+    lengths = rows.norm(dim=1) * x.norm(dim=1, keepdim=True)
+    weights = (x @ rows.T / lengths).softmax(dim=1)
+    return float(weights.isnan().any(dim=1).double().mean())
+
+
 @claim(
     "p2-fig1b",
     "one expert too many: cosine against perturbed",
     statement="With k = k* + 1, the loss of the perturbed router falls like n^-0.47, that of the "
     "cosine router like n^-0.05.",
-    setting="over-specified (k = k* + 1), raw L_2, from two start radii; d = 2, tanh",
-    overturned_by=STATED_START,
-    tested="Raw slopes of both routers from two start radii on a small design with tanh experts; "
-    "quotient slopes beside them.",
-    undecided=NOT_STATED,
+    setting="over-specified (k = k* + 1), raw L_2, from two start radii; ReLU, d = 2, no zero rows",
+    overturned_by="a design whose router rows are not zero, and its start radius",
+    tested="The paper's design evaluated as printed: weights of the vanilla arm. Raw slopes of "
+    "both routers from two start radii on a small design with ReLU experts and no zero rows.",
+    undecided=NO_VANILLA_ARM,
     seconds=5,
-    given={"expert": "tanh", "extra": 1, "paper": (-0.05, -0.47)},
+    given={"extra": 1, "paper": (-0.05, -0.47)},
 )
 @claim(
     "p2-fig1a",
     "exact: cosine against perturbed",
-    overturned_by=STATED_START,
-    undecided=NOT_STATED,
+    overturned_by="a design whose router rows are not zero, and its start radius",
+    undecided=NO_VANILLA_ARM,
     seconds=2,
-    given={"expert": "relu", "extra": 0, "paper": (-0.11, -0.50)},
+    given={"extra": 0, "paper": (-0.11, -0.50)},
 )
-def figure_one(run: ClaimRun, expert: str, extra: int, paper: tuple[float, float]) -> Evidence:
+def figure_one(run: ClaimRun, extra: int, paper: tuple[float, float]) -> Evidence:
     """With k = k*, the loss of the perturbed router falls like n^-0.50, that of the cosine router
     like n^-0.11.
 
-    Setting: exact, raw L_3, from two start radii; d = 2, ReLU
-    Tested: Raw slopes of both routers from two start radii on a small design with ReLU experts;
-        quotient slopes beside them.
+    Setting: exact, raw L_3, from two start radii; d = 2, ReLU, all rows drawn
+    Tested: The paper's design evaluated as printed: weights of the vanilla arm. Raw slopes of both
+        routers from two start radii on a small design with ReLU experts and no zero rows; quotient
+        slopes beside them.
     """
+    grid = (
+        {"sizes": (10**6, 10**8, 10**10, 10**12), "repetitions": run.size(6, 24)} if extra else {}
+    )
     studies = {
-        gate: small_study(run, family(gate, expert), extra=extra, radii=RADII[extra])
+        gate: small_study(run, family(gate, "relu"), extra=extra, radii=RADII[extra], **grid)
         for gate in ("cosine", "perturbed")
     }
+    exact = [] if extra else each_parametric("quotient slope", studies, "quotient")
+    undefined = near("vanilla arm as printed: share of inputs at 0/0", undefined_share(run), 1, 0)
     return printed_slopes(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII[extra],
-        each_parametric("quotient slope", studies, "quotient"),
+        [undefined, *exact],
+        NO_VANILLA_ARM,
         corrected="both -1/2 up to what f does not see",
         note="A start that shrinks like n^-1/2 makes both raw losses fall like n^-1/2; a fixed one "
         "flattens both. Neither tells the routers apart.",
