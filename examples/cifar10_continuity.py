@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tieline.lab.claims.continuity import layer_inputs, measure_continuity
 from tieline.lab.report.studies import continuity_figure
 from tieline.lab.training.image_data import load_cifar10
-from tieline.lab.training.images import image_model
+from tieline.lab.training.image_tasks import image_model
 from tieline.lab.training.recipes import CIFAR10_GATES, cifar10_small
 from tieline.routing import MoE
 

@@ -251,7 +251,7 @@ MUTANTS: list[Mutant] = [
         "tropical-7",
         "return torch.stack([first, other + (other >= first).long()], dim=1)",
         "return torch.stack([first, other + (other > first).long()], dim=1)",
-        "lab/tropical/manifold/test_crossings.py",
+        "lab/tropical/curve_pieces/test_crossings.py",
         "a token is paired with itself now and then",
     ),
     # ---------------------------------------------------------------- limits
@@ -466,7 +466,7 @@ MUTANTS: list[Mutant] = [
         "training-2",
         "if self.steps <= self.warmup:",
         "if self.steps < self.warmup:",
-        "lab/training/test_controllers.py",
+        "lab/training/test_gate_schedules.py",
         "off by one: the warm-up is a step short",
     ),
     _m(
@@ -480,21 +480,21 @@ MUTANTS: list[Mutant] = [
         "training-4",
         "pixels = pixels.flip(1)",
         "pixels = pixels.flip(0)",
-        "lab/training/images/test_image_items.py",
+        "lab/training/image_tasks/test_image_items.py",
         "wrong axis: images are turned upside down",
     ),
     _m(
         "training-6",
         "return self.move((weights != 0).double().mean().item() * self.n_experts)",
         "return self.move((weights != 0).double().median().item() * self.n_experts)",
-        "lab/training/test_controllers.py",
+        "lab/training/test_gate_schedules.py",
         "sparsity is driven by the median of zeros and ones and not by their mean",
     ),
     _m(
         "training-7",
         '"balanced_se": error.sqrt().item() / len(recall),',
         '"balanced_se": error.sqrt().item() / len(recall) ** 0.5,',
-        "lab/training/images/test_image_items.py",
+        "lab/training/image_tasks/test_image_items.py",
         "standard error of a mean of recalls",
     ),
     # --------------------------------------------------------------- studies

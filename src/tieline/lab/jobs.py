@@ -56,7 +56,7 @@ def run_jobs(
         return
     from joblib import Parallel, delayed
 
-    with _backend(executor, address, jobs):
+    with _joblib_backend(executor, address, jobs):
         options: dict[str, Any] = {"batch_size": 1, "return_as": "generator_unordered"}
         parallel: Any = Parallel(n_jobs=jobs, **options)
         with _interrupts_kept_from_workers():
@@ -64,8 +64,9 @@ def run_jobs(
         yield from results
 
 
-def _backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
-    return _dask(address, jobs) if executor == "dask" else _loky()
+def _joblib_backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
+    """The context in which joblib sends jobs to loky or to Dask."""
+    return _dask_backend(address, jobs) if executor == "dask" else _loky_backend()
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def _interrupts_kept_from_workers() -> Iterator[None]:
 
 
 @contextmanager
-def _loky() -> Iterator[None]:
+def _loky_backend() -> Iterator[None]:
     """Use single-threaded loky workers and silence worker-restart warnings."""
     from multiprocessing import resource_tracker as multiprocessing_tracker
 
@@ -100,7 +101,7 @@ def _loky() -> Iterator[None]:
 
 
 @contextmanager
-def _dask(address: str | None, jobs: int) -> Iterator[None]:
+def _dask_backend(address: str | None, jobs: int) -> Iterator[None]:
     """The Dask backend of joblib, on the cluster at the address or on one of this machine."""
     from joblib import parallel_config
 

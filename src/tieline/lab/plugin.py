@@ -48,10 +48,10 @@ PLUGIN = Plugin(
             "tieline.lab.claims.ledger:Catalogue", "tieline.lab.report.ledger:CATALOGUE"
         ),
         "tieline-training": ResultFormat(
-            "tieline.lab.training.engine:TrainingResult", "tieline.lab.report.training"
+            "tieline.lab.training.training_run:TrainingResult", "tieline.lab.report.training"
         ),
         "tieline-training-plan": ResultFormat(
-            "tieline.lab.training.engine:TrainingPlan", "tieline.lab.report.training:PLAN"
+            "tieline.lab.training.training_run:TrainingPlan", "tieline.lab.report.training:PLAN"
         ),
         "tieline-recipes": ResultFormat(
             "tieline.lab.training.recipes:RecipeList", "tieline.lab.report.training:RECIPES"

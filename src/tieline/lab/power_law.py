@@ -66,8 +66,10 @@ class SampleSize:
 
     def __str__(self) -> str:
         how = "" if self.seen else " (beyond the sample sizes tried: extrapolated)"
-        numbers = f"{_count(self.n)} samples, interval {_count(self.low)} to {_count(self.high)}"
-        return f"for error {self.error:g} you need about {numbers}{how}"
+        size, low, high = (_size_text(n) for n in (self.n, self.low, self.high))
+        return (
+            f"for error {self.error:g} you need about {size} samples, interval {low} to {high}{how}"
+        )
 
 
 def fit_rate(
@@ -82,7 +84,7 @@ def fit_rate(
         middle: "mean", or for a law in probability, which single repetitions do not move, "median"
             or a quantile between 0 and 1.
     """
-    fitted, draws = _lines(sizes, losses, seed, middle)
+    fitted, draws = _fitted_lines(sizes, losses, seed, middle)
     low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return PowerLaw(float(fitted[1]), float(low), float(high), float(fitted[0]))
 
@@ -92,9 +94,9 @@ def sample_size(
 ) -> SampleSize:
     """Sample size at which the mean loss reaches `error`; other arguments as in `fit_rate`."""
     require(error > 0, f"an error to reach is positive, got {error}")
-    fitted, draws = _lines(sizes, losses, seed)
-    n = _crossing(fitted[None], error)[0]
-    crossings = _crossing(draws, error)
+    fitted, draws = _fitted_lines(sizes, losses, seed)
+    n = _crossing_size(fitted[None], error)[0]
+    crossings = _crossing_size(draws, error)
     low, high = (
         np.quantile(crossings, q, method="nearest") for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
     )
@@ -102,7 +104,7 @@ def sample_size(
     return SampleSize(error, float(n), float(low), float(high), observed)
 
 
-def _lines(
+def _fitted_lines(
     sizes: Sequence[int], losses: Sequence[Tensor], seed: int, middle: Middle = "mean"
 ) -> tuple[np.ndarray, np.ndarray]:
     """(a, b) of the data and of every resample."""
@@ -114,7 +116,7 @@ def _lines(
     good = all(len(v) > 0 and np.isfinite(v).all() and v.mean() > 0 for v in values)
     require(good, "a slope needs finite losses with a positive mean at every sample size")
     random = np.random.default_rng(seed)
-    middles = np.stack([_middles(v, random, middle) for v in values])
+    middles = np.stack([_resampled_middles(v, random, middle) for v in values])
     with np.errstate(divide="ignore"):
         b, a = np.polyfit(
             np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(middles, 1e-300)), 1
@@ -123,7 +125,7 @@ def _lines(
     return lines[0], lines[1:]
 
 
-def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
+def _resampled_middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
     """Mean or a quantile of the values and of every resample."""
     resampled = values[random.integers(len(values), size=(RESAMPLES, len(values)))]
     if middle == "mean":
@@ -132,7 +134,7 @@ def _middles(values: np.ndarray, random: np.random.Generator, middle: Middle) ->
     return np.concatenate([[np.quantile(values, level)], np.quantile(resampled, level, axis=1)])
 
 
-def _crossing(lines: np.ndarray, error: float) -> np.ndarray:
+def _crossing_size(lines: np.ndarray, error: float) -> np.ndarray:
     """Sample size where the line reaches the error, infinite where it does not fall."""
     a, b = lines[:, 0], lines[:, 1]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -140,7 +142,8 @@ def _crossing(lines: np.ndarray, error: float) -> np.ndarray:
     return np.where(b < 0, sizes, np.inf)
 
 
-def _count(n: float) -> str:
+def _size_text(n: float) -> str:
+    """A sample size with separators, or three digits from a million on."""
     return f"{n:.3g}" if n >= 1e6 or not math.isfinite(n) else f"{n:,.0f}"
 
 

@@ -268,7 +268,8 @@ class SoftenOptions(SubjectOptions, total=False):
     max_cost: float
 
 
-def _read_layer(text: str) -> str | int:
+def _single_layer(text: str) -> str | int:
+    """The one layer named by the text."""
     layers = read_layers(text)
     if len(layers) != 1:
         raise ValueError("takes one layer")
@@ -280,7 +281,7 @@ class SliceSettings(SubjectSettings):
 
     layer: str | int | None = setting(
         None,
-        read=_read_layer,
+        read=_single_layer,
         help="Layer, by position or name; by default the first with flat walls.",
     )
     places: Sequence[int] | None = setting(
@@ -417,6 +418,7 @@ class RerouteOptions(TextOptions, total=False):
 
 
 def _not_negative(value: float) -> str:
+    """Return "" if the value is finite and at least 0, else the rule."""
     return "" if 0 <= value < math.inf else "must be at least 0 and finite"
 
 

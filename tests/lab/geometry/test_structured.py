@@ -19,7 +19,7 @@ from tieline.lab.geometry.structured import (
     perturbation_law,
     step_bounds,
     structured_bounds,
-    whitened,
+    whitened_router,
     worst_step,
 )
 
@@ -109,7 +109,7 @@ def test_simulated_paths_lie_between_the_bounds(rank):
     given_law = law(rank)
     times = torch.tensor([0.02, 0.2], dtype=torch.float64)
     for scores in SCORES[:3]:
-        cell = top_k_cell(scores, K, whitened(WEIGHT, given_law))
+        cell = top_k_cell(scores, K, whitened_router(WEIGHT, given_law))
         deviation, drift = pair_noise(WEIGHT, given_law)
         at = cell.faces[:, 0], cell.faces[:, 1]
         speed = drift[at] / deviation[at]
@@ -201,7 +201,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ShapeError, match="two samples"):
         perturbation_law(torch.zeros(1, 3))
     with pytest.raises(ShapeError, match="dimensions"):
-        whitened(torch.zeros(2, 3), law())
+        whitened_router(torch.zeros(2, 3), law())
     with pytest.raises(ParameterError, match="in the cell"):
         drifting_exit(number(0), number(1), number(0))
     with pytest.raises(ParameterError, match="semidefinite"):

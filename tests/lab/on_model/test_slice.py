@@ -9,7 +9,7 @@ from tests.models.tiny import lively, tiny_model
 from tieline.analysis.rounded_runs import own_noise
 from tieline.core.errors import TielineError
 from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice, slice_model
-from tieline.lab.tropical.pictures import plane_through, slice_router
+from tieline.lab.tropical.plane_cells import plane_through, slice_router
 from tieline.models import capture, find_routers
 from tieline.run.corpus import tokenise
 

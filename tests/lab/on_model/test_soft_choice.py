@@ -5,7 +5,7 @@ import torch
 
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import TielineError
-from tieline.lab.on_model.soft_choice import soft_share, softened
+from tieline.lab.on_model.soft_choice import soft_share, softened_routers
 from tieline.models import capture, find_routers
 
 
@@ -23,7 +23,7 @@ def test_one_expert_becomes_a_softmax_over_all(norm):
     model, ids = top1(norm_topk_prob=norm), batch()
     name = next(iter(find_routers(model)))
     router, seen = model.get_submodule(name), []
-    with softened(model, {name: 0.7}), torch.inference_mode():
+    with softened_routers(model, {name: 0.7}), torch.inference_mode():
         handle = router.register_forward_hook(lambda m, a, out: seen.append(out))
         model(input_ids=ids)
         handle.remove()
@@ -38,9 +38,9 @@ def test_one_expert_becomes_a_softmax_over_all(norm):
 def test_a_vanishing_width_is_the_hard_choice_and_nothing_remains(model):
     ids = batch()
     hard, widths = logits_of(model, ids), dict.fromkeys(find_routers(model), 1e-7)
-    with softened(model, widths):
+    with softened_routers(model, widths):
         assert torch.allclose(logits_of(model, ids), hard, atol=1e-5)
-    with softened(model, dict.fromkeys(widths, 0.5)):
+    with softened_routers(model, dict.fromkeys(widths, 0.5)):
         assert not torch.allclose(logits_of(model, ids), hard, atol=1e-3)
     assert torch.equal(logits_of(model, ids), hard)
 
@@ -59,5 +59,8 @@ def test_the_share_of_two_is_that_of_the_router():
 
 
 def test_a_width_that_is_not_positive_is_refused():
-    with pytest.raises(TielineError, match="widths must be > 0"), softened(top1(), {"x": 0.0}):
+    with (
+        pytest.raises(TielineError, match="widths must be > 0"),
+        softened_routers(top1(), {"x": 0.0}),
+    ):
         pass

@@ -9,7 +9,7 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
-from tieline.lab.on_model.soft_choice import soft_share, softened
+from tieline.lab.on_model.soft_choice import soft_share, softened_routers
 from tieline.lab.on_model.soften import (
     ORDINARY,
     SoftenSizes,
@@ -18,7 +18,7 @@ from tieline.lab.on_model.soften import (
     soften_cost,
     soften_sample,
 )
-from tieline.lab.on_model.soften_walls import MOMENTS, Walls, change_parts
+from tieline.lab.on_model.soften_prediction import MOMENTS, Walls, change_parts
 from tieline.lab.on_model.subject import Subject
 from tieline.lab.report.soften import soften_sentences
 from tieline.models import find_routers
@@ -89,7 +89,7 @@ def test_a_softened_run_is_the_sum_of_its_tokens(work):
     for token in near:
         share = soft_share(gaps[token], width, k).item()
         total += run._changes(layer, token[None], share).item()
-    with softened(model, {layer.name: width}), torch.inference_mode():
+    with softened_routers(model, {layer.name: width}), torch.inference_mode():
         moved = (run._losses() - run._sample.losses).sum().item()
     assert moved == pytest.approx(total, rel=0.1, abs=1e-4)
 

@@ -13,10 +13,10 @@ from tests.report.browser import find_browser, look_at
 from tieline.core.errors import TielineError
 from tieline.lab.report.design import (
     cell_text,
+    design_recommendation,
     figures,
     notebook,
     page,
-    recommendation,
     summary,
     terminal,
 )
@@ -67,7 +67,7 @@ def test_long_numbers_are_powers_of_ten():
 )
 def test_the_recommendation_leads_in_one_sentence(preset, splits, advice):
     result = advise(PRESETS[preset], 16, splits)
-    text = recommendation(result)
+    text = design_recommendation(result)
     assert text.startswith(advice)
     assert text.count(". ") == 0
     assert text.endswith(".")

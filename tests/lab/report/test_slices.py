@@ -20,7 +20,7 @@ from tieline.lab.report.slices import (
     summary,
     terminal,
 )
-from tieline.lab.tropical.pictures import slice_router
+from tieline.lab.tropical.plane_cells import slice_router
 from tieline.report.matplotlib_figures import drawn_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}

@@ -10,10 +10,10 @@ from tests.lab.report.zoo import make_softening
 from tieline.core.statistics import Estimate
 from tieline.lab.report.soften import (
     deciding_table,
-    direction,
     figures,
     notebook,
     page,
+    slope_direction,
     soften_sentences,
     soften_table,
     summary,
@@ -57,7 +57,7 @@ def test_words_follow_the_sign_of_the_slope(result):
     unclear = replace(found, predicted=Estimate(1e-5, 4e-5))
     assert "cannot be told" in soften_sentences(unclear)[0]
     assert "in 12 of 12 cases" in soften_sentences(found)[-1]
-    assert direction(Estimate(None)) == "tell"
+    assert slope_direction(Estimate(None)) == "tell"
 
 
 def test_the_same_tokens_are_told_where_their_ratio_is_known_well(result):

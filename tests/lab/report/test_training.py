@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from tieline.lab.report import training
-from tieline.lab.training.engine import TrainingPlan, TrainingResult
 from tieline.lab.training.recipes import RecipeList
+from tieline.lab.training.training_run import TrainingPlan, TrainingResult
 
 CONFIG = {
     "recipe": "a-<b>recipe</b>",

@@ -5,7 +5,7 @@ from tieline.core.statistics import Estimate
 from tieline.lab.on_model.slice import RouterSlice, SlicePoint
 from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks, LayerWalk
-from tieline.lab.tropical.pictures import slice_router
+from tieline.lab.tropical.plane_cells import slice_router
 from tieline.measure.boundary import margin_tail
 from tieline.measure.measure_settings import Measurement
 

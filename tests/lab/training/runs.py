@@ -17,9 +17,9 @@ from tieline.lab.training.config import (
     TrainConfig,
     gate_config,
 )
-from tieline.lab.training.engine import run_parallel
 from tieline.lab.training.text_data import STREAMS, TextStreams, byte_tokenizer
 from tieline.lab.training.trainer import RoutingTrainer
+from tieline.lab.training.training_run import run_parallel
 from tieline.models.demo import demo_text
 
 BYTES = 2000

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import UnsupportedModelError
 from tieline.lab.training.language import (
-    decoder,
     hard_gates,
     moe_layers,
+    new_decoder,
     smoothing_of,
     stock_form,
     to_stock,
@@ -23,7 +23,7 @@ IDS = torch.arange(2 * 24).view(2, 24) * 7 % 256
 def model_of(gate):
     torch.manual_seed(0)
     config = tiny(gate)
-    return decoder(config.model, config.gate).eval()
+    return new_decoder(config.model, config.gate).eval()
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def test_either_attention_starts_from_the_same_weights_and_is_saved(tmp_path):
     for kind in ("softmax", "sigmoid"):
         torch.manual_seed(0)
         shape = config.replace(model__attention=kind).model
-        found[kind] = decoder(shape, config.gate).eval()
+        found[kind] = new_decoder(shape, config.gate).eval()
     ours, plain = (found[kind].state_dict() for kind in ("sigmoid", "softmax"))
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     logits = {kind: model(IDS).logits for kind, model in found.items()}

@@ -15,7 +15,7 @@ from tieline.lab.training.config import DataConfig
 from tieline.lab.training.text_data import (
     LETTERS,
     Windows,
-    attacked,
+    attacked_text,
     bpe_tokenizer,
     byte_tokenizer,
     clean_article,
@@ -79,19 +79,19 @@ def test_letters():
 @given(st.integers(0, 9))
 def test_the_attack_replaces_words_and_nothing_else(seed):
     text = " = Title = \n\n word one two three \n" * 50
-    changed = attacked(text, 0.3, seed)
+    changed = attacked_text(text, 0.3, seed)
     assert changed.count("\n") == text.count("\n")
     before, after = text.split(), changed.split()
     assert len(before) == len(after)
     assert all(new in (old, "AAA") for old, new in zip(before, after, strict=True))
     assert 0.15 < after.count("AAA") / len(after) < 0.45
-    assert attacked(text, 0.0, seed) == text
-    assert attacked(text, 1.0, seed).split() == ["AAA"] * len(before)
+    assert attacked_text(text, 0.0, seed) == text
+    assert attacked_text(text, 1.0, seed).split() == ["AAA"] * len(before)
 
 
 def test_an_attack_rate_beyond_one_is_refused():
     with pytest.raises(TielineError, match="rate"):
-        attacked("a", 1.5, 0)
+        attacked_text("a", 1.5, 0)
 
 
 ARTICLE = """<page><text xml:space="preserve">'''Ant 9''' is [[the insect|an ant]]
@@ -174,10 +174,10 @@ def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
 def test_only_https_is_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     with pytest.raises(fetch.DataError, match="https"):
-        fetch.fetch(fetch.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
+        fetch.fetch_file(fetch.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
 
 
 def test_a_server_that_is_not_there_is_told_with_the_way_round(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
     with pytest.raises(fetch.DataError, match="put the file into"):
-        fetch.fetch(fetch.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))
+        fetch.fetch_file(fetch.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))

@@ -1,6 +1,6 @@
 """Runs small enough for a test: seconds, on the text in the box."""
 
-from tieline.lab.training.language import decoder
+from tieline.lab.training.language import new_decoder
 from tieline.lab.training.recipes import recipe_config
 
 
@@ -13,4 +13,4 @@ def tiny(gate="smoe", steps=6, **changes):
 def tiny_decoder(gate):
     """Its configuration and a new model."""
     config = tiny(gate)
-    return config, decoder(config.model, config.gate)
+    return config, new_decoder(config.model, config.gate)

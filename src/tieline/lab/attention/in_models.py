@@ -83,7 +83,7 @@ def sigmoid_attention_forward(
         is_causal: whether a query sees the keys up to its own place, where there is no mask.
         options: what else models give; refused if it would change the scores.
     """
-    _check_supported(dropout, options)
+    _check_attention_options(dropout, options)
     length = query.shape[2]
     mask = None if attention_mask is None else _boolean_mask(attention_mask, query, key)
     asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -112,7 +112,8 @@ def _attend_one_query(
     return sigmoid_attention(grouped, key, value, mask=mask, **settings).view(batch, heads, 1, -1)
 
 
-def _check_supported(dropout: float, options: dict[str, Any]) -> None:
+def _check_attention_options(dropout: float, options: dict[str, Any]) -> None:
+    """Raise if dropout or an option is set that sigmoid attention cannot honour."""
     require(
         dropout == 0,
         f"sigmoid attention drops no weights: set attention_dropout=0, got {dropout}",
@@ -181,11 +182,13 @@ def attend_(model: nn.Module, kind: AttentionKind = "sigmoid") -> None:
 
 
 def _check_attention_record(facts: dict[str, Any]) -> None:
+    """Raise unless the checkpoint's attention is the sigmoid one."""
     sigmoid = facts.get("kind") == "sigmoid"
     require(sigmoid, f"the checkpoint's attention is unknown: {facts}", UnsupportedModelError)
 
 
 def _restore_attention(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Switch a reopened model to the attention that its checkpoint records."""
     attend_(model, facts["kind"])
 
 

@@ -66,7 +66,7 @@ class AttentionMoE:
 
     def __call__(self, sequence: Sequence) -> Float[Tensor, "*batch d_value"]:
         """Σ_j G(s(X))_j X P_j for sequences (..., N·D)."""
-        return _weighted_sum(self.gate(self.router(sequence)), self.experts(sequence))
+        return _weighted_values(self.gate(self.router(sequence)), self.experts(sequence))
 
 
 def attention_as_moe(
@@ -105,7 +105,7 @@ def attention_as_moe(
     sequence = x.detach().flatten()
     scores = router(sequence)
     weights = gate(scores)
-    output = _weighted_sum(weights, experts(sequence))
+    output = _weighted_values(weights, experts(sequence))
     return AttentionMoE(router, gate, experts, sequence, scores, weights, output)
 
 
@@ -162,5 +162,6 @@ def _token_cuts(x: Tensor) -> Float[Tensor, "tokens tokens_dim dim"]:
     return eye.view(tokens * dim, tokens, dim).transpose(0, 1)
 
 
-def _weighted_sum(weights: Tensor, outputs: Tensor) -> Tensor:
+def _weighted_values(weights: Tensor, outputs: Tensor) -> Tensor:
+    """Σ_j w_j o_j over the second axis from the end."""
     return (weights.unsqueeze(-1) * outputs).sum(dim=-2)

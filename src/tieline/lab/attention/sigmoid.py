@@ -46,7 +46,7 @@ def softmax_attention(
 
     Arguments as for `sigmoid_attention`.
     """
-    _check_inputs(q, k, v, causal)
+    _check_attention_inputs(q, k, v, causal)
     factor = score_scale(scale, q.shape[-1])
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=factor)
 
@@ -79,10 +79,10 @@ def sigmoid_attention(
             calls.
         mask: which keys each query sees, (N, M) or with leading axes of q, or 1 for some of them.
     """
-    _check_inputs(q, k, v, causal)
+    _check_attention_inputs(q, k, v, causal)
     factor = score_scale(scale, q.shape[-1])
     if mask is not None:
-        _check_mask(mask, q, k)
+        _check_attention_mask(mask, q, k)
         mask = _per_sequence(mask.tril() if causal else mask, q)
         causal = False
     constant, rows = _score_biases(bias, q, k, causal, mask)
@@ -112,7 +112,8 @@ def _per_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing se
     return small.reshape(math.prod(runs), *mask.shape[-2:])
 
 
-def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+def _check_attention_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise unless the mask is boolean and broadcasts to (..., queries, keys)."""
     expected = (*q.shape[:-1], k.shape[-2])
     sizes = zip(reversed(mask.shape[:-2]), reversed(q.shape[:-2]), strict=False)
     fits = (
@@ -149,7 +150,8 @@ def score_scale(scale: float | None, dim: int) -> float:
     return float(scale)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Raise unless q, k and v have matching axes and one floating dtype."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     rules = {
         "q, k and v need a length and a dimension": min(q.ndim, k.ndim, v.ndim) >= 2,

@@ -65,15 +65,17 @@ def sigmoid_tiles(
     """
     shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
     q, k, v = _heads_first(q) * scale, _heads_first(k), _heads_first(v)
-    masking = _make_masking(q, k, bias, causal, rows, mask)
+    masking = _tile_masking(q, k, bias, causal, rows, mask)
     out = take_buffer((*q.shape[:2], v.shape[2]), q)
     _over_heads(
-        q, k, lambda some: _forward(q[some], k[some], v[some], out[some], masking.of_heads(some))
+        q,
+        k,
+        lambda some: _write_heads(q[some], k[some], v[some], out[some], masking.of_heads(some)),
     )
     return out.to(dtype).view(shape)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") -> None:
+def _write_heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") -> None:
     """Write the output of some heads."""
     tile, total = _ReusedMemory(q), _ReusedMemory(q)
     for heads in _head_groups(q, k):
@@ -91,6 +93,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") 
 
 @sigmoid_tiles.register_fake
 def _sigmoid_tiles_fake(q, k, v, scale, bias, causal, rows=None, mask=None):
+    """Shape and dtype of the output, for tracing."""
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -109,16 +112,18 @@ def _sigmoid_tiles_backward(
     """Gradients in q, k and v."""
     shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
     grad, q, k, v = _heads_first(grad), _heads_first(q) * scale, _heads_first(k), _heads_first(v)
-    masking = _make_masking(q, k, bias, causal, rows, mask)
+    masking = _tile_masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
-    _over_heads(q, k, lambda some: _backward([t[some] for t in tensors], masking.of_heads(some)))
+    _over_heads(
+        q, k, lambda some: _write_head_gradients([t[some] for t in tensors], masking.of_heads(some))
+    )
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
 
 
-def _backward(tensors: list[Tensor], masking: "_Masking") -> None:
+def _write_head_gradients(tensors: list[Tensor], masking: "_Masking") -> None:
     """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
     _, q, k, *_ = tensors
     scratch = _BackwardScratch(_ReusedMemory(q), _ReusedMemory(q), _ReusedMemory(q))
@@ -152,22 +157,25 @@ def _group_backward(x: "_Blocks", scratch: "_BackwardScratch", masking: "_Maskin
 
 @_sigmoid_tiles_backward.register_fake
 def _sigmoid_tiles_backward_fake(grad, q, k, v, scale, bias, causal, rows=None, mask=None):
+    """Shapes and dtypes of the three gradients, for tracing."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save_for_backward(ctx, inputs, output):
+def _save_tile_inputs(ctx, inputs, output):
+    """Keep the inputs that the backward pass recomputes weights from."""
     *tensors, ctx.scale, ctx.bias, ctx.causal, rows, mask = inputs
     ctx.save_for_backward(*tensors, rows, mask)
 
 
-def _backward_of_op(ctx, grad):
+def _sigmoid_tiles_gradients(ctx, grad):
+    """Gradients of q, k and v; None for the numbers, the row biases and the mask."""
     *tensors, rows, mask = ctx.saved_tensors
     numbers = ctx.scale, ctx.bias, ctx.causal
     grads = _sigmoid_tiles_backward(grad, *tensors, *numbers, rows, mask)
     return (*grads, None, None, None, None, None)
 
 
-sigmoid_tiles.register_autograd(_backward_of_op, setup_context=_save_for_backward)
+sigmoid_tiles.register_autograd(_sigmoid_tiles_gradients, setup_context=_save_tile_inputs)
 
 
 class _Masking(NamedTuple):
@@ -195,7 +203,7 @@ class _Masking(NamedTuple):
         if self.causal and row == column:
             weights.tril_()
         if self.mask is not None:
-            tile = _tile_of_mask(self.mask, row, column)
+            tile = _mask_tile(self.mask, row, column)
             weights.masked_fill_(_of_sequences(tile, self.sequence).logical_not(), 0)
 
 
@@ -204,14 +212,16 @@ def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
     return x if len(x) == 1 else x.index_select(0, sequence)
 
 
-def _tile_of_mask(mask: Tensor, row: int, column: int) -> Tensor:
+def _mask_tile(mask: Tensor, row: int, column: int) -> Tensor:
+    """The block of the mask for one tile of queries and one of keys."""
     columns = slice(column * TILE, (column + 1) * TILE)
     return mask[:, row * TILE : (row + 1) * TILE, columns]
 
 
-def _make_masking(
+def _tile_masking(
     q: Tensor, k: Tensor, bias: float, causal: bool, rows: Tensor | None, mask: Tensor | None
 ) -> _Masking:
+    """Bias, row biases, mask and visible tiles of a call, by sequence."""
     shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
     each = max(1, len(q) // max(1, shared))
     sequence = torch.arange(len(q), device=q.device) // each
@@ -226,7 +236,7 @@ def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> T
     if mask is None:
         return tuple(map(tuple, columns_by_row))
     return tuple(
-        tuple(column for column in columns if bool(_tile_of_mask(mask, row, column).any()))
+        tuple(column for column in columns if bool(_mask_tile(mask, row, column).any()))
         for row, columns in enumerate(columns_by_row)
     )
 
@@ -328,7 +338,7 @@ def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
         with torch.inference_mode(inference), torch.no_grad():
             work(share)
 
-    for _ in _workers(threads).map(run, shares):
+    for _ in _attention_threads(threads).map(run, shares):
         pass
 
 
@@ -336,7 +346,7 @@ _lock = threading.Lock()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, number of threads, threads
 
 
-def _workers(n: int) -> ThreadPoolExecutor:
+def _attention_threads(n: int) -> ThreadPoolExecutor:
     """The threads of this process; a forked child inherits `_pool` but not its threads."""
     global _pool
     with _lock:

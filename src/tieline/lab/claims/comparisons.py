@@ -138,14 +138,16 @@ def train_gates(
         seeds: of the runs.
         progress: called with the current run, the number of runs done and their total.
     """
-    from tieline.lab.training.engine import run  # loads transformers: only where a model is trained
+    from tieline.lab.training.training_run import (
+        run_training,
+    )  # loads transformers: only where a model is trained
 
     jobs = [(gate, seed) for seed in seeds for gate in gates]
     for done, (gate, seed) in enumerate(jobs):
         if progress is not None:
             progress(f"{gate} {seed}", done, len(jobs))
         config, out = recipe_config(f"{form}-{gate}", seed), folder / f"{form}-{gate}-{seed}"
-        run(config, out, resume=(out / "config.json").is_file())
+        run_training(config, out, resume=(out / "config.json").is_file())
     return gate_table(read_scores(folder, form))
 
 
@@ -301,7 +303,7 @@ def leave_one_out(
         steps: of each run, if not those of the recipe; a folder holds runs of one length.
         progress: called with a stage, the number of runs done and their total.
     """
-    from tieline.lab.training.engine import run
+    from tieline.lab.training.training_run import run_training
 
     plans = [(gate, out, seed) for seed in seeds for out in domains for gate in gates]
     scores = []
@@ -313,7 +315,7 @@ def leave_one_out(
             config = config.replace(optim__steps=steps)
         run_folder = folder / f"{config.recipe}-{seed}"
         started = (run_folder / "config.json").is_file()
-        result = run(config, run_folder, resume=started)
+        result = run_training(config, run_folder, resume=started)
         scores.append(_domain_score(gate, out, seed, result.scores))
     return scores
 
@@ -477,13 +479,13 @@ def _direction(name: str, differences: list[float], **limits: Real) -> Check:
 def _perplexities(gate: str, seed: int) -> tuple[float, float]:
     """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
     need_training()
-    from tieline.lab.training.engine import run
     from tieline.lab.training.recipes import recipe_config
+    from tieline.lab.training.training_run import run_training
 
     config = recipe_config(f"demo-small-{gate}", seed)
     config = config.replace(data__options={"rate": ATTACK}, evaluate_items=WINDOWS)
     with tempfile.TemporaryDirectory() as folder:
-        scores = run(config, Path(folder) / "run").scores
+        scores = run_training(config, Path(folder) / "run").scores
     return scores["test"]["perplexity"], scores["test_attacked"]["word_perplexity"]
 
 

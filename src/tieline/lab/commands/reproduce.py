@@ -50,7 +50,7 @@ def reproduce(
     if show:
         deliver(ledgers.Catalogue.of(chosen, in_full=every), outputs)
         return
-    say(_plan(chosen, settings))
+    say(_reproduction_plan(chosen, settings))
     with progress_bars(first="claims") as progress:
         ledger = ledgers.reproduce(
             names,
@@ -66,7 +66,7 @@ def reproduce(
         raise typer.Exit(CONDITION_HELD)
 
 
-def _plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -> str:
+def _reproduction_plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -> str:
     """Return a sentence on what is tested and about how long that takes."""
     from tieline.report.words.numbers import duration
 
@@ -76,14 +76,15 @@ def _plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -> str:
     count = f"{len(claims)} claim{'s' * (len(claims) > 1)} of {papers} paper{'s' * (papers > 1)}"
     here = f"in {processes} process{'es' * (processes > 1)}"
     where = "on a cluster" if settings.executor == "dask" else here
-    about = duration(_seconds(claims, settings.fast, processes), 1)
+    about = duration(_reproduction_seconds(claims, settings.fast, processes), 1)
     sentence = f"{count} {where}: about {about}, less where results are stored"
     if settings.fast:
         return sentence
-    return f"{sentence}; --fast takes about {duration(_seconds(claims, True, processes), 1)}"
+    fast = _reproduction_seconds(claims, True, processes)
+    return f"{sentence}; --fast takes about {duration(fast, 1)}"
 
 
-def _seconds(claims: "Sequence[Claim]", fast: bool, processes: int) -> float:
+def _reproduction_seconds(claims: "Sequence[Claim]", fast: bool, processes: int) -> float:
     """Estimate the time of the tests: the share of one process, and no less than one test."""
     each = [claim.duration(fast) for claim in claims]
     return float(math.ceil(max(sum(each) / processes, *each)))

@@ -56,15 +56,15 @@ def train(
     with progress_bars(first="loading the libraries"):
         from tieline.core.collectives import FirstRankError
         from tieline.lab import training
-        from tieline.lab.training.engine import plan
         from tieline.lab.training.recipes import recipe_config
+        from tieline.lab.training.training_run import training_plan
         from tieline.models.checkpoint import quiet_transformers
     quiet_transformers()
     config = recipe_config(str(recipe), settings.seed)
     with progress_bars(first="loading the data") as progress:
         try:
             if dry_run:
-                result = plan(config, progress)
+                result = training_plan(config, progress)
             else:
                 result = training.train(config, out, settings=settings, progress=progress)
         except FirstRankError:

@@ -182,7 +182,7 @@ def exit_curve(
     moves = speed[near] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
-    for batch in batches(paths):
+    for batch in path_batches(paths):
         walk = _survival_steps(start, directions, moves, batch, horizon / steps, steps, generator)
         stay, inside = (torch.stack(column) for column in zip(*walk, strict=True))
         total += stay.sum(dim=1)
@@ -205,7 +205,7 @@ def sample_exits(
     check_run(horizon, steps, paths)
     generator = torch.Generator().manual_seed(seed)
     simulated = [
-        _simulate_exits(cell, horizon, steps, batch, generator) for batch in batches(paths)
+        _simulate_exits(cell, horizon, steps, batch, generator) for batch in path_batches(paths)
     ]
     time, face, position = (torch.cat(column) for column in zip(*simulated, strict=True))
     return Exits(time, face, cell.scores + position @ cell.pull.T, horizon, cell)
@@ -223,7 +223,7 @@ def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
     return ((scores - level).abs() < epsilon).sum(dim=1) - 1
 
 
-def batches(paths: int) -> Iterator[int]:
+def path_batches(paths: int) -> Iterator[int]:
     """Yield the numbers of paths that are simulated together."""
     for begin in range(0, paths, BATCH):
         yield min(BATCH, paths - begin)

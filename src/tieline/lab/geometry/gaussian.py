@@ -49,7 +49,7 @@ def gaussian_pair_density(n_experts: int) -> float:
 
 def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
     """BM_top(w) = P(z_[k] - z_[k+1] <= w), exactly."""
-    _check_arguments(n_experts, k, width)
+    _check_gaussian_ties(n_experts, k, width)
     t, weight = _threshold_law(n_experts, k)
     none_near = (n_experts - k) * (log_ndtr(t - width) - log_ndtr(t))
     return -(weight * torch.expm1(none_near)).sum().item()
@@ -57,7 +57,7 @@ def gaussian_gap_mass(n_experts: int, k: int, width: Real) -> float:
 
 def gaussian_near_ties(n_experts: int, k: int, epsilon: Real) -> float:
     """Mean number of experts beyond k above z_[k] - ε: E[K(ε)] - k (Def. 4.1)."""
-    _check_arguments(n_experts, k, epsilon)
+    _check_gaussian_ties(n_experts, k, epsilon)
     t, weight = _threshold_law(n_experts, k)
     far = log_ndtr(t - epsilon) - log_ndtr(t)
     return -(n_experts - k) * (weight * torch.expm1(far)).sum().item()
@@ -68,7 +68,7 @@ def gaussian_budget_epsilon(n_experts: int, k: int, extra: Real = 0.5) -> float:
 
     The mean count rises from 0 to E - k, so the root is bracketed and unique.
     """
-    _check_arguments(n_experts, k)
+    _check_gaussian_ties(n_experts, k)
     require(
         0 < extra < n_experts - k,
         f"need 0 < extra < E - k = {n_experts - k}, got {extra=}: no ε reaches it",
@@ -93,7 +93,7 @@ def gaussian_order_shares(
     above it binomial (k-1, 1 - Φ̄(t+ε)/Φ̄(t)), independently; the order is their sum unless the
     first is zero. `most` is E - 1 by default.
     """
-    _check_arguments(n_experts, k, epsilon)
+    _check_gaussian_ties(n_experts, k, epsilon)
     most = n_experts - 1 if most is None else most
     require(1 <= most < n_experts, f"need 1 <= most < E, got {most=}, E={n_experts}")
     t, weight = _threshold_law(n_experts, k)
@@ -131,6 +131,7 @@ def _binomial_law(n: int, log_far: Float[Tensor, " t"]) -> Float[Tensor, "t coun
     return (log_binomial + near + (n - count) * log_far[:, None]).exp()
 
 
-def _check_arguments(n_experts: int, k: int, width: Real = 0.0) -> None:
+def _check_gaussian_ties(n_experts: int, k: int, width: Real = 0.0) -> None:
+    """Raise unless 1 <= k < E and the width is finite and not negative."""
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
     require(width >= 0 and math.isfinite(width), f"a width is finite and >= 0, got {width}")

@@ -60,14 +60,14 @@ def top_gap(scores: Scores, k: int = 1) -> Gaps:
 
     Zero on a tie. Requires 1 <= k < E.
     """
-    experts = _checked(scores).shape[1]
+    experts = _pairwise_scores(scores).shape[1]
     require(1 <= k < experts, f"a gap needs 1 <= k < E, got {k=}, E={experts}")
     return gap(scores, k)
 
 
 def pair_gap(scores: Scores) -> Gaps:
     """Δ_min: smallest |z_i - z_j| over pairs of experts, attained by neighbours (Def. 1.3)."""
-    return -ranked_scores(_checked(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
+    return -ranked_scores(_pairwise_scores(scores), scores.shape[1]).diff(dim=-1).amax(dim=-1)
 
 
 def linf_distance(scores: Scores, k: int, order: int = 1) -> Float[Tensor, " tokens"]:
@@ -98,7 +98,7 @@ def boundary_mass_top(scores: Scores, k: int, width: Real | Float[Tensor, "*grid
         k: number of experts chosen.
         width: w >= 0, one or many; a gap equal to a width is counted.
     """
-    return _mass_below(top_gap(scores, k), width)
+    return _mass_of_gaps(top_gap(scores, k), width)
 
 
 def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> Mass:
@@ -108,7 +108,7 @@ def boundary_mass_pair(scores: Scores, width: Real | Float[Tensor, "*grid"]) -> 
         scores: the scores of all experts; a truncated list has other neighbours.
         width: w >= 0, one or many.
     """
-    return _mass_below(pair_gap(scores), width)
+    return _mass_of_gaps(pair_gap(scores), width)
 
 
 def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
@@ -124,23 +124,26 @@ def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
     require(
         0 < epsilon < 1 and tau > 0, f"need 0 < epsilon < 1 and tau > 0, got {epsilon=}, {tau=}"
     )
-    ranked = ranked_scores(_checked(scores), scores.shape[1])
+    ranked = ranked_scores(_pairwise_scores(scores), scores.shape[1])
     log_odds = ((ranked[:, 1:] - ranked[:, :1]) / tau).logsumexp(dim=-1)
     share = (log_odds >= math.log(epsilon) - math.log1p(-epsilon)).double().mean()
-    return _mass(share, len(scores))
+    return _binomial_mass(share, len(scores))
 
 
-def _mass_below(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
+def _mass_of_gaps(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
+    """Share of gaps of at most `width`, with its standard error."""
     at = torch.as_tensor(width, dtype=torch.float64)
     require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
-    return _mass(empirical_cdf(gaps, at), gaps.numel())
+    return _binomial_mass(empirical_cdf(gaps, at), gaps.numel())
 
 
-def _mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
+def _binomial_mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:
+    """A share with the standard error √(p (1 - p) / tokens)."""
     return Mass(share, (share * (1 - share) / tokens).sqrt())
 
 
-def _checked(scores: Scores) -> Scores:
+def _pairwise_scores(scores: Scores) -> Scores:
+    """The scores, which must be finite, of a token and two experts or more."""
     tokens, experts = scores.shape
     require(
         tokens > 0 and experts > 1,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, mean_estimate
-from tieline.lab.geometry.exit_time import batches, check_noise, check_run
+from tieline.lab.geometry.exit_time import check_noise, check_run, path_batches
 from tieline.lab.geometry.ties import TieFlat, check_router, distance_to_tie, tie_flat, tie_sets
 from tieline.lab.geometry.tubes import ball_volume
 from tieline.measure.boundary import Real
@@ -78,7 +78,7 @@ def flat_occupation(
         horizon: T > 0.
         sigma: invertible matrix or number other than 0.
     """
-    _check_tube(epsilon, horizon)
+    _check_occupation(epsilon, horizon)
     noise = flat.basis.T @ check_noise(sigma, flat.normals)
     covariance = noise @ noise.T
     values, vectors = torch.linalg.eigh(covariance)
@@ -161,14 +161,14 @@ def sampled_occupation(
     interval: the share of observations within ε times T is unbiased for any number of steps.
     """
     weight, bias = check_router(W, b, k)
-    _check_tube(epsilon, paths.horizon)
+    _check_occupation(epsilon, paths.horizon)
     check_run(paths.horizon, paths.steps, paths.paths)
     spread, dt = check_noise(paths.sigma, weight), paths.horizon / paths.steps
     dim = len(paths.start)
     require(dim == weight.shape[1], f"{dim=}, {weight.shape[1]=}", ShapeError)
     generator = torch.Generator().manual_seed(paths.seed)
     times = []
-    for batch in batches(paths.paths):
+    for batch in path_batches(paths.paths):
         lag = dt * torch.rand(batch, 1, generator=generator, dtype=torch.float64)
         x, stayed = paths.start.double().repeat(batch, 1), torch.zeros(batch, dtype=torch.float64)
         for m in range(paths.steps):
@@ -213,6 +213,7 @@ def _isotropic_time(n: int, away: Real, epsilon: Real, horizon: Real, variance: 
     )
 
 
-def _check_tube(epsilon: Real, horizon: Real) -> None:
+def _check_occupation(epsilon: Real, horizon: Real) -> None:
+    """Raise unless ε and the horizon are positive, the horizon finite."""
     require(epsilon > 0, f"need epsilon > 0, got {epsilon=}")
     require(horizon > 0 and math.isfinite(horizon), f"need a finite horizon > 0, got {horizon=}")

@@ -28,7 +28,7 @@ __all__ = [
     "perturbation_law",
     "step_bounds",
     "structured_bounds",
-    "whitened",
+    "whitened_router",
     "worst_step",
 ]
 
@@ -88,7 +88,7 @@ def perturbation_law(steps: Float[Tensor, "samples dim"]) -> PerturbationLaw:
     return PerturbationLaw(mean, (samples - mean).T @ (samples - mean) / (len(samples) - 1))
 
 
-def whitened(W: Weight, law: PerturbationLaw) -> Float[Tensor, "experts rank"]:
+def whitened_router(W: Weight, law: PerturbationLaw) -> Float[Tensor, "experts rank"]:
     """W Σ^½: the router of an input whose perturbation is standard normal."""
     require(W.shape[1] == len(law.mean), f"{W.shape[1]} and {len(law.mean)} dimensions", ShapeError)
     return W.detach().double() @ law.root()
@@ -98,7 +98,7 @@ def pair_noise(
     W: Weight, law: PerturbationLaw
 ) -> tuple[Float[Tensor, "experts experts"], Float[Tensor, "experts experts"]]:
     """s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and μ_ij = (w_i - w_j)·m."""
-    rows, push = whitened(W, law), W.detach().double() @ law.mean
+    rows, push = whitened_router(W, law), W.detach().double() @ law.mean
     # differences first: s² by products would cancel for experts that are nearly the same
     apart = torch.stack([(rows - row).norm(dim=1) for row in rows])
     return apart, push[:, None] - push
@@ -162,7 +162,7 @@ def flip_rate(
     """Mean P(the set changes) over tokens under one step N(m, Σ), with its standard error."""
     require(draws >= 1, f"need a draw, got {draws=}")
     clean = scores.detach().double()
-    pull, push = whitened(W, law), W.detach().double() @ law.mean
+    pull, push = whitened_router(W, law), W.detach().double() @ law.mean
     before, generator = topk_mask(clean, k), torch.Generator().manual_seed(seed)
     changed = torch.zeros(len(clean), dtype=torch.float64)
     for _ in range(draws):

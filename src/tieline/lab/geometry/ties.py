@@ -196,7 +196,7 @@ def distance_to_tie(
     """
     weight, bias = check_router(W, b, k)
     scores = affine_scores(x.reshape(-1, x.shape[-1]), weight, bias)
-    return _nearest_flat(scores, weight, bias, k, order)[0].reshape(x.shape[:-1])
+    return _nearest_tie_flat(scores, weight, bias, k, order)[0].reshape(x.shape[:-1])
 
 
 def nearest_tie_point(
@@ -205,7 +205,7 @@ def nearest_tie_point(
     """`distance_to_tie` with the point where it is attained, the normal and the tied experts."""
     weight, bias = check_router(W, b, k)
     inputs, scores = x.detach().double(), affine_scores(x, weight, bias)
-    distance, experts = _nearest_flat(scores, weight, bias, k, order)
+    distance, experts = _nearest_tie_flat(scores, weight, bias, k, order)
     normals = weight[experts[:, 1:]] - weight[experts[:, :1]]
     held = scores.gather(1, experts)
     rise = held[:, 1:] - held[:, :1]
@@ -250,9 +250,10 @@ def _check_rank(eigenvalues: Float[Tensor, "*sets n"], experts: TieSets) -> None
     require(len(low) == 0, f"the weights of experts {who} are rank-deficient: {need}")
 
 
-def _nearest_flat(
+def _nearest_tie_flat(
     scores: Tensor, weight: Tensor, bias: Tensor, k: int, order: int
 ) -> tuple[Float[Tensor, " tokens"], Int[Tensor, "tokens tied"]]:
+    """Distance to the nearest flat of this order and the experts that tie on it."""
     if order == 1:
         tie = nearest_tie(scores, k, expert_distances(weight))
         return tie.distance, torch.stack([tie.entering, tie.leaving], dim=1)

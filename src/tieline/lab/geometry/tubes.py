@@ -119,7 +119,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
 
     D is `dim`, n `codim` (1 <= n <= D), δ `offset`, ε `epsilon` and R `radius`.
     """
-    _check_tube(dim, codim, offset, epsilon, radius)
+    _check_tube_shape(dim, codim, offset, epsilon, radius)
     delta, width = offset / radius, epsilon / radius
     if width - delta >= 1:
         return 1.0
@@ -133,7 +133,7 @@ def tube_fraction(*, dim: int, codim: int, offset: Real, epsilon: Real, radius: 
 
 def tube_leading_term(*, dim: int, codim: int, epsilon: Real, radius: Real) -> float:
     """ω_{D-n} ω_n / ω_D · (ε/R)^n: the tube of a central flat to first order (Paper 1, Thm 4.2)."""
-    _check_tube(dim, codim, 0.0, epsilon, radius)
+    _check_tube_shape(dim, codim, 0.0, epsilon, radius)
     if epsilon == 0:
         return 0.0
     log_ways = math.lgamma(dim / 2 + 1) - math.lgamma(codim / 2 + 1)
@@ -145,7 +145,7 @@ def sampled_tube(
     *, dim: int, codim: int, offset: Real, epsilon: Real, radius: Real, samples: int, seed: int = 0
 ) -> Estimate:
     """`tube_fraction` by `samples` points of the ball, with its standard error."""
-    _check_tube(dim, codim, offset, epsilon, radius)
+    _check_tube_shape(dim, codim, offset, epsilon, radius)
     x = uniform_ball(samples, dim, radius, seed)[:, :codim]
     x[:, 0] -= offset
     return share_estimate(x.norm(dim=1) < epsilon)
@@ -168,7 +168,7 @@ def tie_tube(
     """
     weight, bias = check_router(W, b, k)
     dim = weight.shape[1]
-    _check_tube(dim, order, 0.0, epsilon, radius)
+    _check_tube_shape(dim, order, 0.0, epsilon, radius)
     flats = tie_flats(weight, bias, tie_sets(len(weight), order))
     exact = [
         tube_fraction(dim=dim, codim=order, offset=offset, epsilon=epsilon, radius=radius)
@@ -235,7 +235,8 @@ def _cap_share(codim: int, rho: Real, delta: Real, width: Real) -> float:
     return float(special.betainc((codim - 1) / 2, (codim - 1) / 2, np.clip(square, 0.0, 1.0)))
 
 
-def _check_tube(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:
+def _check_tube_shape(dim: int, codim: int, offset: Real, epsilon: Real, radius: Real) -> None:
+    """Raise unless codimension, offset, ε and radius describe a tube in a ball."""
     require(1 <= codim <= dim, f"need 1 <= codim <= dim, got {codim=}, {dim=}")
     require(offset >= 0, f"an offset is a distance >= 0, got {offset=}")
     require(epsilon >= 0, f"need epsilon >= 0, got {epsilon=}")

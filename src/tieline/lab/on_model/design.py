@@ -114,12 +114,13 @@ def measure_design(
                 progress("forward", recorder.n_tokens, cut.tokens)
         trace = recorder.trace()
     weights = linear_weights(model, trace)
-    return tuple(_measured(model, trace, layer, weights, seed) for layer in trace.layers)
+    return tuple(_measured_router(model, trace, layer, weights, seed) for layer in trace.layers)
 
 
-def _measured(
+def _measured_router(
     model: Any, trace: RoutingTrace, layer: LayerTrace, weights: dict[str, Any], seed: int
 ) -> RouterMeasurement:
+    """Measured ties and switches of one router on its inputs, or why there are none."""
     status = linear_choice(layer, weights)
     if status == "ok" and not layer.facts.affine:
         status = "not answerable: its scores are not affine in its input"

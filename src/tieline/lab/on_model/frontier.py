@@ -146,14 +146,14 @@ def frontier(
     points = measure_points(
         (model, smoothed), calibration, split.measured, settings, budgets, progress
     )
-    laws = _laws(model, calibration, split, settings, progress)
+    laws = _laws_by_layer(model, calibration, split, settings, progress)
     provenance = {"text": corpus.origin, "seed": settings.seed, "batch_size": settings.batch_size}
     return replace(
         points, model=opened.name or type(model).__name__, layers=laws, provenance=provenance
     )
 
 
-def _laws(
+def _laws_by_layer(
     model: nn.Module,
     calibration: Calibration,
     split: TextSplit,
@@ -208,13 +208,14 @@ def measure_points(
         progress=progress,
     )
     points = tuple(
-        _point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
+        _frontier_point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
     )
     by_flips = tables[0].row(noise.name).by_flips
     return Frontier("", noise.name, gate, by_flips, calibration.sigmas, points, (), {})
 
 
-def _point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoint:
+def _frontier_point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoint:
+    """One width's measured factor and moved KL, beside the least KL that the law allows."""
     row = table.row(noise)
     least = least_kl(row)
     over = table.moved.value / least if least and table.moved.value is not None else None

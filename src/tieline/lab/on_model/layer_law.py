@@ -195,7 +195,7 @@ class _Tie(NamedTuple):
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 
-def _tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_Tie, float]:
+def _layer_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_Tie, float]:
     """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
     gaps = torch.cat([call.gaps for call in calls])
     width = gaps.quantile(NEAR).item()
@@ -283,7 +283,7 @@ def layer_laws(
     first = [_layer_calls(model, plans, ids) for ids in calibration]
     ties, sums = {}, {}
     for index, plan in enumerate(plans):
-        tie, width = _tie([calls[index] for calls in first], widths.sigmas[plan.name])
+        tie, width = _layer_tie([calls[index] for calls in first], widths.sigmas[plan.name])
         ties[plan.name], sums[plan.name] = tie, _LayerSums(width)
     del first
     for number, ids in enumerate(batches):
@@ -293,7 +293,7 @@ def layer_laws(
             _add_batch(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
         if progress is not None:
             progress("law", number + 1, len(batches))
-    return tuple(_law(name, ties[name], sums[name], scales) for name in ties)
+    return tuple(_layer_law(name, ties[name], sums[name], scales) for name in ties)
 
 
 def _add_batch(
@@ -318,15 +318,15 @@ def _add_batch(
 
     sums.size.add(call.rows.output.double().square().sum(dim=1).view(shape))
     sums.jumps.add(_weighted_jumps(call, sums.width)[:, 0].view(shape))
-    add(sums.hard, _change(some, call.hard_width, hard, noises))
+    add(sums.hard, _noise_change(some, call.hard_width, hard, noises))
     for scale in scales:
         smooth = some.output(scale * sigma)
         add(sums.moved[scale], (smooth - hard).square().sum(dim=1))
-        add(sums.left[scale], _change(some, scale * sigma, smooth, noises))
+        add(sums.left[scale], _noise_change(some, scale * sigma, smooth, noises))
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
-def _change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
+def _noise_change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
     """Mean over draws of ‖y(c + n) - y(c)‖²."""
     changes = [
         (call.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
@@ -334,15 +334,17 @@ def _change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Sq
     return torch.stack(changes).mean(dim=0)
 
 
-def _law(name: str, tie: _Tie, sums: _LayerSums, scales: Sequence[float]) -> LayerLaw:
+def _layer_law(name: str, tie: _Tie, sums: _LayerSums, scales: Sequence[float]) -> LayerLaw:
+    """The law of one layer at all widths, from its sums over batches."""
     size = sums.size.mean().value or 1.0
     hard = sums.hard.mean().times(1 / size)
-    points = tuple(_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
+    points = tuple(_law_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
     predicted = hard_sensitivity(*tie.arguments)
     return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
 
 
-def _point(tie: _Tie, sums: _LayerSums, scale: float, size: float, hard: float) -> LawPoint:
+def _law_point(tie: _Tie, sums: _LayerSums, scale: float, size: float, hard: float) -> LawPoint:
+    """Measured and predicted moved output and sensitivity at one width."""
     moved, left = (kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.left))
     width = scale * tie.sigma
     cost = projected_cost(*tie.arguments, width, tie.slope)

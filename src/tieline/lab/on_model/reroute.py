@@ -29,7 +29,13 @@ from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
-from tieline.lab.on_model.router_fit import RouterFit, Watched, fit_router, is_softmax, watch
+from tieline.lab.on_model.router_fit import (
+    RouterFit,
+    Watched,
+    fit_router,
+    is_softmax,
+    router_inputs_and_logits,
+)
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
@@ -159,18 +165,18 @@ def reroute(
         revision=settings.revision,
     )
     refuse_rerouted(loaded.module)
-    texts = _split(loaded, settings)
+    texts = _fit_and_measure_texts(loaded, settings)
     size = settings.batch_size
     fitted, measured = (list(stacked_batches(rows, size)) for rows in (texts.fit, texts.measured))
     routers = chosen_routers(loaded.module, None)
     plans = [layer_plan(name, router) for name, router in routers.items()]
-    changed, fits, watched = _changed(loaded.module, plans, fitted, settings, progress)
-    sides = _compare(loaded.module, changed, measured, progress)
+    changed, fits, watched = _rerouted_copy(loaded.module, plans, fitted, settings, progress)
+    sides = _compare_rerouted(loaded.module, changed, measured, progress)
     return Rerouted(
         model=loaded.name or type(loaded.module).__name__,
         router=settings.router,
         options=settings.router_options,
-        layers=_layers(plans, fits, watched, changed, sides),
+        layers=_rerouted_layers(plans, fits, watched, changed, sides),
         kept=sides.kept_overall(),
         loss=sides.loss.mean(),
         loss_change=sides.change.mean(),
@@ -206,7 +212,7 @@ class _Texts(NamedTuple):
     origins: tuple[str, str]
 
 
-def _split(loaded: Model, settings: RerouteSettings) -> _Texts:
+def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _Texts:
     """Cut one text, or two, into sequences to fit to and others to measure on."""
     fit, text = settings.fit, settings.text
     fit_tokens, tokens = settings.fit_tokens, settings.tokens
@@ -228,7 +234,7 @@ def _split(loaded: Model, settings: RerouteSettings) -> _Texts:
     return _Texts(list(first), measured, (origin, second))
 
 
-def _changed(
+def _rerouted_copy(
     model: nn.Module,
     plans: list[LayerPlan],
     fitted: list[Tensor],
@@ -239,7 +245,7 @@ def _changed(
     kind, seed = ROUTER_KINDS[settings.router], settings.seed
     options = dict(settings.router_options)
     changed = copy.deepcopy(model)
-    watched = watch(model, plans, fitted, progress)
+    watched = router_inputs_and_logits(model, plans, fitted, progress)
     record = reroute_(changed, router=kind, router_options=options, seed=seed)
     fits = {}
     for index, plan in enumerate(plans):
@@ -255,11 +261,11 @@ def _changed(
         )
         if progress is not None:
             progress("fit", index + 1, len(plans))
-    record.remember(changed, _by_layer(fits))
+    record.remember(changed, _options_by_layer(fits))
     return changed, fits, watched
 
 
-def _by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
+def _options_by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
     """Options of single layers: the fitted temperatures."""
     temperatures = {name: fit.temperature for name, fit in fits.items()}
     return {
@@ -297,9 +303,10 @@ class _Sides:
         return first.joined(*others).mean()
 
 
-def _compare(
+def _compare_rerouted(
     model: nn.Module, changed: nn.Module, measured: list[Tensor], progress: Progress | None
 ) -> _Sides:
+    """Losses, KL and routing of the model and of its rerouted copy on the same tokens."""
     sums = [SequenceSums() for _ in range(3)]
     with (
         only_running(model),
@@ -323,13 +330,14 @@ def _compare(
     return _Sides(old.trace(), new.trace(), shape, *sums)
 
 
-def _layers(
+def _rerouted_layers(
     plans: list[LayerPlan],
     fits: dict[str, RouterFit],
     watched: dict[str, Watched],
     changed: nn.Module,
     sides: _Sides,
 ) -> tuple[ReroutedLayer, ...]:
+    """One record per router: choices kept, fit, gaps and bf16 flips before and after."""
     names = [layer.name for layer in sides.before.layers]
     with one_thread():
         measures = [measure(trace).layers for trace in (sides.before, sides.after)]
@@ -337,7 +345,7 @@ def _layers(
     for plan in plans:
         index = names.index(plan.name)
         gaps = [trace.layers[index].gap.median().item() for trace in (sides.before, sides.after)]
-        flips = [_flips(layers[index]) for layers in measures]
+        flips = [_bf16_flips(layers[index]) for layers in measures]
         new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
         zero = jump_at_zero(new, watched[plan.name].inputs)
         kept = sides.kept(index).mean()
@@ -346,7 +354,7 @@ def _layers(
     return tuple(records)
 
 
-def _flips(layer: LayerMeasures) -> float | None:
+def _bf16_flips(layer: LayerMeasures) -> float | None:
     """Share of tokens that bf16 flips; None where it is not known."""
     rates = {row.precision: row.flip for row in layer.precision.value or ()}
     return rates["bf16"].value if "bf16" in rates else None

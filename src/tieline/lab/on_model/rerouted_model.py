@@ -123,6 +123,7 @@ def rerouter_of(module: nn.Module) -> Rerouter | None:
 def _rerouted_class(
     cls: type[nn.Module], family: RouterFamily, same_scores: bool, linear: bool, own_gate: bool
 ) -> type[nn.Module]:
+    """The router's class with its forward handled by `Rerouter`, registered as a family."""
     kind = ("Own" if same_scores else "Linear" if linear else "Other") + (
         "" if own_gate else "Gated"
     )
@@ -243,14 +244,16 @@ def reroute_(
             or full quadratic router scores as before; otherwise start at random.
         seed: seed of the new routers.
     """
-    record = _checked(router, gate, router_options or {}, gate_options or {}, layer_options or {})
-    plans = _plans(model, layers)
+    record = _checked_rerouting(
+        router, gate, router_options or {}, gate_options or {}, layer_options or {}
+    )
+    plans = _routers_to_change(model, layers)
     strange = sorted(set(record.layer_options) - {plan.name for plan in plans})
     require(not strange, f"options of layers that are not rerouted: {strange}")
     refuse_quantised(model, FEATURE)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        modules = [_modules(model, plan, record) for plan in plans]
+        modules = [_new_router_and_gate(model, plan, record) for plan in plans]
     if keep_start:
         for plan, (new, _) in zip(plans, modules, strict=True):
             if new is not None:
@@ -258,7 +261,7 @@ def reroute_(
     record = replace(record, layers=tuple(plan.name for plan in plans))
     record_change(model, FEATURE, record.facts())
     for plan, (new, chooser) in zip(plans, modules, strict=True):
-        _put_on(model, plan, new, chooser)
+        _attach_to_layer(model, plan, new, chooser)
     return replace(record, _model=weakref.ref(model))
 
 
@@ -279,13 +282,14 @@ def unreroute_(model: nn.Module) -> None:
     forget_change(model, FEATURE)
 
 
-def _checked(
+def _checked_rerouting(
     router: str | None,
     gate: str | None,
     for_router: Mapping[str, Any],
     for_gate: Mapping[str, Any],
     by_layer: Mapping[str, Mapping[str, Any]],
 ) -> Rerouting:
+    """The record of a rerouting after checking names and options of router and gate."""
     names = sorted({*ROUTERS, *SHORT})
     require(router is None or router in names, f"{router=} is not one of {names}")
     require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
@@ -304,7 +308,7 @@ def _checked(
     return Rerouting((), router, gate, dict(for_router), dict(for_gate), dict(by_layer))
 
 
-def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
+def _routers_to_change(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
     """The routers to change; refuses those changed already and outputs of other layouts."""
     plans = []
     for name, router in chosen_routers(model, layers).items():
@@ -327,7 +331,7 @@ def _plans(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
     return plans
 
 
-def _modules(
+def _new_router_and_gate(
     model: nn.Module, plan: LayerPlan, record: Rerouting
 ) -> tuple[Router | None, Gate | None]:
     """The new router and the new gate of a layer, on its device and in its dtype."""
@@ -336,7 +340,7 @@ def _modules(
     try:
         if record.router is not None:
             dim = input_dim(plan.router, plan.family, model)
-            new = ROUTERS[record.router](dim, plan.n_experts, **_options(record, plan))
+            new = ROUTERS[record.router](dim, plan.n_experts, **_router_options(record, plan))
         if record.gate is not None:
             kind = GATES[record.gate]
             takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
@@ -352,10 +356,10 @@ def _modules(
         f"gate {record.gate!r} needs a new router as well",
         UnsupportedModelError,
     )
-    return _like(new, like), _like(chooser, like)
+    return _moved_like(new, like), _moved_like(chooser, like)
 
 
-def _options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
+def _router_options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
     """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
     options = {**record.router_options, **record.layer_options.get(plan.name, {})}
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
@@ -363,15 +367,17 @@ def _options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
     return {"bias": True} | given if record.router == "linear" and biased else given
 
 
-def _like(module: Any, like: nn.Parameter | None) -> Any:
+def _moved_like(module: Any, like: nn.Parameter | None) -> Any:
+    """The module on the device and in the dtype of `like`, unless that is on meta."""
     if module is None or like is None:
         return module
     return module if like.is_meta else module.to(like.device, like.dtype)
 
 
-def _put_on(
+def _attach_to_layer(
     model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
 ) -> None:
+    """Attach a new router or gate to a layer; experts are told to skip unused tokens."""
     experts = experts_of(model, plan.name)
     skip = skip_rule(plan.family, experts, plan.n_experts)
     if experts is not None and hasattr(experts, FLAG):
@@ -380,7 +386,7 @@ def _put_on(
     attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new, gate)
 
 
-def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+def _restore_rerouting(model: nn.Module, facts: dict[str, Any]) -> None:
     """Put new routers without values on the routers that a checkpoint names."""
     by_layer = facts.get("layer_options", {})
     tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
@@ -390,11 +396,11 @@ def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
     )
     require(fits, f"the checkpoint's rerouting is malformed: {facts}", UnsupportedModelError)
     options = facts["router_options"], facts["gate_options"], by_layer
-    record = _checked(facts.get("router"), facts.get("gate"), *options)
+    record = _checked_rerouting(facts.get("router"), facts.get("gate"), *options)
     unknown = sorted(set(facts["layers"]) - set(find_routers(model)))
     require(not unknown, f"the checkpoint reroutes {unknown}, which the model does not have")
-    for plan in _plans(model, facts["layers"]):
-        _put_on(model, plan, *_modules(model, plan, record))
+    for plan in _routers_to_change(model, facts["layers"]):
+        _attach_to_layer(model, plan, *_new_router_and_gate(model, plan, record))
 
 
-register_restorer(FEATURE, Restorer(before=_restore))
+register_restorer(FEATURE, Restorer(before=_restore_rerouting))

@@ -109,7 +109,7 @@ class _Watcher:
         return Watched(torch.cat(self._inputs), torch.cat(self._logits))
 
 
-def watch(
+def router_inputs_and_logits(
     model: nn.Module,
     plans: Sequence[LayerPlan],
     batches: Sequence[Ids],
@@ -171,7 +171,9 @@ def fit_router(
     scale = nn.Parameter(torch.zeros(()))
     if steps or free:
         moved = list(new.parameters()) if steps else []
-        _descend(new, watched, softmax, steps or STEPS_ALONE, seed, moved, scale if free else None)
+        _fit_by_adam(
+            new, watched, softmax, steps or STEPS_ALONE, seed, moved, scale if free else None
+        )
     if cosine is not None and free:
         cosine.temperature = cosine.temperature / math.exp(scale.item())
     after = _whole_loss(new, watched, softmax)
@@ -182,7 +184,9 @@ def fit_router(
 def _ranks_alike(new: Router, watched: Watched) -> bool:
     """Whether all experts rank as before, but for one place in a thousand."""
     chunks = zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True)
-    same = [(_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in chunks]
+    same = [
+        (_new_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in chunks
+    ]
     return torch.stack(same).mean().item() > 1 - 1e-3
 
 
@@ -224,7 +228,7 @@ def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width
     return mean + offset
 
 
-def _loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
+def _fit_loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
     """Mean divergence of the old weights from the new ones, nats per token."""
     if softmax:
         old, new = old_logits.log_softmax(dim=-1), scores.log_softmax(dim=-1)
@@ -240,16 +244,17 @@ def _whole_loss(new: Router, watched: Watched, softmax: bool) -> float:
     """The loss over all tokens."""
     total = 0.0
     for x, z in zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True):
-        total += _loss(_scores(new, x), z, softmax).item() * len(x)
+        total += _fit_loss(_new_scores(new, x), z, softmax).item() * len(x)
     return total / len(watched.inputs)
 
 
-def _scores(new: Router, x: Tensor) -> Tensor:
+def _new_scores(new: Router, x: Tensor) -> Tensor:
+    """The new router's scores of x, in float32 on the CPU."""
     like = next(new.parameters())
     return new(x.to(like.device, like.dtype)).float().cpu()
 
 
-def _descend(
+def _fit_by_adam(
     new: Router,
     watched: Watched,
     softmax: bool,
@@ -260,7 +265,7 @@ def _descend(
 ) -> None:
     """Steps of Adam; each parameter moves by a rate relative to its size."""
     asked = [p.requires_grad for p in moved]
-    groups = [{"params": [p], "lr": RATE * _size(p)} for p in moved]
+    groups = [{"params": [p], "lr": RATE * _parameter_size(p)} for p in moved]
     if log_scale is not None:
         groups.append({"params": [log_scale], "lr": RATE})
     draw, tokens = torch.Generator().manual_seed(seed), len(watched.inputs)
@@ -271,16 +276,16 @@ def _descend(
             parameter.requires_grad_(True)
         for _ in range(steps):
             rows = torch.randint(tokens, (min(BATCH, tokens),), generator=draw)
-            scores = _scores(new, watched.inputs[rows])
+            scores = _new_scores(new, watched.inputs[rows])
             scores = scores if log_scale is None else scores * log_scale.exp()
             optimiser.zero_grad()
-            _loss(scores, watched.logits[rows], softmax).backward()
+            _fit_loss(scores, watched.logits[rows], softmax).backward()
             optimiser.step()
             decay.step()
     for parameter, before in zip(moved, asked, strict=True):
         parameter.requires_grad_(before).grad = None
 
 
-def _size(parameter: Tensor) -> float:
+def _parameter_size(parameter: Tensor) -> float:
     """Root mean square of the entries; a small number for a parameter that starts at 0."""
     return max(parameter.detach().float().square().mean().sqrt().item(), 1e-4)

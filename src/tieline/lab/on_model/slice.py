@@ -1,9 +1,9 @@
 """A slice through the input space of one router of a model, and a check of it against the router.
 
 The plane goes through the hidden states of three tokens (Paper 3, section 3). Cells are exact
-polygons (`tropical.pictures`), one per coalition of experts; the band is where the gap is below the
-noise of the model (`own_noise`). The router itself is then asked at random points of the plane: its
-choice must be the coalition of the cell that holds the point.
+polygons (`tropical.plane_cells`), one per coalition of experts; the band is where the gap is below
+the noise of the model (`own_noise`). The router itself is then asked at random points of the plane:
+its choice must be the coalition of the cell that holds the point.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tieline.core.records import Result
 from tieline.core.settings import takes_settings
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SliceOptions, SliceSettings
-from tieline.lab.tropical.pictures import Plane, Slice, plane_through, slice_router
+from tieline.lab.tropical.plane_cells import Plane, Slice, plane_through, slice_router
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO
 from tieline.models.families import family_of
@@ -115,7 +115,7 @@ class SliceChoice:
         require(tokens >= 3, f"a slice goes through three tokens, the text has {tokens}")
         require(inputs, f"the inputs of {tokens:,} tokens cannot be kept: take fewer tokens")
         if self.tokens is not None:
-            _check_tokens(self.tokens, tokens)
+            _check_slice_tokens(self.tokens, tokens)
         if self.layer is not None:
             exists = self.layer in names if isinstance(self.layer, str) else True
             exists = exists and (isinstance(self.layer, str) or 0 <= self.layer < len(names))
@@ -143,12 +143,12 @@ def slice_model(
     subject = open_subject(source, settings, "slice takes")
     model, routers, count = subject.model, subject.routers, subject.text.tokens
     choice.check(routers, count, inputs_fit(model, routers, count))
-    trace = _trace(subject, settings.batch_size, progress)
+    trace = _slice_trace(subject, settings.batch_size, progress)
     noise = own_noise(model, routers, subject.text, settings.batch_size)
     return chosen_slice(subject, trace, choice, noise, settings.seed)
 
 
-def _trace(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
+def _slice_trace(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
     """The routing of the text, with the inputs of the routers."""
     recorder = RouteRecorder(subject.model, WITH_INPUTS, subject.routers)
     numbered = dict(enumerate(stacked_batches(subject.text.sequences, batch_size)))
@@ -214,20 +214,23 @@ def _layer_slice(
     require(status == "ok", f"layer {name!r} has no slice: {status}", UnsupportedModelError)
     assert layer.inputs is not None
     three = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
-    _check_tokens(three, trace.n_tokens)
+    _check_slice_tokens(three, trace.n_tokens)
     router = subject.model.get_submodule(name)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
     bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
     points, k = layer.inputs[list(three)], layer.facts.k
     cut = slice_router(points, weights[name], bias, k, epsilon=band[0])
-    agreed, undecided = _agreement(subject.model, router, layer, (cut, plane_through(points)), seed)
+    agreed, undecided = _slice_agreement(
+        subject.model, router, layer, (cut, plane_through(points)), seed
+    )
     pieces = token_texts(subject.text)
-    marks = tuple(_point(trace, layer, token, pieces) for token in three)
+    marks = tuple(_slice_point(trace, layer, token, pieces) for token in three)
     counts = (POINTS, agreed, undecided)
     return RouterSlice(subject.name, name, marks, band[1], cut, *counts, subject.provenance)
 
 
-def _check_tokens(chosen: Sequence[int], tokens: int) -> None:
+def _check_slice_tokens(chosen: Sequence[int], tokens: int) -> None:
+    """Raise unless three different tokens of the text are given."""
     given = ", ".join(map(str, chosen))
     require(
         len(chosen) == 3 and len(set(chosen)) == 3,
@@ -237,14 +240,17 @@ def _check_tokens(chosen: Sequence[int], tokens: int) -> None:
     require(inside, f"no tokens {given}: the text has tokens 0 to {tokens - 1}")
 
 
-def _point(trace: RoutingTrace, layer: LayerTrace, token: int, pieces: Sequence[str]) -> SlicePoint:
+def _slice_point(
+    trace: RoutingTrace, layer: LayerTrace, token: int, pieces: Sequence[str]
+) -> SlicePoint:
+    """A token of the slice with its text and chosen experts."""
     experts = sorted(layer.experts[token, : layer.facts.k].tolist())
     text = pieces[token] if token < len(pieces) else ""
     document, position = int(trace.documents[token]), int(trace.positions[token])
     return SlicePoint(document, position, text, tuple(experts))
 
 
-def _agreement(
+def _slice_agreement(
     model: nn.Module,
     router: nn.Module,
     layer: LayerTrace,
@@ -261,7 +267,7 @@ def _agreement(
     same = (chosen.sort(dim=1).values == shown).all(dim=1)
     ranked = logits.double().sort(dim=1, descending=True).values
     gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
-    coarse = UNITS * torch.finfo(_dtype(router)).eps
+    coarse = UNITS * torch.finfo(_router_dtype(router)).eps
     close = gap <= max(ROUNDING, coarse) * logits.abs().amax().double()
     return int(same.sum()), int((~same & close).sum())
 
@@ -274,12 +280,13 @@ def router_choice(
     if family is None or family.bias_argument is not None:
         raise UnsupportedModelError(f"{type(router).__name__} cannot be called by itself")
     with only_running(model):
-        rows = states.to(model_device(model), _dtype(router))
+        rows = states.to(model_device(model), _router_dtype(router))
         output = read_output(family, router, ((rows,), {}), router(rows))
     return output.logits.cpu(), output.ids.cpu().long()
 
 
-def _dtype(router: nn.Module) -> torch.dtype:
+def _router_dtype(router: nn.Module) -> torch.dtype:
+    """The dtype of the router's parameters; float32 if it has none."""
     return next((p.dtype for p in router.parameters()), torch.float32)
 
 

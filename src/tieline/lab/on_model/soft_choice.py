@@ -49,7 +49,7 @@ class Tempered(RouterSmoothing):
 
 
 @contextmanager
-def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
+def softened_routers(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
     """Inside the block, these routers make a soft choice.
 
     Args:
@@ -63,13 +63,14 @@ def softened(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
             router = model.get_submodule(name)
             handler = router_smoothing(router)
             if handler is not None and handler.k == 1:
-                setattr(router, HANDLER, _tempered(handler, router))
+                setattr(router, HANDLER, _tempered_handler(handler, router))
         yield
     finally:
         unsmooth_(model)
 
 
-def _tempered(handler: RouterSmoothing, router: nn.Module) -> Tempered:
+def _tempered_handler(handler: RouterSmoothing, router: nn.Module) -> Tempered:
+    """The handler of a smoothed router with a temperature in place of a band."""
     values = {f.name: getattr(handler, f.name) for f in fields(handler)}
     softmax = combine_rule(handler.family, router).startswith("softmax")
     divided = renormalises_weights(handler.family, router) and softmax

@@ -37,9 +37,8 @@ from tieline.core.statistics import (
     clustered_ratio,
     next_token_losses,
 )
-from tieline.lab.on_model.soft_choice import softened
-from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
-from tieline.lab.on_model.soften_walls import (
+from tieline.lab.on_model.soft_choice import softened_routers
+from tieline.lab.on_model.soften_prediction import (
     MOMENTS,
     Walls,
     change_parts,
@@ -48,6 +47,7 @@ from tieline.lab.on_model.soften_walls import (
     shell_constant,
     slope_parts,
 )
+from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
 from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
@@ -121,16 +121,17 @@ class _Sample(NamedTuple):
 def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSizes) -> float:
     """Forward passes over 16,384 tokens that softening costs, with dense experts where k = 1."""
     plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
-    sizes = {name: _size(experts_of(model, name)) for name in plans}
+    sizes = {name: _parameter_count(experts_of(model, name)) for name in plans}
     used = {n: sizes[n] * plan.k / plan.n_experts for n, plan in plans.items()}
-    active = max(1.0, _size(model) - sum(sizes.values()) + sum(used.values()))
+    active = max(1.0, _parameter_count(model) - sum(sizes.values()) + sum(used.values()))
     extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
     passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
     again = len(plans) * settings.exact * settings.length
     return (passes * settings.tokens + again) / ORDINARY
 
 
-def _size(module: nn.Module | None) -> float:
+def _parameter_count(module: nn.Module | None) -> float:
+    """Number of parameters of a module; 0 for None."""
     return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
 
 
@@ -228,7 +229,7 @@ class _SoftenRun:
             model=self._subject.name,
             layers=records,
             together=self._levels(widths, 1.0, forecast),
-            predicted=_mean(forecast.slope, sample),
+            predicted=_sequence_mean(forecast.slope, sample),
             loss=clustered_mean(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
@@ -260,7 +261,7 @@ class _SoftenRun:
     def _losses(self) -> Float[Tensor, " sequences"]:
         """Summed loss of every sequence."""
         losses = [
-            next_token_losses(_logits(forward(self._model, ids), ids), ids).sum(dim=1)
+            next_token_losses(_output_logits(forward(self._model, ids), ids), ids).sum(dim=1)
             for ids in stacked_batches(self._sequences, self._batch_size)
         ]
         self._step()
@@ -274,8 +275,8 @@ class _SoftenRun:
         gradients: dict[str, list[Tensor]] = {name: [] for name in near}
         begin = 0
         for ids in stacked_batches(self._sequences, self._batch_size):
-            with _probes(self._model, blocks) as probes:
-                logits = _logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
+            with _gradient_probes(self._model, blocks) as probes:
+                logits = _output_logits(forward(self._model, ids), ids)[:, :-1].flatten(0, 1)
                 targets = ids[:, 1:].flatten().to(logits.device)
                 nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
             for name, tokens in near.items():
@@ -304,7 +305,7 @@ class _SoftenRun:
             name=layer.name,
             form=form,
             levels=self._levels({layer.name: width}, width, forecast),
-            predicted=_mean(forecast.slope, self._sample),
+            predicted=_sequence_mean(forecast.slope, self._sample),
             density=gap_density(gaps),
             tail=margin_tail(gaps),
             status=status,
@@ -396,7 +397,7 @@ class _SoftenRun:
                 rows = torch.arange(len(some)) * length + positions[some]
                 choice = path_choice(layer, some, router, share)
                 with only_running(self._model), override_choice(router, rule_at(rows, choice)):
-                    losses = next_token_losses(_logits(forward(self._model, ids), ids), ids)
+                    losses = next_token_losses(_output_logits(forward(self._model, ids), ids), ids)
                 changes[chunk] = losses.sum(dim=1) - sample.losses[documents[some]]
         return changes
 
@@ -407,7 +408,7 @@ class _SoftenRun:
         sample, levels = self._sample, []
         for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
-            with softened(self._model, wider), only_running(self._model):
+            with softened_routers(self._model, wider), only_running(self._model):
                 moved = self._losses() - sample.losses
             width, change = factor * unit, clustered_mean(moved, sample.counts)
             missed = expected = ratio = None
@@ -459,28 +460,29 @@ class _Forecast(NamedTuple):
     def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
         """Of all layers at once, to first order their sum; widths in units of the first ones."""
         pairs = list(zip(layers, units, strict=True))
-        slope = _sum([None if x.slope is None else x.slope * unit for x, unit in pairs])
+        slope = _sum_or_none([None if x.slope is None else x.slope * unit for x, unit in pairs])
         if slope is None:
             return cls()
 
         def change(factor: float) -> Tensor | None:
-            return _sum([x.change and x.change(factor * unit) for x, unit in pairs])
+            return _sum_or_none([x.change and x.change(factor * unit) for x, unit in pairs])
 
         return cls(slope, change)
 
 
-def _sum(terms: Sequence[Tensor | None]) -> Tensor | None:
+def _sum_or_none(terms: Sequence[Tensor | None]) -> Tensor | None:
     """The sum, or None if a part is not known."""
     defined = [term for term in terms if term is not None]
     return torch.stack(defined).sum(dim=0) if len(defined) == len(terms) else None
 
 
-def _mean(sums: Tensor | None, sample: _Sample) -> Estimate:
+def _sequence_mean(sums: Tensor | None, sample: _Sample) -> Estimate:
+    """Mean per token over sequences, clustered by sequence; unknown without sums."""
     return NOTHING if sums is None else clustered_mean(sums, sample.counts)
 
 
 @contextmanager
-def _probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Tensor]]:
+def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Tensor]]:
     """Evaluation mode with gradients by zeros that are added to the outputs of blocks alone."""
     probes: dict[str, Tensor] = {}
     handles = []
@@ -512,11 +514,13 @@ def _probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Te
             module.training = True
 
 
-def _logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
+def _output_logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
+    """The logits of a model's output, checked against its tokens."""
     return _checked_logits(getattr(output, "logits", None), ids)
 
 
 def _checked_logits(logits: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
+    """The logits; raises if there are none for these tokens."""
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         raise UnsupportedModelError("the model gives no logits for its tokens, so it has no loss")
     return logits

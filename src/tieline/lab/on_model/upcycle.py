@@ -122,14 +122,14 @@ def upcycle(
     """
     settings = UpcycleSettings.of(settings, options)
     text = None if settings.text is None else as_text(settings.text)[0]
-    loaded = _loaded(source, settings.revision, settings.dtype)
+    loaded = _dense_model(source, settings.revision, settings.dtype)
     require(
         text is None or loaded.tokenizer is not None,
         "the model has no tokenizer, so no loss on a text",
     )
     model: Any = loaded.module
     before = probe_output(model)
-    loss_before = _loss(loaded, text, settings.tokens, "loss before", progress)
+    loss_before = _text_loss_if_given(loaded, text, settings.tokens, "loss before", progress)
     done = upcycle_(model, **settings.layout)
     after = probe_output(model)
     return Upcycled(
@@ -137,14 +137,15 @@ def upcycle(
         noise=settings.noise,
         output_change=((after - before).abs().max() / before.abs().max()).item(),
         loss_before=loss_before,
-        loss_after=_loss(loaded, text, settings.tokens, "loss after", progress),
+        loss_after=_text_loss_if_given(loaded, text, settings.tokens, "loss after", progress),
         model=loaded.name or type(model).__name__,
         mixture=model,
         tokenizer=loaded.tokenizer,
     )
 
 
-def _loaded(source: object, revision: str | None, dtype: str) -> Model:
+def _dense_model(source: object, revision: str | None, dtype: str) -> Model:
+    """The dense model of a name, folder, pair or `Model`."""
     if isinstance(source, Model):
         return source
     if isinstance(source, str | Path):
@@ -156,9 +157,10 @@ def _loaded(source: object, revision: str | None, dtype: str) -> Model:
     )
 
 
-def _loss(
+def _text_loss_if_given(
     loaded: Model, text: str | None, tokens: int, stage: str, progress: Progress | None
 ) -> TextLoss | None:
+    """Loss on the text; None without a text."""
     if text is None:
         return None
     on_progress = partial(progress, stage) if progress else None

@@ -95,12 +95,14 @@ class DenseFFN:
     @property
     def b_in(self) -> Float[Tensor, " inner"] | None:
         """Their biases; None if no map of the network has one."""
-        return torch.cat([_bias(linear) for linear in self.first]) if self.has_bias else None
+        return (
+            torch.cat([_bias_or_zeros(linear) for linear in self.first]) if self.has_bias else None
+        )
 
     @property
     def b_out(self) -> Float[Tensor, " dim"] | None:
         """Bias of the output map."""
-        return _bias(self.last) if self.has_bias else None
+        return _bias_or_zeros(self.last) if self.has_bias else None
 
     @property
     def has_bias(self) -> bool:
@@ -121,15 +123,16 @@ def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
     networks = {}
     for name, module in model.named_modules():
         for layout in _LAYOUTS:
-            ffn = _read_network(name, module, layout)
+            ffn = _dense_ffn(name, module, layout)
             if ffn is not None:
                 networks[name] = ffn
     return networks
 
 
-def _read_network(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
-    first = tuple(_part(module, path) for path in layout.first)
-    last, holder = _part(module, layout.last), _part(module, layout.holder)
+def _dense_ffn(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
+    """The feed-forward network of a module in this layout; None if it is of another."""
+    first = tuple(_submodule(module, path) for path in layout.first)
+    last, holder = _submodule(module, layout.last), _submodule(module, layout.holder)
     candidates = (
         [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
     )
@@ -141,13 +144,13 @@ def _read_network(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | N
     fits = inner == (2 if layout.gated else 1) * last.in_features
     if len(maps) < len(first) or not fits or maps[0].in_features != last.out_features:
         return None
-    emptied = _join(name, layout.last) if layout.replaced else None
+    emptied = _joined_path(name, layout.last) if layout.replaced else None
     return DenseFFN(
-        name, _join(name, layout.replaced), emptied, layout.gated, maps, last, activation
+        name, _joined_path(name, layout.replaced), emptied, layout.gated, maps, last, activation
     )
 
 
-def _part(module: nn.Module, path: str) -> nn.Module | None:
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     """The submodule of that path; None if there is none."""
     for step in filter(None, path.split(".")):
         child = module._modules.get(step)
@@ -157,11 +160,13 @@ def _part(module: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _join(name: str, path: str) -> str:
+def _joined_path(name: str, path: str) -> str:
+    """A dotted path from a module's name and a path below it."""
     return ".".join(filter(None, (name, path)))
 
 
-def _bias(linear: nn.Linear) -> Tensor:
+def _bias_or_zeros(linear: nn.Linear) -> Tensor:
+    """The bias of a linear map, or zeros."""
     if linear.bias is not None:
         return linear.bias
     return linear.weight.new_zeros(linear.out_features)
@@ -319,14 +324,14 @@ def upcycle_(
         renormalise: weights of sum 1; without it the model's function changes.
         seed: of the router and the noise.
     """
-    _check_numbers(n_experts, k, router_init, router_scale, noise)
+    _check_upcycling(n_experts, k, router_init, router_scale, noise)
     _check_dense(model)
     refuse_quantised(model, FEATURE)
     chosen = _chosen_networks(find_dense_ffns(model), layers, type(model).__name__)
     for ffn in chosen.values():
         _check_copy(model, ffn)
     generator = torch.Generator().manual_seed(seed)
-    before = _size(model)
+    before = _parameter_count(model)
     with torch.no_grad():
         mixtures = {
             name: _mixture_of_copies(ffn, n_experts, k, renormalise, noise, generator)
@@ -334,18 +339,19 @@ def upcycle_(
         }
         for mixture in mixtures.values():
             _start_router(mixture.gate, router_init, router_scale, generator)
-    done = _describe(model, mixtures, before, renormalise)
+    done = _upcycling_record(model, mixtures, before, renormalise)
     kept = ("n_experts", "k", "renormalise")
     facts = {name: getattr(done, name) for name in kept} | {"layers": list(done.layers)}
     record_change(model, FEATURE, facts)
     for name, ffn in chosen.items():
-        _replace(model, ffn, mixtures[name].train(model.training))
+        _replace_network(model, ffn, mixtures[name].train(model.training))
     return done
 
 
-def _check_numbers(
+def _check_upcycling(
     n_experts: int, k: int, router_init: str, router_scale: float, noise: float
 ) -> None:
+    """Raise unless experts, k, router start and noise are in range."""
     require(n_experts >= 2, f"a mixture needs at least 2 experts, got {n_experts}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=} of {n_experts} experts")
     kinds = ("normal", "orthogonal")
@@ -355,6 +361,7 @@ def _check_numbers(
 
 
 def _check_dense(model: nn.Module) -> None:
+    """Raise if the model routes already."""
     routers = [name for name, module in model.named_modules() if family_of(module) is not None]
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
     routed = [*routers, *experts]
@@ -367,6 +374,7 @@ def _check_dense(model: nn.Module) -> None:
 def _chosen_networks(
     networks: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
 ) -> dict[str, DenseFFN]:
+    """The networks of the chosen layers, by index or name; all of them for None."""
     if not networks:
         raise UnsupportedModelError(
             f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
@@ -376,11 +384,12 @@ def _chosen_networks(
         return networks
     require(len(layers) > 0, "layers must name at least one network, got none")
     names = list(networks)
-    chosen = {_name_of(layer, names) for layer in layers}
+    chosen = {_network_name(layer, names) for layer in layers}
     return {name: ffn for name, ffn in networks.items() if name in chosen}
 
 
-def _name_of(layer: int | str, names: list[str]) -> str:
+def _network_name(layer: int | str, names: list[str]) -> str:
+    """The name of a network given by index or name; raises if there is none."""
     if isinstance(layer, int) and 0 <= layer < len(names):
         return names[layer]
     require(
@@ -402,7 +411,7 @@ def _check_copy(model: nn.Module, ffn: DenseFFN) -> None:
     training = module.training
     module.eval()
     try:
-        output, copied = _outputs(model, ffn, x)
+        output, copied = _outputs_before_and_after(model, ffn, x)
     finally:
         module.train(training)
     rounding = 64 * torch.finfo(weight.dtype).eps
@@ -414,7 +423,7 @@ def _check_copy(model: nn.Module, ffn: DenseFFN) -> None:
     )
 
 
-def _outputs(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs_before_and_after(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
     """The model's output on x, now and with a mixture equal to `ffn` in place."""
     if ffn.emptied is None:
         return model.get_submodule(ffn.name)(x), ffn(x)
@@ -466,29 +475,34 @@ def _mixture_of_copies(
 def _start_router(
     router: UpcycledRouter, how: str, scale: float, generator: torch.Generator
 ) -> None:
+    """Draw the router's weights, normal or orthogonal, times `scale`."""
     drawn = torch.randn(router.weight.shape, generator=generator)
     if how == "orthogonal":
         nn.init.orthogonal_(drawn, gain=math.sqrt(drawn.shape[1]), generator=generator)
     router.weight.copy_(scale * drawn)
 
 
-def _replace(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:
+def _replace_network(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:
+    """Put a mixture in place of a network; a second module of it becomes the identity."""
     model.set_submodule(ffn.replaced, mixture)
     if ffn.emptied is not None:
         model.set_submodule(ffn.emptied, nn.Identity())
 
 
-def _size(model: nn.Module) -> int:
+def _parameter_count(model: nn.Module) -> int:
+    """Number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _describe(
+def _upcycling_record(
     model: nn.Module, mixtures: dict[str, UpcycledFFN], before: int, renormalise: bool
 ) -> Upcycling:
     """The record; `model` is not changed yet."""
     gates = [mixture.gate for mixture in mixtures.values()]
-    routers = sum(_size(gate) for gate in gates)
-    per_expert = sum(_size(m.experts) // m.experts.num_experts for m in mixtures.values())
+    routers = sum(_parameter_count(gate) for gate in gates)
+    per_expert = sum(
+        _parameter_count(m.experts) // m.experts.num_experts for m in mixtures.values()
+    )
     n_experts, k = gates[0].num_experts, gates[0].top_k
     return Upcycling(
         layers=tuple(mixtures),
@@ -501,17 +515,17 @@ def _describe(
     )
 
 
-def _restore(model: nn.Module, facts: dict[str, Any]) -> None:
+def _restore_upcycling(model: nn.Module, facts: dict[str, Any]) -> None:
     """Put mixtures without values in the places that a checkpoint names."""
     n_experts, k, names = facts.get("n_experts"), facts.get("k"), facts.get("layers")
     if not (isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)):
         raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")
-    _check_numbers(n_experts, k, "normal", 1.0, 0.0)
+    _check_upcycling(n_experts, k, "normal", 1.0, 0.0)
     networks = find_dense_ffns(model)
     for name, ffn in _chosen_networks(networks, names, type(model).__name__).items():
         like = networks[name].last.weight
         mixture = empty_mixture(ffn, n_experts, k, bool(facts.get("renormalise", True)), like)
-        _replace(model, ffn, mixture)
+        _replace_network(model, ffn, mixture)
 
 
-register_restorer(FEATURE, Restorer(before=_restore))
+register_restorer(FEATURE, Restorer(before=_restore_upcycling))

@@ -188,7 +188,7 @@ def flip_walk(
         seed: of the paths.
     """
     ranked = stable_topk(scores, min(scores.shape[1], k + RANKS))
-    walkers = [_walker(z, k, pull[ids], seed) for z, ids in zip(*ranked, strict=True)]
+    walkers = [_token_walk(z, k, pull[ids], seed) for z, ids in zip(*ranked, strict=True)]
     lower, value, upper, nearest = (torch.stack(x) for x in zip(*walkers, strict=True))
     spread = pull @ pull.T
     return FlipWalk(
@@ -202,7 +202,7 @@ def flip_walk(
     )
 
 
-def _walker(
+def _token_walk(
     scores: Float[Tensor, " ranks"], k: int, pull: Float[Tensor, "ranks directions"], seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bounds and simulated P(flip by t) of one token at every horizon, and its nearest wall."""

@@ -22,10 +22,10 @@ HEAD = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass"
 FEW_KEYS, NEAR_MASS = 4.0, 0.25
 
 
-def _report(result: AttentionView) -> Report:
+def _attention_report(result: AttentionView) -> Report:
     """Verdict, figure and one row per head."""
     table, sentences = _head_table(result), attention_facts(result)
-    draw = partial(_figure, result.heads)
+    draw = partial(_attention_figure, result.heads)
     caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     layers = len({head.layer for head in result.heads})
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
@@ -34,7 +34,7 @@ def _report(result: AttentionView) -> Report:
         name="Attention",
         title=result.model,
         facts=f"{layers} layers, {len(result.heads)} heads · {sample}",
-        verdict=_verdict(result),
+        verdict=_attention_verdict(result),
         table=lambda: table,
         body=lambda: {
             "sections": [
@@ -47,7 +47,7 @@ def _report(result: AttentionView) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_attention_report)
 
 
 def attention_facts(result: AttentionView) -> list[str]:
@@ -66,7 +66,8 @@ def attention_facts(result: AttentionView) -> list[str]:
     ]
 
 
-def _verdict(result: AttentionView) -> str:
+def _attention_verdict(result: AttentionView) -> str:
+    """How many keys carry a query's mass, whether sigmoid weights fit, and what to do."""
     heads = result.heads
     keys, carry = fmean(head.seen for head in heads), fmean(head.effective for head in heads)
     near = fmean(head.near for head in heads)
@@ -86,7 +87,10 @@ def _verdict(result: AttentionView) -> str:
 
 
 def _head_table(result: AttentionView) -> Grid:
-    labels = dict(zip(_layers(result.heads), short_names(_layers(result.heads)), strict=True))
+    """One row per head: effective keys, largest weight, gap, mass and change."""
+    labels = dict(
+        zip(_head_layers(result.heads), short_names(_head_layers(result.heads)), strict=True)
+    )
     rows = (
         (
             labels[head.layer],
@@ -104,16 +108,19 @@ def _head_table(result: AttentionView) -> Grid:
     return Grid(HEAD, tuple(rows))
 
 
-def _layers(heads: Sequence[HeadView]) -> list[str]:
+def _head_layers(heads: Sequence[HeadView]) -> list[str]:
+    """The layers of the heads, each once."""
     return list(dict.fromkeys(head.layer for head in heads))
 
 
-def _figure(heads: Sequence[HeadView]) -> "Figure":
-    return chart_figure(_chart(heads))
+def _attention_figure(heads: Sequence[HeadView]) -> "Figure":
+    """The chart by matplotlib."""
+    return chart_figure(_attention_chart(heads))
 
 
-def _chart(heads: Sequence[HeadView]) -> Chart:
-    layers = _layers(heads)
+def _attention_chart(heads: Sequence[HeadView]) -> Chart:
+    """Effective keys and mass of sigmoid weights, a column per layer."""
+    layers = _head_layers(heads)
     positions = [layers.index(head.layer) for head in heads]
     left, right = [x - 0.12 for x in positions], [x + 0.12 for x in positions]
     effective, weights = [head.effective for head in heads], [head.mass for head in heads]

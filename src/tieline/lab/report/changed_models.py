@@ -33,17 +33,17 @@ NAMES = {
 }
 
 
-def _report(result: Rerouted) -> Report:
+def _reroute_report(result: Rerouted) -> Report:
     """What was kept and paid, layer by layer."""
-    table, sentences = _layer_table(result), reroute_facts(result)
-    draw = partial(_figure, result.layers)
+    table, sentences = _rerouted_layer_table(result), reroute_facts(result)
+    draw = partial(_reroute_figure, result.layers)
     caption = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
     return Report(
         kind="rerouting",
         name="Rerouting",
         title=result.model,
-        facts=_facts(result),
-        verdict=_verdict(result),
+        facts=_reroute_summary(result),
+        verdict=_reroute_verdict(result),
         table=lambda: table,
         body=lambda: {
             "sections": [
@@ -56,7 +56,7 @@ def _report(result: Rerouted) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_reroute_report)
 
 
 def reroute_facts(result: Rerouted) -> list[str]:
@@ -85,7 +85,8 @@ def reroute_facts(result: Rerouted) -> list[str]:
     ]
 
 
-def _verdict(result: Rerouted) -> str:
+def _reroute_verdict(result: Rerouted) -> str:
+    """How many choices the new router keeps, what that costs, and what to do."""
     kept = _share_text(result.kept.value)
     change = signed(result.loss_change, ".5f", ".5f")
     start = f"The {NAMES[result.router]} keeps {kept} of the choices; the loss changes by {change}"
@@ -98,14 +99,16 @@ def _verdict(result: Rerouted) -> str:
     return f"{start} nats. {advice}"
 
 
-def _facts(result: Rerouted) -> str:
+def _reroute_summary(result: Rerouted) -> str:
+    """Router, its options and the number of layers in one line."""
     options = ", ".join(f"{name} {value}" for name, value in result.options.items())
     return (
         f"{NAMES[result.router]}{f' ({options})' if options else ''}, {len(result.layers)} layers"
     )
 
 
-def _layer_table(result: Rerouted) -> Grid:
+def _rerouted_layer_table(result: Rerouted) -> Grid:
+    """One row per layer: choices kept, fit, gaps and bf16 flips before and after."""
     labels = short_names([layer.name for layer in result.layers])
     rows = (
         (
@@ -128,11 +131,13 @@ def _share_text(share: float | None) -> str:
     return DASH if finite(share) is None else f"{share:.2%}".replace("%", " %")
 
 
-def _figure(layers: Sequence[ReroutedLayer]) -> "Figure":
-    return chart_figure(_chart(layers))
+def _reroute_figure(layers: Sequence[ReroutedLayer]) -> "Figure":
+    """The chart by matplotlib."""
+    return chart_figure(_reroute_chart(layers))
 
 
-def _chart(layers: Sequence[ReroutedLayer]) -> Chart:
+def _reroute_chart(layers: Sequence[ReroutedLayer]) -> Chart:
+    """Choices lost and bf16 flips before and after, layer by layer."""
     positions = range(len(layers))
     series = (
         Series(

@@ -82,61 +82,65 @@ MOST_FLIPS = 0.05
 """Share of tokens that bf16 may flip in a layer of the recommended split."""
 
 
-def recommendation(result: Advice) -> str:
+def design_recommendation(result: Advice) -> str:
     """Say how far to split the experts: as far as bf16 flips at most `MOST_FLIPS` of the tokens.
 
     The gain of a split is the expected number of linear pieces; its cost, the flips, falls away
     where the router computes in float32.
     """
     rows = sorted(result.rows, key=lambda row: row.split)
-    stable = [row for row in rows if _number(row, FLIPS) <= MOST_FLIPS]
+    stable = [row for row in rows if _entry_value(row, FLIPS) <= MOST_FLIPS]
     finest = rows[-1]
     if not stable:
-        return f"Keep the router in float32: {_flips_text(rows[0], finest)}."
+        return f"Keep the router in float32: {_bf16_flips_text(rows[0], finest)}."
     if stable[-1] is finest:
-        return f"{_shape_text(finest)} are fine, also with a router in bf16: {_flips_text(finest)}."
-    gain = _number(finest, "expected_gain") / _number(stable[-1], "expected_gain")
+        shape, flips = _experts_text(finest), _bf16_flips_text(finest)
+        return f"{shape} are fine, also with a router in bf16: {flips}."
+    gain = _entry_value(finest, "expected_gain") / _entry_value(stable[-1], "expected_gain")
     return (
-        f"Do not go beyond {_shape_text(stable[-1])} unless the router computes in float32: "
-        f"{_flips_text(stable[-1], finest)}, for {significant(gain, 2)} times the expected linear "
-        "pieces."
+        f"Do not go beyond {_experts_text(stable[-1])} unless the router computes in float32: "
+        f"{_bf16_flips_text(stable[-1], finest)}, for {significant(gain, 2)} times the expected "
+        "linear pieces."
     )
 
 
-def _number(row: Granularity, name: str) -> float:
+def _entry_value(row: Granularity, name: str) -> float:
     """A number of a granularity; infinite where it has none."""
     value = row.entries[name].value
     return math.inf if value is None else float(value)
 
 
-def _flips_text(*rows: Granularity) -> str:
+def _bf16_flips_text(*rows: Granularity) -> str:
     """What rounding to bf16 does to the tokens at some granularities, each named once."""
     shares = dict.fromkeys(
-        f"{cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_shape_text(row)}" for row in rows
+        f"{cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_experts_text(row)}"
+        for row in rows
     )
     return f"rounding its scores to bf16 changes the choice of {' and '.join(shares)}"
 
 
-def _shape_text(row: Granularity) -> str:
+def _experts_text(row: Granularity) -> str:
+    """Return "k of N experts"."""
     return f"{row.shape.k} of {row.shape.n_experts} experts"
 
 
-def _report(result: Advice) -> Report:
+def _design_report(result: Advice) -> Report:
     """Numbers by split, figure, and where each number holds."""
     table = _split_table(result)
-    draw = partial(_figure, result)
+    draw = partial(_design_figure, result)
     return Report(
         kind="design",
         title=f"Design of {result.source}",
-        facts=_facts(result),
-        verdict=recommendation(result),
+        facts=_design_facts(result),
+        verdict=design_recommendation(result),
         table=lambda: table,
-        body=lambda: {"sections": _page_sections(result, table, draw)},
+        body=lambda: {"sections": _design_sections(result, table, draw)},
         figures={"design": draw},
     )
 
 
-def _page_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
+def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
+    """Table, measured layers, figure and meanings of a page."""
     meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
     measured = Section("Measured on the model's own hidden states", measured_grid(result))
     caption = "Decimal logarithms of bounds, expectation and tie densities by split"
@@ -152,7 +156,7 @@ def _page_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") ->
     ]
 
 
-def _terminal(result: Advice, width: int) -> RenderableType:
+def _design_terminal(result: Advice, width: int) -> RenderableType:
     """Numbers by split, notes on single entries, and where each number holds."""
     table = grid_table(_split_table(result), left=1)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
@@ -166,18 +170,19 @@ def _terminal(result: Advice, width: int) -> RenderableType:
     if result.measured:
         measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
     return terminal_view(
-        result.source, _facts(result), recommendation(result), table, notes, *measured, meanings
+        result.source, _design_facts(result), design_recommendation(result), table, notes, *measured, meanings
     )
 
 
-def _summary(result: Advice) -> str:
+def _design_summary(result: Advice) -> str:
     """Source, shape and splits in two lines."""
     splits = ", ".join(str(row.split) for row in result.rows)
-    return f"Design of {result.source}, splits {splits}\n{_facts(result)}\n{recommendation(result)}"
+    headline = f"Design of {result.source}, splits {splits}"
+    return "\n".join([headline, _design_facts(result), design_recommendation(result)])
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(
-    terminal=_terminal, summary=_summary
+page, figures, terminal, summary, notebook = views(_design_report)._replace(
+    terminal=_design_terminal, summary=_design_summary
 )
 
 
@@ -188,6 +193,7 @@ def measured_grid(result: Advice) -> Grid:
 
 
 def _measured_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
+    """Switches, angles and centring of one measured layer, or why there are none."""
     near, far, centred = layer.neighbours, layer.any_two, layer.centring
     if near is None or far is None or centred is None:
         return (label, *[DASH] * (len(MEASURED_HEAD) - 2), layer.status)
@@ -218,7 +224,7 @@ def cell_text(name: str, entry: Entry) -> str:
     return significant(float(entry.value))
 
 
-def _facts(result: Advice) -> str:
+def _design_facts(result: Advice) -> str:
     """The shape in one line."""
     first = result.rows[0]
     shape = first.shape
@@ -267,14 +273,17 @@ def _star_notes(result: Advice) -> list[str]:
     return [*marks, *result.notes]
 
 
-def _figure(result: Advice) -> "Figure":
+def _design_figure(result: Advice) -> "Figure":
     """Pieces (left) and ties (right) by split, as powers of ten."""
-    pieces = _chart(result, PIECES, f"$\\log_{{10}}$ of the number, $d_{{eff}}={result.d_eff}$")
-    ties = _chart(result, TIES, "$\\log_{10}$ of the number")
+    pieces = _log10_chart(
+        result, PIECES, f"$\\log_{{10}}$ of the number, $d_{{eff}}={result.d_eff}$"
+    )
+    ties = _log10_chart(result, TIES, "$\\log_{10}$ of the number")
     return chart_figure(pieces, ties, width=6.75, height=2.9)
 
 
-def _chart(result: Advice, curves: Mapping[str, Series], title: str) -> Chart:
+def _log10_chart(result: Advice, curves: Mapping[str, Series], title: str) -> Chart:
+    """Decimal logarithms of some quantities by split."""
     splits = [str(row.split) for row in result.rows]
     logs = {name: [row.entries[name].log10 for row in result.rows] for name in curves}
     series = tuple(replace(curve, x=splits, y=logs[name]) for name, curve in curves.items())

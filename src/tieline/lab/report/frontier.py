@@ -41,48 +41,50 @@ SPREADS = {"noise": "ε in proportion to the noise", "budget": "equal experts in
 """What the widths of each spread are."""
 
 
-def _report(result: Frontier) -> Report:
+def _frontier_report(result: Frontier) -> Report:
     """The chart, every width, and the law layer by layer."""
     points, law = points_table(result), law_table(result)
     sections = [
         Section("All widths", points, notes=[HOW_TO_READ]),
         *([Section("The law, layer by layer", law, notes=[HOW_LAW])] if law.rows else []),
     ]
-    below: list[RenderableType] = [grid_table(points), _spaced(Text(HOW_TO_READ))]
+    below: list[RenderableType] = [grid_table(points), _with_empty_line(Text(HOW_TO_READ))]
     if result.layers:
-        below += [_spaced(grid_table(law)), _spaced(Text(HOW_LAW))]
+        below += [_with_empty_line(grid_table(law)), _with_empty_line(Text(HOW_LAW))]
     return Report(
         kind="frontier",
         name="Frontier",
         title=result.model,
-        facts=_facts(result),
-        verdict=_verdict(result),
+        facts=_frontier_facts(result),
+        verdict=_frontier_verdict(result),
         table=lambda: points,
         body=lambda: {
             "style": "",
-            "panels": [FRONTIER.drawn(_chart(result))],
+            "panels": [FRONTIER.drawn(_frontier_chart(result))],
             "sections": sections,
             "provenance": dotted_rows(result.provenance),
         },
         below=lambda width: below,
-        figures={"frontier": lambda: chart_figure(_chart(result))},
+        figures={"frontier": lambda: chart_figure(_frontier_chart(result))},
     )
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_frontier_report)
 
 
-def _spaced(part: RenderableType) -> Padding:
+def _with_empty_line(part: RenderableType) -> Padding:
     """A part of the terminal view with an empty line below it."""
     return Padding(part, (0, 0, 1, 0))
 
 
-def _facts(result: Frontier) -> str:
+def _frontier_facts(result: Frontier) -> str:
+    """Gate, cost of flips and number of widths in one line."""
     cost = f"flips under {result.noise} cost KL {significant(result.by_flips)}"
     return f"{result.gate} gate · {cost} · {len(result.points)} widths"
 
 
-def _verdict(result: Frontier) -> str:
+def _frontier_verdict(result: Frontier) -> str:
+    """The width that makes flips cheapest, its price, and what to do."""
     repairing = [point for point in result.of("noise") if finite(point.factor)]
     if not repairing:
         return "No width lowers what flips cost by an amount that can be seen."
@@ -119,8 +121,8 @@ def law_table(frontier: Frontier) -> Grid:
             label,
             significant(point.scale),
             percent(point.inside),
-            significant(_ratio(point.moved.value, point.predicted_moved), 2),
-            significant(_ratio(point.sensitivity.value, point.predicted_sensitivity), 2),
+            significant(_positive_ratio(point.moved.value, point.predicted_moved), 2),
+            significant(_positive_ratio(point.sensitivity.value, point.predicted_sensitivity), 2),
             significant(point.factor, 2),
             with_error(point.over, 2),
         )
@@ -131,11 +133,13 @@ def law_table(frontier: Frontier) -> Grid:
     return Grid(LAW, tuple(rows))
 
 
-def _ratio(above: float | None, below: float) -> float | None:
+def _positive_ratio(above: float | None, below: float) -> float | None:
+    """Above / below; None where either is missing or not positive."""
     return above / below if above is not None and below > 0 else None
 
 
-def _chart(frontier: Frontier) -> Chart:
+def _frontier_chart(frontier: Frontier) -> Chart:
+    """KL to the original against how much cheaper flips are, with the least possible."""
     hover = "%{x:.3~g} times cheaper, moved %{y:.3~g}<extra></extra>"
     series = []
     for spread, colour in (("noise", "@accent"), ("budget", "@warn")):

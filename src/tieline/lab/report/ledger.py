@@ -46,7 +46,7 @@ FEW = 8
 """Up to this number of claims, a terminal shows every claim in full."""
 
 
-def _report(result: Ledger) -> Report:
+def _ledger_report(result: Ledger) -> Report:
     """A table of all claims, then each claim with its checks and chart."""
     rows = tuple(
         (o.claim.id, o.claim.title, *_value_cells(o), verdict_text(o)) for o in result.claims
@@ -54,22 +54,23 @@ def _report(result: Ledger) -> Report:
     return Report(
         kind="reproduction",
         title="Claims ledger",
-        facts=_facts(result),
+        facts=_ledger_facts(result),
         verdict=_verdict_counts(result),
         table=lambda: Grid(("claim", "what", *VALUES, "verdict"), rows),
-        body=partial(_page_body, result),
+        body=partial(_ledger_page, result),
         figures={
-            outcome.claim.id: partial(_figure, outcome.evidence.figure)
+            outcome.claim.id: partial(_claim_figure, outcome.evidence.figure)
             for outcome in result.claims
             if outcome.evidence.figure is not None
         },
     )
 
 
-def _page_body(result: Ledger) -> dict[str, Any]:
+def _ledger_page(result: Ledger) -> dict[str, Any]:
+    """Variables of the template: charts by claim, outcomes by paper."""
     panels = {
         outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").drawn(
-            _chart(outcome.evidence.figure)
+            _claim_chart(outcome.evidence.figure)
         )
         for outcome in result.claims
         if outcome.evidence.figure is not None
@@ -78,7 +79,7 @@ def _page_body(result: Ledger) -> dict[str, Any]:
         "template": "ledger.html",
         "style": "ledger.css",
         "panels": list(panels.values()),
-        "papers": [(paper, _outcomes_of(result, paper)) for paper in result.papers],
+        "papers": [(paper, _outcomes_of_paper(result, paper)) for paper in result.papers],
         "charts": panels,
         "parts": PARTS,
         "value_text": value_text,
@@ -88,12 +89,12 @@ def _page_body(result: Ledger) -> dict[str, Any]:
     }
 
 
-def _terminal(result: Ledger, width: int) -> RenderableType:
+def _ledger_terminal(result: Ledger, width: int) -> RenderableType:
     """One row per claim, paper by paper, then the claims that changed and the counts."""
     blocks: list[RenderableType] = []
     for paper in result.papers:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
-        table = _outcome_table(_outcomes_of(result, paper), wide=width >= NARROW)
+        table = _outcome_table(_outcomes_of_paper(result, paper), wide=width >= NARROW)
         blocks += [heading, Padding(table, (0, 0, 1, 0))]
     if len(result.claims) <= FEW:
         blocks += [claim_text(outcome.claim) for outcome in result.claims]
@@ -106,15 +107,15 @@ def _terminal(result: Ledger, width: int) -> RenderableType:
     return Group(*blocks, Text(_verdict_counts(result)))
 
 
-def _notebook(result: Ledger) -> str:
+def _ledger_notebook(result: Ledger) -> str:
     """A table of all claims, without charts; `plot` draws those."""
-    return replace(_report(result), figures={}).notebook()
+    return replace(_ledger_report(result), figures={}).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(
-    terminal=_terminal,
-    summary=lambda result: f"Claims ledger ({_facts(result)})\n{_verdict_counts(result)}",
-    notebook=_notebook,
+page, figures, terminal, summary, notebook = views(_ledger_report)._replace(
+    terminal=_ledger_terminal,
+    summary=lambda result: f"Claims ledger ({_ledger_facts(result)})\n{_verdict_counts(result)}",
+    notebook=_ledger_notebook,
 )
 
 
@@ -173,7 +174,8 @@ def _measured_text(check: Check) -> str:
     return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
-def _facts(result: Ledger) -> str:
+def _ledger_facts(result: Ledger) -> str:
+    """Version, mode and seed in one line."""
     run = result.provenance
     return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
 
@@ -187,7 +189,8 @@ def _verdict_counts(result: Ledger) -> str:
     return f"{count}. {' · '.join(counts).capitalize()}. {news}."
 
 
-def _outcomes_of(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
+def _outcomes_of_paper(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
+    """The outcomes of one paper's claims."""
     return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
 
 
@@ -198,12 +201,14 @@ def _value_cells(outcome: ClaimOutcome) -> list[str]:
 
 
 def _verdict_class(outcome: ClaimOutcome) -> str:
+    """The style class of an outcome's verdict."""
     if outcome.changed or outcome.verdict is None:
         return "changed"
     return CLASSES[outcome.verdict]
 
 
 def _outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
+    """One row per claim, coloured by verdict; `wide` adds the values."""
     table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
     table.columns[0].no_wrap = True
     for outcome in outcomes:
@@ -233,7 +238,7 @@ def _changed_text(outcome: ClaimOutcome) -> Text:
     return Text("\n".join(lines), style="bold red")
 
 
-def _chart(figure: FigureData) -> Chart:
+def _claim_chart(figure: FigureData) -> Chart:
     """A claim's chart; more than five series are coloured by a ramp."""
     count = len(figure.series)
     ramp = [layer_colour(index, count) for index in range(count)]
@@ -258,11 +263,13 @@ def _chart(figure: FigureData) -> Chart:
     return Chart(x, y, series, height=300 + 20 * count, margin_below=60 + 20 * count)
 
 
-def _figure(figure: FigureData) -> "Figure":
-    return chart_figure(_chart(figure), height=3.2)
+def _claim_figure(figure: FigureData) -> "Figure":
+    """A claim's chart by matplotlib."""
+    return chart_figure(_claim_chart(figure), height=3.2)
 
 
 def _catalogue_listing(result: Catalogue) -> Listing:
+    """All claims with their expected verdicts."""
     rows = ((c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims)
     facts = f"{len(result.claims)} claims of {len(result.papers)} papers"
     table = Grid(("claim", "number", "what", "expected"), tuple(rows))

@@ -36,17 +36,17 @@ PANELS = (
 MARKERS = "oDsv^P"
 
 
-def _report(result: RateStudy) -> Report:
+def _rates_report(result: RateStudy) -> Report:
     """Figure, slopes with all sample sizes, and notes on the fits."""
-    table = _slopes(result, result.sizes)
-    draw = partial(_draw, result)
+    table = _slope_table(result, result.sizes)
+    draw = partial(_rates_figure, result)
     caption = "Mean losses with fitted power laws, one panel per loss, one colour per start"
     return Report(
         kind="rates",
         name="Rates",
         title=result.name,
-        facts=_facts(result),
-        verdict=_verdict(result),
+        facts=_rates_facts(result),
+        verdict=_rates_verdict(result),
         table=lambda: table,
         body=lambda: {
             "sections": [
@@ -54,23 +54,24 @@ def _report(result: RateStudy) -> Report:
                 Section("Slopes", table, notes=_fit_notes(result)),
             ]
         },
-        below=partial(_terminal_parts, result),
+        below=partial(_rates_terminal, result),
         figures={"rates": draw},
     )
 
 
-def _terminal_parts(result: RateStudy, width: int) -> list[RenderableType]:
+def _rates_terminal(result: RateStudy, width: int) -> list[RenderableType]:
     """Slopes with some sample sizes, and notes on the fits."""
     last = len(result.sizes) - 1
     indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
-    table = _slopes(result, [result.sizes[index] for index in indices])
+    table = _slope_table(result, [result.sizes[index] for index in indices])
     return [grid_table(table, left=2), Text("\n".join(_fit_notes(result)))]
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_rates_report)
 
 
-def _facts(result: RateStudy) -> str:
+def _rates_facts(result: RateStudy) -> str:
+    """Model, sizes, repetitions, noise and loss in one line."""
     model = result.model
     fitted, true = model.n_experts, result.true_experts
     facts = [
@@ -87,7 +88,7 @@ def _facts(result: RateStudy) -> str:
     return " · ".join(facts)
 
 
-def _verdict(result: RateStudy) -> str:
+def _rates_verdict(result: RateStudy) -> str:
     """The slope of the quotient loss from the first start, and the sample size asked for."""
     rated = ((s.start, s.rate) for s in result.series if s.loss == "quotient" and s.rate)
     start, rate = next(rated, ("", None))
@@ -102,14 +103,15 @@ def _verdict(result: RateStudy) -> str:
     return verdict
 
 
-def _slopes(result: RateStudy, sizes: Sequence[int]) -> Grid:
+def _slope_table(result: RateStudy, sizes: Sequence[int]) -> Grid:
     """One row per loss and start, with the mean losses at these sample sizes."""
     head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
-    rows = tuple(_series_row(series, sizes) for series in result.series)
+    rows = tuple(_slope_row(series, sizes) for series in result.series)
     return Grid(head, rows, quantities="rows")  # the losses are of different sizes
 
 
-def _series_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
+def _slope_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Loss, start, slope, interval and the mean losses at some sample sizes."""
     means = dict(zip(series.sizes, series.mean, strict=True))
     cells = one_form([significant(means[n], 2) if n in means else DASH for n in sizes])
     rate = series.rate
@@ -119,9 +121,10 @@ def _series_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def _fit_notes(result: RateStudy) -> list[str]:
+    """Fits by outcome, the paper's slope, failures and warnings."""
     ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
     notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
-    notes += _advice(result)
+    notes += _experts_advice(result)
     if result.paper_slope is not None:
         notes.append(f"the paper reports a slope of {result.paper_slope:.2f} for the raw loss")
     if result.failed:
@@ -145,7 +148,7 @@ SEPARABLE = ("tanh", "gelu")
 """Experts whose sums are not of the same kind, so that a spare expert can be identified."""
 
 
-def _advice(result: RateStudy) -> list[str]:
+def _experts_advice(result: RateStudy) -> list[str]:
     """What the number of fitted experts means for predictions and for reading the experts."""
     spare = result.model.n_experts - result.true_experts
     if not result.well_specified or spare < 0:
@@ -167,39 +170,43 @@ def _advice(result: RateStudy) -> list[str]:
     ]
 
 
-def _draw(result: RateStudy) -> "Figure":
+def _rates_figure(result: RateStudy) -> "Figure":
     """Means with bars and fitted lines, log-log."""
 
     def draw(*panels: "Axes") -> None:
         for axes, (loss, title) in zip(panels, PANELS, strict=True):
-            _draw_loss(axes, [s for s in result.series if s.loss == loss and s.mean], result)
+            _draw_loss_panel(axes, [s for s in result.series if s.loss == loss and s.mean], result)
             heading = title if loss == "function" else f"{title} {result.loss}"
             axes.set_title(heading, fontsize=8)
 
     figure = styled_figure(draw, columns=3, height=3.2)
-    figure.suptitle(_headline(result), fontsize=8)
+    figure.suptitle(_rates_headline(result), fontsize=8)
     # more room below: the layout underestimates that of the legends
     figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
     return figure
 
 
-def _headline(result: RateStudy) -> str:
+def _rates_headline(result: RateStudy) -> str:
+    """Name, repetitions, noise and failures, above the figure."""
     headline = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
     headline += f", {result.failed} of {result.problems} not converged" if result.failed else ""
     few = ", ".join(f"{n:,}" for n in result.ridge.sizes)
     return headline + (f", a ridge at n = {few}" if few else "")
 
 
-def _draw_loss(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
-    for curve, colour, marker in zip(series, _colours(len(series)), MARKERS * 9, strict=False):
-        _draw_series(axes, curve, result.ridge.sizes, colour, marker)
+def _draw_loss_panel(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
+    """One panel: the curves of one loss, guides of its slopes, a legend."""
+    for curve, colour, marker in zip(
+        series, _start_colours(len(series)), MARKERS * 9, strict=False
+    ):
+        _draw_loss_series(axes, curve, result.ridge.sizes, colour, marker)
     _draw_guides(axes, series, result.paper_slope)
     axes.set(xscale="log", yscale="log", xlabel="sample size n")
     _name_ticks(axes)
     axes.legend(fontsize=5.8, loc="upper center", bbox_to_anchor=(0.5, -0.24), handlelength=1.4)
 
 
-def _draw_series(
+def _draw_loss_series(
     axes: "Axes", series: LossSeries, ridge: Sequence[int], colour: Any, marker: str
 ) -> None:
     """Points with bars, and the fitted line over the sample sizes that count."""
@@ -247,7 +254,7 @@ def _name_ticks(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _colours(count: int) -> list[Any]:
+def _start_colours(count: int) -> list[Any]:
     """One colour per start radius."""
     from matplotlib import colormaps
 

@@ -57,12 +57,12 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
         low, high = cut.window[0], cut.window[2]
         axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
         axes.set(xlabel="length in input space", ylabel="length in input space")
-        axes.set_title(_counts_text(cut), fontsize=7, wrap=True)
+        axes.set_title(_slice_counts_text(cut), fontsize=7, wrap=True)
 
     return styled_figure(draw, width=4.2, height=4.6)
 
 
-def _report(result: RouterSlice) -> Report:
+def _slice_report(result: RouterSlice) -> Report:
     """The plane with its cells, how it was checked, the largest cells."""
     sentences = slice_words(result)
     return Report(
@@ -71,13 +71,14 @@ def _report(result: RouterSlice) -> Report:
         facts=f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts",
         verdict=sentences[1],
         table=partial(_largest_cells, result.cut),
-        body=lambda: _page_body(result.cut, sentences),
-        below=lambda width: [_points_table(result), *map(Text, sentences[2:])],
+        body=lambda: _slice_page_body(result.cut, sentences),
+        below=lambda width: [_slice_tokens_table(result), *map(Text, sentences[2:])],
         figures={"slice": partial(_named_figure, result)},
     )
 
 
-def _points_table(result: RouterSlice) -> Table:
+def _slice_tokens_table(result: RouterSlice) -> Table:
+    """The three tokens with document, position and experts."""
     rows = [
         (visible(p.text) or "◦", str(p.document), str(p.position), ", ".join(map(str, p.experts)))
         for p in result.points
@@ -85,18 +86,18 @@ def _points_table(result: RouterSlice) -> Table:
     return text_table(("token", "document", "position", "experts"), rows)
 
 
-def _summary(result: RouterSlice) -> str:
+def _slice_summary(result: RouterSlice) -> str:
     """Name and sentences in plain lines."""
     return "\n".join([f"Slice of {result.model}", *slice_words(result)])
 
 
-def _notebook(result: RouterSlice) -> str:
+def _slice_notebook(result: RouterSlice) -> str:
     """Sentences, the largest cells and the figure."""
-    return replace(_report(result), verdict=" ".join(slice_words(result)[1:])).notebook()
+    return replace(_slice_report(result), verdict=" ".join(slice_words(result)[1:])).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(
-    summary=_summary, notebook=_notebook
+page, figures, terminal, summary, notebook = views(_slice_report)._replace(
+    summary=_slice_summary, notebook=_slice_notebook
 )
 
 
@@ -136,19 +137,20 @@ def slice_words(drawn: RouterSlice) -> list[str]:
 
 def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
     """Return one HTML page without script, of a slice of any router."""
-    facts = f"{cut.k} of {cut.n_experts} experts · {_counts_text(cut)}"
-    return render(**_page_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
+    facts = f"{cut.k} of {cut.n_experts} experts · {_slice_counts_text(cut)}"
+    return render(**_slice_page_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
 
 
-def _page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
+def _slice_page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
+    """Variables of the template of a slice."""
     return {
         "template": "slice.html",
         "style": "sections.css",
         "side": SIDE,
         "cells": list(_svg_cells(cut)),
         "lines": list(_svg_lines(cut)),
-        "marks": [_pixel(mark, cut) for mark in cut.marks],
-        "legend": _legend(cut),
+        "marks": [_svg_pixel(mark, cut) for mark in cut.marks],
+        "legend": _slice_legend(cut),
         "sentences": sentences,
         "heading": f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
         "table": _largest_cells(cut),
@@ -157,11 +159,11 @@ def _page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
 
 def _largest_cells(cut: Slice) -> Grid:
     """One row per cell, the largest first."""
-    largest = sorted(cut.cells, key=lambda cell: -_area(cell.corners))[:MOST_LISTED]
+    largest = sorted(cut.cells, key=lambda cell: -_polygon_area(cell.corners))[:MOST_LISTED]
     rows = [
         (
             ", ".join(map(str, cell.coalition)),
-            percent(_area(cell.corners) / _area(cut.window)),
+            percent(_polygon_area(cell.corners) / _polygon_area(cut.window)),
             str(cell.pieces),
         )
         for cell in largest
@@ -186,12 +188,14 @@ def cell_colours(cut: Slice) -> list[str]:
 
 
 def _hue_colour(hue: int) -> str:
+    """The colour of a hue number, by golden-ratio steps around the wheel."""
     light = 0.72 + 0.1 * (hue % 3 - 1)
     channels = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _counts_text(cut: Slice) -> str:
+def _slice_counts_text(cut: Slice) -> str:
+    """Coalitions, pieces, share of the band and fill of a support, in one line."""
     sentence = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
     if cut.epsilon > 0:
         sentence += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
@@ -200,7 +204,8 @@ def _counts_text(cut: Slice) -> str:
     return sentence
 
 
-def _legend(cut: Slice) -> str:
+def _slice_legend(cut: Slice) -> str:
+    """What colours, lines and dots of the picture mean."""
     sentences = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
     if cut.epsilon > 0:
         sentences.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
@@ -212,14 +217,14 @@ def _legend(cut: Slice) -> str:
     return " ".join(sentences)
 
 
-def _coloured(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
+def _coloured_cells(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
     """Each cell with its colour, and whether it fades because it is not in the support."""
     mine = None if cut.support is None else set(cut.support.cells)
     for index, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
         yield cell, colour, mine is not None and index not in mine
 
 
-def _walls(cut: Slice) -> list[Points]:
+def _tie_walls(cut: Slice) -> list[Points]:
     """Edges where two experts tie, once for each of their two cells."""
     return [
         [cell.corners[at], cell.corners[(at + 1) % len(cell.corners)]]
@@ -230,10 +235,11 @@ def _walls(cut: Slice) -> list[Points]:
 
 
 def _draw_cells(axes: "Axes", cut: Slice) -> None:
+    """Fill the cells, faded outside a support, with the dark band near ties."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
-    for cell, colour, faded in _coloured(cut):
+    for cell, colour, faded in _coloured_cells(cut):
         alpha = 0.35 if faded else 0.9
         axes.fill(*zip(*cell.corners, strict=True), facecolor=colour, lw=0, alpha=alpha)
         if cut.epsilon > 0:
@@ -244,46 +250,50 @@ def _draw_cells(axes: "Axes", cut: Slice) -> None:
 
 
 def _draw_lines(axes: "Axes", cut: Slice) -> None:
+    """Draw kinks, ties and the outline of a support."""
     from matplotlib.collections import LineCollection
 
     kinks = [kink for cell in cut.cells for kink in cell.kinks]
     axes.add_collection(LineCollection(kinks, colors=MUTED, linewidths=0.4))
-    axes.add_collection(LineCollection(_walls(cut), colors="black", linewidths=0.9))
+    axes.add_collection(LineCollection(_tie_walls(cut), colors="black", linewidths=0.9))
     if cut.support is not None:
         axes.add_collection(LineCollection(cut.support.outline, colors=WARN, linewidths=2.2))
 
 
 def _svg_cells(cut: Slice) -> Iterator[tuple[str, str, float, str, str]]:
     """Corners, colour, opacity, experts and path of the band (may be empty) of each cell."""
-    for cell, colour, faded in _coloured(cut):
-        band = _ring(cell.corners, cut) + _ring(cell.core, cut) if cut.epsilon > 0 else ""
+    for cell, colour, faded in _coloured_cells(cut):
+        band = _svg_ring(cell.corners, cut) + _svg_ring(cell.core, cut) if cut.epsilon > 0 else ""
         experts = f"experts {', '.join(map(str, cell.coalition))}"
-        yield _corners(cell.corners, cut), colour, 0.4 if faded else 0.95, experts, band
+        yield _svg_corners(cell.corners, cut), colour, 0.4 if faded else 0.95, experts, band
 
 
 def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, float], str, float]]:
     """Both ends, colour and width of each line."""
     drawn = [(kink, MUTED, 0.6) for cell in cut.cells for kink in cell.kinks]
-    drawn += [(wall, "#000", 1.1) for wall in _walls(cut)]
+    drawn += [(wall, "#000", 1.1) for wall in _tie_walls(cut)]
     drawn += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
     for (first, second), colour, width in drawn:
-        yield _pixel(first, cut), _pixel(second, cut), colour, width
+        yield _svg_pixel(first, cut), _svg_pixel(second, cut), colour, width
 
 
-def _corners(corners: Points, cut: Slice) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_pixel(corner, cut) for corner in corners))
+def _svg_corners(corners: Points, cut: Slice) -> str:
+    """Corners as the points of an SVG polygon."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_svg_pixel(corner, cut) for corner in corners))
 
 
-def _ring(corners: Points, cut: Slice) -> str:
-    return "" if not corners else f"M{_corners(corners, cut).replace(' ', 'L')}Z"
+def _svg_ring(corners: Points, cut: Slice) -> str:
+    """Corners as a closed SVG path; empty for none."""
+    return "" if not corners else f"M{_svg_corners(corners, cut).replace(' ', 'L')}Z"
 
 
-def _pixel(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
+def _svg_pixel(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
     """A point of the plane in pixels of the page."""
     (left, low), (right, high) = cut.window[0], cut.window[2]
     return SIDE * (corner[0] - left) / (right - left), SIDE * (high - corner[1]) / (high - low)
 
 
-def _area(corners: Points) -> float:
+def _polygon_area(corners: Points) -> float:
+    """Area of a polygon whose corners go round counter-clockwise."""
     ahead = [*corners[1:], corners[0]]
     return sum(a[0] * b[1] - a[1] * b[0] for a, b in zip(corners, ahead, strict=True)) / 2

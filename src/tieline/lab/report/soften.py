@@ -49,65 +49,73 @@ MOST_RATIO_ERROR = 0.2
 TOKENS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
 
 
-def _report(result: Softening) -> Report:
+def _soften_report(result: Softening) -> Report:
     """The chart, slopes layer by layer, the tokens that decide."""
     rows, (verdict, *sentences) = partial(soften_table, result), soften_sentences(result)
     return Report(
         kind="softening report",
         title=result.model,
-        facts=_facts(result),
+        facts=_soften_facts(result),
         verdict=verdict,
         table=rows,
         body=lambda: {
             "template": "soften.html",
             "style": "",
-            "panels": [SOFTEN.drawn(_chart(result))],
+            "panels": [SOFTEN.drawn(_soften_chart(result))],
             "sentences": sentences,
             "table": rows(),
             "deciding": deciding_table(result),
             "provenance": dotted_rows(result.provenance),
         },
-        below=partial(_terminal_parts, result),
-        figures={"soften": lambda: chart_figure(_chart(result))},
+        below=partial(_soften_terminal, result),
+        figures={"soften": lambda: chart_figure(_soften_chart(result))},
     )
 
 
-def _terminal_parts(result: Softening, width: int) -> list[RenderableType]:
+def _soften_terminal(result: Softening, width: int) -> list[RenderableType]:
     """Width and slopes of each layer, and what they come to."""
     rows = soften_table(result)
     head, *cells = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
     return [text_table(head, cells), *map(Text, soften_sentences(result)[1:])]
 
 
-def _summary(result: Softening) -> str:
+def _soften_summary(result: Softening) -> str:
     """Name and sentences in plain lines."""
-    return "\n".join([f"Softening of {result.model}", _facts(result), *soften_sentences(result)])
+    return "\n".join(
+        [f"Softening of {result.model}", _soften_facts(result), *soften_sentences(result)]
+    )
 
 
-def _notebook(result: Softening) -> str:
+def _soften_notebook(result: Softening) -> str:
     """All sentences, the table and the figure."""
-    return replace(_report(result), verdict=" ".join(soften_sentences(result))).notebook()
+    return replace(_soften_report(result), verdict=" ".join(soften_sentences(result))).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(
-    summary=_summary, notebook=_notebook
+page, figures, terminal, summary, notebook = views(_soften_report)._replace(
+    summary=_soften_summary, notebook=_soften_notebook
 )
 
 
-def _facts(result: Softening) -> str:
+def _soften_facts(result: Softening) -> str:
+    """Layers, sample and loss in one line."""
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
     return f"{len(result.layers)} routed layers · {sample} · loss {significant(result.loss.value)}"
 
 
-def _chart(softening: Softening) -> Chart:
+def _soften_chart(softening: Softening) -> Chart:
+    """Change of the loss by width, for each layer and for all together."""
     labels = short_names([layer.name for layer in softening.layers])
     count, series = len(softening.layers), []
     for index, (label, layer) in enumerate(zip(labels, softening.layers, strict=True)):
         slope = finite(layer.predicted.value)
         line = None if slope is None else slope * layer.levels[0].width
         aside = 1.02 ** (index - count)  # points of one width stand side by side
-        series += _curve(f"layer {label}", layer.levels, line, layer_colour(index, count), aside)
-    series += _curve("all layers", softening.together, finite(softening.predicted.value), "@ink")
+        series += _width_curve(
+            f"layer {label}", layer.levels, line, layer_colour(index, count), aside
+        )
+    series += _width_curve(
+        "all layers", softening.together, finite(softening.predicted.value), "@ink"
+    )
     ticks = {2.0**level: f"{2**level}" for level in range(len(softening.together))}
     return Chart(
         Axis("width of the soft choice / its first width", "log", ticks=ticks),
@@ -119,7 +127,7 @@ def _chart(softening: Softening) -> Chart:
     )
 
 
-def _curve(
+def _width_curve(
     name: str, levels: Sequence[SoftLevel], slope: float | None, colour: str, aside: float = 1.0
 ) -> list[Series]:
     """Dots with errors, and the line of the prediction per first width."""
@@ -143,15 +151,19 @@ def _curve(
 def soften_table(softening: Softening) -> Grid:
     """One row per layer, and one for all together."""
     labels = short_names([layer.name for layer in softening.layers])
-    rows = [_layer_row(label, layer) for label, layer in zip(labels, softening.layers, strict=True)]
+    rows = [
+        _soften_layer_row(label, layer)
+        for label, layer in zip(labels, softening.layers, strict=True)
+    ]
     first = softening.together[0]
     ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
-    ends = (*ends, with_error(softening.predicted, 2), _ratio_text(first))
+    ends = (*ends, with_error(softening.predicted, 2), _slope_ratio_text(first))
     rows.append((*ends, *[""] * (len(HEAD) - len(ends))))
     return Grid(HEAD, tuple(rows))
 
 
-def _layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
+def _soften_layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
+    """Form, width, measured and predicted slope, density and tail of one layer."""
     first, tail = layer.levels[0], layer.tail
     return (
         label,
@@ -160,7 +172,7 @@ def _layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
         with_error(first.change, 2),
         with_error(first.slope, 2),
         with_error(layer.predicted, 2) if layer.status == "ok" else DASH,
-        _ratio_text(first),
+        _slope_ratio_text(first),
         significant(layer.by_gradient, 2),
         significant(layer.density.value),
         significant(tail.constant.value),
@@ -170,7 +182,8 @@ def _layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
     )
 
 
-def _ratio_text(level: SoftLevel) -> str:
+def _slope_ratio_text(level: SoftLevel) -> str:
+    """Measured over predicted slope, with its error."""
     return DASH if level.ratio is None else with_error(level.ratio, 2)
 
 
@@ -195,10 +208,10 @@ def deciding_table(softening: Softening) -> Grid:
 
 def soften_sentences(softening: Softening) -> list[str]:
     """Whether softening would help or hurt, by how much, and which tokens decide it."""
-    sentences = [_verdict(softening), _best_width(softening)]
+    sentences = [_soften_verdict(softening), _best_width_text(softening)]
     decided = [layer for layer in softening.layers if layer.deciding]
     if decided:
-        sentences += [_deciding_tokens(decided), _agreement(softening)]
+        sentences += [_deciding_tokens_text(decided), _slope_agreement_text(softening)]
     if softening.rounded_formats:
         formats = " and ".join(softening.rounded_formats)
         sentences.append(
@@ -207,7 +220,7 @@ def soften_sentences(softening: Softening) -> list[str]:
     return sentences
 
 
-def direction(slope: Estimate) -> str:
+def slope_direction(slope: Estimate) -> str:
     """Return "help" or "hurt" if the slope is below or above zero by two errors, else "tell"."""
     value, error = slope.value, slope.standard_error
     if value is None or error is None or abs(value) <= 2 * error:
@@ -215,39 +228,44 @@ def direction(slope: Estimate) -> str:
     return "help" if value < 0 else "hurt"
 
 
-def _verdict(softening: Softening) -> str:
+def _soften_verdict(softening: Softening) -> str:
+    """Whether a soft choice would help or hurt, and by how much at the first width."""
     first = softening.together[0]
     slope = softening.predicted if softening.predicted.value is not None else first.slope
     sentence = {
         "help": "A soft choice would help this model",
         "hurt": "A soft choice would hurt this model",
         "tell": "Whether a soft choice would help or hurt cannot be told from this sample",
-    }[direction(slope)]
-    change = f"{_signed(first.change)} nats per token at the first width"
-    predicted = f", predicted {_signed(slope)}" if softening.predicted.value is not None else ""
+    }[slope_direction(slope)]
+    change = f"{_signed_estimate(first.change)} nats per token at the first width"
+    predicted = (
+        f", predicted {_signed_estimate(slope)}" if softening.predicted.value is not None else ""
+    )
     return f"{sentence}: all layers together change the loss by {change}{predicted}."
 
 
-def _best_width(softening: Softening) -> str:
+def _best_width_text(softening: Softening) -> str:
+    """The width of the lowest loss and what to do."""
     best = min(softening.together, key=lambda level: level.change.value or 0.0)
     last = softening.together[-1]
-    if direction(best.change) == "help":
-        wider = f"at {last.width:g} times them it is {_signed(last.change)}"
+    if slope_direction(best.change) == "help":
+        wider = f"at {last.width:g} times them it is {_signed_estimate(last.change)}"
         beyond = "the widest that was tried" if best is last else wider
         return (
             f"The loss is lowest at {best.width:g} times the first widths "
-            f"({_signed(best.change)} nats per token); {beyond}. What to do: train or fine-tune "
-            "with a soft choice of about that width, or smooth the model after training "
+            f"({_signed_estimate(best.change)} nats per token); {beyond}. What to do: train or "
+            "fine-tune with a soft choice of about that width, or smooth the model after training "
             "(`tieline smooth`)."
         )
     return (
         f"No width lowers the loss for sure; at {last.width:g} times the first widths it changes "
-        f"by {_signed(last.change)} nats per token. What to do: keep the hard choice, or smooth "
-        "only for stability."
+        f"by {_signed_estimate(last.change)} nats per token. What to do: keep the hard choice, or "
+        "smooth only for stability."
     )
 
 
-def _deciding_tokens(layers: list[SoftLayer]) -> str:
+def _deciding_tokens_text(layers: list[SoftLayer]) -> str:
+    """How few tokens carry half of the predicted slope, and the first of them."""
     tokens = [token for layer in layers for token in layer.deciding]
     first = max(tokens, key=lambda token: abs(token.effect))
     half, near = sum(x.half for x in layers), sum(x.near for x in layers)
@@ -260,7 +278,8 @@ def _deciding_tokens(layers: list[SoftLayer]) -> str:
     )
 
 
-def _agreement(softening: Softening) -> str:
+def _slope_agreement_text(softening: Softening) -> str:
+    """In how many cases the predicted slope is the measured one."""
     rows = [*(layer.levels for layer in softening.layers), softening.together]
     judged = [level.agrees for levels in rows for level in levels[:3] if level.missed is not None]
     sentence = (
@@ -284,7 +303,8 @@ def _paired_change(first: SoftLevel) -> list[str]:
     ]
 
 
-def _signed(estimate: Estimate) -> str:
+def _signed_estimate(estimate: Estimate) -> str:
+    """The estimate with its sign and standard error."""
     if estimate.value is None:
         return "an unknown amount"
     error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.1g}"

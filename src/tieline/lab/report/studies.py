@@ -47,7 +47,7 @@ def continuity_figure(layers: Sequence[LayerContinuity]) -> "Figure":
             _draw_line(left, layer, ("hard",))
             _draw_line(middle, layer, ("b = 50", "b = 1"))
             middle.set_ylim(left.get_ylim())
-            _draw_steps(right, layer)
+            _draw_gate_steps(right, layer)
             left.set_ylabel(f"{layer.name}\noutput coordinate")
         for axes in rows[-1, :2]:
             axes.set_xlabel("signed distance from the tie")
@@ -70,7 +70,8 @@ def _draw_line(axes: "Axes", layer: LayerContinuity, names: Sequence[str]) -> No
     axes.axvline(0, color="#9aa0a6", linewidth=0.5, zorder=0)
 
 
-def _draw_steps(axes: "Axes", layer: LayerContinuity) -> None:
+def _draw_gate_steps(axes: "Axes", layer: LayerContinuity) -> None:
+    """Largest change of each gate's output by step size, log-log."""
     for name, (label, colour, line) in LOOKS.items():
         gate = layer.gates[name]
         style = {"color": colour, "linestyle": line, "marker": "o", "markersize": 2.5}
@@ -87,11 +88,13 @@ def identifiability_figure(rows: Sequence[Identifiability]) -> "Figure":
 
     require(len(rows) > 0, "a figure of identifiability needs at least one row")
     experts = list(dict.fromkeys(row.expert for row in rows))
-    routers = list(dict.fromkeys(_router(row) for row in rows))
+    routers = list(dict.fromkeys(_router_name(row) for row in rows))
 
     def draw(axes: "Axes") -> None:
         for row in rows:
-            _draw_square(axes, experts.index(row.expert), routers.index(_router(row)), row)
+            _draw_verdict_square(
+                axes, experts.index(row.expert), routers.index(_router_name(row)), row
+            )
         axes.set(xlim=(-0.5, len(experts) - 0.5), ylim=(len(routers) - 0.5, -0.5))
         axes.set_xticks(range(len(experts)), labels=[name.replace("^2", "²") for name in experts])
         axes.set_yticks(range(len(routers)), labels=routers)
@@ -110,11 +113,13 @@ def identifiability_figure(rows: Sequence[Identifiability]) -> "Figure":
     return figure
 
 
-def _router(row: Identifiability) -> str:
+def _router_name(row: Identifiability) -> str:
+    """Return "gate, link" of a row."""
     return f"{row.gate}, {row.link}"
 
 
-def _draw_square(axes: "Axes", x: int, y: int, row: Identifiability) -> None:
+def _draw_verdict_square(axes: "Axes", x: int, y: int, row: Identifiability) -> None:
+    """One coloured square with the power of its split."""
     from matplotlib.patches import Rectangle
 
     colour = COLOURS.get(row.verdict, EMPTY)

@@ -21,8 +21,8 @@ from tieline.report.words.numbers import duration, significant
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from tieline.lab.training.engine import TrainingPlan, TrainingResult
     from tieline.lab.training.recipes import RecipeList
+    from tieline.lab.training.training_run import TrainingPlan, TrainingResult
 
 
 LOSSES = (("loss", "with the router's losses", "@accent"), ("task_loss", "of the task", "@warn"))
@@ -42,76 +42,79 @@ STEP = Axis("step")
 TITLES = {"loss": "Training loss", "routing": "Gaps and flips of the routing during training"}
 
 
-def _report(result: "TrainingResult") -> Report:
+def _training_report(result: "TrainingResult") -> Report:
     """Scores, curves of losses and routing, configuration."""
-    figures = _figures(result)
-    scores = _pairs("score", result.scores)
+    figures = _training_figures(result)
+    scores = _field_table("score", result.scores)
     curves = [
         Section(TITLES[name], draw=draw, caption=f"{TITLES[name]} against the step")
         for name, draw in figures.items()
     ]
-    settings = Section("Configuration", _pairs("setting", result.config), prose=True)
+    settings = Section("Configuration", _field_table("setting", result.config), prose=True)
     return Report(
         kind="training",
         title=result.recipe,
-        facts=f"{_size_text(result)} · {result.data}",
+        facts=f"{_run_size_text(result)} · {result.data}",
         table=lambda: scores,
         body=lambda: {"sections": [Section("Scores", scores), *curves, settings]},
         figures=figures,
     )
 
 
-def _terminal(result: "TrainingResult", width: int) -> RenderableType:
+def _training_terminal(result: "TrainingResult", width: int) -> RenderableType:
     """Size, time, data, scores and folder, a line each."""
-    head = [f"{result.recipe}, {_size_text(result)}", f"data  {result.data}"]
+    head = [f"{result.recipe}, {_run_size_text(result)}", f"data  {result.data}"]
     where = [f"in    {result.folder}"] if result.folder else []
-    return Text("\n".join([*head, *_indented(result.scores), *where]))
+    return Text("\n".join([*head, *_indented_fields(result.scores), *where]))
 
 
-page, figures, terminal, summary, notebook = views(_report)._replace(
-    terminal=_terminal,
-    summary=lambda result: f"Training of {result.recipe}, {_report(result).facts}",
+page, figures, terminal, summary, notebook = views(_training_report)._replace(
+    terminal=_training_terminal,
+    summary=lambda result: f"Training of {result.recipe}, {_training_report(result).facts}",
 )
 
 
-def _indented(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _indented_fields(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Nested fields as lines, each level indented; empty fields are left out."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}"
-            yield from _indented(value, indent + "  ")
-        elif not _is_empty(value):
-            yield f"{indent}{name}  {_text(value)}"
+            yield from _indented_fields(value, indent + "  ")
+        elif not _is_empty_field(value):
+            yield f"{indent}{name}  {_field_text(value)}"
 
 
-def _pairs(heading: str, record: Mapping[str, Any]) -> Grid:
+def _field_table(heading: str, record: Mapping[str, Any]) -> Grid:
     """Nested fields as a table of dotted names and values; empty fields are left out."""
-    rows = [(name, _text(value)) for name, value in dotted_rows(record) if not _is_empty(value)]
+    rows = [(name, _field_text(value)) for name, value in dotted_rows(record) if not _is_empty_field(value)]
     return Grid((heading, "value"), tuple(rows))
 
 
-def _size_text(result: "TrainingResult") -> str:
+def _run_size_text(result: "TrainingResult") -> str:
+    """Seed, parameters, steps and time of a run."""
     return (
         f"seed {result.seed}: {result.parameters:,} parameters, {result.steps} steps in "
         f"{duration(result.seconds)}"
     )
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty_field(value: Any) -> bool:
+    """Whether a field is None, "" or an empty list."""
     return value is None or value in ("", [], ())
 
 
-def _text(value: Any) -> str:
+def _field_text(value: Any) -> str:
+    """A field as text: floats to five digits, lists joined by commas."""
     if isinstance(value, float):
         return significant(value, 5)
     if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
+        return ", ".join(map(_field_text, value))
     return str(value)
 
 
-def _figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
+def _training_figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
     """The loss, and the routing if the run was monitored, against the step."""
-    losses, gaps, flips = (_curves(result, curves) for curves in (LOSSES, GAPS, FLIPS))
+    losses, gaps, flips = (_logged_curves(result, curves) for curves in (LOSSES, GAPS, FLIPS))
     figures: dict[str, Callable[[], Figure]] = {}
     if losses:
         loss = Chart(STEP, Axis("loss"), losses)
@@ -123,7 +126,7 @@ def _figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
     return figures
 
 
-def _curves(
+def _logged_curves(
     result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
 ) -> tuple[Series, ...]:
     """The curves of the values that were logged."""
@@ -136,29 +139,34 @@ def _curves(
 
 
 def _plan_listing(result: "TrainingPlan") -> Listing:
-    settings = _pairs("setting", result.config)
-    facts = f"{result.parameters:,} parameters, {_time_text(result)}"
+    """The plan as a table of facts and settings."""
+    settings = _field_table("setting", result.config)
+    facts = f"{result.parameters:,} parameters, {_plan_time_text(result)}"
     table = Grid(settings.head, (*_plan_facts(result), *settings.rows))
     return Listing("training", "Training plan", facts, table)
 
 
 def _plan_view(result: "TrainingPlan") -> Text:
+    """The plan in plain lines."""
     facts = (f"{name:10}  {value}" for name, value in _plan_facts(result))
-    return Text("\n".join([*_indented(result.config), "", *facts]))
+    return Text("\n".join([*_indented_fields(result.config), "", *facts]))
 
 
 def _plan_facts(result: "TrainingPlan") -> list[tuple[str, str]]:
+    """Parameters, data and time of a plan."""
     parameters = f"{result.parameters:,}"
-    return [("parameters", parameters), ("data", result.data), ("time", _time_text(result))]
+    return [("parameters", parameters), ("data", result.data), ("time", _plan_time_text(result))]
 
 
-def _time_text(result: "TrainingPlan") -> str:
+def _plan_time_text(result: "TrainingPlan") -> str:
+    """About how long the run takes here."""
     if result.seconds is None:
         return "unknown without data"
     return f"about {duration(result.seconds)} here ({significant(result.step_seconds)} s a step)"
 
 
 def _recipes_listing(result: "RecipeList") -> Listing:
+    """Recipes with the first line of their descriptions."""
     rows = tuple((name, text.partition("\n")[0]) for name, text in result.recipes.items())
     table = Grid(("recipe", "what it trains"), rows)
     return Listing("training", "Recipes", f"{len(rows)} recipes", table)
@@ -191,6 +199,7 @@ def _recipe_groups(rows: Sequence[Sequence[str]]) -> dict[str, Counter[str]]:
 
 
 def _recipes_hint(rows: Sequence[Sequence[str]]) -> str:
+    """How recipe names go on, with an example."""
     example = rows[0][0]
     return (
         f"Each name goes on with a gate or task, such as {example}. `tieline train --list --all` "

@@ -29,7 +29,7 @@ NOTE = (
 )
 
 
-def _report(result: FlipWalks) -> Report:
+def _walks_report(result: FlipWalks) -> Report:
     """The chart and one row per layer."""
     walks, table = _measured_walks(result), walk_table(result)
     reasons = [layer.walk.status for layer in result.layers] or [result.status]
@@ -38,29 +38,30 @@ def _report(result: FlipWalks) -> Report:
         name="Walks",
         title=result.model,
         facts=f"{len(result.layers)} routed layers · noise of {result.precision}",
-        verdict=_verdict(result),
+        verdict=_walks_verdict(result),
         table=lambda: table,
         body=lambda: {
             "style": "",
-            "panels": [WALK.drawn(_chart(walks)) if walks else WALK.missing(reasons)],
+            "panels": [WALK.drawn(_walks_chart(walks)) if walks else WALK.missing(reasons)],
             "sections": [Section("All layers", table, notes=[NOTE])],
             "provenance": dotted_rows(result.provenance),
         },
         below=lambda width: [grid_table(table, left=1)],
-        figures={"walks": lambda: chart_figure(_chart(walks))} if walks else {},
+        figures={"walks": lambda: chart_figure(_walks_chart(walks))} if walks else {},
     )
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = views(_walks_report)
 
 
 def _measured_walks(result: FlipWalks) -> Walks:
+    """Label and walk of the layers that were simulated."""
     labels = short_names([layer.name for layer in result.layers])
     pairs = zip(labels, result.layers, strict=True)
     return [(label, layer.walk.value) for label, layer in pairs if layer.walk.value is not None]
 
 
-def _verdict(result: FlipWalks) -> str:
+def _walks_verdict(result: FlipWalks) -> str:
     """The layer that flips first."""
     walks = _measured_walks(result)
     if not walks:
@@ -90,7 +91,8 @@ def walk_table(result: FlipWalks) -> Grid:
     return Grid(head, tuple(rows))
 
 
-def _chart(walks: Walks) -> Chart:
+def _walks_chart(walks: Walks) -> Chart:
+    """Share of tokens that changed an expert by number of roundings, with bounds."""
     series = []
     for index, (label, walk) in enumerate(walks):
         colour = layer_colour(index, len(walks))

@@ -92,18 +92,21 @@ def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, fl
     """Restore the state of `save_optimizer`; returns that of the gate schedule."""
     rest = read_json(folder / STATE)
     tensors: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in _read_safetensors(folder / OPTIMIZER)[0].items():
+    for key, value in _read_tensors(folder / OPTIMIZER)[0].items():
         number, _, name = key.partition(".")
         require(number.isdigit(), f"{folder / OPTIMIZER}: unknown entry {key!r}", CheckpointError)
         tensors.setdefault(int(number), {})[name] = value
-    _check_groups(folder, optimizer, rest, tensors)
+    _check_optimizer_groups(folder, optimizer, rest, tensors)
     groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
     optimizer.load_state_dict({"state": tensors, "param_groups": groups})
     scheduler.load_state_dict(rest["scheduler"])
     return rest["gates"]
 
 
-def _check_groups(folder: Path, optimizer: Any, rest: Any, tensors: dict[int, Any]) -> None:
+def _check_optimizer_groups(
+    folder: Path, optimizer: Any, rest: Any, tensors: dict[int, Any]
+) -> None:
+    """Raise unless stored groups and moments fit the optimiser's parameters."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     kept = [len(group["params"]) for group in rest.get("groups", ())]
     require(
@@ -137,7 +140,7 @@ def save_generators(folder: Path) -> None:
 
 def load_generators(folder: Path) -> None:
     """Restore the state of `save_generators`."""
-    tensors, plain = _read_safetensors(folder / GENERATORS)
+    tensors, plain = _read_tensors(folder / GENERATORS)
     version, internal, gauss = json.loads(plain["python"])
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = json.loads(plain["numpy"])
@@ -147,7 +150,8 @@ def load_generators(folder: Path) -> None:
         torch.cuda.set_rng_state_all([tensors[f"cuda{i}"] for i in range(len(tensors))])
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -75,11 +75,11 @@ def data_set(name: str) -> Path:
     return folder
 
 
-def fetch(file: DataFile, on_progress: OnProgress | None = None) -> Path:
+def fetch_file(file: DataFile, on_progress: OnProgress | None = None) -> Path:
     """Return the path of a file, which is fetched unless it is here; raises on another hash."""
     https = file.url.startswith("https://")
     require(https, f"data are fetched by https, got {file.url!r}", DataError)
-    return cached_file(file, lambda: _download(file, on_progress or (lambda done, of: None)))
+    return cached_file(file, lambda: _download_file(file, on_progress or (lambda done, of: None)))
 
 
 def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
@@ -102,7 +102,8 @@ def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
     return path
 
 
-def _download(file: DataFile, on_progress: OnProgress) -> bytes:
+def _download_file(file: DataFile, on_progress: OnProgress) -> bytes:
+    """The bytes of a file from its address; raises on another size."""
     blocks: list[bytes] = []
     done = 0
     try:
@@ -133,7 +134,7 @@ def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
                 if member.name in members and member.isreg():
-                    contents[member.name] = _contents(archive, member, members[member.name])
+                    contents[member.name] = _member_bytes(archive, member, members[member.name])
     except (tarfile.TarError, EOFError, zlib.error, OSError) as problem:
         raise DataError(f"{path} is no readable .tar.gz: {problem}") from problem
     missing = sorted(set(members) - set(contents))
@@ -153,7 +154,8 @@ def check_file(path: Path, file: DataFile) -> Path:
     return path
 
 
-def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
+def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
+    """The bytes of an archive's member; raises if they are more than `most`."""
     require(member.size <= most, f"{member.name}: {member.size} bytes, at most {most}", DataError)
     file = archive.extractfile(member)
     assert file is not None  # a regular member has contents

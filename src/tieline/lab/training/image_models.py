@@ -29,7 +29,7 @@ from tieline.lab.training.config import (
 )
 from tieline.lab.training.fetch import local_checkpoint
 from tieline.lab.training.image_data import as_floats
-from tieline.lab.training.upcycled import route_networks_, routed_layer
+from tieline.lab.training.routed_networks import route_networks_, routed_layer
 
 Pixels = UInt8[Tensor, "images height width colours"]
 Labels = Int64[Tensor, " images"]
@@ -58,7 +58,7 @@ class MixtureClassifier(nn.Module):
         hidden = as_floats(pixels).flatten(1)
         for norm, layer in zip(self.norms[:-1], self.layers, strict=True):
             hidden = hidden + layer(norm(hidden))
-        return _output(self.head(self.norms[-1](hidden)), labels)
+        return _classifier_output(self.head(self.norms[-1](hidden)), labels)
 
 
 class PatchClassifier(nn.Module):
@@ -97,7 +97,7 @@ class PatchClassifier(nn.Module):
         hidden = self.stem(colours_first).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
             hidden = block(hidden)
-        return _output(self.head(self.norm(hidden).mean(dim=1)), labels)
+        return _classifier_output(self.head(self.norm(hidden).mean(dim=1)), labels)
 
 
 class PatchBlock(nn.Module):
@@ -126,7 +126,8 @@ class PatchBlock(nn.Module):
         return x + self.mlp(self.before_mlp(x))
 
 
-def _output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
+def _classifier_output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
+    """Logits with their cross entropy; no loss without labels."""
     loss = None if labels is None else F.cross_entropy(logits.float(), labels)
     return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
@@ -162,4 +163,4 @@ class RoutedVisionTransformer(nn.Module):
     def forward(self, pixels: Pixels, labels: Labels | None = None) -> ImageClassifierOutput:
         """Return the logits of the classes, and the mean cross entropy if labels are given."""
         values = as_floats(pixels).permute(0, 3, 1, 2)
-        return _output(self.vit(pixel_values=values).logits, labels)
+        return _classifier_output(self.vit(pixel_values=values).logits, labels)

@@ -112,7 +112,7 @@ AutoConfig.register(SwitchConfig.model_type, SwitchConfig)
 AutoModelForCausalLM.register(SwitchConfig, SwitchForCausalLM)
 
 
-def decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
+def new_decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
     """Make a new decoder, with weights drawn from torch's global generator."""
     routing = {
         "router": gate.router,
@@ -120,11 +120,12 @@ def decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
         "router_options": dict(gate.router_options),
         "gate_options": dict(gate.gate_options),
     }
-    fields = _stock_fields(shape, gate.k)
+    fields = _mixtral_fields(shape, gate.k)
     return SwitchForCausalLM(SwitchConfig(routing, shape.attention, **fields))
 
 
-def _stock_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
+def _mixtral_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
+    """The fields of a Mixtral configuration of this shape."""
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.d_model,
@@ -166,7 +167,7 @@ def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
     fields = {k: v for k, v in model.config.to_dict().items() if k not in OWN_FIELDS}
     with torch.device("meta"):
         stock = MixtralForCausalLM(MixtralConfig(**fields))
-    stock.load_state_dict(_stock_state(model), strict=False, assign=True)
+    stock.load_state_dict(_mixtral_state(model), strict=False, assign=True)
     stock.model.rotary_emb = model.model.rotary_emb
     stock.tie_weights()
     stock.config.architectures = ["MixtralForCausalLM"]
@@ -209,7 +210,8 @@ RENAMED = {
 }
 
 
-def _stock_state(model: nn.Module) -> dict[str, Tensor]:
+def _mixtral_state(model: nn.Module) -> dict[str, Tensor]:
+    """The weights under Mixtral's names, without the gates' ε."""
     state = {}
     for name, tensor in model.state_dict().items():
         for ours, theirs in RENAMED.items():
@@ -257,7 +259,7 @@ class LanguageModelling:
 
     def model(self, config: TrainConfig) -> SwitchForCausalLM:
         """Make a new decoder."""
-        return decoder(config.shape(DecoderConfig, "language"), config.gate)
+        return new_decoder(config.shape(DecoderConfig, "language"), config.gate)
 
     def evaluate(self, model: nn.Module, data: LanguageData, config: TrainConfig) -> dict[str, Any]:
         """Score validation, test and attacked splits, and describe the gates."""
@@ -268,7 +270,9 @@ class LanguageModelling:
             for name, stream in splits.items():
                 losses, active = window_losses(model, stream, context, config.evaluate_items)
                 word_count = streams.word_counts.get(name)
-                scores[name] = _scores(losses, stream.numel() / word_count if word_count else None)
+                scores[name] = _window_scores(
+                    losses, stream.numel() / word_count if word_count else None
+                )
                 scores[name]["experts_per_token"] = active
         scores["smoothing"] = smoothing_of(model)
         return scores
@@ -310,7 +314,10 @@ def window_losses(
     return torch.cat(losses), active / max(1, calls)
 
 
-def _scores(losses: Float[Tensor, " windows"], tokens_per_word: float | None) -> dict[str, float]:
+def _window_scores(
+    losses: Float[Tensor, " windows"], tokens_per_word: float | None
+) -> dict[str, float]:
+    """Loss, bits per character and perplexities over windows."""
     mean, error = losses.mean().item(), (losses.std() / math.sqrt(len(losses))).item()
     scores = {
         "loss": mean,

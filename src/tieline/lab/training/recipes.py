@@ -372,7 +372,7 @@ def glue_paper(task: str, gate: str, k: int) -> TrainConfig:
 Recipe = Callable[[], TrainConfig]
 
 
-def _recipes(
+def _recipe_family(
     pattern: str, make: Callable[..., TrainConfig], *choices: Iterable[Any]
 ) -> dict[str, Recipe]:
     """Return the recipes `make(*choice)` for all combinations of choices, named by the pattern."""
@@ -380,25 +380,25 @@ def _recipes(
 
 
 RECIPES: dict[str, Recipe] = {
-    **_recipes("demo-smoke-{}", demo_smoke, GATE_NAMES),
-    **_recipes("demo-small-{}", demo_small, GATE_NAMES),
-    **_recipes("demo-small-{}-k{}", demo_small, ("smoe", "smooth50"), (4, 5)),
-    **_recipes("{}-small-{}", small_form, VOCABULARY, GATE_NAMES),
-    **_recipes("{}-long-{}", long_form, VOCABULARY, GATE_NAMES),
-    **_recipes("enwik8-extended-{}", extended_form, GATE_NAMES),
-    **_recipes("demo-attention-{}", demo_attention, ATTENTION),
-    **_recipes("enwik8-attention-{}", enwik8_attention, ATTENTION),
-    **_recipes("enwik8-10m-{}", enwik8_10m, GATE_NAMES),
-    **_recipes("{}-paper-{}", byte_paper, ("enwik8", "text8"), GATE_NAMES),
-    **_recipes("wikitext-paper-{}", wikitext_paper, GATE_NAMES),
-    **_recipes("wikitext-paper-{}-k{}", wikitext_paper, ("smoe",), (4, 5)),
-    **_recipes("wikitext-paper-{}-k{}", wikitext_paper, ("smooth50",), (4,)),
-    **_recipes("cifar10-small-{}", cifar10_small, CIFAR10_GATES),
-    **_recipes("cifar10-paper-{}", cifar10_paper, CIFAR10_GATES),
-    **_recipes("pacs-small-{}-{}", pacs_small, DOMAIN_GATES, DOMAINS),
-    **_recipes("pacs-paper-{}-{}", pacs_paper, DOMAIN_GATES, DOMAINS),
-    **_recipes("glue-smoke-{}-{}", glue_smoke, GLUE_TASKS, GLUE_GATES),
-    **_recipes("glue-paper-{}-{}-k{}", glue_paper, GLUE_TASKS, GLUE_GATES, (2, 4)),
+    **_recipe_family("demo-smoke-{}", demo_smoke, GATE_NAMES),
+    **_recipe_family("demo-small-{}", demo_small, GATE_NAMES),
+    **_recipe_family("demo-small-{}-k{}", demo_small, ("smoe", "smooth50"), (4, 5)),
+    **_recipe_family("{}-small-{}", small_form, VOCABULARY, GATE_NAMES),
+    **_recipe_family("{}-long-{}", long_form, VOCABULARY, GATE_NAMES),
+    **_recipe_family("enwik8-extended-{}", extended_form, GATE_NAMES),
+    **_recipe_family("demo-attention-{}", demo_attention, ATTENTION),
+    **_recipe_family("enwik8-attention-{}", enwik8_attention, ATTENTION),
+    **_recipe_family("enwik8-10m-{}", enwik8_10m, GATE_NAMES),
+    **_recipe_family("{}-paper-{}", byte_paper, ("enwik8", "text8"), GATE_NAMES),
+    **_recipe_family("wikitext-paper-{}", wikitext_paper, GATE_NAMES),
+    **_recipe_family("wikitext-paper-{}-k{}", wikitext_paper, ("smoe",), (4, 5)),
+    **_recipe_family("wikitext-paper-{}-k{}", wikitext_paper, ("smooth50",), (4,)),
+    **_recipe_family("cifar10-small-{}", cifar10_small, CIFAR10_GATES),
+    **_recipe_family("cifar10-paper-{}", cifar10_paper, CIFAR10_GATES),
+    **_recipe_family("pacs-small-{}-{}", pacs_small, DOMAIN_GATES, DOMAINS),
+    **_recipe_family("pacs-paper-{}-{}", pacs_paper, DOMAIN_GATES, DOMAINS),
+    **_recipe_family("glue-smoke-{}-{}", glue_smoke, GLUE_TASKS, GLUE_GATES),
+    **_recipe_family("glue-paper-{}-{}-k{}", glue_paper, GLUE_TASKS, GLUE_GATES, (2, 4)),
 }
 """Recipes by name."""
 

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from tieline.core.errors import require
 from tieline.lab.training.config import TrainConfig
-from tieline.lab.training.images import DomainTask, ImageTask
+from tieline.lab.training.image_tasks import DomainTask, ImageTask
 from tieline.lab.training.language import LanguageModelling
-from tieline.lab.training.sentences import SentenceTask
+from tieline.lab.training.sentence_tasks import SentenceTask
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ from tieline.lab.training.fetch import (
     OnProgress,
     cached_file,
     data_set,
-    fetch,
+    fetch_file,
     tar_members,
 )
 from tieline.models.demo import demo_text
@@ -105,7 +105,7 @@ def enwik8_file(on_progress: OnProgress | None = None) -> Path:
 
     def unpack() -> bytes:
         member = "mingru_pytorch-0.2.1/data/enwik8.gz"
-        packed = tar_members(fetch(MINGRU, on_progress), {member: MINGRU.size})[member]
+        packed = tar_members(fetch_file(MINGRU, on_progress), {member: MINGRU.size})[member]
         with gzip.open(io.BytesIO(packed)) as file:
             return file.read(ENWIK8.size + 1)
 
@@ -157,7 +157,7 @@ def text8_ids(enwik8: Path, limit: int | None = None) -> np.ndarray:
 REPLACEMENT = "AAA"
 
 
-def attacked(text: str, rate: float, seed: int) -> str:
+def attacked_text(text: str, rate: float, seed: int) -> str:
     """Replace each word by "AAA" with probability `rate`; white space is kept."""
     require(0 <= rate <= 1, f"the rate of replaced words must be in [0, 1], got {rate}")
     drawn = np.random.default_rng(seed)
@@ -173,7 +173,7 @@ def attacked(text: str, rate: float, seed: int) -> str:
 
 def attacked_splits(texts: dict[str, str], rate: float, seed: int) -> dict[str, str]:
     """Return the attacked form of each text as NAME_attacked."""
-    return {f"{name}_attacked": attacked(text, rate, seed) for name, text in texts.items()}
+    return {f"{name}_attacked": attacked_text(text, rate, seed) for name, text in texts.items()}
 
 
 def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
     require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
     folder = data_set("wikitext-103")
     train, validation, about = _wikitext_splits(folder)
-    test = _read_text(folder / "wiki.test.tokens")
+    test = _read_wikitext(folder / "wiki.test.tokens")
     tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
     texts = {"train": train, "validation": validation, "test": test}
     changed = attacked_splits({"validation": validation, "test": test}, rate, seed)
@@ -207,9 +207,9 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
 
 def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
     """Return training and validation text, and a description of the split."""
-    held = _read_text(folder / "wiki.valid.tokens")
+    held = _read_wikitext(folder / "wiki.valid.tokens")
     if (folder / "wiki.train.tokens").is_file():
-        return _read_text(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
+        return _read_wikitext(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
     lines = held.splitlines(keepends=True)
     cut = len(lines) * 9 // 10
     about = (
@@ -219,7 +219,8 @@ def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
     return "".join(lines[:cut]), "".join(lines[cut:]), about
 
 
-def _read_text(path: Path) -> str:
+def _read_wikitext(path: Path) -> str:
+    """The text of a file that must exist."""
     require(path.is_file(), f"{path} is not here", DataError)
     return path.read_text(encoding="utf-8")
 
@@ -287,19 +288,20 @@ def load_streams(data: DataConfig) -> TextStreams:
     return STREAMS[data.name](**data.options)
 
 
-def _enwik8() -> TextStreams:
+def _enwik8_streams() -> TextStreams:
+    """enwik8 as bytes, mapped from disk."""
     # copy on write: torch requires writable memory, although nothing writes
     ids = torch.from_numpy(np.memmap(enwik8_file(), dtype=np.uint8, mode="c"))
     about = "enwik8, bytes; 90 M train, 5 M validation, 5 M test"
-    return TextStreams(*_split(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
+    return TextStreams(*_split_stream(ids, 90_000_000, 5_000_000), byte_tokenizer(), about)
 
 
-def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
+def _demo_streams(rate: float = 0.0, seed: int = 0) -> TextStreams:
     """The text in the box, with attacked forms of the held-out splits if a rate is given."""
-    ids = _bytes(demo_text())
+    ids = _byte_stream(demo_text())
     held = ids.numel() // 10
     about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
-    splits = _split(ids, ids.numel() - 2 * held, held)
+    splits = _split_stream(ids, ids.numel() - 2 * held, held)
     plain = TextStreams(*splits, byte_tokenizer(), about)
     if not rate:
         return plain
@@ -311,34 +313,42 @@ def _demo(rate: float = 0.0, seed: int = 0) -> TextStreams:
     return replace(
         plain,
         word_counts={name: len(text.split()) for name, text in (texts | changed).items()},
-        attacked={name: _bytes(text) for name, text in changed.items()},
+        attacked={name: _byte_stream(text) for name, text in changed.items()},
     )
 
 
-def _bytes(text: str) -> Stream:
+def _byte_stream(text: str) -> Stream:
+    """UTF-8 bytes of a text."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def _text8() -> TextStreams:
+def _text8_streams() -> TextStreams:
+    """text8 as letters."""
     ids = torch.from_numpy(text8_ids(enwik8_file()))
     held = ids.numel() // 20
     about = f"a-z and space from enwik8, {ids.numel():,} characters; 90 / 5 / 5 %"
-    return TextStreams(*_split(ids, ids.numel() - 2 * held, held), letter_tokenizer(LETTERS), about)
+    return TextStreams(
+        *_split_stream(ids, ids.numel() - 2 * held, held), letter_tokenizer(LETTERS), about
+    )
 
 
 @lru_cache(maxsize=1)
-def _wikitext(vocabulary: int = 512, rate: float = 0.025, seed: int = 0) -> TextStreams:
+def _cached_wikitext_streams(
+    vocabulary: int = 512, rate: float = 0.025, seed: int = 0
+) -> TextStreams:
+    """WikiText-103 under a byte-level BPE, made once per process."""
     return TextStreams(**wikitext_streams(vocabulary, rate, seed))
 
 
-def _split(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
+def _split_stream(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
+    """The first `train` ids, then two runs of `held` ids."""
     return ids[:train], ids[train : train + held], ids[train + held : train + 2 * held]
 
 
 STREAMS: dict[str, Callable[..., TextStreams]] = {
-    "demo": _demo,
-    "enwik8": _enwik8,
-    "text8": _text8,
-    "wikitext": _wikitext,
+    "demo": _demo_streams,
+    "enwik8": _enwik8_streams,
+    "text8": _text8_streams,
+    "wikitext": _cached_wikitext_streams,
 }
 """Loaders by name."""

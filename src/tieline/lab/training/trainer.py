@@ -47,7 +47,7 @@ from tieline.lab.training.checkpoint import (
     save_weights,
 )
 from tieline.lab.training.config import OptimConfig, TrainConfig
-from tieline.lab.training.controllers import GateSchedule
+from tieline.lab.training.gate_schedules import GateSchedule
 from tieline.routing.losses import Counts, LayerRouting, auxiliary_loss, collect_routing
 
 OnStep = Callable[[int, int], None]

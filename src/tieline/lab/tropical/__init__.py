@@ -42,7 +42,7 @@ from tieline.lab.tropical.collapse import (
     saturation,
     walls_in_ball,
 )
-from tieline.lab.tropical.manifold import (
+from tieline.lab.tropical.curve_pieces import (
     crossings,
     expected_kinks,
     expected_switches,
@@ -52,7 +52,7 @@ from tieline.lab.tropical.manifold import (
     spherical_length,
     token_pairs,
 )
-from tieline.lab.tropical.pictures import (
+from tieline.lab.tropical.plane_cells import (
     grid_of,
     pieces_on_patch,
     plane_through,

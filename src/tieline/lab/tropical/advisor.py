@@ -303,11 +303,12 @@ def advise(
     for done, (m, layer) in enumerate(zip(splits, fine, strict=True)):
         if progress is not None:
             progress("splits", done, len(splits))
-        rows.append(Granularity(m, layer, _row_entries(shape, d_eff, m)))
+        rows.append(Granularity(m, layer, _granularity_entries(shape, d_eff, m)))
     return Advice(source, d_eff, tuple(_reading_notes(shape)), dict(QUANTITIES), tuple(rows))
 
 
-def _row_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
+def _granularity_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
+    """All entries of the layer split m times."""
     shape = base.split(m)
     entries = (
         _cost_entries(shape)
@@ -316,23 +317,25 @@ def _row_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
         | _gain_entries(base, d_eff, m)
     )
     narrow = "" if shape.width >= d_eff else f"H/m = {shape.width} < d_eff: the law is void here"
-    entries["m_max"] = _entry_of(base.width // d_eff, narrow)
+    entries["m_max"] = _entry(base.width // d_eff, narrow)
     assert list(entries) == list(QUANTITIES)
     return entries
 
 
 def _cost_entries(shape: LayerShape) -> dict[str, Entry]:
+    """Parameters, active parameters and operations per token."""
     per_expert = shape.matrices * shape.width * shape.hidden
     router = shape.n_experts * shape.hidden
     active = (shape.k + shape.shared) * per_expert + router
     return {
-        "parameters": _entry_of((shape.n_experts + shape.shared) * per_expert + router),
-        "active": _entry_of(active),
-        "flops": _entry_of(2 * active),
+        "parameters": _entry((shape.n_experts + shape.shared) * per_expert + router),
+        "active": _entry(active),
+        "flops": _entry(2 * active),
     }
 
 
 def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
+    """Coalitions, bounds and expectations of cells and pieces."""
     n, k, width = shape.n_experts, shape.k, shape.width
     reach = attainability(n, k, d_eff)
     unreached = REACH[reach].format(d=d_eff)
@@ -341,9 +344,9 @@ def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
     regions = log_expected_regions(n, k, width, d_eff)
     dense = math.log(zaslavsky(k * width, d_eff))
     return {
-        "coalitions": _entry_of(coalitions, unreached),
-        "paper_bound": _entry_of(capacity_bound(n, k, width, d_eff), grouped),
-        "sharp_bound": _entry_of(sharp_bound(n, k, width, d_eff), grouped),
+        "coalitions": _entry(coalitions, unreached),
+        "paper_bound": _entry(capacity_bound(n, k, width, d_eff), grouped),
+        "sharp_bound": _entry(sharp_bound(n, k, width, d_eff), grouped),
         "expected_cells": _entry_from_log(log_expected_cells(n, k, d_eff), grouped),
         "expected_regions": _entry_from_log(regions, grouped),
         "over_dense": _entry_from_log(regions - dense, grouped),
@@ -351,15 +354,16 @@ def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
 
 
 def _tie_entries(shape: LayerShape) -> dict[str, Entry]:
+    """Switches, kinks, gap density and bf16 flips of a Gaussian layer."""
     n, k = shape.n_experts, shape.k
     density, flips = gaussian_gap_density(n, k), gaussian_rounding_flips(n, k)
     grouped = "" if shape.n_groups == 1 else GROUPED
     coarse = grouped or ("" if flips < 0.1 else "above 10 %: first order overstates")
     return {
-        "switches": _entry_of(wall_density(n, k) / math.pi, grouped),
-        "kinks": _entry_of(k * shape.width / math.pi),
-        "gap_density": _entry_of(density, grouped),
-        "bf16_flips": _entry_of(flips, coarse),
+        "switches": _entry(wall_density(n, k) / math.pi, grouped),
+        "kinks": _entry(k * shape.width / math.pi),
+        "gap_density": _entry(density, grouped),
+        "bf16_flips": _entry(flips, coarse),
     }
 
 
@@ -379,6 +383,7 @@ def _gain_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entry]:
 
 
 def _reading_notes(shape: LayerShape) -> list[str]:
+    """What the numbers assume of experts, weights and groups."""
     notes = [
         "Experts are taken as one hidden layer of ReLU neurons; a gated expert (SwiGLU) has no "
         "linear pieces, and its counts stand for kinks of the same number of neurons.",
@@ -392,7 +397,8 @@ def _reading_notes(shape: LayerShape) -> list[str]:
     return notes
 
 
-def _entry_of(value: float | int, note: str = "") -> Entry:
+def _entry(value: float | int, note: str = "") -> Entry:
+    """An entry of a number that may exceed the floats."""
     log10 = math.log10(value) if value > 0 else None
     if isinstance(value, int) and value > 1 << 53:
         return Entry(float(value) if (log10 or 0) < 308 else None, log10, note)
@@ -400,6 +406,7 @@ def _entry_of(value: float | int, note: str = "") -> Entry:
 
 
 def _entry_from_log(log_value: float, note: str = "") -> Entry:
+    """An entry of e^log_value."""
     value = math.exp(log_value) if log_value < 709 else None
     return Entry(value, log_value / math.log(10), note)
 

@@ -191,6 +191,7 @@ def counting_layer(
 
 
 def _check_neurons(V: np.ndarray, c: np.ndarray, experts: int, dim: int) -> None:
+    """Raise unless V is (N, H, d) and c (N, H)."""
     require(
         V.shape == (experts, c.shape[1], dim) and c.shape[0] == experts,
         f"need V (N, H, d) and c (N, H) for N={experts}, d={dim}, got {V.shape} and {c.shape}",

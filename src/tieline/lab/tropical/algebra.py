@@ -236,6 +236,7 @@ def _affine_pair(pairs: list[Pair], row: Float[np.ndarray, " into"], shift: floa
 
 
 def _single_term(exponents: Float[np.ndarray, "1 dim"]) -> TropicalPolynomial:
+    """The polynomial of one term a · x."""
     return TropicalPolynomial(exponents, np.zeros(1))
 
 

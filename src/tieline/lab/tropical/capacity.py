@@ -301,9 +301,11 @@ def log_binomial(n: int, k: int) -> float:
 
 
 def _log_binomials(n: int, k: np.ndarray) -> np.ndarray:
+    """Log C(n, k) for an array of k."""
     return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
 
 
 def _checked_exp(log_value: float) -> float:
+    """e^log_value; raises beyond the floats."""
     require(log_value < 709, f"the number is e^{log_value:.0f}: ask for its logarithm")
     return math.exp(log_value)

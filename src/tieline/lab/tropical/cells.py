@@ -84,7 +84,7 @@ def count_cells(W: RouterWeight, b: RouterBias, k: int) -> Count:
     Every cell is found once, at its lowest point, a tie of at most d + 1 experts. A router without
     bias has cones for cells and sums to 2 Σ_{j<=d} C(N-1, j).
     """
-    from tieline.lab.tropical.counting import count_affine, count_linear
+    from tieline.lab.tropical.compiled_counts import count_affine, count_linear
 
     router = essential(counting_router(W, b, k))
     experts, dim = router.W.shape
@@ -178,9 +178,9 @@ def _corner_diagram(
     router: CountingRouter,
 ) -> Diagram:
     """(coalitions, facets, points inside) of z = W x + b, from its corners."""
-    from tieline.lab.tropical.counting import corners
+    from tieline.lab.tropical.compiled_counts import tie_corners
 
-    *arrays, safety = corners(W, b, k)
+    *arrays, safety = tie_corners(W, b, k)
     check_safety(router, safety)
     ties, above, corner_points = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
     size = W.shape[1] + 1

@@ -20,7 +20,7 @@ from scipy import special
 from tieline.core.errors import require
 from tieline.lab.tropical.affine import AffineRouter, as_points, as_router, captured_inputs, chosen
 from tieline.lab.tropical.capacity import wall_density
-from tieline.lab.tropical.manifold import Crossings, crossings, token_pairs
+from tieline.lab.tropical.curve_pieces import Crossings, crossings, token_pairs
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.trace.record import LayerTrace, RoutingTrace
 
@@ -86,7 +86,7 @@ def saturation(points: Any, weight: Any, bias: Any, k: int) -> Saturation:
     router = as_router(weight, bias, k)
     require(k < len(router.bias), f"with k = N = {k} nothing ties: need k < N")
     data = as_points(points, router.weight.shape[1], 1)
-    return _saturation(data, router)
+    return _saturation_of_data(data, router)
 
 
 def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
@@ -96,12 +96,12 @@ def centring(points: Any, weight: Any, bias: Any, k: int) -> Centring:
     data = as_points(points, router.weight.shape[1], 2)
     mean = data.mean(axis=0)
     moved = router._replace(bias=router.bias - router.weight @ mean)
-    as_is = _saturation(data, router)
+    as_is = _saturation_of_data(data, router)
     return Centring(
         as_is=as_is,
-        centred=_saturation(data - mean, router),
-        router_bias=_saturation(data, moved),
-        shared_expert=_saturation(data, router),
+        centred=_saturation_of_data(data - mean, router),
+        router_bias=_saturation_of_data(data, moved),
+        shared_expert=_saturation_of_data(data, router),
     )
 
 
@@ -110,7 +110,8 @@ def centring_of_layer(layer: LayerTrace, weight: Any, bias: Any = None) -> Centr
     return centring(captured_inputs(layer), weight, bias, layer.facts.k)
 
 
-def _saturation(data: np.ndarray, router: AffineRouter) -> Saturation:
+def _saturation_of_data(data: np.ndarray, router: AffineRouter) -> Saturation:
+    """Distances to ties and entropy of coalitions of the data under a router."""
     scores = router.scores(data)
     apart = expert_distances(torch.from_numpy(router.weight))
     distance = nearest_tie(torch.from_numpy(scores), router.k, apart).distance.numpy()
@@ -131,6 +132,7 @@ def _saturation(data: np.ndarray, router: AffineRouter) -> Saturation:
 
 
 def _check_ball(dim: int, sine: float) -> None:
+    """Raise unless d >= 2 and 0 <= R/‖μ‖ <= 1."""
     require(dim >= 2, f"need a dimension d >= 2, got {dim}")
     require(0 <= sine <= 1, f"need 0 <= R/‖μ‖ <= 1, got {sine}")
 

@@ -58,7 +58,7 @@ def count_regions(W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias
     """
     layer = counting_layer(W, b, V, c, k)
     _check_dim(layer)
-    count, safety = _count_flats(layer, k)
+    count, safety = _count_by_flats(layer, k)
     if safety < 1.0:
         reason = why_degenerate(layer.router.W, layer.V)
         raise DegenerateError(
@@ -78,8 +78,9 @@ def _check_dim(layer: CountingLayer) -> None:
     )
 
 
-def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
-    from tieline.lab.tropical.counting import count_flats
+def _count_by_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
+    """Pieces and safety by the compiled sweep over flats."""
+    from tieline.lab.tropical.compiled_counts import count_flats
 
     router, experts = layer.router, len(layer.router.b)
     free = router.linear or k == experts
@@ -100,7 +101,7 @@ def _count_flats(layer: CountingLayer, k: int) -> tuple[int, float]:
 
 def _choice_safety(scores: Float[np.ndarray, " experts"], k: int) -> float:
     """Safety of the choice of the k largest of `scores`."""
-    from tieline.lab.tropical.counting import top_side
+    from tieline.lab.tropical.compiled_counts import top_side
 
     return top_side(scores, k, np.zeros(len(scores), np.int8))
 
@@ -109,7 +110,7 @@ def _count_cones(
     W: Float[np.ndarray, "experts dim"], layer: CountingLayer, k: int
 ) -> tuple[int, float]:
     """Pieces of a layer without any bias: cones, met by x_1 = ±1, less those met by x_1 = 0."""
-    from tieline.lab.tropical.counting import count_flats
+    from tieline.lab.tropical.compiled_counts import count_flats
 
     V, owner = layer.V, layer.owner
     total, safety, sign = 0, float("inf"), 1
@@ -182,7 +183,7 @@ def _router_cells(
     tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]
 ]:
     """Every coalition with the walls of its cell and a point inside, by crossing walls."""
-    from tieline.lab.tropical.programmes import explore, top_members
+    from tieline.lab.tropical.compiled_search import explore_cell, top_members
 
     rows = np.column_stack([layer.router.W, layer.router.b])
     experts, size = rows.shape
@@ -197,7 +198,7 @@ def _router_cells(
     waiting, visited = [(members, point)], {members.tobytes()}
     while waiting:
         members, point = waiting.pop()
-        walls, coalitions, points, sure = explore(rows, members, point, k)
+        walls, coalitions, points, sure = explore_cell(rows, members, point, k)
         require(sure, THIN_CUT, DegenerateError)
         yield members, walls, point
         for coalition, inside in zip(coalitions, points, strict=True):
@@ -214,12 +215,12 @@ def _pieces_in_cell(
     most: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(coalitions, patterns, points) of the pieces inside one cell."""
-    from tieline.lab.tropical.programmes import MANY, THIN, patterns
+    from tieline.lab.tropical.compiled_search import MANY, THIN, piece_patterns
 
     mine = members[layer.owner]
     neurons = np.column_stack([layer.V, layer.c])[mine]
     neurons /= np.linalg.norm(neurons, axis=1, keepdims=True)
-    active, points, status = patterns(walls, neurons, point, most)
+    active, points, status = piece_patterns(walls, neurons, point, most)
     require(status != THIN, THIN_CUT, DegenerateError)
     require(status != MANY, "there are more than max_pieces pieces; raise it to list them")
     experts = np.flatnonzero(members)
@@ -252,7 +253,7 @@ def _witness_margins(
 
 def count_cells_rational(W: RouterWeight, b: RouterBias, k: int) -> Count:
     """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
-    rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))
+    rows = _fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
     return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
 
@@ -261,15 +262,16 @@ def count_regions_rational(
     W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int
 ) -> Count:
     """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
-    rows = _as_fractions(double_array("W", W, 2), double_array("b", b, 1))
+    rows = _fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     V, c = double_array("V", V, 3), double_array("c", c, 2)
     require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
-    neurons = _as_fractions(V.reshape(-1, V.shape[2]), c.ravel())
+    neurons = _fraction_rows(V.reshape(-1, V.shape[2]), c.ravel())
     owners = [e for e in range(V.shape[0]) for _ in range(V.shape[1])]
     return Count(_count_corners(rows, neurons, owners, k), COUNTED, "corners in fractions")
 
 
-def _as_fractions(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
+def _fraction_rows(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
+    """Rows (weights, bias) in exact fractions."""
     return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
 
 
@@ -295,10 +297,10 @@ def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: 
 def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> None:
     """Refuse a coalition whose walls span fewer than d directions: its pieces have no corner."""
     experts, hidden = len(router), len(neurons) // len(router)
-    ties = [] if k in (0, experts) else [_difference(row, router[0])[:-1] for row in router[1:]]
+    ties = [] if k in (0, experts) else [_row_difference(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
         normals = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
-        if _rank(ties + normals) < dim:
+        if _row_rank(ties + normals) < dim:
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
@@ -331,11 +333,11 @@ def _pieces_around(
     if len({owners[n] for n in vanished}) > k:
         return  # never active together
     walls = [neurons[n] for n in vanished]
-    walls += [_difference(router[i], router[tied[0]]) for i in tied[1:]]
-    point = _solve(walls)
+    walls += [_row_difference(router[i], router[tied[0]]) for i in tied[1:]]
+    point = _wall_intersection(walls)
     if point is None:
         return
-    scores = [_value_at(row, point) for row in router]
+    scores = [_affine_value(row, point) for row in router]
     level = scores[tied[0]] if tied else sorted(scores, reverse=True)[max(k - 1, 0)]
     above = frozenset(i for i, z in enumerate(scores) if z > level)
     equal = tuple(i for i, z in enumerate(scores) if z == level)
@@ -361,7 +363,7 @@ def _patterns_around(
     for n, owner in enumerate(owners):
         if owner not in coalition:
             continue
-        value = _value_at(neurons[n], point)
+        value = _affine_value(neurons[n], point)
         if value == 0 and n not in vanished:
             raise DegenerateError(f"neuron {n} also vanishes where {sorted(vanished)} do")
         if n in vanished:
@@ -372,25 +374,28 @@ def _patterns_around(
         yield coalition, frozenset(active + [n for n, on in zip(free, signs, strict=True) if on])
 
 
-def _value_at(row: Row, point: Row) -> Fraction:
+def _affine_value(row: Row, point: Row) -> Fraction:
+    """W · x + c of a row at a point."""
     return sum((w * x for w, x in zip(row, point, strict=False)), row[-1])
 
 
-def _difference(row: Row, other: Row) -> Row:
+def _row_difference(row: Row, other: Row) -> Row:
+    """The row minus another."""
     return [x - y for x, y in zip(row, other, strict=True)]
 
 
-def _rank(rows: list[Row]) -> int:
-    return len(_eliminated(rows, len(rows[0]))) if rows else 0
+def _row_rank(rows: list[Row]) -> int:
+    """Rank of the rows."""
+    return len(_eliminated_rows(rows, len(rows[0]))) if rows else 0
 
 
-def _solve(walls: list[Row]) -> Row | None:
+def _wall_intersection(walls: list[Row]) -> Row | None:
     """The common point of d walls in R^d; None where they are parallel."""
-    rows = _eliminated(walls, len(walls))
+    rows = _eliminated_rows(walls, len(walls))
     return [-row[-1] for row in rows] if len(rows) == len(walls) else None
 
 
-def _eliminated(rows: list[Row], columns: int) -> list[Row]:
+def _eliminated_rows(rows: list[Row], columns: int) -> list[Row]:
     """The rows with a pivot after Gauss-Jordan elimination of the first columns."""
     rows, rank = list(rows), 0
     for col in range(columns):

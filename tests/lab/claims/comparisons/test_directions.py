@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.lab.claims.comparisons.test_domains import SCORE
-from tests.lab.training.images.test_task_images import TINY, domains
+from tests.lab.training.image_tasks.test_task_images import TINY, domains
 from tieline.lab.claims import comparisons
 from tieline.lab.claims.claim import ClaimRun, Verdict
 from tieline.lab.claims.comparisons import (
@@ -18,7 +18,7 @@ from tieline.lab.claims.comparisons import (
 from tieline.lab.claims.paper1 import tables
 from tieline.lab.claims.registry import all_claims
 from tieline.lab.claims.runner import run_claim
-from tieline.lab.training import images as task_images
+from tieline.lab.training import image_tasks as task_images
 from tieline.lab.training.image_data import PACS
 from tieline.lab.training.recipes import pacs_small
 

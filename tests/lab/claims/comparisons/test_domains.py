@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.lab.training.images.test_task_images import TINY, domains
+from tests.lab.training.image_tasks.test_task_images import TINY, domains
 from tieline.core.errors import TielineError
 from tieline.lab.claims import comparisons as study
 from tieline.lab.claims.comparisons import DomainScore, domain_table, leave_one_out
-from tieline.lab.training import images as task_images
+from tieline.lab.training import image_tasks as task_images
 from tieline.lab.training.recipes import pacs_small
 
 SCORE = DomainScore("cosine", "photo", 0, 0.5, 0.4, 0.01, 0.6, 0.3, 1 / 7, 2.0)

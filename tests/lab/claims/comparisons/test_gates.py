@@ -7,7 +7,7 @@ import pytest
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import TielineError
 from tieline.lab.claims.comparisons import GateScore, gate_table, read_scores
-from tieline.lab.training.engine import run
+from tieline.lab.training.training_run import run_training
 
 
 def score(gate, seed, perplexity, **rest):
@@ -48,7 +48,7 @@ def test_the_attack_is_the_rise_of_the_word_perplexity():
 
 def test_finished_runs_are_read_in_the_order_of_the_gates(tmp_path):
     for gate in ("smooth1", "smoe"):
-        run(tiny(gate, steps=2), tmp_path / f"demo-smoke-{gate}-0")
+        run_training(tiny(gate, steps=2), tmp_path / f"demo-smoke-{gate}-0")
     (tmp_path / "demo-smoke-top3-0").mkdir()  # not finished
     scores = read_scores(tmp_path, "demo-smoke")
     assert [s.gate for s in scores] == ["smoe", "smooth1"]

@@ -1,7 +1,7 @@
 """The command line that the documentation names: `torchrun … -m tieline train RECIPE`.
 
 Every process imports torch and transformers, so these are slow; the same code runs on ranks that
-are forked in tests/lab/training/engine.
+are forked in tests/lab/training/training_run.
 """
 
 import json
@@ -44,11 +44,11 @@ def torchrun(processes, *words):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The recipe in one process."""
-    from tieline.lab.training.engine import run
     from tieline.lab.training.recipes import recipe_config
+    from tieline.lab.training.training_run import run_training
 
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return run(recipe_config(RECIPE), folder).to_dict(), folder
+    return run_training(recipe_config(RECIPE), folder).to_dict(), folder
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -30,7 +30,7 @@ from tieline.lab.geometry.structured import (
     pair_noise,
     perturbation_law,
     structured_bounds,
-    whitened,
+    whitened_router,
     worst_step,
 )
 from tieline.routing import CosineRouter
@@ -132,7 +132,7 @@ def zero(run: ClaimRun) -> Evidence:
 
 def moments(form: str) -> tuple[float, float, float]:
     """M₁, M₂, M₃ of a form, as `soften` uses them."""
-    from tieline.lab.on_model.soften_walls import MOMENTS
+    from tieline.lab.on_model.soften_prediction import MOMENTS
 
     return MOMENTS[form]
 
@@ -285,7 +285,7 @@ def _tokens_outside_bounds(
     times = torch.tensor([horizon], dtype=torch.float64)
     bounds = structured_bounds(scores, states.k, states.weight, law, times)
     deviation, drift = pair_noise(states.weight, law)
-    rows, outside = whitened(states.weight, law), 0
+    rows, outside = whitened_router(states.weight, law), 0
     for index, token in enumerate(scores):
         cell = top_k_cell(token, states.k, rows)
         pair = cell.faces[:, 0], cell.faces[:, 1]

@@ -37,7 +37,7 @@ from tieline.lab.geometry import (
     walk_across,
 )
 from tieline.lab.training.config import DecoderConfig, TrainConfig
-from tieline.lab.training.controllers import BudgetSchedule
+from tieline.lab.training.gate_schedules import BudgetSchedule
 from tieline.measure.boundary import near_counts
 from tieline.routing import ReLUGate, SmoothTopK, Softmax, TopK, boundary_loss, smoothstep
 from tieline.routing.losses import LayerRouting, collect_routing
@@ -332,8 +332,8 @@ def routing_course(
         tolerances: ε of `near`.
     """
     # these load transformers: only where a model is trained
-    from tieline.lab.training.engine import run
     from tieline.lab.training.text_data import load_streams
+    from tieline.lab.training.training_run import run_training
 
     language = config.task == "language"
     require(language and isinstance(config.model, DecoderConfig), "needs a decoder")
@@ -348,7 +348,7 @@ def routing_course(
             looks.append((step, _measure_layers(model, rows, tolerances)))
 
     with tempfile.TemporaryDirectory() as folder:
-        done = run(config, Path(folder) / "run", watch=watch)
+        done = run_training(config, Path(folder) / "run", watch=watch)
     steps, tables = zip(*looks, strict=True)
     table = torch.stack(tables)
     return RoutingCourse(

@@ -6,10 +6,10 @@ import torch
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import TielineError
 from tieline.lab.claims.paper1.smoothing import routing_course
-from tieline.lab.training.engine import run
 from tieline.lab.training.language import moe_layers
 from tieline.lab.training.recipes import pacs_small
 from tieline.lab.training.text_data import load_streams
+from tieline.lab.training.training_run import run_training
 from tieline.routing.losses import collect_routing
 
 TOLERANCES = (0.1, 1.0, 50.0)
@@ -33,7 +33,9 @@ def test_looks_are_taken_at_the_start_every_n_steps_and_at_the_end(course):
 
 def test_the_last_look_is_the_model_of_the_same_run_without_looks(course, tmp_path):
     config, kept = tiny("smooth50", steps=5), []
-    done = run(config, tmp_path / "run", watch=lambda model, step: kept.append((model, step)))
+    done = run_training(
+        config, tmp_path / "run", watch=lambda model, step: kept.append((model, step))
+    )
     assert [step for _, step in kept] == [1, 2, 3, 4, 5]
     model = kept[-1][0].eval()
     (layer,) = moe_layers(model).values()

@@ -8,7 +8,7 @@ import torch
 from tests.lab.training.tiny import tiny_decoder
 from tieline import ReLUGate, TielineError
 from tieline.lab.training.config import GateConfig
-from tieline.lab.training.controllers import BudgetSchedule, GateSchedule, SparsityController
+from tieline.lab.training.gate_schedules import BudgetSchedule, GateSchedule, SparsityController
 from tieline.lab.training.language import moe_layers
 from tieline.routing.losses import collect_routing
 

@@ -20,7 +20,7 @@ from tieline.lab.tropical import (
     slice_layer,
     slice_router,
 )
-from tieline.lab.tropical.pictures import area, split_by_lines
+from tieline.lab.tropical.plane_cells import polygon_area, split_by_lines
 from tieline.trace import LayerFacts, LayerTrace
 
 TRIANGLE = np.array([[0.0, 0.0], [1.0, 0.2], [0.3, 1.0]])
@@ -43,8 +43,8 @@ def test_cells_tile_the_window_and_hold_their_coalition(seed, k):
     W, b, _, _ = random_layer(seed, dim=4)
     points = np.random.default_rng(seed + 1).standard_normal((3, 4))
     cut = slice_router(points, W, b, k, epsilon=0.2)
-    areas = [area(np.array(cell.corners)) for cell in cut.cells]
-    assert sum(areas) == pytest.approx(area(np.array(cut.window)), rel=1e-9)
+    areas = [polygon_area(np.array(cell.corners)) for cell in cut.cells]
+    assert sum(areas) == pytest.approx(polygon_area(np.array(cut.window)), rel=1e-9)
     assert len({cell.coalition for cell in cut.cells}) == len(cut.cells)
     middles = np.array([np.mean(cell.corners, axis=0) for cell in cut.cells])
     scores = torch.from_numpy(inputs_of(points, middles) @ W.T + b)
@@ -119,7 +119,7 @@ def test_planes_keep_lengths():
     plane = plane_through(points)
     np.testing.assert_allclose(plane.axes @ plane.axes.T, np.eye(2), atol=1e-12)
     np.testing.assert_allclose(plane.origin + plane.marks @ plane.axes, points, atol=1e-12)
-    assert area(plane.window) > 0
+    assert polygon_area(plane.window) > 0
 
 
 def test_lines_cut_a_square_into_the_pieces_of_an_arrangement():
@@ -127,7 +127,7 @@ def test_lines_cut_a_square_into_the_pieces_of_an_arrangement():
     lines = np.array([[1.0, 0.1], [0.1, 1], [1, 1]]), np.array([0.0, 0.05, 0.2])
     pieces = split_by_lines(square, *lines)
     assert len(pieces) == 7
-    assert sum(area(corners) for _, corners in pieces) == pytest.approx(4)
+    assert sum(polygon_area(corners) for _, corners in pieces) == pytest.approx(4)
     assert len({signs for signs, _ in pieces}) == 7
 
 

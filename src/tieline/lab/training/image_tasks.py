@@ -62,7 +62,7 @@ class ImageItems(Dataset[dict[str, Tensor]]):
         return {"pixels": pixels, "labels": self.images.labels[index]}
 
 
-def epochs(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
+def image_order(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
     """Draw `n_items` items in passes over the images, each pass in a new order."""
     require(n_items >= 1, f"a run needs an item, got {n_items}")
     draw = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ def score_images(model: nn.Module, images: Images) -> dict[str, Any]:
         experts = experts + torch.tensor(work, dtype=torch.float64) * len(rows)
     n, right = len(images), torch.cat(answers) == images.labels
     return {
-        **_accuracies(right, images.labels),
+        **_accuracy_with_errors(right, images.labels),
         "loss": loss / n,
         "images": n,
         "chance": 1 / len(images.classes),
@@ -124,7 +124,7 @@ def score_images(model: nn.Module, images: Images) -> dict[str, Any]:
     }
 
 
-def _accuracies(right: Tensor, labels: Tensor) -> dict[str, float]:
+def _accuracy_with_errors(right: Tensor, labels: Tensor) -> dict[str, float]:
     """Return accuracy over images and over occurring classes, with standard errors."""
     n, total = labels.bincount(), len(labels)
     present = n > 0
@@ -161,7 +161,7 @@ class ImageTask:
         require(config.data.name == "cifar10", f"no images are called {config.data.name!r}")
         train = load_cifar10("train").subset(options.get("images", 50_000))
         test = load_cifar10("test").subset(options.get("scored", 10_000))
-        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        items = image_order(train, config.optim.steps * config.optim.batch, config.seed)
         return ImageData(items, f"{len(train)} images of {train.source}", {"test": test})
 
     def model(self, config: TrainConfig) -> nn.Module:
@@ -198,7 +198,7 @@ class DomainTask(ImageTask):
         _check_side(every.images, config)
         out, share = options["out"], options.get("held_out", 0.2)
         train, held, test = left_out(every, out, share, config.seed)
-        items = epochs(train, config.optim.steps * config.optim.batch, config.seed)
+        items = image_order(train, config.optim.steps * config.optim.batch, config.seed)
         about = f"{len(train)} images of {every.images.source} without {out}"
         return ImageData(items, about, {"out": test, "validation": held})
 

@@ -39,8 +39,8 @@ from tieline.lab.training.fetch import (
     fetch_checkpoint,
     local_checkpoint,
 )
+from tieline.lab.training.routed_networks import route_networks_
 from tieline.lab.training.text_data import bpe_tokenizer
-from tieline.lab.training.upcycled import route_networks_
 
 LARGEST_FILE = 1 << 28
 
@@ -167,10 +167,11 @@ def load_glue(
     )
     if check_hash:
         check_file(path, file)
-    return _read_split(path, rules, f"{task} {split}")
+    return _read_glue_split(path, rules, f"{task} {split}")
 
 
-def _read_split(path: Path, rules: GlueTask, source: str) -> Sentences:
+def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
+    """The examples of one TSV file of a task; raises on a line of another form."""
     size = path.stat().st_size
     require(
         size <= LARGEST_FILE, f"{path} has {size} bytes, at most {LARGEST_FILE} are read", DataError
@@ -257,15 +258,17 @@ class SentenceTask:
             load_glue(options["task"], split, None if folder is None else Path(folder))
             for split in ("train", "dev")
         )
-        encode = _encoder(shape, train)
+        encode = _sentence_encoder(shape, train)
         n = config.optim.steps * config.optim.batch
         draw = torch.Generator().manual_seed(config.seed)
         order = torch.cat(
             [torch.randperm(len(train), generator=draw) for _ in range(-(-n // len(train)))]
         )
         about = f"{train.source}, {len(train)} examples, scored on {len(dev)}"
-        scored_on = _items(dev, encode, torch.arange(len(dev)))
-        return SentenceData(_items(train, encode, order[:n]), about, scored_on, dev.majority)
+        scored_on = _sentence_items(dev, encode, torch.arange(len(dev)))
+        return SentenceData(
+            _sentence_items(train, encode, order[:n]), about, scored_on, dev.majority
+        )
 
     def model(self, config: TrainConfig) -> nn.Module:
         """Make a new model."""
@@ -305,7 +308,7 @@ def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:
 Encode = Callable[[Sentences], list[tuple[list[int], list[int], list[int]]]]
 
 
-def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
+def _sentence_encoder(shape: SentenceConfig, train: Sentences) -> Encode:
     """Return a function from examples to tokens, segments and masks, all of one length."""
     if shape.pretrained is not None:
         from transformers import AutoTokenizer
@@ -313,11 +316,11 @@ def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
         tokenizer = AutoTokenizer.from_pretrained(fetch_checkpoint(shape.pretrained))
         marks = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     else:
-        tokenizer = bpe_tokenizer(_all_texts(train), shape.vocabulary - 3)
+        tokenizer = bpe_tokenizer(_sentence_texts(train), shape.vocabulary - 3)
         marks = (shape.vocabulary - 3, shape.vocabulary - 2, shape.vocabulary - 1)
 
     def encode(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
-        ids = iter(tokenizer(_all_texts(sentences), add_special_tokens=False)["input_ids"])
+        ids = iter(tokenizer(_sentence_texts(sentences), add_special_tokens=False)["input_ids"])
         token_ids = [[next(ids) for _ in texts] for texts in sentences.texts]
         return [
             pack_sentences(ids_of_example, marks, shape.context) for ids_of_example in token_ids
@@ -326,7 +329,8 @@ def _encoder(shape: SentenceConfig, train: Sentences) -> Encode:
     return encode
 
 
-def _all_texts(sentences: Sentences) -> list[str]:
+def _sentence_texts(sentences: Sentences) -> list[str]:
+    """All sentences of all examples in one list."""
     return [text for texts in sentences.texts for text in texts]
 
 
@@ -349,7 +353,8 @@ def pack_sentences(
     return tokens + [pad] * rest, segments + [0] * rest, [1] * len(tokens) + [0] * rest
 
 
-def _items(sentences: Sentences, encode: Encode, order: Tensor) -> SentenceItems:
+def _sentence_items(sentences: Sentences, encode: Encode, order: Tensor) -> SentenceItems:
+    """Encoded sentences with labels, in the given order."""
     columns = zip(*encode(sentences), strict=True)
     tokens, segments, used = (torch.tensor(column) for column in columns)
     return SentenceItems(tokens, segments, used, torch.tensor(sentences.labels), order)

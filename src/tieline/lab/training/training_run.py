@@ -131,7 +131,7 @@ class TrainingPlan(Result):
     seconds: float | None
 
 
-def run(
+def run_training(
     config: TrainConfig,
     out: Path,
     *,
@@ -151,7 +151,7 @@ def run(
     with run_folder(config, out, resume) as checkpoint:
         if resume and (result := stored_result(out)) is not None:
             return result
-        return _save_result(_train(config, out, checkpoint, progress or _silent, watch))
+        return _save_result(_train_steps(config, out, checkpoint, progress or _no_progress, watch))
 
 
 def run_parallel(
@@ -162,7 +162,7 @@ def run_parallel(
     progress: Report | None = None,
     timeout: float = TIMEOUT,
 ) -> TrainingResult | None:
-    """Run `run` on the processes that torchrun started; only rank 0 returns the result.
+    """Run `run_training` on the processes that torchrun started; only rank 0 returns the result.
 
     Args:
         config: a whole run; the rows of its micro-batches divide over the processes.
@@ -178,13 +178,13 @@ def run_parallel(
         if checkpoint is None:
             return stored_result(out) if is_first() else None
         start = Path(checkpoint) if checkpoint else None
-        on_stage = progress if progress is not None and is_first() else _silent
-        trained = _train(config, out, start, on_stage)
+        on_stage = progress if progress is not None and is_first() else _no_progress
+        trained = _train_steps(config, out, start, on_stage)
         # only rank 0 scores, and the others do not wait: that could exceed the timeout
         return _save_result(trained) if is_first() else None
 
 
-def _silent(stage: str, done: int, of: int) -> None:
+def _no_progress(stage: str, done: int, of: int) -> None:
     """Report no progress."""
 
 
@@ -217,7 +217,7 @@ class _Trained(NamedTuple):
     on_stage: Report
 
 
-def _train(
+def _train_steps(
     config: TrainConfig,
     out: Path,
     checkpoint: Path | None,
@@ -231,7 +231,7 @@ def _train(
     set_seed(config.seed)
     model = task.model(config)
     first_rank(lambda: _write_config(config, out))
-    on_step = _step_end(model, on_stage, watch)
+    on_step = _after_step(model, on_stage, watch)
     trainer = RoutingTrainer(config, model, training_arguments(config, out), data.train, on_step)
     if (
         moe_layers(model) and not dist.is_initialized()
@@ -282,9 +282,11 @@ def stored_result(out: Path) -> TrainingResult | None:
     return replace(from_plain(TrainingResult, read_json(path)), folder=str(out))
 
 
-def _step_end(
+def _after_step(
     model: nn.Module, on_stage: Report, watch: Watch | None
 ) -> Callable[[int, int], None]:
+    """A callback that reports each step and shows the model to `watch`."""
+
     def after_step(done: int, of: int) -> None:
         on_stage("train", done, of)
         if watch is not None:
@@ -293,9 +295,9 @@ def _step_end(
     return after_step
 
 
-def plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
+def training_plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
     """Return size, data and estimated time of a run; the time is measured on a few steps."""
-    on_stage = progress or _silent
+    on_stage = progress or _no_progress
     on_stage("data", 0, 1)
     task = task_of(config)
     set_seed(config.seed)

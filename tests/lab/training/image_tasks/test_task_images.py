@@ -9,18 +9,17 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from tests.lab.training.real_data import shared
 from tieline.core.errors import TielineError
-from tieline.lab.training import images as task_images
+from tieline.lab.training import image_tasks as task_images
 from tieline.lab.training.config import (
     DecoderConfig,
     MixtureConfig,
     PatchConfig,
     VisionTransformerConfig,
 )
-from tieline.lab.training.engine import run
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.image_data import DomainImages, Images
 from tieline.lab.training.image_models import MixtureClassifier
-from tieline.lab.training.images import (
+from tieline.lab.training.image_tasks import (
     DomainTask,
     collect_work,
     image_model,
@@ -36,6 +35,7 @@ from tieline.lab.training.recipes import (
     pacs_paper,
     pacs_small,
 )
+from tieline.lab.training.training_run import run_training
 from tieline.routing import MoE
 from tieline.routing.gates import capacity
 
@@ -156,7 +156,7 @@ TINY = PatchConfig(layers=1, routed=1, d_model=8, heads=2, d_hidden=8, side=8)
 def test_a_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     config = pacs_small(gate, "photo").replace(model=TINY, optim__steps=3, optim__batch=8)
-    result = run(config, tmp_path / "run")
+    result = run_training(config, tmp_path / "run")
     assert result.scores["out"]["images"] == 10
     assert result.scores["validation"]["images"] == 6
     assert 0 <= result.scores["out"]["accuracy"] <= 1

@@ -13,7 +13,7 @@ from transformers import (
 
 from tieline.core.errors import TielineError, UnsupportedModelError
 from tieline.lab.training.config import GateConfig, gate_config
-from tieline.lab.training.upcycled import route_networks_
+from tieline.lab.training.routed_networks import route_networks_
 from tieline.routing import CosineRouter, MoE, SmoothTopK, SoftMoE
 
 SIZES = {

@@ -58,7 +58,7 @@ def route_networks_(
     fits = all(-len(networks) <= index < len(networks) for index in indices)
     require(fits, f"the model has {len(networks)} networks, got places {list(indices)}")
     chosen = [networks[index] for index in indices]
-    for ffn, layer in [(ffn, _mixture(ffn, gate, n_experts)) for ffn in chosen]:
+    for ffn, layer in [(ffn, _mixture_of_copies(ffn, gate, n_experts)) for ffn in chosen]:
         model.set_submodule(ffn.replaced, layer)
         if ffn.emptied is not None:
             model.set_submodule(ffn.emptied, nn.Identity())
@@ -66,9 +66,10 @@ def route_networks_(
 
 
 @torch.no_grad()
-def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
+def _mixture_of_copies(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
+    """A routed layer whose experts are copies of a network."""
     sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
-    layer = routed_layer(gate, activation=_activation(ffn), **sizes)
+    layer = routed_layer(gate, activation=_activation_name(ffn), **sizes)
     experts = layer.experts
     sources = {"w_in": ffn.w_in, "w_out": ffn.last.weight, "b_in": ffn.b_in, "b_out": ffn.b_out}
     for name, parameter in experts.named_parameters():
@@ -77,7 +78,7 @@ def _mixture(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
     return layer.to(ffn.last.weight)
 
 
-def _activation(ffn: DenseFFN) -> str:
+def _activation_name(ffn: DenseFFN) -> str:
     """Return the name of the activation, found by its values."""
     x = torch.linspace(-4, 4, 33)
     for name, function in PLAIN.items():

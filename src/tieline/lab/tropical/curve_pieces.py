@@ -61,7 +61,7 @@ def walk(
     experts = len(router.bias)
     size = max(1, CHUNK // experts**2)
     chunks = [
-        _walk_chunk(
+        _walk_segments(
             router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k
         )
         for at in range(0, len(starts), size)
@@ -70,7 +70,8 @@ def walk(
     return CoalitionWalk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
 
 
-def _walk_chunk(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
+def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
+    """The changes of coalition along a chunk of segments of scores."""
     first = chosen(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
@@ -322,5 +323,6 @@ def crossings(
 
 
 def _choice_agreement(sets: np.ndarray, experts: Tensor) -> float:
+    """Share of rows whose traced experts are the given coalition."""
     traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, experts, True)
     return float((traced.numpy() == sets).all(axis=1).mean())

@@ -13,7 +13,7 @@ from tests.lab.training.runs import (
     run_here,
 )
 from tieline.lab.training.checkpoint import last_checkpoint
-from tieline.lab.training.engine import run
+from tieline.lab.training.training_run import run_training
 
 PATIENCE = {"timeout": 60.0}
 
@@ -22,7 +22,7 @@ PATIENCE = {"timeout": 60.0}
 def alone(tmp_path_factory):
     """The run in one process, by transformers' Trainer."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return run(config(), folder).to_dict(), folder
+    return run_training(config(), folder).to_dict(), folder
 
 
 def test_a_run_on_two_ranks_has_the_losses_and_files_of_one_process(pair, alone, tmp_path):
@@ -37,7 +37,7 @@ def test_a_run_on_two_ranks_has_the_losses_and_files_of_one_process(pair, alone,
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["remoe", "annealed", "cosine"])
 def test_other_gates_and_their_schedules_too(pair, tmp_path, gate):
-    plain = run(config(gate), tmp_path / "alone").to_dict()
+    plain = run_training(config(gate), tmp_path / "alone").to_dict()
     found, _ = pair.run(run_here, config(gate), tmp_path / "run", PATIENCE)
     assert_same_losses(found, plain)
 
@@ -45,7 +45,7 @@ def test_other_gates_and_their_schedules_too(pair, tmp_path, gate):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"recompute": True}, {"optim__accumulate": 1}])
 def test_recomputed_and_whole_batches_too(pair, tmp_path, changes):
-    plain = run(config(**changes), tmp_path / "alone").to_dict()
+    plain = run_training(config(**changes), tmp_path / "alone").to_dict()
     found, _ = pair.run(run_here, config(**changes), tmp_path / "run", PATIENCE)
     assert_same_losses(found, plain)
 
@@ -62,7 +62,7 @@ def test_a_killed_rank_leaves_a_checkpoint_and_an_error_and_one_process_goes_on(
     two.processes[1].join(60)
     assert two.processes[1].exitcode == -9
     assert last_checkpoint(folder).name == "checkpoint-4"
-    result = run(config(), folder, resume=True).to_dict()
+    result = run_training(config(), folder, resume=True).to_dict()
     assert result["resumed_from"] == 4
     assert_same_losses(result, alone[0])
 

@@ -5,7 +5,7 @@ import pytest
 from tests.lab.training.real_data import shared
 from tieline.core.errors import ParameterError
 from tieline.lab.training.fetch import DataError
-from tieline.lab.training.sentences import GLUE, load_glue
+from tieline.lab.training.sentence_tasks import GLUE, load_glue
 
 LINES = {
     "CoLA": "gj04\t1\t\tA sentence.\ngj04\t0\t*\tSentence a.\n",

@@ -5,17 +5,17 @@ open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pi
 case, and a wall cuts the cone or it does not, whatever the distance. All rows are unit vectors;
 cones are intersected with the box |y_j| <= 1.
 
-`patterns` adds neurons one by one; one programme decides whether a neuron cuts a piece. A neuron
-that does not is no wall of any smaller piece either. A programme's value is above CUT if a wall
-cuts and below NONE if it does not; between them the input is too near to degenerate to decide, and
-the search gives up (False, or status THIN).
+`piece_patterns` adds neurons one by one; one programme decides whether a neuron cuts a piece. A
+neuron that does not is no wall of any smaller piece either. A programme's value is above CUT if a
+wall cuts and below NONE if it does not; between them the input is too near to degenerate to decide,
+and the search gives up (False, or status THIN).
 """
 
 from typing import no_type_check
 
 import numpy as np
 
-from tieline.lab.tropical.counting import compiled, with_double_room
+from tieline.lab.tropical.compiled_counts import compiled_kernel, with_double_room
 
 SLACK = 1e-13
 """Violation of a unit row that counts as none."""
@@ -23,7 +23,7 @@ CUT, NONE = 1e-10, 1e-12
 DONE, THIN, MANY = 0, 1, 2
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def maximise_one(A, r, c, y):
     """Largest c y with A y >= r on the segment |y| <= 1; False if there is none."""
@@ -40,7 +40,7 @@ def maximise_one(A, r, c, y):
     return low <= high + SLACK
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def onto_wall(A, r, c, wall, level, pivot, count):
     """The programme on {wall · y = level} with variable `pivot` solved for: (A', r', c')."""
@@ -70,9 +70,9 @@ def onto_wall(A, r, c, wall, level, pivot, count):
     return lower, rest, cost
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def maximise(A, r, c, y):
+def maximise_linear(A, r, c, y):
     """Write to y a largest c · y with A y >= r, |y_j| <= 1; False if nothing is feasible."""
     n = len(c)
     if n == 1:
@@ -91,7 +91,7 @@ def maximise(A, r, c, y):
             return False
         lower, rest, cost = onto_wall(A, r, c, A[i], r[i], pivot, i)
         solution = np.empty(n - 1)
-        if not maximise(lower, rest, cost, solution):
+        if not maximise_linear(lower, rest, cost, solution):
             return False
         y[pivot], j = r[i] / A[i, pivot], 0
         for col in range(n):
@@ -102,9 +102,9 @@ def maximise(A, r, c, y):
     return True
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def reach(A, count, c, y):
+def cone_reach(A, count, c, y):
     """Largest c · y in the cone of the first `count` rows of A; at least 0, where the apex is.
 
     Rows are taken in a scrambled order, on which the expected time rests.
@@ -114,7 +114,7 @@ def reach(A, count, c, y):
     step = 7 if count % 7 else 11 if count % 11 else 13
     for i in range(count):
         rows[i] = A[(i * step + 3) % count] if count % step else A[i]
-    if not maximise(rows, level, c, y):
+    if not maximise_linear(rows, level, c, y):
         y[:] = 0.0
     value = 0.0
     for j in range(n):
@@ -122,9 +122,9 @@ def reach(A, count, c, y):
     return value
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def centre(A, count, y):
+def centre_in_cone(A, count, y):
     """Move y, inside the cone of the first `count` rows, to the middle of its chords by axis."""
     n = len(y)
     values = np.empty(count)
@@ -147,7 +147,7 @@ def centre(A, count, y):
                 values[i] += move * A[i, axis]
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def pair_rows(rows, members):
     """Unit rows of z_i > z_j, i in the coalition and j not, then y_last > 0."""
@@ -164,7 +164,7 @@ def pair_rows(rows, members):
     return walls
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def top_members(scores, k):
     """The k largest scores as a mask."""
@@ -173,9 +173,9 @@ def top_members(scores, k):
     return members
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def behind(rows, start, stop, wall, k, point):
+def point_behind_wall(rows, start, stop, wall, k, point):
     """Write a point just behind `wall` on the way from start to stop; returns its coalition."""
     before, after = (wall * start).sum(), (wall * stop).sum()
     crossing = before / (before - after)
@@ -192,9 +192,9 @@ def behind(rows, start, stop, wall, k, point):
     return top_members(rows @ point, k)
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def explore(rows, members, point, k):
+def explore_cell(rows, members, point, k):
     """(walls, coalitions behind them, points there, status) of the cell that holds `point`.
 
     The router has the rows (w, b) (N, d + 1), `members` (N,) is the coalition and `point` (d + 1,)
@@ -202,17 +202,17 @@ def explore(rows, members, point, k):
     """
     walls = pair_rows(rows, members)
     count, sure = len(walls), True
-    centre(walls, count, point)
+    centre_in_cone(walls, count, point)
     coalitions, points = np.empty((count, len(rows)), np.bool_), np.empty((count, rows.shape[1]))
     bounding, last = 0, count - 1
     while bounding < last:  # walls[:bounding] bound the cell, walls[last] is y_last > 0
         wall = walls[bounding].copy()
         walls[bounding], stop = walls[last], np.empty(rows.shape[1])
-        value = reach(walls, last, -wall, stop)
+        value = cone_reach(walls, last, -wall, stop)
         if NONE < value < CUT:
             sure = False
         if value >= CUT:
-            coalitions[bounding] = behind(rows, point, stop, wall, k, points[bounding])
+            coalitions[bounding] = point_behind_wall(rows, point, stop, wall, k, points[bounding])
             walls[last] = walls[bounding]
             walls[bounding] = wall
             bounding += 1
@@ -228,9 +228,9 @@ def explore(rows, members, point, k):
     )
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def cross(A, count, row, point, other):
+def plane_cuts_cone(A, count, row, point, other):
     """Whether the plane `row` cuts the cone; then `other` gets a point on its far side.
 
     Returns (sign of the row at `point`, 1 cut / 0 not cut / -1 not decided). A point on the plane
@@ -240,13 +240,13 @@ def cross(A, count, row, point, other):
     stop = np.empty(n)
     value = (row * point).sum()
     if abs(value) < CUT:
-        ahead = reach(A, count, row, stop)
+        ahead = cone_reach(A, count, row, stop)
         if ahead < CUT:
-            ahead = -reach(A, count, -row, stop)
+            ahead = -cone_reach(A, count, -row, stop)
         point[:] = 0.5 * (point + stop)
         value = (row * point).sum()
     sign = 1.0 if value > 0 else -1.0
-    far = reach(A, count, -sign * row, stop)
+    far = cone_reach(A, count, -sign * row, stop)
     if far < CUT:
         return sign, 0 if far <= NONE else -1
     crossing = abs(value) / (abs(value) + far)
@@ -254,9 +254,9 @@ def cross(A, count, row, point, other):
     return sign, 1
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def patterns(base, neurons, start, most):
+def piece_patterns(base, neurons, start, most):
     """(patterns, points, status) of all pieces in the cone of `base`.
 
     `base` (q, n) are the walls of the cell, `neurons` (K, n) may cut it and `start` (n,) lies
@@ -280,9 +280,9 @@ def patterns(base, neurons, start, most):
             if cut[t]:
                 A[count] = signs[t] * neurons[t]
                 count += 1
-        centre(A, count, point)
+        centre_in_cone(A, count, point)
         for t in range(depth, K):
-            sign, state = cross(A, count, neurons[t], point, points[left])
+            sign, state = plane_cuts_cone(A, count, neurons[t], point, points[left])
             if state < 0:
                 return out[:0], interior[:0], THIN
             signs[t] = sign
@@ -297,7 +297,7 @@ def patterns(base, neurons, start, most):
             return out[:0], interior[:0], MANY
         if total == len(out):
             out, interior = with_double_room(out), with_double_room(interior)
-        centre(A, count, point)
+        centre_in_cone(A, count, point)
         out[total], interior[total] = signs > 0, point
         total += 1
     return out[:total], interior[:total], DONE

@@ -6,7 +6,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from tieline.core.errors import TielineError
 from tieline.lab.training.image_data import Images
-from tieline.lab.training.images import _accuracies, epochs, score_images
+from tieline.lab.training.image_tasks import _accuracy_with_errors, image_order, score_images
 from tieline.routing import moe
 
 
@@ -17,28 +17,28 @@ def images(n=8, classes=4):
 
 
 def test_each_pass_has_every_image_once_and_the_seed_fixes_all():
-    items = epochs(images(), 20, seed=1)
+    items = image_order(images(), 20, seed=1)
     assert len(items) == 20
     for first in (0, 8):
         labels = sorted(int(place) for place in items.order[first : first + 8])
         assert labels == list(range(8))
     assert not torch.equal(items.order[:8], items.order[8:16])
-    again, other = epochs(images(), 20, seed=1), epochs(images(), 20, seed=2)
+    again, other = image_order(images(), 20, seed=1), image_order(images(), 20, seed=2)
     assert all(torch.equal(items[i]["pixels"], again[i]["pixels"]) for i in range(20))
     assert not torch.equal(items.order, other.order)
 
 
 def test_a_mirrored_item_has_left_and_right_changed_and_its_label_kept():
-    items = epochs(images(), 64, seed=0)
+    items = image_order(images(), 64, seed=0)
     for at in range(64):
         item, place = items[at], int(items.order[at])
         sides = [place, 99] if not items.mirrored[at] else [99, place]
         assert item["pixels"][0, :, 0].tolist() == sides
         assert item["labels"] == place % 4
     assert 16 < items.mirrored.sum() < 48
-    assert not epochs(images(), 64, seed=0, mirror=False).mirrored.any()
+    assert not image_order(images(), 64, seed=0, mirror=False).mirrored.any()
     with pytest.raises(TielineError, match="needs an item"):
-        epochs(images(), 0, seed=0)
+        image_order(images(), 0, seed=0)
 
 
 class Guess(torch.nn.Module):
@@ -58,7 +58,7 @@ class Guess(torch.nn.Module):
 
 
 def test_scores_of_a_model_whose_answers_are_known(monkeypatch):
-    monkeypatch.setattr("tieline.lab.training.images.ROWS", 3)  # batches of unequal size
+    monkeypatch.setattr("tieline.lab.training.image_tasks.ROWS", 3)  # batches of unequal size
     found = score_images(Guess(), images())
     assert found["accuracy"] == 5 / 8
     assert found["accuracy_se"] == pytest.approx((5 / 8 * 3 / 8 / 8) ** 0.5)
@@ -73,6 +73,6 @@ def test_scores_of_a_model_whose_answers_are_known(monkeypatch):
 
 def test_always_saying_the_same_is_at_chance_when_classes_count_alike():
     labels = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
-    found = _accuracies(labels == 0, labels)
+    found = _accuracy_with_errors(labels == 0, labels)
     assert found["accuracy"] == found["commonest"] == 5 / 8
     assert (found["balanced"], found["balanced_se"]) == (pytest.approx(1 / 3), 0.0)

@@ -53,11 +53,11 @@ TOLERANCE = 1e-11
 """Relative gap under which a further tie or a parallel wall cannot be told from rounding."""
 ROUNDING = 64 * 2.220446049250313e-16
 """Error of a solve, per unit of condition number."""
-KERNELS = ("counting", "programmes")
+KERNELS = ("compiled_counts", "compiled_search")
 """Files of this folder that hold compiled functions."""
 
 
-def _store() -> Path:
+def _kernel_store() -> Path:
     """Folder of the stored kernels, in NUMBA_CACHE_DIR or the user's cache.
 
     Numba judges whether a stored kernel is stale by the file of the kernel, not by those of the
@@ -69,10 +69,10 @@ def _store() -> Path:
     return Path(SETTINGS.CACHE_DIR or cache_folder()) / f"kernels-{digest.hexdigest()[:16]}"
 
 
-STORE = _store()
+STORE = _kernel_store()
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on its first call, or load it from the store."""
     before = SETTINGS.CACHE_DIR
     SETTINGS.CACHE_DIR = str(STORE)
@@ -84,7 +84,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         SETTINGS.CACHE_DIR = before
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def next_subset(subset, n):
     """Advance `subset` of 0 ... n-1 to the next in lexicographic order; False after the last."""
@@ -98,9 +98,9 @@ def next_subset(subset, n):
     return False
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def invert(matrix, inverse):
+def invert_matrix(matrix, inverse):
     """Gauss-Jordan inverse with row pivoting; returns max(1, max|A⁻¹|), ∞ if there is none."""
     n = len(matrix)
     inverse[:] = 0.0
@@ -133,7 +133,7 @@ def invert(matrix, inverse):
     return largest
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def solve_tie(W, b, tied, matrix, inverse, point):
     """Point x where the scores of `tied` agree (m + 1 experts in R^m); returns (t, condition)."""
@@ -142,7 +142,7 @@ def solve_tie(W, b, tied, matrix, inverse, point):
     for row in range(m):
         for col in range(m):
             matrix[row, col] = W[tied[row + 1], col] - W[first, col]
-    condition = invert(matrix, inverse)
+    condition = invert_matrix(matrix, inverse)
     level = b[first]
     for row in range(m):
         point[row] = 0.0
@@ -152,7 +152,7 @@ def solve_tie(W, b, tied, matrix, inverse, point):
     return level, condition
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def place_experts(W, b, k, must, tied, point, level, condition, side):
     """Set side = +1 above the tie, -1 below, 0 in it; returns (#above, #unclear, safety).
@@ -186,7 +186,7 @@ def place_experts(W, b, k, must, tied, point, level, condition, side):
     return above, unclear, safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def raise_tied(inverse, m, tied, side):
     """Set side = +1 / -1 in the tie by the sign of λ; returns (#raised, smallest |λ| / largest)."""
@@ -201,7 +201,7 @@ def raise_tied(inverse, m, tied, side):
     return count, smallest / largest
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_vertices(W, b, k, must):
     """#{T : |T| = m + 1, its lowest cell has k experts above, among them all of `must`}, safety."""
@@ -221,7 +221,7 @@ def count_vertices(W, b, k, must):
         if above < k <= above + m:
             up, tilt = raise_tied(inverse, m, tied, side)
             if above + up == k:
-                count += holds(side, must)
+                count += holds_experts(side, must)
             if tilt < ROUNDING * condition:
                 return 0, 0.0
             if not unclear:
@@ -230,9 +230,9 @@ def count_vertices(W, b, k, must):
     return count, safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def holds(side, must):
+def holds_experts(side, must):
     """Whether every expert of `must` is above."""
     inside = True
     for expert in range(len(side)):
@@ -240,7 +240,7 @@ def holds(side, must):
     return inside
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def top_side(scores, k, side):
     """Set side = +1 for the k largest scores, else -1; returns the safety of their gap."""
@@ -254,7 +254,7 @@ def top_side(scores, k, side):
     return (inner - outer) / (TOLERANCE * (1.0 + abs(inner)))
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_affine(W, b, k, must):
     """Order-k cells of z = W x + b whose coalition holds `must`, and the safety of the count."""
@@ -263,7 +263,7 @@ def count_affine(W, b, k, must):
         return 1, np.inf
     side = np.zeros(n, np.int8)
     safety = top_side(b.copy() if m == 0 else -W[:, m - 1].copy(), k, side)
-    count = 1 if holds(side, must) else 0
+    count = 1 if holds_experts(side, must) else 0
     for stage in range(1, m + 1):
         skipped = m - stage
         here = np.ascontiguousarray(W[:, skipped:])
@@ -274,7 +274,7 @@ def count_affine(W, b, k, must):
     return count, safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_linear(W, k, must):
     """Order-k cells of z = W x (no bias): cones, counted on x_1 = ±1 less those met on x_1 = 0."""
@@ -293,9 +293,9 @@ def count_linear(W, k, must):
     return count, safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def corners(W, b, k):
+def tie_corners(W, b, k):
     """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
     n, m = W.shape
     tied, side, no_experts = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
@@ -322,7 +322,7 @@ def corners(W, b, k):
     return ties[:total], above[:total], points[:total], safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def with_double_room(array):
     """A copy with room for twice the rows."""
@@ -331,9 +331,9 @@ def with_double_room(array):
     return larger
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def restrict(rows, bias, normal, foot, reflector):
+def restrict_to_plane(rows, bias, normal, foot, reflector):
     """Rows and biases in orthonormal coordinates of the hyperplane {x : normal · x = foot}.
 
     The Householder reflection I - 2 r rᵀ sends the unit normal to the last axis, which is dropped.
@@ -351,7 +351,7 @@ def restrict(rows, bias, normal, foot, reflector):
     return lower, shifted
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def unit_reflector(normal):
     """Vector r of the reflection I - 2 r rᵀ that sends the unit `normal` to ± the last axis."""
@@ -360,7 +360,7 @@ def unit_reflector(normal):
     return r / np.sqrt((r * r).sum())
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def next_swap(slope, height, side, here, tolerance):
     """Next change of the coalition on a line after `here`: (place, leaving, entering, runner-up).
@@ -387,7 +387,7 @@ def next_swap(slope, height, side, here, tolerance):
     return first, leaving, entering, second
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def distance_in_tolerances(a, b, tolerance):
     """Distance of two places on a line, in tolerances."""
@@ -396,9 +396,9 @@ def distance_in_tolerances(a, b, tolerance):
     return abs(a - b) / (tolerance * (1.0 + max(abs(a), abs(b))))
 
 
-@compiled
+@compiled_kernel
 @no_type_check
-def walk(slope, height, k, tolerance, ends, members):
+def sweep_line(slope, height, k, tolerance, ends, members):
     """Fill ends[i], where interval i closes, and its coalition members[i]; (#intervals, safety)."""
     side, here = members[0], -np.inf
     safety = top_side(-slope, k, side)
@@ -422,15 +422,15 @@ def walk(slope, height, k, tolerance, ends, members):
     return 0, 0.0
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def walk_linear(slope, k, ends, members):
-    """`walk` for scores that all vanish at 0."""
+    """`sweep_line` for scores that all vanish at 0."""
     ends[0], ends[1] = 0.0, np.inf
     return 2, min(top_side(-slope, k, members[0]), top_side(slope, k, members[1]))
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def walk_line(slope, height, k, tolerance, linear):
     """Intervals of a line as (ends, members, safety)."""
@@ -443,11 +443,11 @@ def walk_line(slope, height, k, tolerance, linear):
     elif linear:
         steps, safety = walk_linear(slope, k, ends, members)
     else:
-        steps, safety = walk(slope, height, k, tolerance, ends, members)
+        steps, safety = sweep_line(slope, height, k, tolerance, ends, members)
     return ends[:steps], members[:steps], safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_useful(members, must):
     """Intervals and experts that count: the coalition holds `must` and the expert."""
@@ -462,7 +462,7 @@ def count_useful(members, must):
     return total
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def interval_of(ends, point):
     """Index of the interval that holds `point`."""
@@ -476,7 +476,7 @@ def interval_of(ends, point):
     return low
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_points(V, c, owner, ends, members, tolerance):
     """Neurons that vanish on the line inside an interval where they count, and the safety."""
@@ -503,7 +503,7 @@ def count_points(V, c, owner, ends, members, tolerance):
     return count, min(safety, smallest_spacing(np.sort(points[:count]), tolerance))
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def smallest_spacing(points, tolerance):
     """Smallest distance of neighbours among sorted places, in tolerances."""
@@ -513,7 +513,7 @@ def smallest_spacing(points, tolerance):
     return safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_line(R, a, V, c, owner, must, k, blur, shape):
     """Intervals and points that count on one line; shape as in `count_flats`."""
@@ -532,7 +532,7 @@ def count_line(R, a, V, c, owner, must, k, blur, shape):
     return total, safety
 
 
-@compiled
+@compiled_kernel
 @no_type_check
 def count_flats(R, a, V, c, owner, must, k, blur, shape):
     """Σ over the flats inside this one, of dimension m >= 1, and the safety of the sum.
@@ -568,8 +568,8 @@ def count_flats(R, a, V, c, owner, must, k, blur, shape):
             return 0, 0.0
         normal = V[n] / length
         foot, r = -c[n] / length, unit_reflector(normal)
-        lower, shifted = restrict(R, a, normal, foot, r)
-        neurons, biases = restrict(V[n + 1 :], c[n + 1 :], normal, foot, r)
+        lower, shifted = restrict_to_plane(R, a, normal, foot, r)
+        neurons, biases = restrict_to_plane(V[n + 1 :], c[n + 1 :], normal, foot, r)
         must[expert] = True
         deeper, sure = count_flats(
             lower, shifted, neurons, biases, owner[n + 1 :], must, k,

@@ -7,13 +7,18 @@ from hypothesis import strategies as st
 
 from tests.lab.training.real_data import shared
 from tieline.core.errors import TielineError
-from tieline.lab.training import sentences as task_sentences
+from tieline.lab.training import sentence_tasks as task_sentences
 from tieline.lab.training.config import SentenceConfig, gate_config
-from tieline.lab.training.engine import run
 from tieline.lab.training.fetch import DataError
 from tieline.lab.training.language import moe_layers
 from tieline.lab.training.recipes import GLUE_GATES, glue_gate, glue_paper, glue_smoke, pacs_small
-from tieline.lab.training.sentences import Sentences, SentenceTask, answer_scores, pack_sentences
+from tieline.lab.training.sentence_tasks import (
+    Sentences,
+    SentenceTask,
+    answer_scores,
+    pack_sentences,
+)
+from tieline.lab.training.training_run import run_training
 from tieline.routing import GShardTopK
 from tieline.routing.gates import capacity
 
@@ -65,7 +70,7 @@ def made(task, split, folder):
 def test_a_smoke_run_trains_scores_and_saves(gate, tmp_path, monkeypatch):
     monkeypatch.setattr(task_sentences, "load_glue", made)
     config = glue_smoke("mrpc", gate).replace(optim__steps=3, optim__batch=4)
-    result = run(config, tmp_path / "run")
+    result = run_training(config, tmp_path / "run")
     assert result.scores["dev"]["examples"] == 30
     assert result.scores["dev"]["majority"] == 0.5
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
@@ -75,7 +80,10 @@ def test_the_noise_of_the_baseline_is_drawn_from_the_seed(tmp_path, monkeypatch)
     monkeypatch.setattr(task_sentences, "load_glue", made)
     config = glue_smoke("mrpc", "smoe").replace(optim__steps=3, optim__batch=4, log_every=1)
     first, again, other = (
-        [e["task_loss"] for e in run(config.replace(seed=seed), tmp_path / name).history[:3]]
+        [
+            e["task_loss"]
+            for e in run_training(config.replace(seed=seed), tmp_path / name).history[:3]
+        ]
         for name, seed in (("first", 0), ("again", 0), ("other", 1))
     )
     assert first == again != other
@@ -151,7 +159,7 @@ def test_shapes_of_other_tasks_and_blocks_that_are_not_there_are_refused():
 
 def test_a_smoke_run_on_real_sentences(tmp_path):
     shared("glue")
-    result = run(
+    result = run_training(
         glue_smoke("rte", "smoe").replace(optim__steps=5, optim__batch=8), tmp_path / "run"
     )
     assert result.data == "RTE train, 2490 examples, scored on 277"

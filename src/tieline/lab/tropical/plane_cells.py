@@ -47,7 +47,7 @@ class PlanarCell(NamedTuple):
     polygon: Polygon
 
 
-def area(corners: Float[np.ndarray, "corners 2"]) -> float:
+def polygon_area(corners: Float[np.ndarray, "corners 2"]) -> float:
     """Area of a polygon whose corners go round counter-clockwise."""
     if len(corners) < 3:
         return 0.0
@@ -55,7 +55,7 @@ def area(corners: Float[np.ndarray, "corners 2"]) -> float:
     return float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1)) / 2)
 
 
-def clip(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> Polygon:
+def clip_polygon(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> Polygon:
     """The part where normal·x + offset >= 0; the new edge gets `label`."""
     corners, labels = polygon
     side = corners @ normal + offset
@@ -78,7 +78,7 @@ def clip(polygon: Polygon, normal: np.ndarray, offset: float, label: Label) -> P
 def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) -> list[PlanarCell]:
     """Every coalition that a planar router chooses inside a convex polygon, with its cell."""
     outline = Polygon(corners, [None] * len(corners))
-    least = area(corners) * ROUNDING
+    least = polygon_area(corners) * ROUNDING
     require(least > 0, "the polygon has no area")
     # off the centre: pictures put their points there, and a router without bias ties at the origin
     start = corners.mean(axis=0) + 0.0137 * (corners[0] - corners.mean(axis=0))
@@ -88,7 +88,7 @@ def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) 
     while queue:
         coalition = queue.popleft()
         polygon = cell_polygon(outline, router, coalition)
-        if area(polygon.corners) <= least:
+        if polygon_area(polygon.corners) <= least:
             continue
         cells.append(PlanarCell(coalition, polygon))
         require(len(cells) <= MOST_CELLS, f"more than {MOST_CELLS} cells: take a smaller window")
@@ -97,7 +97,7 @@ def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) 
             if neighbour not in visited:
                 visited.add(neighbour)
                 queue.append(neighbour)
-    _check_area(cells, corners)
+    _check_covered_area(cells, corners)
     return cells
 
 
@@ -120,7 +120,9 @@ def cell_polygon(
             return polygon
         i, j = int(low[worst].argmin()), int(high[worst].argmax())
         normal = router.weight[i] - router.weight[j]
-        polygon = clip(polygon, normal, float(router.bias[i] - router.bias[j] - band), (i, j))
+        polygon = clip_polygon(
+            polygon, normal, float(router.bias[i] - router.bias[j] - band), (i, j)
+        )
     raise TielineError(f"the cell of {coalition} is lost in rounding: scores reach {scale:.1e}")
 
 
@@ -130,15 +132,15 @@ def split_by_lines(
     offsets: Float[np.ndarray, " lines"],
 ) -> list[tuple[bytes, np.ndarray]]:
     """A convex polygon cut by lines: the sign pattern of each piece and its corners."""
-    least = area(corners) * ROUNDING
+    least = polygon_area(corners) * ROUNDING
     pieces = [(np.zeros(len(offsets), dtype=bool), Polygon(corners, [None] * len(corners)))]
     for line, (normal, offset) in enumerate(zip(normals, offsets, strict=True)):
         halves = []
         for signs, polygon in pieces:
             for positive in (True, False):
                 way = 1.0 if positive else -1.0
-                half = clip(polygon, way * normal, way * float(offset), None)
-                if area(half.corners) > least:
+                half = clip_polygon(polygon, way * normal, way * float(offset), None)
+                if polygon_area(half.corners) > least:
                     marked = signs.copy()
                     marked[line] = positive
                     halves.append((marked, half))
@@ -146,8 +148,12 @@ def split_by_lines(
     return [(np.packbits(signs).tobytes(), polygon.corners) for signs, polygon in pieces]
 
 
-def _check_area(cells: list[PlanarCell], corners: np.ndarray) -> None:
-    covered, total = sum(area(cell.polygon.corners) for cell in cells), area(corners)
+def _check_covered_area(cells: list[PlanarCell], corners: np.ndarray) -> None:
+    """Raise unless the areas of the cells add up to that of the polygon."""
+    covered, total = (
+        sum(polygon_area(cell.polygon.corners) for cell in cells),
+        polygon_area(corners),
+    )
     if abs(covered - total) > 1e-8 * total:
         raise TielineError(
             f"the cells cover {covered / total:.6f} of the polygon: the router is degenerate there "
@@ -253,7 +259,7 @@ def slice_router(
     flat, lines = _router_on_plane(router, neurons, plane)
     planar = cells_within(plane.window, flat)
     cells = [_slice_cell(cell, flat, epsilon, lines) for cell in planar]
-    cores = sum(area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
+    cores = sum(polygon_area(np.array(cell.core).reshape(-1, 2)) for cell in cells)
     return Slice(
         n_experts=len(router.bias),
         k=k,
@@ -262,7 +268,7 @@ def slice_router(
         marks=plane.marks.tolist(),
         cells=cells,
         support=None if expert is None else expert_support(cells, expert),
-        band_share=max(0.0, 1 - cores / area(plane.window)),
+        band_share=max(0.0, 1 - cores / polygon_area(plane.window)),
     )
 
 
@@ -276,7 +282,7 @@ def expert_support(cells: Sequence[SliceCell], expert: int) -> Support:
             if tie is not None and tie[0] == expert:
                 outline.append([cell.corners[at], cell.corners[(at + 1) % len(cell.corners)]])
     corners = np.concatenate([np.array(cells[i].corners) for i in mine])
-    covered = sum(area(np.array(cells[i].corners)) for i in mine)
+    covered = sum(polygon_area(np.array(cells[i].corners)) for i in mine)
     return Support(expert, mine, outline, covered, covered / float(ConvexHull(corners).volume))
 
 
@@ -308,6 +314,7 @@ def _router_on_plane(
 def _slice_cell(
     cell: PlanarCell, router: AffineRouter, epsilon: float, lines: Neurons | None
 ) -> SliceCell:
+    """The record of a cell: corners, ties, core away from ties, kinks and pieces."""
     corners = cell.polygon.corners
     core = cell_polygon(Polygon(corners, [None] * len(corners)), router, cell.coalition, epsilon)
     return SliceCell(
@@ -371,12 +378,12 @@ def pieces_on_patch(
     require(grid.ndim == 3 and min(grid.shape[:2]) >= 2, f"need a grid of points, got {grid.shape}")
     coalitions: set[tuple[int, ...]] = set()
     pieces: set[tuple[tuple[int, ...], bytes]] = set()
-    covered, triangles = 0.0, _triangles(grid)
+    covered, triangles = 0.0, _grid_triangles(grid)
     for corners in triangles:
         plane = plane_through(corners)
-        outline = plane.marks if area(plane.marks) > 0 else plane.marks[::-1]
+        outline = plane.marks if polygon_area(plane.marks) > 0 else plane.marks[::-1]
         flat, lines = _router_on_plane(router, neurons, plane)
-        covered += area(outline)
+        covered += polygon_area(outline)
         for cell in cells_within(outline, flat):
             coalitions.add(cell.coalition)
             pieces |= {(cell.coalition, signs) for signs, _ in pieces_of(cell, lines)}
@@ -392,7 +399,8 @@ def grid_of(
     return np.array([[np.asarray(surface(s, t), dtype=np.float64) for t in at[1]] for s in at[0]])
 
 
-def _triangles(grid: np.ndarray) -> list[np.ndarray]:
+def _grid_triangles(grid: np.ndarray) -> list[np.ndarray]:
+    """Two triangles per square of a grid of points."""
     triangles = []
     for i in range(grid.shape[0] - 1):
         for j in range(grid.shape[1] - 1):

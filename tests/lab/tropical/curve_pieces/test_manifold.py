@@ -24,7 +24,7 @@ from tieline.lab.tropical import (
     wall_density,
 )
 from tieline.lab.tropical.affine import AffineRouter
-from tieline.lab.tropical.manifold import walk
+from tieline.lab.tropical.curve_pieces import walk
 
 
 def random_layer(seed, n=5, width=2, dim=3):
@@ -92,7 +92,7 @@ def test_walks_in_chunks_are_the_walk(monkeypatch):
     router = AffineRouter(r.standard_normal((6, 3)), r.standard_normal(6), 2)
     a, b = r.standard_normal((2, 11, 3))
     whole = walk(a, b, router)
-    monkeypatch.setattr("tieline.lab.tropical.manifold.CHUNK", 36 * 4)
+    monkeypatch.setattr("tieline.lab.tropical.curve_pieces.CHUNK", 36 * 4)
     for x, y in zip(whole, walk(a, b, router), strict=True):
         np.testing.assert_array_equal(x, y)
 
