@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests import axes
+from tests.device import cpu_only, pretended
 from tests.shared import shared_root
 
 axes.install("tieline")
@@ -24,6 +25,44 @@ sys.dont_write_bytecode = False
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=500, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tieline"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help='run on this device: "cuda", "mps", ..., or "fake", an accelerator that is pretended',
+    )
+
+
+def pytest_configure(config):
+    """Register the pretended device before anything is imported that looks for devices."""
+    if config.getoption("--device") == pretended.NAME:
+        reason = pretended.why_unavailable()
+        if reason is not None:
+            raise pytest.UsageError(f"--device {pretended.NAME}: {reason}")
+        pretended.register()
+
+
+def pytest_collection_modifyitems(config, items):
+    """On another device leave out the tests that are about the CPU, each with its reason."""
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        reason = cpu_only.reason(item)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"about the CPU: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def _default_device(request):
+    """What a test makes stands on the device of `--device`."""
+    device = request.config.getoption("--device")
+    if device == "cpu":
+        yield
+        return
+    with torch.device(device):
+        yield
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.routing.buffers import take_buffer
+from tieline.routing.static_rows import can_group, grouped_experts
 
 __all__ = ["ACTIVATIONS", "Activation", "ActivationName", "Slots", "compute_dtype", "dispatch"]
 
@@ -99,13 +100,20 @@ class Activation:
 
     Attributes:
         branches: 1 for h = φ(a), 2 for h = φ(a_1) · a_2.
+        function: φ, under autograd.
         value: `value(a, out)` writes φ(a).
         with_slope_: `with_slope_(a, slope, scratch)` turns a into φ(a) and writes φ'(a).
     """
 
     branches: int
+    function: Callable[[Tensor], Tensor]
     value: Callable[[Tensor, Tensor], object]
     with_slope_: Callable[[Tensor, Tensor, Tensor], object]
+
+    def hidden_rows(self, rows: Float[Tensor, "rows branches_hidden"]) -> Hidden:
+        """The hidden rows h of input maps whose branches stand side by side, under autograd."""
+        first, *second = rows.unflatten(1, (self.branches, -1)).unbind(1)
+        return self.function(first) * second[0] if second else self.function(first)
 
     def forward_(self, pre: Pre, hidden: Hidden) -> None:
         """Write h(pre) into `hidden`."""
@@ -173,10 +181,10 @@ def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
 
 
 ACTIVATIONS = {
-    "swiglu": Activation(2, _silu, _silu_with_slope_),
-    "geglu": Activation(2, _gelu, _gelu_with_slope_),
-    "relu": Activation(1, _relu, _relu_with_slope_),
-    "gelu": Activation(1, _gelu, _gelu_with_slope_),
+    "swiglu": Activation(2, F.silu, _silu, _silu_with_slope_),
+    "geglu": Activation(2, F.gelu, _gelu, _gelu_with_slope_),
+    "relu": Activation(1, F.relu, _relu, _relu_with_slope_),
+    "gelu": Activation(1, F.gelu, _gelu, _gelu_with_slope_),
 }
 
 
@@ -188,6 +196,7 @@ def dispatch(
     b_in: Float[Tensor, "experts branches_hidden"] | None = None,
     *,
     activation: str = "swiglu",
+    most: int | None = None,
 ) -> Float[Tensor, "tokens dim"]:
     """Mixture output y (T, D) of the experts with non-zero weight; first derivatives only.
 
@@ -201,11 +210,16 @@ def dispatch(
         w_out: output maps (E, D, H).
         b_in: optional biases (E, B·H) of the input maps.
         activation: a key of `ACTIVATIONS`.
+        most: largest number of experts of a token, None for no bound; it saves accelerators memory
+            (`static_rows`) and is not used on the CPU.
     """
     _check_shapes(x, weights, w_in, w_out, b_in, activation)
     dtype = compute_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     b_in = None if b_in is None else b_in.to(dtype)
+    if can_group(x, w_in, w_out):
+        hidden = ACTIVATIONS[activation].hidden_rows
+        return grouped_experts(x, weights, w_in, w_out, b_in, hidden=hidden, most=most)
     keep = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weights, w_in, w_out, b_in)
     )

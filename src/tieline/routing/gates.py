@@ -73,6 +73,7 @@ class Gate(nn.Module):
 
     laws: frozenset[Law] = frozenset({Law.CONTINUOUS, Law.EQUIVARIANT, Law.SYMMETRIC})
     batch_dependent: bool = False  # whether the weights of a token depend on other tokens
+    most_active: int | None = None  # largest number of experts of a token; None for no bound
 
     def forward(self, scores: Scores) -> Weights:
         """Weights of each expert, in the dtype of the scores or float32 if that is wider."""
@@ -315,6 +316,11 @@ class TopK(SelectiveGate):
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
         """Sums to one if renormalised; shift-invariant if softmax ranks logits."""
         return laws_of_choice(self)
+
+    @property
+    def most_active(self) -> int | None:  # type: ignore[override]
+        """K."""
+        return self.k
 
     def share(self, selection: Scores) -> Share:
         """1 on the chosen experts, 0 elsewhere; no gradient."""

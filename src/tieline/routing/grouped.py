@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tieline.routing.buffers import take_buffer
 from tieline.routing.dispatch import Slots, compute_dtype
+from tieline.routing.static_rows import can_group, grouped_experts
 
 __all__ = ["grouped_dispatch", "grouped_linear", "sum_by_token"]
 
@@ -31,15 +32,21 @@ def grouped_dispatch(
     *,
     hidden: Rows,
     finish: Rows | None = None,
+    most: int | None = None,
 ) -> Float[Tensor, "tokens dim"]:
     """Mixture output y (T, D) of the experts with non-zero weight, exact zeros for the others.
 
     The maps may have any strides. `hidden` is h, from rows of the input map (S, inner) to rows
-    (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm.
+    (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm. `most` is the
+    largest number of experts of a token, None for no bound; only accelerators use it.
     """
     dtype = compute_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     b_in, b_out = (None if b is None else b.to(dtype) for b in (b_in, b_out))
+    if can_group(x, w_in, w_out):
+        return grouped_experts(
+            x, weights, w_in, w_out, b_in, b_out, hidden=hidden, finish=finish, most=most
+        )
     index_s = Slots.of(weights.detach()).index_s
     expert_s, token_s = index_s[0], index_s[1]
     rows = grouped_linear(x.index_select(0, token_s), w_in, b_in, expert_s)

@@ -81,10 +81,14 @@ class Experts(nn.Module):
         self.b_out = nn.Parameter(torch.zeros(n_experts, d_model)) if bias else None
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], weights: Float[Tensor, "tokens experts"]
+        self,
+        x: Float[Tensor, "tokens dim"],
+        weights: Float[Tensor, "tokens experts"],
+        most: int | None = None,
     ) -> Float[Tensor, "tokens dim"]:
-        """Σ_e w_te f_e(x_t), leaving out the experts of zero weight."""
-        y = dispatch(x, weights, self.w_in, self.w_out, self.b_in, activation=self.activation)
+        """Σ_e w_te f_e(x_t), leaving out the experts of zero weight; `most` as in `dispatch`."""
+        maps = self.w_in, self.w_out, self.b_in
+        y = dispatch(x, weights, *maps, activation=self.activation, most=most)
         return y if self.b_out is None else y + weights.to(y) @ self.b_out.to(y)
 
     def extra_repr(self) -> str:
@@ -120,7 +124,8 @@ class MoE(nn.Module):
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """Output of the layer."""
         weights = self.gate(self.router(x))
-        y = self.experts(_token_rows(x), _token_rows(weights)).view_as(x)
+        bound = {"most": self.gate.most_active} if isinstance(self.experts, Experts) else {}
+        y = self.experts(_token_rows(x), _token_rows(weights), **bound).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -141,7 +146,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """f(x)."""
         flat = _token_rows(x)
-        return self.expert(flat, flat.new_ones(len(flat), 1)).view_as(x)
+        return self.expert(flat, flat.new_ones(len(flat), 1), most=1).view_as(x)
 
 
 ROUTERS: dict[str, type[Router]] = {

@@ -64,7 +64,7 @@ class Counts(NamedTuple):
     def of(cls, weights: Weights) -> "Counts":
         """Counts of the tokens at hand."""
         used = (weights != 0).flatten(0, -2)
-        tokens = torch.tensor(len(used), dtype=torch.float64, device=weights.device)
+        tokens = torch.full((), used.shape[0], dtype=torch.float64, device=weights.device)
         return cls(used.sum(dim=0).double(), tokens)
 
 

@@ -61,7 +61,7 @@ class ProjectedTopK(BandGate):
         """The projection of the selection scores."""
         if self.detach_ramp:
             selection = selection.detach()
-        return group_projection(selection, self.k, self.epsilon.to(selection), self.groups)
+        return group_projection(selection, self.k, self.band_width(selection), self.groups)
 
 
 def group_projection(
@@ -108,7 +108,10 @@ def project(selection: Scores, k: int, epsilon: float | Tensor, caps: Caps | Non
         f"need 1 <= k < number of experts for a choice to be shared, got {k=}, {experts=}",
         ShapeError,
     )
-    width = torch.as_tensor(epsilon, dtype=selection.dtype, device=selection.device)
+    if isinstance(epsilon, Tensor):
+        width = epsilon.to(selection)
+    else:  # a kernel fills it in: the host need not wait for a copy
+        width = torch.full((), epsilon, dtype=selection.dtype, device=selection.device)
     share: Any = _Projection.apply(selection, width, caps, k)
     return share
 

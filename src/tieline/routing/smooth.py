@@ -117,6 +117,10 @@ class BandGate(SelectiveGate):
             return F.softplus(self.theta)
         return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
 
+    def band_width(self, selection: Scores) -> float | Tensor:
+        """ε in the dtype of the scores; a fixed one stays a number, which no device waits for."""
+        return self.fixed_epsilon if self.theta is None else self.epsilon.to(selection)  # type: ignore[return-value]
+
     def extra_repr(self) -> str:
         """The choice and the band."""
         band = "learnable" if self.theta is not None else self.fixed_epsilon
@@ -159,6 +163,11 @@ class SmoothTopK(BandGate):
         self.a, self.b, self.k_max = a, b, k_max
 
     @property
+    def most_active(self) -> int | None:  # type: ignore[override]
+        """k_max."""
+        return self.k_max
+
+    @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
         """The laws of `BandGate`; `k_max` breaks symmetry."""
         return super().laws if self.k_max is None else super().laws - {Law.SYMMETRIC}
@@ -167,17 +176,19 @@ class SmoothTopK(BandGate):
         """s(u), with the experts of other groups lowered first."""
         if self.detach_ramp:
             selection = selection.detach()
-        epsilon = self.epsilon.to(selection)
+        epsilon = self.band_width(selection)
         if self.groups is not None:
             selection = lower_groups(selection, self.groups, epsilon, self.a, self.b)
         return self._ramp(selection, self.k, epsilon, self.k_max)
 
-    def _ramp(self, selection: Scores, k: int, epsilon: Tensor, k_max: int | None) -> Share:
+    def _ramp(self, selection: Scores, k: int, epsilon: float | Tensor, k_max: int | None) -> Share:
         threshold = kth_largest(selection, k)
         below = selection - threshold
         if k_max is None or k_max >= selection.shape[-1]:
             return smoothstep(1 + below / epsilon, self.a, self.b)
-        width = torch.minimum(epsilon, threshold - kth_largest(selection, k_max + 1))
+        room = threshold - kth_largest(selection, k_max + 1)
+        learned = isinstance(epsilon, Tensor)
+        width = torch.minimum(epsilon, room) if learned else room.clamp(max=epsilon)
         crowded = width <= 0
         share = smoothstep(1 + below / width.masked_fill(crowded, 1), self.a, self.b)
         return torch.where(crowded, topk_mask(selection, k).to(share), share)

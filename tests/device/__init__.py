@@ -1,0 +1,1 @@
+"""A pretended accelerator, and what runs on it."""

@@ -1,0 +1,14 @@
+"""The pretended device for tests that need one whatever `--device` says."""
+
+import pytest
+
+from tests.device import pretended
+
+
+@pytest.fixture(scope="session")
+def fake() -> str:
+    """The name of the pretended device; skipped where torch's private interface has moved."""
+    reason = pretended.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return pretended.register()
