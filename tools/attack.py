@@ -53,7 +53,11 @@ LIBRARIES = (
     "tieline.lab.on_model.reroute",
     "tieline.engines.trace_sources",
 )
-LIBRARIES += ("tieline.lab.on_model.upcycle", "tieline.lab.claims", "tieline.lab.training.training_run")
+LIBRARIES += (
+    "tieline.lab.on_model.upcycle",
+    "tieline.lab.claims",
+    "tieline.lab.training.training_run",
+)
 LIBRARIES += ("tieline.analysis.convert", "tieline.report", "tieline.lab.report", "plotly")
 
 

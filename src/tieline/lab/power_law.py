@@ -125,7 +125,9 @@ def _fitted_lines(
     return lines[0], lines[1:]
 
 
-def _resampled_middles(values: np.ndarray, random: np.random.Generator, middle: Middle) -> np.ndarray:
+def _resampled_middles(
+    values: np.ndarray, random: np.random.Generator, middle: Middle
+) -> np.ndarray:
     """Mean or a quantile of the values and of every resample."""
     resampled = values[random.integers(len(values), size=(RESAMPLES, len(values)))]
     if middle == "mean":

@@ -170,7 +170,13 @@ def _design_terminal(result: Advice, width: int) -> RenderableType:
     if result.measured:
         measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
     return terminal_view(
-        result.source, _design_facts(result), design_recommendation(result), table, notes, *measured, meanings
+        result.source,
+        _design_facts(result),
+        design_recommendation(result),
+        table,
+        notes,
+        *measured,
+        meanings,
     )
 
 

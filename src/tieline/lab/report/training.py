@@ -86,7 +86,11 @@ def _indented_fields(record: Mapping[str, Any], indent: str = "") -> Iterator[st
 
 def _field_table(heading: str, record: Mapping[str, Any]) -> Grid:
     """Nested fields as a table of dotted names and values; empty fields are left out."""
-    rows = [(name, _field_text(value)) for name, value in dotted_rows(record) if not _is_empty_field(value)]
+    rows = [
+        (name, _field_text(value))
+        for name, value in dotted_rows(record)
+        if not _is_empty_field(value)
+    ]
     return Grid((heading, "value"), tuple(rows))
 
 
