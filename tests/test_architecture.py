@@ -66,6 +66,7 @@ ONE_MEANING = {"records", "rates", "slices", "files", "statistics", "errors"}
 
 NOT_ABOUT_A_MODULE = {
     "benchmarks": "scripts that measure",
+    "device": "every room on a pretended accelerator",
     "docs": "blocks of the documentation",
     "examples": "scripts that show the package",
     "tools": "scripts beside the package",

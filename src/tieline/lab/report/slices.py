@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.lab.on_model.slice import RouterSlice
-from tieline.lab.tropical.pictures import Slice, SliceCell
+from tieline.lab.tropical.plane_cells import Slice, SliceCell
 from tieline.report.html_page import render
 from tieline.report.matplotlib_figures import INK, MUTED, WARN, styled_figure
 from tieline.report.tables import Grid, text_table, visible
