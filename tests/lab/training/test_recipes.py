@@ -39,7 +39,11 @@ def test_ten_gates_are_compared():
 
 
 def test_no_name_is_taken_twice():
-    language, images, sentences = 10 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4, 2 * 3 + 2 * 6 * 4, 3 * 3 * 3
+    language, images, sentences = (
+        10 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4,
+        2 * 3 + 2 * 6 * 4,
+        3 * 3 * 3,
+    )
     assert len(RECIPES) == language + images + sentences
 
 
