@@ -7,6 +7,7 @@ import pytest
 import tieline
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
+from tieline import report
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import find_routers
 from tieline.models.model import Model
@@ -15,7 +16,8 @@ from tieline.models.smooth import smooth_
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
 RUN = {"text": words(160), "sequence_length": 40, "batch_size": 2}
 CHOOSING = (*FAMILIES, "demo", "smoothed", "saturated", "sharp")
-NAMES = (*CHOOSING, "equal scores", "one equal layer", "all chosen")
+ONE_EXPERT = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}
+NAMES = (*CHOOSING, "equal scores", "one equal layer", "all chosen", "one expert")
 
 
 def changed(family, factor, layers=(0, 1), **options):
@@ -40,6 +42,7 @@ def source(name):
         "equal scores": lambda: changed("olmoe", 0.0),
         "one equal layer": lambda: changed("mixtral", 0.0, layers=(1,)),
         "all chosen": lambda: changed("olmoe", 1.0, num_experts_per_tok=8),
+        "one expert": lambda: changed("mixtral", 1.0, **ONE_EXPERT),
         "saturated": lambda: changed("mixtral", 400.0),
         "sharp": lambda: changed("qwen3_moe", 8.0),
     }
@@ -112,16 +115,17 @@ def test_routers_with_equal_scores_are_named_and_not_smoothed(name, layers):
         tieline.smooth(source(name), text=words(280), tokens=120, calibration=80, epsilon=0.1)
 
 
-def test_where_all_experts_are_chosen_no_tie_is_possible():
+@pytest.mark.parametrize("name", ["all chosen", "one expert"])
+def test_where_all_experts_are_chosen_no_tie_is_possible(name):
     sentence = "All experts are chosen: no tie is possible."
-    for result in (inspected("all chosen"), audited("all chosen"), compared("all chosen")):
+    for result in (inspected(name), audited(name), compared(name)):
         assert sentence in result.verdict
         assert result.to_html()
     with pytest.raises(UnsupportedModelError, match="all experts are chosen: no tie is possible"):
-        repaired("all chosen")
+        repaired(name)
 
 
-@pytest.mark.parametrize("name", ["equal scores", "all chosen", "saturated"])
+@pytest.mark.parametrize("name", ["equal scores", "all chosen", "one expert", "saturated"])
 def test_the_routes_of_such_routers_are_sound(name):
     trace = inspected(name).trace
     assert tieline.check(trace, model=source(name)).sound
@@ -132,3 +136,12 @@ def test_a_saturated_softmax_ties_exactly():
     result = inspected("saturated")
     assert result.metrics["ties"] > 0.5
     assert any(x.kind == "ties" and x.severity == "warning" for x in result.findings)
+
+
+@pytest.mark.parametrize("run", [inspected, audited, compared, repaired])
+def test_a_saturated_softmax_is_called_fragile_whatever_the_advice(run):
+    saturated, usual = run("saturated"), run("olmoe")
+    assert saturated.serving.exact_ties > 0.5
+    sentence = "The choice itself is fragile: scores tie exactly for up to"
+    assert sentence in report.summary(saturated)
+    assert "fragile" not in report.summary(usual)

@@ -1,11 +1,19 @@
 """Files of figures: whole, of the format that the name says, the same bytes each time."""
 
 import base64
+import warnings
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from matplotlib.text import Text
 
+from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
+from tieline.core.printable import printable_line
+from tieline.report.charts import Axis, Chart, Guide, Heat, Series
 from tieline.report.matplotlib_figures import (
+    chart_figure,
     check_figure_path,
     drawn_bytes,
     inline_image,
@@ -53,3 +61,19 @@ def _path(name):
     from pathlib import Path
 
     return Path(name)
+
+
+@given(st.text(max_size=12) | st.sampled_from(HOSTILE))
+@example("$x^{$ \\frac")
+@example("\x1b[31m\u202e\n$")
+def test_names_from_outside_are_shown_as_text(name):
+    values = Series([name, "b"], [1.0, 2.0], name, kind="bar")
+    heat = Heat([0, 1], [name, "b"], [[0.0, 1.0], [1.0, 2.0]], "gap", name, {1.0: name})
+    lines = Chart(Axis(name, "category"), Axis(name), (values,), guides=(Guide("y", 1.0, name),))
+    for chart in (lines, Chart(Axis("x"), Axis("y"), heat=heat)):
+        drawn = chart_figure(chart)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph|.*missing from", UserWarning)
+            drawn.canvas.draw()
+        texts = [text.get_text() for text in drawn.findobj(Text)]
+        assert all(text == printable_line(text) for text in texts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tieline.analysis.attribution import recorded_format
 from tieline.analysis.diff_records import LogitsDiff
-from tieline.analysis.serving import Serving, equal_layers, replay_bytes, router_state
+from tieline.analysis.serving import Serving, equal_layers, exact_ties, replay_bytes, router_state
 from tieline.analysis.settings import SERVED
 from tieline.core.statistics import Estimate, clustered_error
 from tieline.trace.record import RoutingTrace
@@ -67,4 +67,5 @@ def measured_serving(
         replay_bytes=sum(replay_bytes(layer, weights=False) for layer in plain.layers),
         routers=router_state(plain.layers),
         equal_layers=equal_layers(plain.layers),
+        exact_ties=exact_ties(plain.layers),
     )

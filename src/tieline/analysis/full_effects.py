@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tieline.analysis.serving import Serving, equal_layers, replay_bytes, router_state
+from tieline.analysis.serving import Serving, equal_layers, exact_ties, replay_bytes, router_state
 from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.observers import Observer, Outcome
@@ -119,6 +119,7 @@ def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTra
         replay_bytes=sum(replay_bytes(layer, weights=False) for layer in layers),
         routers=router_state(layers),
         equal_layers=equal_layers(layers),
+        exact_ties=exact_ties(layers),
     )
 
 

@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tieline.analysis.settings import SERVED
+from tieline.core.ranking import gap
 from tieline.core.statistics import NOT_MEASURED, Estimate, mean_limits
 from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
@@ -72,6 +75,7 @@ class Serving:
         replay_bytes: bytes per token that a replay of experts sends.
         routers: whether the routers choose at all.
         equal_layers: names of the routers whose scores are all equal.
+        exact_ties: largest share of a layer's tokens whose last chosen score equals the next one.
     """
 
     precision: str
@@ -85,6 +89,7 @@ class Serving:
     replay_bytes: int = 0
     routers: Routers = "sound"
     equal_layers: tuple[str, ...] = ()
+    exact_ties: float = 0.0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -145,6 +150,19 @@ def has_equal_scores(layer: LayerTrace) -> bool:
     if scores is None or scores.shape[1] <= facts.k or not len(scores):
         return False
     return bool(torch.equal(scores, scores[:, :1].expand_as(scores)))
+
+
+def exact_ties(layers: Iterable[LayerTrace]) -> float:
+    """Return the largest share of a layer's tokens whose last chosen score equals the next one."""
+    recorded = [(layer.scores, layer.facts.k) for layer in layers]
+    return max((tied_share(scores, k) for scores, k in recorded if scores is not None), default=0.0)
+
+
+def tied_share(scores: Float[Tensor, "tokens experts"], k: int) -> float:
+    """Return the share of tokens whose k-th largest score equals the next; 0 without one."""
+    if scores.shape[1] <= k or not len(scores):
+        return 0.0
+    return (gap(scores, k) == 0).double().mean().item()
 
 
 def recommend(serving: Serving) -> Recommendation:

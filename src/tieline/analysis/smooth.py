@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Unpack
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.serving import recommend, served_rounding
+from tieline.analysis.serving import recommend, served_rounding, tied_share
 from tieline.analysis.settings import SERVED, SmoothOptions, SmoothSettings
 from tieline.analysis.smooth_repair import (
     Latency,
@@ -248,11 +248,12 @@ class _Smooth(NamedTuple):
     def repair(self) -> Repair:
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
         settings = self.settings
-        self.check_routers()
+        exact_ties = self.check_routers()
         calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
-        serving = original_serving(settings.serve, table, len(find_routers(self.model.module)))
+        layers = len(find_routers(self.model.module))
+        serving = original_serving(settings.serve, table, layers, exact_ties)
         smoothed, latency = self.smoothed(record, settings.rounds, settings.experts_impl)
         corpus, ranks = self.corpus, self.runner.ranks
         sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
@@ -268,8 +269,12 @@ class _Smooth(NamedTuple):
             tokenizer=self.model.tokenizer,
         )
 
-    def check_routers(self) -> None:
-        """Refuse routers that choose all experts, or by scores that are all equal."""
+    def check_routers(self) -> float:
+        """Refuse routers that choose all experts, or by scores that are all equal.
+
+        Returns the largest share of a layer's tokens that tie exactly at the threshold, in a batch
+        of the calibration text; 0 for a streamed model.
+        """
         plans, _ = plan_layers(self.model.module, None)
         choosing = [plan for plan in plans if plan.k < plan.n_experts]
         require(
@@ -278,9 +283,11 @@ class _Smooth(NamedTuple):
             UnsupportedModelError,
         )
         if self.model.stream is not None:  # a read of all weights: its scores are looked at later
-            return
+            return 0.0
         batch = self.corpus.stacked(self.split.calibration)[:1]
-        refuse_equal_scores(measure_scores(self.runner, batch, None).clean)
+        clean = measure_scores(self.runner, batch, None).clean
+        refuse_equal_scores(clean)
+        return max((tied_share(clean[x.name].scores, x.k) for x in choosing), default=0.0)
 
     def measured(self, noise: str | None) -> Measured:
         """Scores and noise of the calibration text, which every process runs."""

@@ -358,13 +358,16 @@ def repair_phase(
     return Phase("repair", batches, tuple(passes), compares_routes=True)
 
 
-def original_serving(precision: str, table: RepairTable, layers: int) -> Serving:
+def original_serving(
+    precision: str, table: RepairTable, layers: int, exact_ties: float = 0.0
+) -> Serving:
     """What a precision does to the original, which is one row of the table.
 
     Args:
         precision: a name in `SERVED`.
         table: the model and its smoothed form under low precision.
         layers: routed layers of the model.
+        exact_ties: largest share of a layer's tokens that tie exactly at the threshold.
     """
     row = next(row for row in table.rows if row.name == served_rounding(precision).name)
     return Serving(
@@ -376,6 +379,7 @@ def original_serving(precision: str, table: RepairTable, layers: int) -> Serving
         tokens=table.tokens,
         sequences=table.sequences,
         layers=layers,
+        exact_ties=exact_ties,
     )
 
 

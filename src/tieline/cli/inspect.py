@@ -89,6 +89,8 @@ def inspect(
     outputs = Outputs(html, json_to, figure, save_trace, overwrite=overwrite)
     outputs.check(source, settings.text)
     result = _inspection_or_saved(source, settings, conditions, save_trace)
+    if _has_no_ties(result):
+        conditions = [each for each in conditions if each.metric in result.metrics]
     fulfilled = fulfilled_conditions(conditions, result.metrics)
     deliver(result, outputs, "add --html report.html for the page with charts")
     _exit_on_conditions(fulfilled)
@@ -117,6 +119,12 @@ def _inspection_or_saved(
         names = inspection_metric_names(settings.loss_jumps, serve=settings.serve or "bf16")
         check_names(conditions, names)
         return run(source, settings=settings, parallel=parallel, progress=progress)
+
+
+def _has_no_ties(result: Any) -> bool:
+    """Whether every expert is chosen: conditions on gaps and flips, which it lacks, cannot hold."""
+    layers = getattr(getattr(result, "measures", None), "layers", ())
+    return bool(layers) and all(layer.k == layer.n_experts for layer in layers)
 
 
 def _check_saved(

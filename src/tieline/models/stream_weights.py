@@ -31,12 +31,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.admission import check_finite_tensor
+from tieline.models.admission import check_finite_tensor, is_finite_tensor
 from tieline.models.checkpoint import LOADING, no_loading_bars
 from tieline.models.shards import LINE, Shards, aligned_bytes
 
 REUSED = 1 << 20
 """Bytes from which memory is used again: small blocks are the allocator's business."""
+
+CHECKED_BYTES = 64 << 20
+"""Bytes of a tensor that are read at a time where it is only checked."""
 
 RESIDENT = 64 << 20
 """Most bytes of parameters that a container of units may keep in memory for good."""
@@ -373,6 +376,17 @@ class Weights:
         if name not in self._finite:
             check_finite_tensor(name, tensor)
             self._finite.add(name)
+
+    def check_unloaded(self, unit: str) -> None:
+        """Refuse NaN and infinity in a unit that a run does not load, a block of rows at a time."""
+        for key, target in [(s.key, s.target) for s in self.plans[unit].plain]:
+            rows = self.shards.tensors[key].shape[0]
+            step = max(1, rows * CHECKED_BYTES // max(1, self.shards.tensors[key].size))
+            for first in () if target in self._finite else range(0, rows, step):
+                if not is_finite_tensor(self.shards.read(key, slice(first, first + step))):
+                    check_finite_tensor(target, self.shards.read(key))
+            self._finite.add(target)
+        self.shards.release(self.plans[unit].keys)
 
     def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
         key = part.keys[expert]

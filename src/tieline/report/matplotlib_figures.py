@@ -12,11 +12,13 @@ the same figure gives the same bytes.
 import base64
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import require
+from tieline.core.printable import printable_line
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, layer_colour
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
         axes: where.
         legend: whether to add a legend.
     """
+    chart = _on_paper(chart)
     for guide in chart.guides:
         _draw_guide(guide, axes)
     if chart.heat is not None:
@@ -123,6 +126,22 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
     elif legend and names:
         columns = max(1, min(3, LEGEND_LETTERS // max(map(len, names))))
         axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
+
+
+def paper_text(text: str) -> str:
+    """Return a text as matplotlib shows it: printable, on one line, and no formula."""
+    return printable_line(text).replace("$", r"\$")
+
+
+def _on_paper(value: Any) -> Any:
+    """A chart, or a part of one, whose texts are those that paper shows."""
+    if isinstance(value, str):
+        return paper_text(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{x.name: _on_paper(getattr(value, x.name)) for x in fields(value)})
+    if isinstance(value, Mapping):
+        return {_on_paper(key): _on_paper(item) for key, item in value.items()}
+    return type(value)(map(_on_paper, value)) if isinstance(value, list | tuple) else value
 
 
 def _paper_colour(role: str) -> Any:

@@ -48,8 +48,8 @@ def finite_logits(output: object, ids: Ids) -> Tensor:
     wrong = (~(logits < torch.inf)).flatten(0, 1).any(dim=1)  # minus infinity masks words
     require(
         not bool(wrong.any()),
-        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens "
-        "although its weights are finite: run it in float32",
+        f"the model's logits are NaN or infinite for {int(wrong.sum())} of {len(wrong)} tokens: "
+        "run it in float32 and, if they still are, look for a buffer that is not finite",
         UnsupportedModelError,
     )
     return logits

@@ -303,6 +303,8 @@ class ByUnit(Schedule):
         left = [] if replay is None else [*replay.left]
         events = _UnitEvents(self, number, on_progress, journal, left)
         head = self.phase.logits != "none"
+        if not head and stream.head is not None:
+            stream.weights.check_unloaded(stream.head)
         lead_passes(stream, jobs, events, head=head, journal=journal, replay=replay)
 
     def _job(self, state: RunningPass) -> Any:

@@ -176,7 +176,7 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
 def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
     """Report an array in which every id is 0 or -1."""
     ids, (rows, layers, k) = table.experts, table.experts.shape
-    if k == 1 and rows * layers < 16:
+    if k == 1 and (rows * layers < 16 or table.n_experts == 1):
         return
     for value in (0, -1):
         if ids.dtype.kind == "u" and value < 0:

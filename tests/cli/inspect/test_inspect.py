@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tieline.analysis import inspect as analysis
 from tieline.analysis.inspect_findings import inspection_metric_names
 from tieline.analysis.settings import InspectSettings
 from tieline.core.errors import TielineError
+from tieline.models.demo import DEMO_FOLDER
 from tieline.trace import load_trace
 
 TOKENS = 384
@@ -255,3 +257,17 @@ def test_what_was_not_saved_names_the_command_that_measures_it(done, run):
     code, _, said = run("inspect", folder / "trace", "--loss-jumps")
     assert (code, "run tieline inspect MODEL --loss-jumps" in said) == (2, True), said
     assert run("inspect", folder / "trace", "--expert-tokens", 7)[0] == 0
+
+
+def test_no_condition_on_flips_holds_where_all_experts_are_chosen(run, tmp_path):
+    folder = shutil.copytree(DEMO_FOLDER, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts_per_tok"] = config["num_experts"]
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["inspect", folder, "--tokens", 64, "--no-jumps", "--dtype", "fp32"]
+    code, shown, told = run(*words, "--fail-if", "flip@bf16>0.02", "--fail-if", "dead>99")
+    assert code == 0, told
+    assert "All experts are chosen: no tie is possible." in " ".join(shown.split())
+    code, _, told = run(*words, "--fail-if", "flip@bf16>0.02", "--fail-if", "evenness>0.5")
+    assert code == 1
+    assert "failed: evenness>0.5" in told

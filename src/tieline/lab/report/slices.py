@@ -20,7 +20,7 @@ from rich.text import Text
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.plane_cells import Slice, SliceCell
 from tieline.report.html_page import render
-from tieline.report.matplotlib_figures import INK, MUTED, WARN, styled_figure
+from tieline.report.matplotlib_figures import INK, MUTED, WARN, paper_text, styled_figure
 from tieline.report.tables import Grid, text_table, visible
 from tieline.report.views import Report, views
 from tieline.report.words.numbers import percent, significant
@@ -53,7 +53,7 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
         for name, mark in zip(names, cut.marks, strict=False):
             ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
             style = {"fontsize": 7, "bbox": ground, "textcoords": "offset points"}
-            axes.annotate(name, (mark[0], mark[1]), xytext=(5, 5), **style)
+            axes.annotate(paper_text(name), (mark[0], mark[1]), xytext=(5, 5), **style)
         low, high = cut.window[0], cut.window[2]
         axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
         axes.set(xlabel="length in input space", ylabel="length in input space")

@@ -12,6 +12,9 @@ from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.layers import layer_labels
 from tieline.report.words.numbers import decimal, listed, percent, signed
 
+FRAGILE = 0.1
+"""Share of a layer's tokens that tie exactly from which the choice is called fragile."""
+
 
 def served_sentences(serving: Serving, recommendation: Recommendation, *further: str) -> list[str]:
     """Write what the precision does, what else is known, and last what to do.
@@ -23,7 +26,7 @@ def served_sentences(serving: Serving, recommendation: Recommendation, *further:
     """
     if recommendation.action in ("mend router", "no ties"):
         return [serving_advice(serving, recommendation)]
-    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    cause, action = _cause_and_action(serving, recommendation)
     return [*filter(None, (serving_headline(serving), cause, *further)), f"What to do: {action}"]
 
 
@@ -43,8 +46,25 @@ def serving_headline(serving: Serving) -> str:
 
 def serving_advice(serving: Serving, recommendation: Recommendation) -> str:
     """Write how grave it is and what to do."""
-    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    cause, action = _cause_and_action(serving, recommendation)
     return " ".join(filter(None, (cause, f"What to do: {action}")))
+
+
+def fragile_sentence(serving: Serving) -> str:
+    """Write that many tokens tie exactly, as under a saturated softmax; empty if few do."""
+    if serving.routers != "sound" or serving.exact_ties < FRAGILE:
+        return ""
+    return (
+        f"The choice itself is fragile: scores tie exactly for up to "
+        f"{percent(serving.exact_ties, trim=True)} of a layer's tokens, as under a saturated "
+        "softmax, and which expert these get depends on the kernel."
+    )
+
+
+def _cause_and_action(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """How grave it is, with what makes the choice fragile, and what to do."""
+    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    return " ".join(filter(None, (cause, fragile_sentence(serving)))), action
 
 
 def _harmless_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:

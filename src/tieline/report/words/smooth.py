@@ -3,7 +3,7 @@
 from tieline.analysis.settings import SERVED
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.report.words.numbers import decimal, finite, percent, signed, significant
-from tieline.report.words.serving import serving_advice, serving_headline
+from tieline.report.words.serving import fragile_sentence, serving_advice, serving_headline
 
 
 def smoothing_facts(result: Repair) -> list[str]:
@@ -37,13 +37,13 @@ def smoothing_verdict(result: Repair) -> str:
     row = served_row(result)
     if row is None:
         return ""
-    return " ".join(
-        (
-            serving_headline(result.serving),
-            _gain_sentence(result, row),
-            _smoothing_advice(result, row),
-        )
+    sentences = (
+        serving_headline(result.serving),
+        fragile_sentence(result.serving),
+        _gain_sentence(result, row),
+        _smoothing_advice(result, row),
     )
+    return " ".join(filter(None, sentences))
 
 
 def served_row(result: Repair) -> RepairRow | None:
