@@ -5,7 +5,14 @@ import torch
 
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.local_effects import LocalEffects, chosen_mask
+from tieline.analysis.local_effects import (
+    NEVER,
+    LocalEffects,
+    _noisy_flip_shares,
+    chosen_mask,
+)
+from tieline.core.ranking import topk_mask
+from tieline.measure.flips import flip_limits
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
 from tieline.models.router_output import read_output
@@ -80,6 +87,24 @@ def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
         measured, predicted = effect.flips.mean().value, effect.low.mean().value
         assert measured == pytest.approx(predicted, rel=0.05)
         assert effect.trials % ids.numel() == 0
+
+
+def test_tokens_for_which_no_noise_is_drawn_never_flip():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 8, generator=generator)
+    rule, everyone = (lambda scores: topk_mask(scores, 2)), torch.ones(200, dtype=torch.bool)
+    ranked = logits.double().sort(dim=1, descending=True).values
+    chance = flip_limits(ranked, 2, 0.05, 0).high
+    possible = chance > NEVER
+    assert 20 < int(possible.sum()) < 180
+    drawn = [
+        _noisy_flip_shares(rule, logits, some, 0.05, 4000, torch.Generator().manual_seed(1))
+        for some in (everyone, possible)
+    ]
+    assert drawn[0][~possible].sum() == 0 == drawn[1][~possible].sum()
+    error = (chance * (1 - chance) / 4000).sqrt()
+    for shares in drawn:
+        assert ((shares - chance).abs() <= 5 * error + 1e-3).all()
 
 
 def test_hits_count_the_tokens_of_each_expert():

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.jump import relative_change
-from tieline.analysis.predicted_flips import predicted_flips
+from tieline.analysis.predicted_flips import Chance, predicted_flips
 from tieline.core.errors import TielineError
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
@@ -28,7 +28,7 @@ from tieline.models.capture import Call, LayerObserver, ObserverSettings
 from tieline.models.documents import Batch
 from tieline.models.families import family_of
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
-from tieline.models.router_output import Choice, RouterOutput, read_output
+from tieline.models.router_output import Choice, read_output
 from tieline.models.router_rule import selection_scores
 from tieline.run.choices import routed_set
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
@@ -45,6 +45,9 @@ MOST_REPEATS = 4000
 
 CHUNK = 1 << 20
 """Scores that are drawn at once."""
+
+NEVER = 1e-12
+"""Predicted chance of a flip below which no noise is drawn for a token."""
 
 SIGMA_TOKENS = 4096
 """Tokens whose scores are kept for the noise that flips 1 %."""
@@ -150,47 +153,35 @@ class LocalEffects(Observer):
         self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
         self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
         clean.changes[name] = {}
+        chances = self._predicted(layer, router, call)
         for number, perturbation in enumerate(self._perturbations):
             generator = noise_generator(self._seed, number, clean.batch, clean.routers)
             with applied(router, Condition(perturbation), generator):
                 again = router(*call[0], **call[1])
                 other = read_output(site.family, router, call, again)
             flipped = sets_differ(routed_set(other), chosen)
-            perturbed = perturbation, generator
-            self._count(clean, (layer, router, call), perturbed, routed, flipped)
             rows = flipped.nonzero().squeeze(1)
             choice = Choice(other.weights[rows], other.ids[rows])
             clean.changes[name][perturbation] = _Change(rows, choice)
+            effect, chance = self.effects[perturbation, name], chances[perturbation]
+            share, repeats = flipped.double().cpu(), 1
+            if chance is not None and perturbation.kind == "score noise":
+                repeats = self._repeats(chance.low.sum().item())
+                rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
+                possible = chance.high > NEVER
+                share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
+            _add_flips(effect, share.view(clean.shape), repeats, chance)
 
-    def _count(
-        self,
-        clean: _CleanPass,
-        called: tuple[LayerTrace, nn.Module, Call],
-        perturbed: tuple[Perturbation, torch.Generator],
-        routed: RouterOutput,
-        flipped: Bool[Tensor, " tokens"],
-    ) -> None:
-        """Add the flips of one call, counted and predicted."""
-        (layer, router, call), (perturbation, generator) = called, perturbed
-        effect = self.effects[perturbation, layer.name]
+    def _predicted(
+        self, layer: LayerTrace, router: nn.Module, call: Call
+    ) -> dict[Perturbation, Chance | None]:
+        """Predicted chances of a call's tokens, by perturbation."""
+        if layer.smoothed:  # its experts change at the ends of its band, not at ties
+            return dict.fromkeys(self._perturbations)
         states = call[0][0] if call[0] else call[1]["hidden_states"]
         with one_thread():  # many small operations
             flat = states.reshape(-1, states.shape[-1])
-            # the experts of a smoothed router change at the ends of its band, not at ties
-            smooth = layer.smoothed
-            chance = None if smooth else predicted_flips(layer, router, flat, perturbation)
-        share, repeats = flipped.double().cpu(), 1
-        if chance is not None:
-            effect.low.add(chance.low.view(clean.shape))
-            effect.high.add(chance.high.view(clean.shape))
-            if perturbation.kind == "score noise":
-                repeats = self._repeats(chance.low.sum().item())
-                rule = partial(chosen_mask, router, call=call)
-                sigma = float(perturbation.level)
-                share = _noisy_flip_shares(rule, routed.logits, sigma, repeats, generator)
-        effect.flips.add(share.view(clean.shape))
-        effect.flip_count += round(share.sum().item() * repeats)
-        effect.trials += repeats * len(share)
+            return predicted_flips(layer, router, flat, self._perturbations)
 
     def _repeats(self, expected: float) -> int:
         wished = self._flips_per_call / max(expected, 1e-9)
@@ -261,20 +252,44 @@ def chosen_mask(
     return topk_mask(scores, int(attrgetter(family.k)(router)))
 
 
+def _add_flips(
+    effect: LocalEffect, share: Float[Tensor, "rows length"], repeats: int, chance: Chance | None
+) -> None:
+    """Add the flips of one call, counted and predicted."""
+    if chance is not None:
+        effect.low.add(chance.low.view(share.shape))
+        effect.high.add(chance.high.view(share.shape))
+    effect.flips.add(share)
+    effect.flip_count += round(share.sum().item() * repeats)
+    effect.trials += repeats * share.numel()
+
+
 def _noisy_flip_shares(
-    rule: Any, logits: Tensor, sigma: float, repeats: int, source: torch.Generator
+    rule: Any,
+    logits: Tensor,
+    possible: Bool[Tensor, " tokens"],
+    sigma: float,
+    repeats: int,
+    source: torch.Generator,
 ) -> Float[Tensor, " tokens"]:
-    """Share of `repeats` draws of noise in which each token's experts change."""
-    tokens, experts = logits.shape
-    clean = rule(logits)
-    flips = torch.zeros(tokens, dtype=torch.float64)
+    """Share of `repeats` draws of noise in which each token's experts change.
+
+    Noise is drawn for tokens that can change alone; the others count as unchanged.
+    """
+    flips = torch.zeros(len(logits), dtype=torch.float64)
+    rows = possible.nonzero().squeeze(1)
+    near = logits[rows.to(logits.device)]
+    tokens, experts = near.shape
+    if tokens == 0:
+        return flips
+    clean = rule(near)
     at_once = max(1, CHUNK // (tokens * experts))
     for start in range(0, repeats, at_once):
         count = min(at_once, repeats - start)
-        noise = torch.randn(count, tokens, experts, generator=source).to(logits)
-        noisy = (logits + sigma * noise).flatten(0, 1)
+        noise = torch.randn(count, tokens, experts, generator=source).to(near)
+        noisy = (near + sigma * noise).flatten(0, 1)
         changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
-        flips += changed.sum(dim=0).double().cpu()
+        flips[rows] += changed.sum(dim=0).double().cpu()
     return flips / repeats
 
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.audit_records import SigmaForFlips
 from tieline.core.numerics import grid_step, one_thread
-from tieline.measure.flips import flip_limits, group_flip_probability
+from tieline.measure.flips import either_chance, flip_limits_by_size, group_flips
 from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.rounding import product_flips
 from tieline.models.emulate import logits_matrix
@@ -33,7 +33,6 @@ from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
 
 PerToken = Float[Tensor, " tokens"]
-SCORES_PER_GROUP = {"max": 1, "top2sum": 2}
 
 
 class Chance(NamedTuple):
@@ -47,59 +46,106 @@ def predicted_flips(
     layer: LayerTrace,
     router: nn.Module,
     inputs: Float[Tensor, "tokens dim"],
-    perturbation: Perturbation,
-) -> Chance | None:
-    """The chance of each token to flip; None where the router is not one product with its input.
+    perturbations: Sequence[Perturbation],
+) -> dict[Perturbation, Chance | None]:
+    """The chance of each token to flip, by perturbation; None where the logits are no one product.
+
+    What does not depend on the perturbation is computed once, and noise of several sizes together.
 
     Args:
         layer: the clean routing of these tokens.
         router: the layer's router, with its own weights.
         inputs: what the router was given.
-        perturbation: of a router.
+        perturbations: of a router.
     """
-    view, k = logit_view(layer), layer.facts.k
-    if view.scores.shape[1] <= k:
+    view = logit_view(layer)
+    if view.scores.shape[1] <= layer.facts.k:
         never = torch.zeros(len(view.scores), dtype=torch.float64)
-        return Chance(never, never)
-    if perturbation.kind == "score noise":
-        return chance_by_noise(
-            layer, view, float(perturbation.level) * torch.ones_like(view.scores)
-        )
+        return dict.fromkeys(perturbations, Chance(never, never))
+    product = _router_product(layer, router, inputs)
+    chances: dict[Perturbation, Chance | None] = dict.fromkeys(perturbations)
+    for kind in ("score noise", "state noise"):
+        some = [perturbation for perturbation in perturbations if perturbation.kind == kind]
+        if some and (kind == "score noise" or product is not None):
+            noise = 1.0 if product is None or kind == "score noise" else product.state_noise
+            sizes = [float(perturbation.level) for perturbation in some]
+            chances.update(zip(some, chances_by_noise(layer, view, noise, sizes), strict=True))
+    for perturbation in perturbations:
+        if perturbation.kind == "rounding" and product is not None:
+            number_format = format_named(str(perturbation.level))
+            chances[perturbation] = _chance_by_rounding(layer, view, product, number_format)
+    return chances
+
+
+class RouterProduct(NamedTuple):
+    """The product of a router's inputs and weights, in float32.
+
+    Attributes:
+        inputs: x (T, D).
+        weights: w (E, D).
+        spread: (w_id - w̄_d)², w̄ the mean over experts.
+        experts: the expert of each kept rank.
+    """
+
+    inputs: Float[Tensor, "tokens dim"]
+    weights: Float[Tensor, "experts dim"]
+    spread: Float[Tensor, "experts dim"]
+    experts: Int[Tensor, "tokens ranks"]
+
+    @property
+    def state_noise(self) -> Float[Tensor, "tokens ranks"]:
+        """σ_i = rms(x) ‖w_i - w̄‖ of each rank: noise of the inputs as large as they are."""
+        size = self.inputs.double().square().mean(dim=1).sqrt()
+        return size[:, None] * self.spread.double().sum(dim=1).sqrt()[self.experts]
+
+
+def _router_product(
+    layer: LayerTrace, router: nn.Module, inputs: Float[Tensor, "tokens dim"]
+) -> RouterProduct | None:
+    """The product that makes a router's logits; None if they are not one product."""
     matrix = logits_matrix(router)
     if matrix is None or matrix.shape[1] != inputs.shape[1]:
         return None
-    w, x = matrix.detach().double().cpu(), inputs.detach().double().cpu()
-    w, ids = w[: layer.facts.n_experts], layer.experts.long()
-    if perturbation.kind == "state noise":
-        size = float(perturbation.level) * x.square().mean(dim=1).sqrt()
-        spread = (w - w.mean(dim=0)).norm(dim=1)
-        return chance_by_noise(layer, view, size[:, None] * spread[ids])
-    return _chance_by_rounding(layer, view, (x, w), format_named(str(perturbation.level)))
+    w = matrix.detach().cpu()[: layer.facts.n_experts]
+    spread = (w.double() - w.double().mean(dim=0)).square().float()
+    return RouterProduct(inputs.detach().float().cpu(), w.float(), spread, layer.experts.long())
 
 
-def chance_by_noise(
-    layer: LayerTrace, view: LogitView, noise: Float[Tensor, "tokens ranks"]
-) -> Chance:
-    """Limits under independent normal noise of the logits of the kept ranks."""
+def chances_by_noise(
+    layer: LayerTrace,
+    view: LogitView,
+    noise: Float[Tensor, "tokens ranks"] | float,
+    sizes: Sequence[float],
+) -> list[Chance]:
+    """Limits under independent normal noise c σ of the kept logits, for each c of `sizes`."""
     k = layer.facts.k
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
-    low, high = flip_limits(view.scores, k, view.slope * noise, beyond)
-    return Chance(low, _chance_with_groups(high, layer, view.threshold_slope * noise[:, k - 1]))
+    alike = layer.bias is None or layer.facts.units == "logits"
+    limits = flip_limits_by_size(
+        view.scores, k, noise if alike else view.slope * noise, sizes, beyond
+    )
+    at_threshold = noise[:, k - 1] if isinstance(noise, Tensor) else noise
+    return [
+        Chance(low, _chance_with_groups(high, layer, size * view.threshold_slope * at_threshold))
+        for low, high, size in zip(*limits, sizes, strict=True)
+    ]
 
 
 def _chance_by_rounding(
-    layer: LayerTrace, view: LogitView, factors: tuple[Tensor, Tensor], chosen: Format
+    layer: LayerTrace, view: LogitView, product: RouterProduct, number_format: Format
 ) -> Chance:
     """Limits under a product of rounded inputs and weights (Def. 7.5)."""
-    (x, w), k, ids = factors, layer.facts.k, layer.experts.long()
-    dx = torch.zeros_like(x) if chosen.activations is None else chosen.activations(x.float()) - x
-    dw = chosen.weights(w.float()) - w
-    spread = (w - w.mean(dim=0)).square()
-    noise = (dx.square() @ spread.T + x.square() @ dw.square().T).sqrt().gather(1, ids)
+    (x, w, spread, ids), k = product, layer.facts.k
+    variance = x.square() @ (number_format.weights(w) - w).square().T
+    if number_format.activations is not None:
+        variance += (number_format.activations(x) - x).square_() @ spread.T
+    noise = variance.gather(1, ids).double().sqrt_()
     step = torch.zeros(len(x), dtype=torch.float64)
-    if chosen.plain:
-        logits = (x @ w.T).gather(1, ids) if view.logits is None else view.logits
-        step = grid_step(logits, chosen.name)[:, k - 1]
+    if number_format.plain:
+        logits = view.logits
+        if logits is None:
+            logits = (x.double() @ w.double().T).gather(1, ids)
+        step = grid_step(logits, number_format.name)[:, k - 1]
     grid = step * view.slope[:, k - 1]
     inner = product_flips(view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None)
     inner = inner.clamp(0, 1)
@@ -111,9 +157,7 @@ def _chance_with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> 
     """The chance with that of two groups changing places, where there are groups."""
     if layer.group_gap is None:
         return inner
-    per_group = SCORES_PER_GROUP[layer.facts.group_score]
-    groups = group_flip_probability(layer.group_gap, noise, per_group)
-    return inner + groups - inner * groups
+    return either_chance(inner, group_flips(layer, noise))
 
 
 STEPS, CLOSE = 24, 1e-3
@@ -187,6 +231,6 @@ def _flip_rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> 
     """Predicted share of tokens that flip; its upper limit where it is an interval."""
     flips = tokens = 0.0
     for layer, view in pieces:
-        high = chance_by_noise(layer, view, sigma * torch.ones_like(view.scores)).high
+        ((_, high),) = chances_by_noise(layer, view, 1.0, (sigma,))
         flips, tokens = flips + high.sum().item(), tokens + len(high)
     return flips / tokens
