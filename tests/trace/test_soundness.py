@@ -209,3 +209,9 @@ def test_experts_that_nobody_chose():
     assert "experts 4 ... 7" in found.message
     few = np.argsort(-scores, axis=2)[:20, :, :2]
     assert "dead-experts" not in {x.kind for x in check(few, 16)}  # chance may explain it
+
+
+def test_one_id_everywhere_is_an_array_that_nothing_was_written_to():
+    (finding,) = findings(Routes(np.full((40, 2, 2), 3), "array", "a"))
+    assert (finding.case, finding.severity, finding.count) == ("no-layer", "unsound", 2)
+    assert "no token was routed" in finding.message

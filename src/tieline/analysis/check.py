@@ -155,7 +155,7 @@ def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     repeated = repetitions(routes, n_experts)
     named = any(finding.kind == "repeated-rows" for finding in repeated)
     plain = findings(routes, n_experts)
-    if any(finding.case == "all-ids" for finding in plain):
+    if any(finding.case in ("all-ids", "no-layer") for finding in plain):
         return plain
     return [x for x in plain if not (named and x.kind == "repeated-rows")] + repeated
 

@@ -174,7 +174,7 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
 
 
 def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report an array in which every id is 0 or -1."""
+    """Report an array in which no token was routed: every id 0 or -1, or one in every layer."""
     ids, (rows, layers, k) = table.experts, table.experts.shape
     if k == 1 and (rows * layers < 16 or table.n_experts == 1):
         return
@@ -187,6 +187,11 @@ def _unwritten_array(table: RouteTable) -> Iterator[RouteFinding]:
                 "all-zero", "unsound", "all-ids", rows, rows, "unwritten-buffer", evidence
             )
             return
+    if not table.layers:
+        evidence = {"layers": [*table.routed.dense.values()][:4]}
+        yield RouteFinding(
+            "all-zero", "unsound", "no-layer", layers, layers, "unwritten-buffer", evidence
+        )
 
 
 def _row_count_findings(table: RouteTable) -> Iterator[RouteFinding]:

@@ -210,3 +210,10 @@ def test_gzip_bombs_are_refused(tmp_path, monkeypatch):
     cut.write_bytes(gzip.compress(line * 50)[:-20])
     with pytest.raises(TraceError, match="cannot be read"):
         import_trace(cut)
+
+
+def test_a_carriage_return_in_a_line_of_csv_is_refused_and_does_not_escape(tmp_path):
+    file = tmp_path / "log.csv"
+    file.write_bytes(b"layer_id,token_id\rexpert_0\n0,1,2\n")
+    with pytest.raises(TraceError):
+        import_trace(file)

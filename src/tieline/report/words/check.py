@@ -24,6 +24,7 @@ WITH_PAIRS = ": with {pairs:list} they agree ({agreement:.2f})"
 
 CASES = {
     "all-ids": CaseText("all {ids} ids are {value}: no routes were written"),
+    "no-layer": CaseText("no token was routed in any of {total} layers: {layers:list}"),
     "other-rows": CaseText(
         "{count} documents have rows that do not fit their tokens: {problem}",
         "document {document}: {rows} rows, {tokens} tokens",

@@ -34,6 +34,7 @@ from tieline.trace.record import TOKEN_KEYS
 ARRAY = "routed_experts"
 ROLLOUT = "rollout_routed_experts"
 NAMES = (ARRAY, ROLLOUT, "routing_replay_out")
+RULE = "needs the axes (tokens, layers, k) or (sequences, length, layers, k)"
 WEIGHTS = ("weights", "topk_weights", "routing_weights")
 SCORES = ("scores", "router_logits", "logits")
 PROMPTS = (("prompt_token_ids", "token_ids"), ("prompt", "out"), ("prompt", "output"))
@@ -45,7 +46,12 @@ LEAST_SEQUENCES = 4
 
 def read_array_file(path: str | Path) -> Routes:
     """Read the routes in an npy, npz or safetensors file."""
-    return array_routes(read_arrays(path), str(path))
+
+    def check(name: str, shape: tuple[int, ...]) -> None:
+        fits = name not in NAMES or 2 <= len(shape) <= 4
+        require(fits, f"{path}: {name}: {RULE}, got {shape}", TraceError)
+
+    return array_routes(read_arrays(path, check), str(path))
 
 
 def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:

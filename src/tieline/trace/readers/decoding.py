@@ -18,7 +18,7 @@ import gzip
 import io
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,11 @@ class _NpyHeader(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
+ShapeCheck = Callable[[str, tuple[int, ...]], None]
+"""Refuses an array of an .npz by its name and shape, before it is unpacked."""
+
+
+def read_arrays(path: str | Path, check: ShapeCheck | None = None) -> dict[str, np.ndarray]:
     """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
     file = Path(path)
     require_file(file, TraceError)
@@ -62,7 +66,7 @@ def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
             magic = stream.read(6)
         if magic == NPY_MAGIC:
             return {"": _read_npy(file)}
-        return _read_npz(file) if magic[:2] == b"PK" else _read_safetensors(file)
+        return _read_npz(file, check) if magic[:2] == b"PK" else _read_safetensors(file)
 
 
 def _read_npy(file: Path) -> np.ndarray:
@@ -77,7 +81,7 @@ def _read_npy(file: Path) -> np.ndarray:
     return np.memmap(file, header.dtype, "r", start, header.shape, order)
 
 
-def _read_npz(file: Path) -> dict[str, np.ndarray]:
+def _read_npz(file: Path, check: ShapeCheck | None) -> dict[str, np.ndarray]:
     """Read all arrays of an .npz archive that may unpack to its stated size."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -89,10 +93,14 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
             f"{most:,} of any record of routes of that size",
             TraceError,
         )
-        return {
-            member.filename.removesuffix(".npy"): _read_npz_member(archive, member, file)
-            for member in members
-        }
+        names = [member.filename.removesuffix(".npy") for member in members]
+        for name, member in zip(names, members, strict=True):
+            with archive.open(member) as stream:
+                shape = _npy_header(stream, f"{file}: {name!r:.80}").shape
+            if check is not None:
+                check(name, shape)
+        pairs = zip(names, members, strict=True)
+        return {name: _read_npz_member(archive, member, file) for name, member in pairs}
 
 
 def _most_unpacked(file: Path) -> int:
@@ -165,14 +173,14 @@ class _LimitedGzip(gzip.GzipFile):
 
     def read1(self, size: int = -1) -> bytes:
         """Read at most `size` bytes; raises once more than `most` were unpacked."""
-        data = super().read1(1 << 16 if size < 0 else size)
+        data = super().read1(1 << 18 if size < 0 else size)
         self.unpacked += len(data)
-        require(
-            self.unpacked <= self.most,
-            f"{self.path}: unpacks to more than {self.most} bytes from {self.path.stat().st_size}: "
-            "no log of routes does; unpack it yourself if you trust it",
-            TraceError,
-        )
+        if self.unpacked > self.most:
+            raise TraceError(
+                f"{self.path}: unpacks to more than {self.most} bytes from "
+                f"{self.path.stat().st_size}: no log of routes does; unpack it yourself if you "
+                "trust it"
+            )
         return data
 
     def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -186,7 +194,7 @@ def open_unpacked(file: Path) -> io.BufferedReader:
     """Open a file for reading bytes; a gzip, told by its first bytes, is unpacked with a limit."""
     with file.open("rb") as stream:
         packed = stream.read(2) == GZIP_MAGIC
-    return io.BufferedReader(_LimitedGzip(file)) if packed else file.open("rb")
+    return io.BufferedReader(_LimitedGzip(file), 1 << 18) if packed else file.open("rb")
 
 
 def read_values(path: str | Path) -> list[tuple[str, Any]]:
@@ -196,8 +204,10 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     """
     file = Path(path)
     require_file(file, TraceError)
-    with parsing(file), open_unpacked(file) as stream:
-        data = stream.read(MOST_JSON + 1)
+    with parsing(file):
+        _refuse_bomb(file)
+        with open_unpacked(file) as stream:
+            data = stream.read(MOST_JSON + 1)
     size = max(len(data), file.stat().st_size)
     require(size <= MOST_JSON, f"{file}: {size} bytes, at most {MOST_JSON} are read", TraceError)
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
@@ -206,6 +216,13 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
         return [(str(file), parse_json(data, str(file), MOST_JSON))]
     labelled = [(f"{file}: line {number}", line) for number, line in lines]
     return [(label, parse_json(line, label, MOST_JSON)) for label, line in labelled]
+
+
+def _refuse_bomb(file: Path) -> None:
+    """Unpack a gzip once without keeping it, so that a bomb is refused before memory is taken."""
+    with open_unpacked(file) as stream:
+        while isinstance(stream.raw, _LimitedGzip) and stream.read(1 << 20):
+            pass
 
 
 def _is_json_line(line: bytes) -> bool:

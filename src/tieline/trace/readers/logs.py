@@ -216,9 +216,8 @@ def log_format(head: bytes, name: str) -> str | None:
     """Return "log" or "moe-atlas" if the first bytes of a text file hold such lines, else None."""
     lines = [line for line in head.split(b"\n") if line.strip()][:_LOOKED_AT]
     if not lines or lines[0].lstrip()[:1] not in (b"{", b"["):
-        cells = next(csv.reader([lines[0].decode("utf-8", "replace")]), []) if lines else []
-        second = next(csv.reader([lines[1].decode("utf-8", "replace")]), []) if lines[1:] else []
-        return "log" if recognised_columns(dict(zip(cells, second, strict=False))) else None
+        names, cells = (_csv_cells(line) for line in [*lines, b"", b""][:2])
+        return "log" if recognised_columns(dict(zip(names, cells, strict=False))) else None
     if re.search(rb'"activations"\s*:\s*\[', head):
         return "moe-atlas"
     for line in lines:
@@ -229,6 +228,14 @@ def log_format(head: bytes, name: str) -> str | None:
         if recognised_columns(value):
             return "log"
     return None
+
+
+def _csv_cells(line: bytes) -> list[str]:
+    """The cells of one line of CSV; none if it is not one."""
+    try:
+        return next(csv.reader([line.decode("utf-8", "replace")]), [])
+    except csv.Error:
+        return []
 
 
 def log_routes(path: str | Path) -> Routes:
