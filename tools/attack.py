@@ -83,6 +83,7 @@ class Victim:
 
 
 def _run_is_whole(out: Path) -> None:
+    """A training run: its JSON, its last checkpoint and its models are read."""
     for path in out.glob("*.json"):
         json.loads(path.read_bytes())
     last_checkpoint(out)
@@ -98,20 +99,24 @@ def _rows_are_whole(out: Path) -> None:
 
 
 def _results_are_whole(out: Path) -> None:
+    """Every kept result is JSON."""
     for path in out.glob("[!.]*.json"):
         json.loads(path.read_bytes())
 
 
 def _json_is_whole(out: Path) -> None:
+    """The file is JSON."""
     json.loads(out.read_bytes())
 
 
 def _lines_are_whole(out: Path) -> None:
+    """Every line is JSON."""
     for line in out.read_bytes().splitlines():
         json.loads(line)
 
 
 def _page_is_whole(out: Path) -> None:
+    """A page ends as HTML does."""
     assert out.read_text().rstrip().endswith("</html>")
 
 
@@ -137,6 +142,9 @@ def victims(folder: Path) -> dict[str, Victim]:
         "lines": Victim(
             ["convert", routes, "{out}", "--to", "vllm"], _lines_are_whole, kind="file"
         ),
+        **{
+            name: Victim(words, kind="file", whole=whole) for name, words, whole in _reports(folder)
+        },
         "json": Victim([*design, "--json={out}"], _json_is_whole, kind="file"),
         "page": Victim([*design, "--html={out}"], _page_is_whole, kind="file"),
         "rates": Victim(["rates", *grid, *rows], _rows_are_whole, **shared),
@@ -147,6 +155,23 @@ def victims(folder: Path) -> dict[str, Victim]:
         "smooth": Victim(["smooth", *few, *to], load_pretrained),
         "reroute": Victim(["reroute", *fit, *to], load_pretrained),
     }
+
+
+def _reports(folder: Path) -> list[tuple[str, list[str], Callable[[Path], object]]]:
+    """Name, words and check of commands that write a page, a figure or a result alone."""
+    part, routes, few = str(folder / "part"), str(folder / "routes.npy"), ["--tokens", "256"]
+    page, data = ["--html={out}"], ["--json={out}"]
+    only = ["--formats", "bf16", "--flips", "50", "--remedies", "none"]
+    return [
+        ("diff", ["diff", part, part, *page], _page_is_whole),
+        ("check", ["check", routes, *page], _page_is_whole),
+        ("audit", ["audit", *few, *only, *data], _json_is_whole),
+        ("walks", ["walks", *few, *data], _json_is_whole),
+        ("soften", ["soften", *few, *page], _page_is_whole),
+        ("slice", ["slice", *few, *page], _page_is_whole),
+        ("attention", ["attention", *few, *data], _json_is_whole),
+        ("frontier", ["frontier", *few, *data], _json_is_whole),
+    ]
 
 
 def make_inputs(folder: Path) -> None:
@@ -221,77 +246,79 @@ def _be_command(words: list[str], errors: int) -> None:
         os._exit(code)
 
 
-def start(victim: Victim, out: Path, overwrite: bool = False) -> Run:
+def start_run(victim: Victim, out: Path, overwrite: bool = False) -> Run:
     """Start a command on its output; one that was killed is resumed."""
     words = [word.replace("{out}", str(out)) for word in victim.words]
     resumed = victim.resume if (out / "config.json").exists() and victim.resume else []
     return Run([*words, *resumed, *(victim.more if overwrite else [])])
 
 
-def finish(victim: Victim, out: Path) -> float:
+def finish_run(victim: Victim, out: Path) -> float:
     """Let a run end; returns how long it took."""
-    began, process = time.monotonic(), start(victim, out, out.exists())
+    began, process = time.monotonic(), start_run(victim, out, out.exists())
     message = process.wait()
     assert process.code == 0, message
     victim.whole(out)
     return time.monotonic() - began
 
 
-def hidden(out: Path) -> list[Path]:
+def partial_paths(out: Path) -> list[Path]:
     """Names of halves beside and in an output."""
     return [*out.parent.glob(".*.partial"), *out.glob(".*.partial")]
 
 
-def state(out: Path) -> set[tuple[str, int]]:
+def written_sizes(out: Path) -> set[tuple[str, int]]:
     """Hidden names and sizes of what a run writes."""
     sizes = set()
-    for path in (out, *out.rglob("*"), *hidden(out)):
+    for path in (out, *out.rglob("*"), *partial_paths(out)):
         with suppress(OSError):  # gone meanwhile
             sizes.add((str(path), path.stat().st_size))
     return sizes
 
 
-def kill(victim: Victim, out: Path, draw: random.Random) -> tuple[bool, bool]:
+def kill_run(victim: Victim, out: Path, draw: random.Random) -> tuple[bool, bool]:
     """Kill one run; returns whether it still ran, and whether it had begun to write."""
-    before = state(out)
-    process = start(victim, out, overwrite=True)
+    before = written_sizes(out)
+    process = start_run(victim, out, overwrite=True)
     until = time.monotonic() + victim.seconds * draw.random()
     wait_for_write = draw.random() < 0.5
     while process.runs():
-        if state(out) - before if wait_for_write else time.monotonic() > until:
+        if written_sizes(out) - before if wait_for_write else time.monotonic() > until:
             break
         time.sleep(0.002)
     time.sleep(draw.random() * 0.02)
-    ran, writing = process.runs(), bool(state(out) - before)
+    ran, writing = process.runs(), bool(written_sizes(out) - before)
     process.kill() if ran else process.wait()
     return ran, ran and writing
 
 
-def attack(name: str, victim: Victim, folder: Path, times: int, draw: random.Random) -> int:
+def kill_repeatedly(
+    name: str, victim: Victim, folder: Path, times: int, draw: random.Random
+) -> int:
     """Kill a command several times, then let it finish; returns how often it had begun to write."""
     out, killed, wrote = folder / f"{name}-out", 0, 0
     while killed < times:
-        ran, writing = kill(victim, out, draw)
+        ran, writing = kill_run(victim, out, draw)
         killed, wrote = killed + ran, wrote + writing
         if out.exists():
             victim.whole(out)
         if not ran:  # it has ended: the next one begins anew
             out = folder / f"{name}-out-{killed}-{draw.random()}"
-    finish(victim, out)
+    finish_run(victim, out)
     check_nothing_hidden(name, out)
     return wrote
 
 
 def check_nothing_hidden(name: str, out: Path) -> None:
     """Raise if a run has left a half."""
-    assert not hidden(out), f"{name} left {hidden(out)}"
+    assert not partial_paths(out), f"{name} left {partial_paths(out)}"
 
 
-def race(name: str, victim: Victim, out: Path, draw: random.Random) -> None:
+def race_two_runs(name: str, victim: Victim, out: Path, draw: random.Random) -> None:
     """Let two runs write into one new output."""
-    first = start(victim, out)
+    first = start_run(victim, out)
     time.sleep(draw.random() * min(0.2, victim.seconds) * (draw.random() < 0.5))
-    second = start(victim, out) if victim.kind != "run" else Run(spelled(victim, out))
+    second = start_run(victim, out) if victim.kind != "run" else Run(words_of(victim, out))
     ends = [(process.wait(), process.code) for process in (first, second)]
     codes = sorted(str(code) for _, code in ends)
     assert codes == (["0", "0"] if victim.kind == "shared" else ["0", "2"]), f"{name}: {ends}"
@@ -302,18 +329,18 @@ def race(name: str, victim: Victim, out: Path, draw: random.Random) -> None:
     check_nothing_hidden(name, out)
 
 
-def spelled(victim: Victim, out: Path) -> list[str]:
+def words_of(victim: Victim, out: Path) -> list[str]:
     """The words of a command that begins anew."""
     return [word.replace("{out}", str(out)) for word in victim.words]
 
 
-def intrude(name: str, victim: Victim, out: Path, draw: random.Random) -> bool:
+def intrude_on_run(name: str, victim: Victim, out: Path, draw: random.Random) -> bool:
     """Make the output during a run; returns whether that was before the run's own."""
     thesis = out.with_name(f"{out.name}-thesis")
     thesis.write_text("mine") if victim.kind == "file" else thesis.mkdir()
     if victim.kind != "file":
         (thesis / "thesis").write_text("mine")
-    process = start(victim, out)
+    process = start_run(victim, out)
     time.sleep(victim.seconds * draw.random())
     try:
         os.link(thesis, out) if victim.kind == "file" else thesis.rename(out)
@@ -332,12 +359,14 @@ def intrude(name: str, victim: Victim, out: Path, draw: random.Random) -> bool:
 def attack_all(name: str, victim: Victim, folder: Path, counts: tuple[int, int], seed: int) -> Any:
     """Run all attacks on a command; returns how many there were of each kind."""
     draw, (kills, races) = random.Random(f"{name} {seed}"), counts  # noqa: S311
-    victim.seconds = finish(victim, folder / f"{name}-first")
-    done = Counter(kills=kills, writing=attack(name, victim, folder, kills, draw))
+    victim.seconds = finish_run(victim, folder / f"{name}-first")
+    done = Counter(kills=kills, writing=kill_repeatedly(name, victim, folder, kills, draw))
     for number in range(races):
-        race(name, victim, folder / f"{name}-race-{number}", draw)
+        race_two_runs(name, victim, folder / f"{name}-race-{number}", draw)
         if victim.kind in ("file", "folder"):
-            done["intruders"] += intrude(name, victim, folder / f"{name}-taken-{number}", draw)
+            done["intruders"] += intrude_on_run(
+                name, victim, folder / f"{name}-taken-{number}", draw
+            )
     done["races"] = races
     return done
 
@@ -359,13 +388,13 @@ def main() -> None:
             folder.mkdir()
             done = attack_all(name, commands[name], folder, (kills, races), seed)
             total += done
-            print(f"{name:10} {told(done)}", flush=True)
+            print(f"{name:10} {counts_text(done)}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
-    print(f"{told(total)}: nothing lost, nothing half, no run blocked")
+    print(f"{counts_text(total)}: nothing lost, nothing half, no run blocked")
 
 
-def told(counts: Counter[str]) -> str:
-    """The counts in words."""
+def counts_text(counts: Counter[str]) -> str:
+    """Counts as text, "8 kills"."""
     return (
         f"{counts['kills']} kills ({counts['writing']} after it began to write), "
         f"{counts['races']} races, {counts['intruders']} intruders"

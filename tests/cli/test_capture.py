@@ -92,3 +92,12 @@ def test_engines_are_listed_with_how_to_install_them(tieline, tmp_path, monkeypa
     found = {one["name"]: one["python"] for one in json.loads(out)["engines"]}
     assert found["vllm"] == ""
     assert found["transformers"]
+
+
+def test_commands_that_install_are_never_cut(tieline, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, shown, _ = tieline("capture", "--list-engines")
+    lines = shown.splitlines()
+    commands = [line for engine in list_engines().engines if engine.folder for line in engine.install]
+    assert max(map(len, commands)) > 100
+    assert set(commands) <= set(lines)

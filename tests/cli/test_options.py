@@ -104,17 +104,13 @@ def every_option():
                     yield name, option, parameter.name, parameter.type_descriptor.annotation
 
 
-TWO_MEANINGS = {"--noise"}
-"""A precision where a model is repaired, a standard deviation where something is drawn."""
-
-
 def test_an_option_is_the_same_thing_in_every_command():
     kinds, spellings = {}, {}
     for name, option, field, kind in every_option():
         kinds.setdefault(option, {}).setdefault(kind, []).append(name)
         spellings.setdefault((field, kind), {}).setdefault(name, set()).add(option)
     mixed = {option: commands for option, commands in kinds.items() if len(commands) > 1}
-    assert set(mixed) <= TWO_MEANINGS, mixed
+    assert not mixed
     for field, commands in spellings.items():
         assert len(set(map(frozenset, commands.values()))) == 1, (field, commands)
 

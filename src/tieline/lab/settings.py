@@ -163,7 +163,9 @@ class RatesSettings(JobSettings):
     )
     n_experts: int | None = setting(None, check=at_least(1), help="Experts of the truth.")
     fitted: int | None = setting(None, help="Experts to fit, if more than the truth has.")
-    noise: float | None = setting(None, help="Standard deviation of the noise.")
+    noise: float | None = setting(
+        None, option="--sigma", help="Standard deviation of the noise."
+    )
     sizes: Sequence[int] | None = setting(
         None, read=read_whole_numbers, help="Sample sizes, such as 1000,3000,10000."
     )
@@ -434,7 +436,7 @@ class UpcycleSettings(SeedSettings):
         "normal", check=one_of("normal", "orthogonal"), help="normal or orthogonal."
     )
     router_scale: float = setting(0.02, check=above(0.0), help="Size of the router's entries.")
-    noise: float = setting(
+    copy_noise: float = setting(
         0.0, check=_not_negative, help="Noise on the copies, relative to their size; 0 for none."
     )
     text: Text = setting(None, kind=Path, help="Text to compare the loss on, UTF-8.")
@@ -454,8 +456,8 @@ class UpcycleSettings(SeedSettings):
     @property
     def layout(self) -> dict[str, Any]:
         """Arguments of `upcycle_`."""
-        names = ("n_experts", "k", "layers", "router_init", "router_scale", "noise", "seed")
-        return {name: getattr(self, name) for name in names}
+        names = ("n_experts", "k", "layers", "router_init", "router_scale", "seed")
+        return {name: getattr(self, name) for name in names} | {"noise": self.copy_noise}
 
 
 class UpcycleOptions(TypedDict, total=False):
@@ -467,7 +469,7 @@ class UpcycleOptions(TypedDict, total=False):
     layers: Collection[str | int] | str | None
     router_init: str
     router_scale: float
-    noise: float
+    copy_noise: float
     text: Text
     tokens: int
     dtype: str

@@ -134,7 +134,7 @@ def upcycle(
     after = probe_output(model)
     return Upcycled(
         **vars(done),
-        noise=settings.noise,
+        noise=settings.copy_noise,
         output_change=((after - before).abs().max() / before.abs().max()).item(),
         loss_before=loss_before,
         loss_after=_text_loss_if_given(loaded, text, settings.tokens, "loss after", progress),

@@ -36,7 +36,7 @@ def test_a_folder_becomes_a_folder_that_loads(tieline, folder):
 BAD = [
     (["--k", 9], "--k 9 of 8 experts"),
     (["--layers", "0,7"], "no such layer: 7"),
-    (["--noise", "-1"], "--noise must be"),
+    (["--copy-noise", "-1"], "--copy-noise must be"),
     (["--router-init", "ones"], "--router-init"),
     (["--text", "nowhere.txt"], "no such file: nowhere.txt"),
     (["--dtype", "int3"], "--dtype must be"),
