@@ -159,11 +159,11 @@ def victims(folder: Path) -> dict[str, Victim]:
 
 def _reports(folder: Path) -> list[tuple[str, list[str], Callable[[Path], object]]]:
     """Name, words and check of commands that write a page, a figure or a result alone."""
-    part, routes, few = str(folder / "part"), str(folder / "routes.npy"), ["--tokens", "256"]
+    routes, few = str(folder / "few.npy"), ["--tokens", "256"]
     page, data = ["--html={out}"], ["--json={out}"]
     only = ["--formats", "bf16", "--flips", "50", "--remedies", "none"]
     return [
-        ("diff", ["diff", part, part, *page], _page_is_whole),
+        ("diff", ["diff", routes, routes, *page], _page_is_whole),
         ("check", ["check", routes, *page], _page_is_whole),
         ("audit", ["audit", *few, *only, *data], _json_is_whole),
         ("walks", ["walks", *few, *data], _json_is_whole),
@@ -186,6 +186,7 @@ def make_inputs(folder: Path) -> None:
     experts = np.random.default_rng(0).integers(0, 8, (20_000, 4, 1))
     np.save(folder / "routes.npy", np.concatenate([experts, (experts + 1) % 8], 2))
     save_trace(import_trace(folder / "routes.npy"), folder / "part")
+    np.save(folder / "few.npy", experts[:500])
 
 
 class Run:

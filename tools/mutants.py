@@ -524,7 +524,7 @@ MUTANTS: list[Mutant] = [
         "report-1",
         "if len(set(names)) < 2 or front + back >= shortest:",
         "if len(set(names)) < 2 or front + back > shortest:",
-        "report/words/test_layers.py",
+        "core/test_layer_names.py",
         "names that are all shared parts become empty",
     ),
     _m(

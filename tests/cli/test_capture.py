@@ -98,6 +98,8 @@ def test_commands_that_install_are_never_cut(tieline, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     _, shown, _ = tieline("capture", "--list-engines")
     lines = shown.splitlines()
-    commands = [line for engine in list_engines().engines if engine.folder for line in engine.install]
+    commands = [
+        line for engine in list_engines().engines if engine.folder for line in engine.install
+    ]
     assert max(map(len, commands)) > 100
     assert set(commands) <= set(lines)

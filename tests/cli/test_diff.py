@@ -103,7 +103,7 @@ def test_files_that_cannot_be_aligned_write_nothing(traces, run):
     page = folder / "diff.html"
     for name, words in (
         ("short.npy", "B lacks 300 of the 400 tokens of A, the first at document 0, position 100"),
-        ("few.npy", "different k: layer 'layers.0' of A chooses 3"),
+        ("few.npy", "different k: layer 0 of A chooses 3"),
         ("other.npy", "cannot be aligned"),
         ("cut.npy", "cut.npy"),
         ("none.npy", "no such file"),

@@ -99,5 +99,5 @@ def test_ids_and_every_kind_of_layer_pass():
 
 def test_broken_scores_are_refused_with_their_place():
     broken = summarise(make_trace(broken=0.5), sample_size=5)
-    with pytest.raises(TraceError, match=r"layer 'layers\.0'.*of 20 tokens.*position="):
+    with pytest.raises(TraceError, match=r"layer 0.*of 20 tokens.*position="):
         measure_summary(broken, FEW)

@@ -95,12 +95,12 @@ def test_provenance_is_the_common_one_or_all_of_them():
     ("change", "message"),
     [
         ({"name": "other"}, "agree in name"),
-        ({"facts": dataclasses.replace(FACTS[1], units="logits")}, "'layers.1': facts"),
-        ({"bias": None}, "'layers.1': bias"),
-        ({"bias": torch.ones(6)}, "'layers.1': bias"),
-        ({"weights": None}, "'layers.1': recorded"),
-        ({"scores": TRACE.layers[1].scores.double()}, "'layers.1': recorded"),
-        ({"inputs": torch.zeros(20, 4)}, "'layers.1': recorded"),
+        ({"facts": dataclasses.replace(FACTS[1], units="logits")}, "layer 1: facts"),
+        ({"bias": None}, "layer 1: bias"),
+        ({"bias": torch.ones(6)}, "layer 1: bias"),
+        ({"weights": None}, "layer 1: recorded"),
+        ({"scores": TRACE.layers[1].scores.double()}, "layer 1: recorded"),
+        ({"inputs": torch.zeros(20, 4)}, "layer 1: recorded"),
     ],
 )
 def test_traces_of_different_routers_are_refused(change, message):

@@ -29,6 +29,7 @@ from torch import Tensor
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.analysis.expert_matching import ExpertPermutation, have_equal_scores, match_experts
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.settings import TraceSettingError
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, check_layer, take_tokens
 from tieline.trace.selection import select_layers, select_tokens
@@ -129,8 +130,8 @@ def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
     partly = nothing.any(1) & ~nothing.all(1)
     require(
         not bool(partly.any()),
-        f"{side}, layer {layer.name!r}: {int(partly.sum())} tokens have some experts -1 and others "
-        f"not, the first at index {int(partly.float().argmax())}",
+        f"{side}, {layer_label(layer.name)}: {int(partly.sum())} tokens have some experts -1 and "
+        f"others not, the first at index {int(partly.float().argmax())}",
         TraceError,
     )
     return ~nothing.all(1)
@@ -264,7 +265,7 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
     """
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     counts = first.facts.n_experts, second.facts.n_experts
-    where = f"layer {first.name!r} of A", f"layer {second.name!r} of B"
+    where = f"{layer_label(first.name)} of A", f"{layer_label(second.name)} of B"
     for count, trace, here in zip(counts, (a, b), where, strict=True):
         inferred = str(trace.provenance.get("n_experts", "")).startswith("inferred")
         require(

@@ -48,6 +48,7 @@ from tieline.analysis.serving import (
 )
 from tieline.analysis.settings import SERVED, AuditOptions, AuditSettings
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.settings import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.demo import DEMO
@@ -391,7 +392,7 @@ def _possible_perturbations(
         return perturbations, ""
     reason = (
         f"{', '.join(refused)}: noise is added to one product of router and input, and the logits "
-        f"of layer {other[0]!r} are none"
+        f"of {layer_label(other[0])} are none"
     )
     kept = tuple(x for x in perturbations if x.name not in refused)
     require(bool(kept), f"nothing is left to run without {reason}", UnsupportedModelError)

@@ -31,6 +31,7 @@ from tieline.analysis.full_effects import Divergences
 from tieline.analysis.serving import replay_bytes
 from tieline.analysis.smooth import NOISE, Calibration
 from tieline.core.errors import TielineError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
@@ -330,7 +331,7 @@ def replay_bytes_by_weights(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[
     for name, layers in routes.items():
         require(
             not layers[0].smoothed,
-            f"layer {name!r} is smoothed: it uses other numbers of experts than a record has",
+            f"{layer_label(name)} is smoothed: it uses other numbers of experts than a record has",
         )
         sizes["live"] += replay_bytes(layers[0], weights=False)
         sizes["recorded"] += replay_bytes(layers[0])

@@ -54,6 +54,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.router_calls import LogitSums, RouterCall, watch_routing
 from tieline.core.errors import ParameterError, TielineError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import quantile_bands
@@ -86,8 +87,8 @@ def probability_warning(layer: str, logits: LogitSums) -> str | None:
     if logits.least < 0 or logits.row_error > ROW_ERROR:
         return None
     return (
-        f'the "router logits" of layer {layer!r} are probabilities already (all >= 0, rows sum to '
-        "1): a balance or z-loss that takes their softmax is nearly blind, use their logarithms"
+        f'the "router logits" of {layer_label(layer)} are probabilities already (all >= 0, rows '
+        "sum to 1): a balance or z-loss that takes their softmax is nearly blind: use logarithms"
     )
 
 
@@ -153,7 +154,7 @@ def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
             return
         if gate.selection_bias is None and not is_collected(layer):
             tell(
-                f"no auxiliary loss can reach layer {name!r}: nothing collects its routing "
+                f"no auxiliary loss can reach {layer_label(name)}: nothing collects its routing "
                 "(collect_routing, auxiliary_loss) and its gate has no selection_bias that a "
                 "controller could move",
                 "auxiliary loss",

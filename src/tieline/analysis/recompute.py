@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.core.errors import TielineError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.ranking import sets_differ
 from tieline.core.records import to_plain
 
@@ -148,7 +149,9 @@ def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
     tied = (gap == 0) & (moved <= limit)
     near = (gap > 0) & (moved > 0) & (moved <= limit)
     strange = int((~(tied | near)).sum())
-    where = f"{len(rows)} of {len(layer.gap)} tokens choose other experts in layer {layer.name!r}"
+    where = (
+        f"{len(rows)} of {len(layer.gap)} tokens choose other experts in {layer_label(layer.name)}"
+    )
     size = f"gaps up to {gap.max().item():.3g}, scores moved by up to {moved.max().item():.3g}"
     if strange:
         return (

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
 from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.statistics import Estimate, clustered_error, k3
 from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode
@@ -82,7 +83,7 @@ def _origin(model: nn.Module | None) -> str:
     if broken:
         return f": {len(broken)} tensors of the model are not finite, {broken[0]!r} first"
     routers = list(find_routers(model))
-    return f": it began after the scores of layer {routers[-1]!r}, the last with a router"
+    return f": it began after the scores of {layer_label(routers[-1])}, the last with a router"
 
 
 def _is_broken(values: Tensor) -> bool:

@@ -56,7 +56,7 @@ def diff(
 def _check_attributable(limits: DiffLimits, result: Any) -> None:
     """Refuse a limit on unexplained flips where flips cannot be attributed."""
     if limits.max_unexplained is not None and "unexplained" not in result.metrics:
-        from tieline.report.words.layers import layer_label
+        from tieline.core.layer_names import layer_label
 
         layer = next(layer for layer in result.layers if layer.attribution is None)
         raise SettingError(

@@ -163,9 +163,7 @@ class RatesSettings(JobSettings):
     )
     n_experts: int | None = setting(None, check=at_least(1), help="Experts of the truth.")
     fitted: int | None = setting(None, help="Experts to fit, if more than the truth has.")
-    noise: float | None = setting(
-        None, option="--sigma", help="Standard deviation of the noise."
-    )
+    noise: float | None = setting(None, option="--sigma", help="Standard deviation of the noise.")
     sizes: Sequence[int] | None = setting(
         None, read=read_whole_numbers, help="Sample sizes, such as 1000,3000,10000."
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.special import log_ndtr
 
 from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.ranking import kth_largest, ranked_scores
 from tieline.core.statistics import (
     Estimate,
@@ -416,6 +417,8 @@ def _epsilon_half(
 
 def _kept_scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
     """Scores of the kept ranks in float64; raises for a trace of ids."""
-    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    require(
+        layer.scores is not None, f"{layer_label(layer.name)} has ids only: no scores", TraceError
+    )
     assert layer.scores is not None
     return layer.scores.double()

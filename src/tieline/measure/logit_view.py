@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.trace.record import LayerTrace
 
 Ranks = Float[Tensor, "tokens ranks"]
@@ -50,7 +51,9 @@ class LogitView:
 
 def logit_view(layer: LayerTrace) -> LogitView:
     """Return the layer's kept ranks in units where noise of the logits is simplest (Def. 6.1)."""
-    require(layer.scores is not None, f"layer {layer.name!r} has ids only: no scores", TraceError)
+    require(
+        layer.scores is not None, f"{layer_label(layer.name)} has ids only: no scores", TraceError
+    )
     assert layer.scores is not None
     selection = layer.scores.double()
     plain = selection - _bias_of_ranks(layer)

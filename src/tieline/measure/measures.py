@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.numerics import one_thread
 from tieline.core.records import short_repr
 from tieline.core.statistics import (
@@ -400,7 +401,7 @@ def check_finite_scores(layer: LayerTrace) -> None:
     rows = bad.any(dim=1).nonzero()
     require(
         len(rows) == 0,
-        f"layer {layer.name!r}: scores of {len(rows)} of {len(bad)} tokens are NaN or infinite, "
-        f"first at token {int(rows[0]) if len(rows) else -1}",
+        f"{layer_label(layer.name)}: scores of {len(rows)} of {len(bad)} tokens are NaN or "
+        f"infinite, first at token {int(rows[0]) if len(rows) else -1}",
         TraceError,
     )

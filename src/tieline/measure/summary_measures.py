@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.statistics import (
     Estimate,
     Quantiles,
@@ -55,8 +56,8 @@ def measure_summary(
     for layer in summary.layers:
         require(
             layer.nonfinite == 0,
-            f"layer {layer.name!r}: scores of {layer.nonfinite} of {layer.tokens} tokens are NaN "
-            f"or infinite, first at {layer.first_nonfinite}",
+            f"{layer_label(layer.name)}: scores of {layer.nonfinite} of {layer.tokens} tokens are "
+            f"NaN or infinite, first at {layer.first_nonfinite}",
             TraceError,
         )
     chosen = settings or MeasureSettings()

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError, TraceError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
@@ -110,7 +111,7 @@ class LayerObserver:
         """Return the record of one call: experts, scores and distance to a tie."""
         reason = self.family.refused_in_training
         if reason is not None and router.training:
-            raise UnsupportedModelError(f"layer {self.name!r} ({self.family.name}): {reason}")
+            raise UnsupportedModelError(f"{layer_label(self.name)} ({self.family.name}): {reason}")
         routed = self._kept_rows(read_output(self.family, router, call, output), batch)
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
         ids = routed.ids[:, :0] if smoothed else routed.ids
@@ -142,9 +143,9 @@ class LayerObserver:
     def _kept_rows(self, routed: RouterOutput, batch: Batch) -> RouterOutput:
         require(
             len(routed.logits) == batch.routed,
-            f"layer {self.name!r} routed {len(routed.logits)} tokens of a batch of {batch.routed}; "
-            "a trace needs layers that see the same tokens: choose them with `layers`, or capture "
-            "the part of the model that runs them",
+            f"{layer_label(self.name)} routed {len(routed.logits)} tokens of a batch of "
+            f"{batch.routed}; a trace needs layers that see the same tokens: choose them with "
+            "`layers`, or capture the part of the model that runs them",
             TielineError,
         )
         if batch.kept is None:
@@ -312,11 +313,11 @@ class Recorder:
         here = self._open.get(threading.get_ident())
         if here is None:
             raise TielineError(
-                f"layer {observer.name!r} ran outside the forward pass of the captured model, so "
-                "its tokens are unknown: call the model itself, or capture the part that is called"
+                f"{layer_label(observer.name)} ran outside the forward pass of the captured model, "
+                "so its tokens are unknown: call the model, or capture the part that is called"
             )
         if observer.name in here.layers:
-            raise TielineError(f"layer {observer.name!r} ran twice in one forward pass")
+            raise TielineError(f"{layer_label(observer.name)} ran twice in one forward pass")
         here.layers[observer.name] = observer.observe(router, call, output, here.batch)
 
     def finish(self) -> None:
@@ -392,7 +393,9 @@ def capture(
     routers = chosen_routers(model, layers)
     for name, router in routers.items():
         if hasattr(type(router), _CAPTURED):
-            raise TielineError(f"layer {name!r} is being captured already: leave that block first")
+            raise TielineError(
+                f"{layer_label(name)} is being captured already: leave that block first"
+            )
     observers = layer_observers(routers, settings)
     recorder = Recorder(document_counter(model), epsilons, model_facts(model), sink)
     with ExitStack() as stack:
@@ -483,8 +486,8 @@ def check_finite_scores(scores: Float[Tensor, "tokens experts"], layer: str, bat
     if len(rows):
         first = int(rows[0])
         raise TielineError(
-            f"layer {layer!r}: {int(wrong.sum())} selection scores of {len(rows)} tokens are NaN "
-            f"or infinite, first at token {int(batch.positions[first])} of document "
+            f"{layer_label(layer)}: {int(wrong.sum())} selection scores of {len(rows)} tokens are "
+            f"NaN or infinite, first at token {int(batch.positions[first])} of document "
             f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
         )
 
@@ -527,6 +530,6 @@ def check_selected(
 def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
     """The error of a family whose record does not describe a router."""
     return UnsupportedModelError(
-        f"layer {layer!r}: the record of family {family!r} does not describe this router under "
-        f"transformers {version('transformers')}: {why}"
+        f"{layer_label(layer)}: the record of family {family!r} does not describe this router "
+        f"under transformers {version('transformers')}: {why}"
     )

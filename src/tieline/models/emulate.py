@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.models.families import family_of, find_routers
 from tieline.models.formats import Format, RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.parallel import local_shard
@@ -46,13 +47,13 @@ def modular_routers(model: nn.Module) -> dict[str, nn.Module]:
         assert family is not None
         require(
             family.refused is None,
-            f"layer {name!r}: its precision cannot be set apart: {family.refused}",
+            f"{layer_label(name)}: its precision cannot be set apart: {family.refused}",
             UnsupportedModelError,
         )
         require(
             not family.in_block,
-            f"layer {name!r}: {type(router).__name__} of family {family.name!r} is no module that "
-            f"routes by itself, so its precision cannot be set apart",
+            f"{layer_label(name)}: {type(router).__name__} of family {family.name!r} is no module "
+            f"that routes by itself, so its precision cannot be set apart",
             UnsupportedModelError,
         )
     return routers
@@ -183,7 +184,7 @@ def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> I
     for name, router in routers.items():
         if not makes_one_product(router):
             raise UnsupportedModelError(
-                f"layer {name!r}: the logits of {type(router).__name__} are not one product"
+                f"{layer_label(name)}: the logits of {type(router).__name__} are not one product"
             )
     scope = RouterScope(routers)
     with scope.watching(), _NoisyLogits(scope, sigma, generator):

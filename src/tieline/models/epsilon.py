@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.ranking import ranked_scores
 from tieline.core.settings import require_setting
 from tieline.measure.boundary import epsilon_for_extra
@@ -76,7 +77,7 @@ class Scores:
     def scores(self) -> Float[Tensor, "tokens experts"]:
         """Scores of all tokens so far."""
         name = self._plan.name
-        require(bool(self._calls), f"layer {name!r} did not run on the calibration text")
+        require(bool(self._calls), f"{layer_label(name)} did not run on the calibration text")
         return torch.cat(self._calls)
 
 
@@ -95,8 +96,8 @@ def refuse_equal_scores(clean: Mapping[str, Scores]) -> None:
     if equal:
         others = f" and {len(equal) - 1} more" if len(equal) > 1 else ""
         raise UnsupportedModelError(
-            f"all scores are equal in layer {equal[0]!r}{others}: an untrained or broken router, "
-            "which cannot be smoothed; check the checkpoint"
+            f"all scores are equal in {layer_label(equal[0])}{others}: an untrained or broken "
+            "router, which cannot be smoothed; check the checkpoint"
         )
 
 
@@ -278,6 +279,6 @@ def given_epsilons(
         number = isinstance(width, float | int) and not isinstance(width, bool)
         if not (number and 0 <= width < math.inf):
             raise ParameterError(
-                f"epsilon must be finite and not negative, got {width!r} for layer {name!r}"
+                f"epsilon must be finite and not negative, got {width!r} for {layer_label(name)}"
             )
     return {name: float(width) for name, width in widths.items()}

@@ -42,6 +42,7 @@ from typing import Any, Literal
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.plugins import import_added
 from tieline.models.layouts import COLUMNS, Layout
 
@@ -234,6 +235,6 @@ def _refuse_uncapturable(name: str, router: nn.Module) -> None:
     family = family_of(router)
     if family is not None and family.refused is not None:
         raise UnsupportedModelError(
-            f"layer {name!r}: {type(router).__name__} of family {family.name!r} (transformers "
+            f"{layer_label(name)}: {type(router).__name__} of family {family.name!r} (transformers "
             f"{version('transformers')}) cannot be captured: {family.refused}"
         )

@@ -51,6 +51,7 @@ from tieline.core.errors import (
     UnsupportedModelError,
     require,
 )
+from tieline.core.layer_names import layer_label
 from tieline.core.numerics import is_recomputing
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.documents import Batch, document_counter, watch_forward
@@ -277,13 +278,13 @@ class _Session:
             return self._again(name, logits).on(logits.device)
         if not self._running:
             raise TielineError(
-                f"layer {name!r} ran outside the forward pass of the model under replay, so its "
-                "tokens are unknown: call the model itself, or replay the part that is called"
+                f"{layer_label(name)} ran outside the forward pass of the model under replay, so "
+                "its tokens are unknown: call the model itself, or replay the part that is called"
             )
         now = self._passes[-1]
         if len(now.rows) != len(logits):
             raise TielineError(
-                f"layer {name!r} routed {len(logits)} tokens of a batch of {len(now.rows)}"
+                f"{layer_label(name)} routed {len(logits)} tokens of a batch of {len(now.rows)}"
             )
         if torch.is_grad_enabled() or self._model.training:
             now.prints[name] = _logits_fingerprint(logits)
@@ -294,7 +295,7 @@ class _Session:
         passes = [
             old for old in self._passes if len(old.rows) == len(logits) and name in old.prints
         ]
-        require(bool(passes), f"layer {name!r}: the repeated pass is not known", TielineError)
+        require(bool(passes), f"{layer_label(name)}: the repeated pass is not known", TielineError)
         value = _logits_fingerprint(logits)
         return min(reversed(passes), key=lambda old: abs(old.prints[name] - value))
 
@@ -331,20 +332,25 @@ class LayerReplay:
         family = family_of(router)
         assert family is not None
         if hasattr(type(router), _REPLAYED):
-            raise TielineError(f"layer {name!r} is under replay already: leave that block first")
+            raise TielineError(
+                f"{layer_label(name)} is under replay already: leave that block first"
+            )
         if getattr(router, HANDLER, None) is not None:
             raise UnsupportedModelError(
-                f"layer {name!r} is smoothed: it uses other numbers of experts than a record has"
+                f"{layer_label(name)} is smoothed: it uses other numbers of experts than a record "
+                "has"
             )
         require(
             family.layout.has_choice,
-            f"layer {name!r} of family {family.name!r} cannot be replayed: {NO_CHOICE}",
+            f"{layer_label(name)} of family {family.name!r} cannot be replayed: {NO_CHOICE}",
             UnsupportedModelError,
         )
         self.name, self.family, self.session = name, family, session
         self.k = int(attrgetter(family.k)(router))
         k = record.facts.k
-        require(k == self.k, f"layer {name!r} chooses {self.k} experts, the record {k}", TraceError)
+        require(
+            k == self.k, f"{layer_label(name)} chooses {self.k} experts, the record {k}", TraceError
+        )
         self.ids = record.experts[:, :k].long()
         self.sets = self.ids.sort(dim=1).values
         self.highest = int(self.sets.max())
@@ -353,7 +359,7 @@ class LayerReplay:
         if weights == "recorded":
             require(
                 record.weights is not None,
-                f"layer {name!r}: the record has no combine weights: replay with live ones",
+                f"{layer_label(name)}: the record has no combine weights: replay with live ones",
                 TraceError,
             )
             self.weights = record.weights
@@ -400,7 +406,7 @@ class LayerReplay:
         """Bring the record to the device of the layer, once."""
         if self.highest >= experts:
             raise TraceError(
-                f"layer {self.name!r} has {experts} experts, the record names {self.highest}"
+                f"{layer_label(self.name)} has {experts} experts, the record names {self.highest}"
             )
         if self.ids.device != device:
             self.ids, self.sets, self.selected = (
@@ -439,7 +445,7 @@ class LayerReplay:
             return weights_and_output(family, router, logits, output, shares, changed)
         if self.weights is None:
             raise UnsupportedModelError(
-                f"layer {self.name!r} of family {family.name!r}: {family.refused_weights}; "
+                f"{layer_label(self.name)} of family {family.name!r}: {family.refused_weights}; "
                 'replay with weights="recorded"'
             )
         return torch.zeros_like(rows, dtype=torch.float32), output
@@ -471,7 +477,7 @@ def _selected_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor,
         return torch.ones(len(record.experts), dtype=torch.bool)
     require(
         record.has_gaps,
-        f"layer {record.name!r} has no scores beside the threshold: near ties cannot be told",
+        f"{layer_label(record.name)} has no scores beside the threshold: near ties cannot be told",
         TraceError,
     )
     if only == "near-ties":

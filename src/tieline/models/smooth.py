@@ -24,6 +24,7 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.models.checkpoint import (
     Restorer,
     changes_of,
@@ -245,8 +246,8 @@ def restore_smoothing(model: nn.Module, facts: dict[str, Any]) -> Smoothing:
         stored = (layer.family, layer.k, layer.n_experts, layer.units)
         require(
             actual == stored,
-            f"the configuration does not match the checkpoint: layer {layer.name!r} is smoothed as "
-            f"(family, k, experts, units) = {stored}, the model has {actual}",
+            f"the configuration does not match the checkpoint: {layer_label(layer.name)} is "
+            f"smoothed as (family, k, experts, units) = {stored}, the model has {actual}",
             UnsupportedModelError,
         )
     return apply_smoothing(model, record)
@@ -437,7 +438,7 @@ def _slots_per_token(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
     require(
         plan.k < k_max <= plan.n_experts,
         f"k_max must be above k and at most the number of experts, got {k_max} for k={plan.k} of "
-        f"{plan.n_experts} in layer {plan.name!r}",
+        f"{plan.n_experts} in {layer_label(plan.name)}",
     )
     return k_max
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.ranking import kth_largest
 from tieline.models.capture import ROUNDINGS, check_selected
 from tieline.models.class_changes import Call
@@ -139,8 +140,8 @@ class RouterSmoothing:
         size = weights.abs().amax(dim=-1, keepdim=True).to(ours)
         if bool(((ours - weights.to(ours)).abs() > ROUNDINGS * rounding * size).any()):
             raise UnsupportedModelError(
-                f"layer {self.name!r}: the record of family {self.family.name!r} does not explain "
-                f"the weights of {type(router).__name__}, so its choice cannot be smoothed"
+                f"{layer_label(self.name)}: the record of family {self.family.name!r} does not "
+                f"explain the weights of {type(router).__name__}, so its choice cannot be smoothed"
             )
 
 
@@ -193,7 +194,7 @@ def layer_plan(name: str, router: nn.Module) -> LayerPlan:
     assert family is not None
     if router_smoothing(router) is not None:
         raise ParameterError(
-            f"layer {name!r} is smoothed already: start from the model as it was, or call "
+            f"{layer_label(name)} is smoothed already: start from the model as it was, or call "
             "`unsmooth_` first"
         )
     grouped = group_limit(family.groups, router) is not None
@@ -223,7 +224,7 @@ def plan_layers(
         name = (named or list(refused))[0]
         family = family_of(routers[name])
         raise UnsupportedModelError(
-            f"layer {name!r} of family {family.name if family else '?'!r} cannot be smoothed: "
+            f"{layer_label(name)} of family {family.name if family else '?'!r} cannot be smoothed: "
             f"{refused[name]}"
         )
     chosen = [n for n in routers if n not in refused and (layers is None or n in layers)]

@@ -16,6 +16,7 @@ from tieline.analysis.audit_records import (
     RemedyEffect,
     RemedyTable,
 )
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
 from tieline.report.html_page import Panel
@@ -24,7 +25,6 @@ from tieline.report.provenance import origin_rows, precision_text, provenance_te
 from tieline.report.tables import Column, Grid, grid, rich_table, text_table
 from tieline.report.views import Report, views
 from tieline.report.words.audit import audit_caveats, audit_notes, remedies_of, remedy_sentences
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
 FLIPS = Panel(

@@ -15,6 +15,7 @@ from tieline.analysis.diff_records import (
     WeightMoved,
 )
 from tieline.core.errors import TraceError
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Share
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.html_page import Panel
@@ -29,7 +30,6 @@ from tieline.report.tables import (
     rich_table,
 )
 from tieline.report.views import Report, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.expert_load import ExpertLoad
@@ -31,7 +32,6 @@ from tieline.report.tables import (
 )
 from tieline.report.views import Report, views
 from tieline.report.words.inspection import calibration_sentence
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieline.analysis.inspect_records import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Quantiles
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
@@ -18,7 +19,6 @@ from tieline.measure.rounding import PrecisionFlips
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, percent, significant
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.smooth_repair import Repair, RepairRow
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
@@ -19,7 +20,6 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, terminal_view, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, significant, with_error
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 

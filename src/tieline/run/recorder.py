@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.records import from_plain, to_plain
 from tieline.models.capture import ObserverSettings, layer_observers, model_facts
 from tieline.models.class_changes import Call
@@ -107,7 +108,7 @@ class RouteRecorder(Observer):
         layers, batch = self._passes[run].layers, self._passes[run].batch
         require(
             site.name not in layers,
-            f"layer {site.name!r} ran twice in one forward pass",
+            f"{layer_label(site.name)} ran twice in one forward pass",
             TielineError,
         )
         layers[site.name] = observer.observe(site.module, call, output, batch)

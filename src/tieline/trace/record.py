@@ -36,6 +36,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.records import short_repr
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
@@ -192,12 +193,12 @@ class LayerTrace:
         for field_name, layout in LAYER_TENSORS.items():  # experts first: they fix T and C
             value = getattr(self, field_name)
             if value is not None:
-                name = f"layer {self.name!r}: {field_name}"
+                name = f"{layer_label(self.name)}: {field_name}"
                 check_tensor(name, layout, kind_of(value.dtype), tuple(value.shape), sizes)
                 sizes |= zip(layout.axes, value.shape, strict=True)
                 sizes["ranks past k"] = sizes["ranks"] - sizes["k"]
         if not self.facts.k <= sizes["ranks"] <= self.facts.n_experts:
-            raise TraceError(f"layer {self.name!r}: need k <= ranks <= E, got {sizes}")
+            raise TraceError(f"{layer_label(self.name)}: need k <= ranks <= E, got {sizes}")
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that were recorded, by name."""
@@ -222,9 +223,13 @@ class LayerTrace:
     def inner_gap(self) -> Float[Tensor, " tokens"]:
         """z_[k] - z_[k+1] within the chosen groups, in float64."""
         if self.scores is None:
-            raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
+            raise TraceError(
+                f"{layer_label(self.name)} has ids only: no gaps can be computed from it"
+            )
         if not self.has_gaps:
-            raise TraceError(f"layer {self.name!r} has the chosen ranks only: no gaps without k+1")
+            raise TraceError(
+                f"{layer_label(self.name)} has the chosen ranks only: no gaps without k+1"
+            )
         k = self.facts.k
         if k == self.scores.shape[1]:
             return self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
@@ -238,7 +243,7 @@ class LayerTrace:
     def combined(self) -> tuple[Float[Tensor, "tokens slots"], Int[Tensor, "tokens slots"]]:
         """Combine weights and experts of all ranks that have weights: k, or more if smoothed."""
         if self.weights is None:
-            raise TraceError(f"layer {self.name!r} has no combine weights")
+            raise TraceError(f"{layer_label(self.name)} has no combine weights")
         columns = [self.weights] if self.faded is None else [self.weights, self.faded]
         weights = torch.cat(columns, dim=1)
         return weights, self.experts[:, : weights.shape[1]]
@@ -331,7 +336,7 @@ def check_epsilons(epsilons: tuple[float, ...]) -> None:
 
 def _require_rule(condition: bool, rule: str, layer: LayerTrace | None = None) -> None:
     """Raise `TraceError` with a rule unless it holds."""
-    where = "" if layer is None else f"layer {layer.name!r}: "
+    where = "" if layer is None else f"{layer_label(layer.name)}: "
     require(condition, f"{where}need {rule}", TraceError)
 
 
@@ -494,6 +499,6 @@ def _refuse_any(wrong: Bool[Tensor, "*where"], layer: LayerTrace, what: str) -> 
     rows = (wrong.any(1) if wrong.ndim == 2 else wrong).nonzero()
     if len(rows):
         raise TraceError(
-            f"layer {layer.name!r}: {what}: {len(rows)} of {len(wrong)}, the first at index "
+            f"{layer_label(layer.name)}: {what}: {len(rows)} of {len(wrong)}, the first at index "
             f"{int(rows[0])}"
         )

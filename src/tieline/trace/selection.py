@@ -19,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.settings import TraceSettingError
 from tieline.trace.record import (
     TOKEN_KEYS,
@@ -115,7 +116,7 @@ def _concatenated_layer(layers: list[LayerTrace]) -> LayerTrace:
         for what, of_first, of_layer in zip(
             ("facts", "recorded", "bias"), _recorded_form(first), _recorded_form(layer), strict=True
         ):
-            _require_same_routers(f"layer {first.name!r}: {what}", of_first, of_layer)
+            _require_same_routers(f"{layer_label(first.name)}: {what}", of_first, of_layer)
     rows = [layer.rows() for layer in layers]
     return replace(first, **{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tieline.core.collectives import gathered
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
 from tieline.trace.record import (
     LAYER_TENSORS,
@@ -249,7 +250,7 @@ class _Stored:
         head = self.heads[index]
         header = self.folder.header(_numbered_file(_ROW_FILES[self.kind], index))
         unknown = sorted(set(header) - set(LAYER_TENSORS))
-        where = f"{self.folder.path}: layer {head.name!r}"
+        where = f"{self.folder.path}: {layer_label(head.name)}"
         if unknown or "experts" not in header:
             raise TraceError(f"{where}: tensors {unknown[:5]} unknown, or experts missing")
         sizes = {"tokens": len(self.ids["tokens"]), "epsilons": len(self.epsilons)}
@@ -279,7 +280,7 @@ class _Stored:
             sample: its sampled tokens, which say how many ranks and ε there are.
         """
         head = self.heads[index]
-        where, numbers = f"{self.folder.path}: layer {head.name!r}", head.entry
+        where, numbers = f"{self.folder.path}: {layer_label(head.name)}", head.entry
         tokens = _read_integer(numbers, "tokens", MOST_TOKENS, where)
         nonfinite = _read_integer(numbers, "nonfinite", tokens, where)
         measured = tokens - nonfinite
@@ -337,7 +338,9 @@ def _read_layer_head(entry: object, path: Path) -> _LayerEntry:
     kinds |= {"n_experts": int, "k": int}
     fits = isinstance(facts, dict) and {key: type(field) for key, field in facts.items()} == kinds
     if not isinstance(facts, dict) or not fits:
-        raise TraceError(f"{path}: layer {name!r}: facts must be {sorted(kinds)}, each of its type")
+        raise TraceError(
+            f"{path}: {layer_label(name)}: facts must be {sorted(kinds)}, each of its type"
+        )
     return _LayerEntry(name, LayerFacts(**facts), entry)
 
 

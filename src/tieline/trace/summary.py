@@ -35,6 +35,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.core.records import canonical, short_repr
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
 from tieline.trace.record import (
@@ -322,7 +323,9 @@ class LayerSummary:
     def known_gaps(self) -> LogHistogram:
         """Return the gap histogram; raises if there is none."""
         if self.gaps is None:
-            raise TraceError(f"layer {self.name!r} has ids only: no gaps can be computed from it")
+            raise TraceError(
+                f"{layer_label(self.name)} has ids only: no gaps can be computed from it"
+            )
         return self.gaps
 
     def gap_cdf(self) -> GridCdf:
@@ -336,7 +339,7 @@ class LayerSummary:
     def mean_near(self) -> Float[Tensor, " epsilons"]:
         """Return the mean of K(ε) per ε, in float64."""
         if self.near is None:
-            raise TraceError(f"layer {self.name!r} was summarised without counts K(ε)")
+            raise TraceError(f"{layer_label(self.name)} was summarised without counts K(ε)")
         counts = torch.arange(self.near.shape[1], dtype=torch.float64)
         return (self.near.double() @ counts) / self.measured
 
@@ -373,7 +376,9 @@ def _require_same_router(first: LayerSummary, second: LayerSummary) -> None:
         if not (
             (value is None) == (other is None) and _tensor_shape(value) == _tensor_shape(other)
         ):
-            raise TraceError(f"layer {first.name!r}: {name} was recorded differently in two parts")
+            raise TraceError(
+                f"{layer_label(first.name)}: {name} was recorded differently in two parts"
+            )
 
 
 def _tensor_shape(value: object) -> tuple[int, ...]:

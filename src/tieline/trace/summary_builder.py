@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
+from tieline.core.layer_names import layer_label
 from tieline.trace.counts import ExactMoments, LogHistogram
 from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons, take_tokens
 from tieline.trace.summary import (
@@ -73,7 +74,7 @@ def _chosen_experts(chunk: LayerTrace) -> np.ndarray:
     low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
     if not (low >= 0 and high < chunk.facts.n_experts):
         raise TraceError(
-            f"layer {chunk.name!r}: experts must lie in 0 ... {chunk.facts.n_experts - 1}, "
+            f"{layer_label(chunk.name)}: experts must lie in 0 ... {chunk.facts.n_experts - 1}, "
             f"got {low if low < 0 else high}"
         )
     return chosen
@@ -122,7 +123,7 @@ def _gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
     try:
         return None if values is None else LogHistogram.of(values.detach())
     except TraceError as error:
-        raise TraceError(f"layer {chunk.name!r}: {name}: {error}") from error
+        raise TraceError(f"{layer_label(chunk.name)}: {name}: {error}") from error
 
 
 def _near_counts(chunk: LayerTrace) -> Tensor | None:
@@ -130,7 +131,7 @@ def _near_counts(chunk: LayerTrace) -> Tensor | None:
     if chunk.near is None:
         return None
     columns = np.ascontiguousarray(chunk.near.numpy().T, dtype=np.int64)
-    return _value_counts(columns, chunk.facts.n_experts + 1, f"layer {chunk.name!r}: near")
+    return _value_counts(columns, chunk.facts.n_experts + 1, f"{layer_label(chunk.name)}: near")
 
 
 def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
@@ -151,7 +152,7 @@ def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor 
     for row, epsilon in enumerate(epsilons):
         above = np.add.reduce((rise >= epsilon).view(np.uint8), axis=0, dtype=small)
         np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])
-    return _value_counts(orders, experts, f"layer {chunk.name!r}: orders of ties")
+    return _value_counts(orders, experts, f"{layer_label(chunk.name)}: orders of ties")
 
 
 def _numpy_scores(scores: Tensor) -> np.ndarray:
@@ -283,10 +284,10 @@ def _check_chunk(
     sizes = {name: tuple(value.shape) for name, value in keys.items()}
     if not all(size == (count,) for size in sizes.values()):
         raise TraceError(
-            f"layer {chunk.name!r}: need one id for each of {count} tokens, got {sizes}"
+            f"{layer_label(chunk.name)}: need one id for each of {count} tokens, got {sizes}"
         )
     columns = len(epsilons) if chunk.near is None else chunk.near.shape[1]
     if columns != len(epsilons):
         raise TraceError(
-            f"layer {chunk.name!r}: near has {columns} columns for {len(epsilons)} epsilons"
+            f"{layer_label(chunk.name)}: near has {columns} columns for {len(epsilons)} epsilons"
         )

@@ -30,6 +30,7 @@ from safetensors.numpy import save
 
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
+from tieline.core.layer_names import layer_label
 from tieline.core.settings import require_setting
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS, RoutingTrace
 from tieline.trace.store import save_trace
@@ -173,7 +174,7 @@ def layer_numbers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
     most = MOST_LAYERS if layers is None else layers
     require(
         numbers[-1] < most,
-        f"layer {trace.layers[-1].name!r} has no place among {most} layers",
+        f"{layer_label(trace.layers[-1].name)} has no place among {most} layers",
         TraceError,
     )
     return numbers

@@ -127,7 +127,7 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 def test_a_trace_with_broken_scores_is_not_saved(tmp_path):
     trace = make_trace(broken=0.5)
-    with pytest.raises(TraceError, match=r"'layers.0': scores that are not finite: \d+ of 20"):
+    with pytest.raises(TraceError, match=r"layer 0: scores that are not finite: \d+ of 20"):
         save_trace(trace, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 

@@ -102,7 +102,7 @@ def test_masked_ranks_are_no_broken_scores():
         ("near", torch.full((3, 3), 7), r"near must lie in 0 ... 6, got 7"),
         ("near", torch.full((3, 3), 0), r"orders of ties must lie in 0 ... 5, got -"),
         ("distance", torch.full((3,), -1.0), "distance: gaps and distances must be numbers >= 0"),
-        ("distance", torch.full((3,), math.nan), "'layers.0': distance"),
+        ("distance", torch.full((3,), math.nan), "layer 0: distance"),
     ],
 )
 def test_impossible_values_are_refused_with_the_layer(field, value, message):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from tieline.core.layer_names import short_names
 from tieline.lab.attention.view import AttentionView, HeadView
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:

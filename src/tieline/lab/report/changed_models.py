@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from tieline.core.layer_names import short_names
 from tieline.lab.on_model.reroute import Rerouted, ReroutedLayer
 from tieline.lab.on_model.upcycle import Upcycled
 from tieline.report.charts import Axis, Chart, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, line_views, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, percent, signed, significant
 
 if TYPE_CHECKING:

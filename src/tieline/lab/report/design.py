@@ -10,13 +10,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tieline.core.layer_names import short_names
 from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, terminal_view, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant, with_error
 
 if TYPE_CHECKING:

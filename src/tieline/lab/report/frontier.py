@@ -4,6 +4,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from tieline.core.layer_names import short_names
 from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Series
 from tieline.report.html_page import Panel
@@ -11,7 +12,6 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import finite, percent, significant, with_error
 
 TENTH = 0.1

@@ -7,6 +7,7 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
+from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
@@ -15,7 +16,6 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, text_table, visible
 from tieline.report.views import Report, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, finite, significant, with_error
 
 SOFTEN = Panel(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tieline.core.layer_names import short_names
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks
 from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
@@ -9,7 +10,6 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.provenance import dotted_rows
 from tieline.report.tables import Grid, grid_table
 from tieline.report.views import Report, Section, views
-from tieline.report.words.layers import short_names
 from tieline.report.words.numbers import DASH, percent, significant
 
 Walks = list[tuple[str, FlipWalk]]
