@@ -25,7 +25,9 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -330,13 +332,11 @@ def rounded_weights(
     rounded = _weights_to_round(model, routers, chosen, region, kept_names(routers, keep))
     weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
     before = [weight.data for weight, _ in weights]
-    with (buffers or RoundingBuffers()).borrow() as allocate_like:
+    with (buffers or RoundingBuffers()).borrow() as allocate:
         try:
             for weight, axis in weights:
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                    weight.data = rounded_in_pieces(
-                        weight.data, chosen.weights, axis, allocate_like
-                    )
+                    weight.data = rounded_in_pieces(weight.data, chosen.weights, axis, allocate)
             yield
         finally:
             for (weight, _), data in zip(weights, before, strict=True):
@@ -413,8 +413,31 @@ def _storage_address(tensor: Tensor) -> int:
     return local_shard(tensor).untyped_storage().data_ptr()
 
 
+_ROUNDED = "_tieline_rounded"
+"""Attribute of a tensor that was rounded, with the state of the mode that rounded it."""
+
+_READS_ONLY = frozenset({torch.nn.functional.silu, torch.nn.functional.softmax})
+"""Functions written in Python that write to their arguments only where `inplace` asks for it."""
+
+
+@cache
+def _may_write(function: Any) -> bool:
+    """Whether a function of torch may write to its arguments, by the convention of its name."""
+    name = getattr(function, "__name__", "")
+    if isinstance(function, FunctionType) and function.__module__ != "torch._tensor":
+        return function not in _READS_ONLY
+    if name.startswith("__") and name.endswith("__"):
+        updates = name[2] == "i" and hasattr(Tensor, f"__{name[3:]}")  # __iadd__ of __add__
+        return updates or name in ("__setitem__", "__set__")
+    return name.endswith("_")
+
+
 class _Products(TorchFunctionMode):
-    """Rounds inputs and outputs of matrix products in the chosen parts of the model."""
+    """Rounds inputs and outputs of matrix products in the chosen parts of the model.
+
+    Rounding to a type twice is rounding once, so a tensor that was rounded here is left as it is,
+    unless something may have written to it since.
+    """
 
     def __init__(
         self,
@@ -429,6 +452,7 @@ class _Products(TorchFunctionMode):
         self._format, self._region = chosen, region
         self._kept, self._single = kept, single
         self._scope, self._weights = scope, weights
+        self._unwritten = object()
 
     def __torch_function__(
         self,
@@ -438,6 +462,8 @@ class _Products(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if _may_write(func) or kwargs.get("out") is not None or kwargs.get("inplace"):
+            self._unwritten = object()  # tensors rounded so far may hold other numbers now
         if not self._active():
             return func(*args, **kwargs)
         positions = self._operands(func, args)
@@ -467,8 +493,14 @@ class _Products(TorchFunctionMode):
         return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
 
     def _rounded(self, value: Any, rounding: Any) -> Any:
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        return rounded_in_pieces(value, rounding) if floats and rounding is not None else value
+        if not isinstance(value, Tensor) or not value.is_floating_point() or rounding is None:
+            return value
+        state = (rounding, self._unwritten)
+        if not rounding.scaled and getattr(value, _ROUNDED, None) == state:
+            return value
+        rounded = rounded_in_pieces(value, rounding)
+        setattr(rounded, _ROUNDED, state)
+        return rounded
 
     def _result(self, value: Any) -> Any:
         """Round, except single columns, such as the variance in a norm, and float32 logits."""

@@ -18,7 +18,8 @@ format, so nothing saturates; unscaled formats saturate at their largest number.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -66,6 +67,14 @@ class Rounding:
         scale = scale.where(scale > 0, 1.0)
         rounded = self._snapped(padded / scale) * scale
         return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
+
+    def write(self, values: Tensor, into: Tensor, axis: int = -1) -> None:
+        """Write the nearest numbers of the grid into memory of the shape of `values`."""
+        if self.scaled or self.dtype is None:
+            into.copy_(self(values, axis))
+            return
+        torch.clamp(values, -self._largest, self._largest, out=into)
+        into.copy_(into.to(self.dtype))
 
     @property
     def _largest(self) -> float:
@@ -178,8 +187,21 @@ POOLED = 16 << 20
 """Bytes of a weight from which its memory is used again."""
 
 
-Allocate = Callable[[Tensor], Tensor]
-"""Returns memory for a tensor of the shape, strides and type of one on the meta device."""
+class MemoryLayout(NamedTuple):
+    """Shape, strides and type of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of its numbers."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+Allocate = Callable[[MemoryLayout], Tensor]
+"""Returns memory for a tensor of a layout."""
 
 
 class RoundingBuffers:
@@ -187,32 +209,44 @@ class RoundingBuffers:
 
     def __init__(self) -> None:
         """Start without memory."""
-        self._free: dict[Any, list[Tensor]] = {}
+        self._free: dict[MemoryLayout, list[Tensor]] = {}
 
     @contextmanager
     def borrow(self) -> Iterator[Allocate]:
         """Lend memory until the block ends, and drop what no large weight used meanwhile."""
-        lent: dict[Any, list[Tensor]] = {}
+        lent: dict[MemoryLayout, list[Tensor]] = {}
 
-        def allocate_like(meta: Tensor) -> Tensor:
-            key = (meta.shape, meta.stride(), meta.dtype)
-            free = self._free.get(key)
-            buffer = free.pop() if free else allocate_buffer(meta)
-            if meta.numel() * meta.itemsize >= POOLED:
-                lent.setdefault(key, []).append(buffer)
+        def allocate(layout: MemoryLayout) -> Tensor:
+            free = self._free.get(layout)
+            buffer = free.pop() if free else allocate_buffer(layout)
+            if layout.size >= POOLED:
+                lent.setdefault(layout, []).append(buffer)
             return buffer
 
-        yield allocate_like
+        yield allocate
         self._free = lent or self._free
 
 
-def allocate_buffer(meta: Tensor) -> Tensor:
-    """Return new memory of the shape, strides and type of `meta`."""
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+def allocate_buffer(layout: MemoryLayout) -> Tensor:
+    """Return new memory of a layout."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+
+
+@lru_cache(maxsize=4096)
+def rounded_layout(rounding: Rounding, layout: MemoryLayout, axis: int) -> MemoryLayout:
+    """Return the layout of what a rounding returns for a tensor of a layout.
+
+    Asked once of torch's kernels on the meta device, which are Python and take milliseconds.
+    """
+    shape, stride, dtype = layout
+    with torch._C.DisableTorchFunction():
+        values = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+        result = rounding(values, axis)
+    return MemoryLayout(result.shape, result.stride(), result.dtype)
 
 
 def rounded_in_pieces(
-    values: Tensor, rounding: Rounding, axis: int = -1, allocate_like: Allocate = allocate_buffer
+    values: Tensor, rounding: Rounding, axis: int = -1, allocate: Allocate = allocate_buffer
 ) -> Tensor:
     """Round piece by piece; the result has the strides that `rounding` itself returns.
 
@@ -220,15 +254,16 @@ def rounded_in_pieces(
         values: weights or activations; rows along the first axis are rounded by themselves.
         rounding: the grid.
         axis: the axis that a product sums over.
-        allocate_like: gives memory for the result; by default new memory.
+        allocate: gives memory for the result; by default new memory.
     """
     if values.numel() <= PIECE or values.device.type != "cpu" or values.requires_grad:
         return rounding(values, axis)
-    result = allocate_like(rounding(torch.empty_like(values, device="meta"), axis))
+    layout = MemoryLayout(values.shape, values.stride(), values.dtype)
+    result = allocate(rounded_layout(rounding, layout, axis))
     source, target = values, result
     if values.ndim > 2 and axis == -1 and values.is_contiguous():
         source, target = values.flatten(0, -2), result.view(-1, result.shape[-1])
     rows = max(1, PIECE * len(source) // source.numel())
     for piece, into in zip(source.split(rows), target.split(rows), strict=True):
-        into.copy_(rounding(piece, axis))
+        rounding.write(piece, into, axis)
     return result

@@ -423,12 +423,10 @@ class StreamRounding:
             if region == "router":
                 yield
                 return
-            with self._expert_buffers.borrow() as allocate_like:
+            with self._expert_buffers.borrow() as allocate:
 
                 def change(module: nn.Module, experts: Tensor) -> Tensor:
-                    return rounded_in_pieces(
-                        experts, grid, weight_axis(module, experts), allocate_like
-                    )
+                    return rounded_in_pieces(experts, grid, weight_axis(module, experts), allocate)
 
                 with self._stream.changed_experts(change):
                     yield

@@ -7,8 +7,9 @@ import torch
 
 from tests.models.tiny import WIDTH, batch, lively, tiny_model
 from tieline.core.errors import ParameterError
-from tieline.models import find_routers
-from tieline.models.emulate import emulate
+from tieline.models import emulate as emulate_room
+from tieline.models import find_routers, formats
+from tieline.models.emulate import emulate, rounded_products
 from tieline.models.formats import FORMATS
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -157,3 +158,92 @@ def test_unknown_formats_parts_and_layers_are_refused():
         emulate(model, "bf16", keep=["x"]),
     ):
         pass
+
+
+def test_layouts_of_rounded_tensors_are_asked_of_torch_once(monkeypatch):
+    calls = []
+    snapped = formats.Rounding._snapped
+    monkeypatch.setattr(formats, "PIECE", 64)
+    monkeypatch.setattr(
+        formats.Rounding,
+        "_snapped",
+        lambda self, values: calls.append(values.device.type) or snapped(self, values),
+    )
+    formats.rounded_layout.cache_clear()
+    values = torch.randn(40, 8)
+    for _ in range(3):
+        formats.rounded_in_pieces(values, FORMATS["bf16"].weights)
+    assert calls.count("meta") == 1
+
+
+def test_what_was_rounded_is_rounded_again_only_after_a_write(monkeypatch):
+    x, calls = torch.randn(6, 5), []
+    whole = emulate_room.rounded_in_pieces
+    monkeypatch.setattr(
+        emulate_room,
+        "rounded_in_pieces",
+        lambda values, *rest: calls.append(tuple(values.shape)) or whole(values, *rest),
+    )
+    model, grid = lively(tiny_model("olmoe")), FORMATS["bf16"].results
+    with torch.inference_mode(), rounded_products(model, "bf16", "all"):
+        sums = x + x.mul(3.0)
+        calls.clear()
+        doubled = sums + sums
+        assert calls == [(6, 5)]  # the result alone: both terms are on the grid
+        sums.view(-1)[3:].add_(1e-3)  # through a view, so that `sums` itself is not named
+        calls.clear()
+        again = sums * 1.0
+        assert calls == [(6, 5)] * 2
+    assert torch.equal(doubled, grid(doubled))
+    assert torch.equal(again, grid(again))
+
+
+TENSOR, FUNCTIONAL = torch.Tensor, torch.nn.functional
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        TENSOR.add_,
+        TENSOR.__iadd__,
+        TENSOR.__setitem__,
+        TENSOR.copy_,
+        TENSOR.data.__set__,
+        TENSOR.__ior__,
+        TENSOR.index_add_,
+        torch.relu_,
+        FUNCTIONAL.relu,
+        FUNCTIONAL.dropout,
+    ],
+)
+def test_functions_that_may_write_are_known(function):
+    assert emulate_room._may_write(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        TENSOR.add,
+        TENSOR.__radd__,
+        TENSOR.__invert__,
+        TENSOR.__getitem__,
+        TENSOR.shape.__get__,
+        TENSOR.__pow__,
+        torch.cat,
+        FUNCTIONAL.linear,
+        FUNCTIONAL.silu,
+        FUNCTIONAL.softmax,
+    ],
+)
+def test_functions_that_only_read_are_known(function):
+    assert not emulate_room._may_write(function)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_rounding_what_was_rounded_changes_no_bit_of_a_model(family, name, monkeypatch):
+    model, ids = lively(tiny_model(family)), batch()
+    with torch.inference_mode(), emulate(model, name, region="all"):
+        found = model(input_ids=ids).logits
+        monkeypatch.setattr(emulate_room, "_may_write", lambda function: True)  # no tag survives
+        assert torch.equal(found, model(input_ids=ids).logits)
