@@ -18,8 +18,10 @@ A slot that is not used costs nothing where the experts allow it:
     all others                            one of the token's experts with weight 0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tieline.core.errors import ParameterError, ShapeError, UnsupportedModelError
 from tieline.core.ranking import stable_topk
+from tieline.models.class_changes import subclass, swapped_class
 from tieline.models.families import RouterFamily
 from tieline.models.layouts import Choice
 from tieline.models.parallel import is_cut
@@ -281,3 +284,45 @@ def to_slots(
     ids = stable_topk(weights.detach().abs(), columns).indices
     chosen = weights.gather(1, ids)
     return Choice(chosen, skip.applied(ids, chosen))
+
+
+@contextmanager
+def used_slots_only(experts: nn.Module | None) -> Iterator[None]:
+    """Inside the block, experts run by grouped_mm are given the slots that are used, one per row.
+
+    A smoothed router returns as many columns as the token with the most experts needs, and marks
+    the others by the index E. grouped_mm leaves these out of its products, but gathers, activates,
+    masks and, under an emulated format, rounds all T·K rows. Products, and the sum over a token's
+    K slots, are the same here, bit by bit. Holds on the CPU without gradients; other calls, and
+    experts that are cut over processes, run as always.
+
+    Args:
+        experts: the experts beside a smoothed router; None where there are none.
+    """
+    if experts is None or not hasattr(experts, FLAG) or is_cut(experts):
+        yield
+        return
+    plain = type(experts)
+    with swapped_class(experts, subclass(plain, forward=partialmethod(_used_slots, plain.forward))):
+        yield
+
+
+def _used_slots(
+    experts: nn.Module,
+    plain: Callable[..., Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Σ_j w_tj f_{i_tj}(x_t) by a forward of transformers that is given the used slots alone."""
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    ids = top_k_index.reshape(-1)
+    used = (ids < attrgetter("num_experts")(experts)).nonzero().squeeze(1)
+    on_cpu = hidden_states.device.type == "cpu" and not torch.is_grad_enabled()
+    if name != "grouped_mm" or not on_cpu or len(used) in (0, len(ids)):
+        return plain(experts, hidden_states, top_k_index, top_k_weights)
+    tokens, columns = top_k_index.shape
+    rows = hidden_states[used // columns]
+    outputs = plain(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
+    slots = outputs.new_zeros(tokens * columns, outputs.shape[-1]).index_copy_(0, used, outputs)
+    return slots.view(tokens, columns, -1).sum(dim=1)

@@ -17,7 +17,7 @@ classes of model and configuration (`models.changes`), so that saving stores the
 import math
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack
 
@@ -38,7 +38,7 @@ from tieline.models.epsilon import (
     chosen_epsilons,
     given_epsilons,
 )
-from tieline.models.experts import FLAG, experts_of, skip_rule
+from tieline.models.experts import FLAG, experts_of, skip_rule, used_slots_only
 from tieline.models.families import family_of, find_routers
 from tieline.models.router_output import attach_handler, detach_handler
 from tieline.models.smoothed_router import (
@@ -188,7 +188,10 @@ def smoothed_routers(model: nn.Module, record: Smoothing, names: Collection[str]
     for layer in layers:
         _smooth_layer(model, layer, record, changed)
     try:
-        yield
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(used_slots_only(experts_of(model, layer.name)))
+            yield
     finally:
         for layer in layers:
             detach_handler(model.get_submodule(layer.name))
