@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tieline.analysis.serving import Serving, equal_layers, exact_ties, replay_bytes, router_state
-from tieline.core.statistics import SequenceSums, kl_divergence, next_token_losses
+from tieline.core.statistics import SequenceSums, next_token_losses
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Ids, Pass, Phase
@@ -41,8 +41,8 @@ class FullEffect:
         """Everything that is counted per sequence."""
         return [*self.flips.values(), self.any_layer, self.moved, self.loss, self.kl, self.floor]
 
-    def add(self, outcome: Outcome, clean: Tensor) -> None:
-        """Count the flips of a perturbed pass and its KL to the clean logits."""
+    def add(self, outcome: Outcome, clean: Pass) -> None:
+        """Count the flips of a perturbed pass and its KL to the clean pass."""
         shape, lost = tuple(outcome.ids.shape), []
         for name, share in outcome.lost.items():
             changed = (share >= 0).view(shape)
@@ -53,8 +53,7 @@ class FullEffect:
         self.any_layer.add(flipped.double().view(shape))
         self.moved.add(moved.mean(dim=0).view(shape))
         self.shares.append(moved.flatten().float())
-        assert outcome.logits is not None
-        self.kl.add(kl_divergence(clean, outcome.logits))
+        self.kl.add(outcome.divergence(clean))
 
 
 class FullEffects(Observer):
@@ -80,9 +79,9 @@ class FullEffects(Observer):
                 self.loss.add(self._losses[run])
             return
         assert run.condition.perturbation is not None
-        effect, clean = self.effects[run.condition.perturbation], outcome.references[run.reference]
+        effect, clean = self.effects[run.condition.perturbation], run.reference
         if run.condition.choice == "forced":
-            effect.floor.add(kl_divergence(clean, outcome.logits))
+            effect.floor.add(outcome.divergence(clean))
             return
         effect.add(outcome, clean)
         if run.reference in self._losses:
@@ -156,8 +155,7 @@ class Divergences(Observer):
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
         """Count a pass."""
         if run.reference is not None and outcome.logits is not None:
-            reference = outcome.references[run.reference]
-            self.kl[run.condition].add(kl_divergence(reference, outcome.logits))
+            self.kl[run.condition].add(outcome.divergence(run.reference))
 
     def join(self, ranks: Ranks) -> None:
         """Put together what the processes counted."""

@@ -30,7 +30,6 @@ from tieline.core.statistics import (
     Estimate,
     SequenceSums,
     clustered_mean,
-    kl_divergence,
     next_token_losses,
 )
 from tieline.models.emulate import modular_routers
@@ -277,9 +276,8 @@ class RepairCounts(Observer):
             self._count_clean(run, outcome)
         elif run.condition.choice == "forced":
             assert run.reference is not None
-            clean = outcome.references[run.reference]
             effect = self.effects[run.condition.perturbation]
-            effect.floor.add(kl_divergence(clean, outcome.logits))
+            effect.floor.add(outcome.divergence(run.reference))
         else:
             self._count_perturbed(run, outcome)
 
@@ -292,7 +290,7 @@ class RepairCounts(Observer):
         for original in run.others:
             self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
             before = self._losses.pop(original)
-            self.moved.add(kl_divergence(outcome.references[original], outcome.logits))
+            self.moved.add(outcome.divergence(original))
             self.loss.add(before)
             self.change.add(self._losses[run] - before)
 
@@ -301,13 +299,12 @@ class RepairCounts(Observer):
         assert run.reference is not None
         assert run.condition.perturbation is not None
         assert outcome.logits is not None
-        effect, clean = self.effects[run.condition.perturbation], outcome.references[run.reference]
+        effect = self.effects[run.condition.perturbation]
         flipped = torch.stack([share >= 0 for share in outcome.lost.values()]).any(dim=0)
         effect.flips.add(flipped.double().view(tuple(outcome.ids.shape)))
-        effect.kl.add(kl_divergence(clean, outcome.logits))
+        effect.kl.add(outcome.divergence(run.reference))
         for original in run.others:
-            reference = outcome.references[original]
-            effect.to_original.add(kl_divergence(reference, outcome.logits))
+            effect.to_original.add(outcome.divergence(original))
         losses = next_token_losses(outcome.logits, outcome.ids)
         effect.loss.add(losses - self._losses[run.reference])
 

@@ -23,7 +23,7 @@ and a single cluster has no standard error.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
@@ -410,14 +410,42 @@ def kl_divergence(
     clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
 ) -> Float[Tensor, "rows length"]:
     """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
-    shape, vocabulary = clean.shape[:2], clean.shape[2]
-    rows = max(2, CHUNK // vocabulary)  # threads would share the sum of a single row
-    pairs = zip(clean.flatten(0, 1).split(rows), other.flatten(0, 1).split(rows), strict=True)
-    rows_kl = []
-    for before, after in pairs:
-        p, q = before.double().log_softmax(dim=-1), after.double().log_softmax(dim=-1)
-        rows_kl.append((p.exp() * (p - q)).sum(dim=-1).clamp(min=0).cpu())
-    return torch.cat(rows_kl).view(shape)
+    return Predictions(clean).divergence(other)
+
+
+class Predictions:
+    """Predicted distributions of tokens that others are compared with, one after the other.
+
+    Args:
+        logits: logits of each token.
+        keep: whether the log-probabilities, twice the bytes of float32 logits, are computed once.
+    """
+
+    def __init__(self, logits: Float[Tensor, "rows length words"], keep: bool = False) -> None:
+        self.logits, self._keep = logits, keep
+        self._log_probabilities: list[Tensor] = []
+
+    def divergence(self, other: Float[Tensor, "rows length words"]) -> Float[Tensor, "rows length"]:
+        """KL(p ‖ q) = Σ_w p_w (log p_w - log q_w) of each token, q from these logits, in nats."""
+        chunks = self._chunks(other)
+        rows_kl = []
+        for p, after in zip(self._chunked_log_probabilities(), chunks, strict=True):
+            q = after.double().log_softmax(dim=-1)
+            rows_kl.append(torch.sub(p, q, out=q).mul_(p.exp()).sum(dim=-1).clamp_(min=0).cpu())
+        return torch.cat(rows_kl).view(other.shape[:2])
+
+    def _chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Logits of some tokens at a time."""
+        rows = max(2, CHUNK // logits.shape[2])  # threads would share the sum of a single row
+        return logits.flatten(0, 1).split(rows)
+
+    def _chunked_log_probabilities(self) -> Iterable[Tensor]:
+        """Log p of some tokens at a time, in float64."""
+        computed = (x.double().log_softmax(dim=-1) for x in self._chunks(self.logits))
+        if not self._keep:
+            return computed
+        self._log_probabilities = self._log_probabilities or list(computed)
+        return self._log_probabilities
 
 
 def k3(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

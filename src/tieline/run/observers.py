@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.numerics import is_recomputing
+from tieline.core.statistics import Predictions
 from tieline.models.class_changes import Call, swapped_class, wrapped_class
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
 from tieline.models.routed_block import BlockRun
@@ -61,7 +62,7 @@ class Outcome:
     Attributes:
         ids: its tokens.
         logits: its logits; None where the phase looks at none, or the model has none.
-        references: logits of the passes that it is compared with.
+        references: predictions of the passes that it is compared with.
         lost: by router, the share of routed weight that each token lost against the reference
             pass, -1 where its experts are the same.
         choices: by router, weights and experts, where later passes are compared with them.
@@ -70,10 +71,15 @@ class Outcome:
 
     ids: Int[Tensor, "rows length"]
     logits: Float[Tensor, "rows length words"] | None
-    references: Mapping[Pass, Tensor] = field(default_factory=dict)
+    references: Mapping[Pass, Predictions] = field(default_factory=dict)
     lost: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
+
+    def divergence(self, other: Pass) -> Float[Tensor, "rows length"]:
+        """KL of this pass's predictions to those of a pass that it is compared with, in nats."""
+        assert self.logits is not None
+        return self.references[other].divergence(self.logits)
 
 
 class Observer:

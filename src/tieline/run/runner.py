@@ -12,7 +12,7 @@ An analysis is: conditions → plan → `runner.run(plan, observers)` → record
             self.kl = SequenceSums()
         def on_pass_done(self, run, outcome):
             if run.reference is not None:
-                self.kl.add(kl_divergence(outcome.references[run.reference], outcome.logits))
+                self.kl.add(outcome.divergence(run.reference))
         def join(self, ranks):
             ranks.join_sums([self.kl])
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.settings import SettingError
+from tieline.core.statistics import Predictions
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
 from tieline.models.emulate import Region, rounded_weights, weight_axis
@@ -49,6 +50,9 @@ Observers = Sequence[Observer]
 
 WINDOW = 32 << 20
 """Bytes of logits that are kept for later passes of a window of batches."""
+
+KEPT = 16 << 20
+"""Bytes of logits of a batch whose log-probabilities are kept for all that is compared with it."""
 
 STATES_KEPT = 2
 """Hidden states that a pass holds while it waits: what it goes on with, and the embeddings."""
@@ -88,7 +92,7 @@ class Schedule:
         self._choices, self._routes = phase.references_of_choices, phase.references_of_routes
         self._uses = Counter(other for run in phase.passes for other in run.compared_with)
         self._running: dict[Pass, RunningPass] = {}
-        self._logits: dict[Pass, Tensor] = {}
+        self._predictions: dict[Pass, Predictions] = {}
 
     def begin(self, run: Pass) -> RunningPass:
         """Prepare a pass."""
@@ -145,16 +149,18 @@ class Schedule:
     def finish(self, state: RunningPass, logits: Any) -> None:
         """Show the logits of a pass to the observers, and drop what no pass needs any more."""
         run = state.run
-        references = {p: self._logits[p] for p in run.compared_with if p in self._logits}
+        kept = self._predictions
+        references = {other: kept[other] for other in run.compared_with if other in kept}
         outcome = Outcome(state.ids, logits, references, state.lost, state.choices, state.changed)
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:
-            self._logits[run] = logits
+            several = self._uses[run] > 1 and logits.numel() * logits.itemsize <= KEPT
+            self._predictions[run] = Predictions(logits, keep=several)
         for other in run.compared_with:
             self._uses[other] -= 1
             if not self._uses[other]:
-                self._logits.pop(other, None)
+                self._predictions.pop(other, None)
                 self._running.pop(other, None)
         if not self._uses[run]:
             self._running.pop(run, None)
