@@ -309,7 +309,7 @@ class _SplitDistances(Observer):
         if name is None or run.reference is None:
             return
         assert outcome.logits is not None
-        logits = outcome.references[run.reference].logits[:, :-1], outcome.logits[:, :-1]
+        logits = outcome.references[run.reference][:, :-1], outcome.logits[:, :-1]
         self._columns[name].append(_kl(logits[0].flatten(0, 1), logits[1].flatten(0, 1)))
         if name == "ids":
             self._changed += sum(outcome.changed.values())

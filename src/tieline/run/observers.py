@@ -62,7 +62,7 @@ class Outcome:
     Attributes:
         ids: its tokens.
         logits: its logits; None where the phase looks at none, or the model has none.
-        references: predictions of the passes that it is compared with.
+        predictions: those of the passes that it is compared with.
         lost: by router, the share of routed weight that each token lost against the reference
             pass, -1 where its experts are the same.
         choices: by router, weights and experts, where later passes are compared with them.
@@ -71,15 +71,20 @@ class Outcome:
 
     ids: Int[Tensor, "rows length"]
     logits: Float[Tensor, "rows length words"] | None
-    references: Mapping[Pass, Predictions] = field(default_factory=dict)
+    predictions: Mapping[Pass, Predictions] = field(default_factory=dict)
     lost: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def references(self) -> dict[Pass, Tensor]:
+        """Logits of the passes that it is compared with."""
+        return {other: predictions.logits for other, predictions in self.predictions.items()}
+
     def divergence(self, other: Pass) -> Float[Tensor, "rows length"]:
-        """KL of this pass's predictions to those of a pass that it is compared with, in nats."""
+        """KL of a pass that it is compared with to this one, at each token, in nats."""
         assert self.logits is not None
-        return self.references[other].divergence(self.logits)
+        return self.predictions[other].divergence(self.logits)
 
 
 class Observer:

@@ -150,8 +150,8 @@ class Schedule:
         """Show the logits of a pass to the observers, and drop what no pass needs any more."""
         run = state.run
         kept = self._predictions
-        references = {other: kept[other] for other in run.compared_with if other in kept}
-        outcome = Outcome(state.ids, logits, references, state.lost, state.choices, state.changed)
+        compared = {other: kept[other] for other in run.compared_with if other in kept}
+        outcome = Outcome(state.ids, logits, compared, state.lost, state.choices, state.changed)
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:
