@@ -178,6 +178,7 @@ class RemedyTable:
         tokens: tokens that were run.
         noise: the precision whose noise σ the widths of smoothed forms are multiples of.
         impossible: remedies that this model does not allow, and why; empty if there are none.
+        half_tokens: tokens of those that second runs and smoothed forms took.
     """
 
     remedies: tuple[Remedy, ...]
@@ -185,6 +186,7 @@ class RemedyTable:
     tokens: int
     noise: str
     impossible: tuple[str, ...] = ()
+    half_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -207,20 +207,25 @@ class RemedyRuns:
     def run(self, batches: Mapping[int, Ids], budget: Budget, on_progress: Progress | None) -> Ran:
         """Run every remedy on these batches, as long as there is time.
 
+        Second runs and smoothed forms take every other batch, and their errors are those of it.
+
         Args:
             batches: token ids by number.
             budget: the time.
             on_progress: called with stage, done and total.
         """
+        half = [number for number in batches if number % 2 == 0]
         passes = [Pass(number) for number in batches]
-        passes += [Pass(n, moved, Pass(n)) for moved in self._moved.values() for n in batches]
-        for pair in self._repaired.values():
-            for number in batches:
+        passes += [Pass(n, moved, Pass(n)) for moved in self._moved.values() for n in half]
+        for (remedy, _), pair in self._repaired.items():
+            for number in half if remedy in self._moved else batches:
                 clean = Pass(number)
-                compared = Pass(number, pair.compared, clean)
-                passes += [Pass(number, pair.first, clean), Pass(number, pair.second, compared)]
+                passes.append(Pass(number, pair.first, clean))
+                if number in half:
+                    passes.append(Pass(number, pair.second, Pass(number, pair.compared, clean)))
         phase = Phase("remedies", batches, tuple(passes))
-        self._divergences = Divergences([run.condition for run in passes if run.reference])
+        pairs = [condition for pair in self._repaired.values() for condition in pair[:2]]
+        self._divergences = Divergences([*self._moved.values(), *pairs])
         limits = None if self._runner.streamed else budget
         return self._runner.run(Plan((phase,)), [self._divergences], on_progress, budget=limits)
 
@@ -283,7 +288,13 @@ class RemedyRuns:
             sum(ids.numel() for ids in batches),
             NOISE,
             tuple(self._impossible),
+            self._half_tokens(),
         )
+
+    def _half_tokens(self) -> int:
+        """Tokens that second runs and smoothed forms ran on."""
+        sums = [self._divergences.kl[pair.second] for pair in self._repaired.values()]
+        return int(sum(count.sum() for count in sums[0].counts)) if sums else 0
 
     def _effects(self, batches: Sequence[Ids], remedy: str) -> tuple[RemedyEffect, ...]:
         effects = []

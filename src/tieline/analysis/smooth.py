@@ -69,6 +69,9 @@ SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 NOISE = "router bf16"
 """The precision that is repaired unless another is named."""
 
+LATENCY_TOKENS = 1024
+"""Most tokens of a pass that is timed."""
+
 Widths = Mapping[str, float]
 
 
@@ -346,7 +349,8 @@ class _Smooth(NamedTuple):
             return StreamedModel(stream), ()
         smoothed = copy.deepcopy(module)
         apply_smoothing(smoothed, record)
-        ids = self.corpus.stacked(self.split.measured)[0]
+        ids = self.corpus.stacked(self.split.measured)[0][:, :LATENCY_TOKENS]
+        ids = ids[: max(1, LATENCY_TOKENS // ids.shape[1])]
         return smoothed, _smoothing_latencies(module, smoothed, ids, rounds, experts_impl)
 
 

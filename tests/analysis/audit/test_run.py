@@ -1,6 +1,7 @@
 """The audit as a whole: rows that agree with each other, predictions that hold, budgets kept."""
 
 import json
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -19,6 +20,7 @@ from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
 from tieline.run import plan as run_module
 from tieline.run.condition import Perturbation
+from tieline.run.runner import Runner
 
 
 def test_every_perturbation_has_a_row_in_order_and_json_of_it():
@@ -189,3 +191,31 @@ def test_bad_arguments_are_refused_before_any_run(options, message):
     loaded = demo()
     with pytest.raises(ParameterError, match=message):
         audit((loaded.module, loaded.tokenizer), text=demo_text(), **options)
+
+
+def test_the_default_plan_has_at_most_40_passes_of_the_text_and_26_texts_of_tokens(monkeypatch):
+    plans, run = [], Runner.run
+
+    def noting(runner, plan, *arguments, **options):
+        plans.append(plan)
+        return run(runner, plan, *arguments, **options)
+
+    monkeypatch.setattr(Runner, "run", noting)
+    model, text = lively(tiny_model("olmoe")), words(8 * 48)
+    options = {"sequence_length": 16, "batch_size": 3}
+    result = audit((model, Letters()), text=text, tokens=8 * 48, **options)
+    phases = [phase for plan in plans for phase in plan.phases if phase.name != "calibration"]
+    passes = [one for phase in phases for one in phase.passes]
+    tokens = sum(phase.batches[one.batch].numel() for phase in phases for one in phase.passes)
+    assert result.tokens == 8 * 48
+    assert {phase.name for phase in phases} >= {"audit", "remedies"}
+    assert max(Counter(one.batch for one in passes).values()) <= 40
+    assert tokens <= 26 * result.tokens
+    assert result.remedies.half_tokens == result.tokens / 2
+    (phase,) = [phase for phase in phases if phase.name == "remedies"]
+    batches = defaultdict(set)
+    for one in phase.passes:
+        batches[one.condition].add(one.batch)
+    for condition, numbers in batches.items():
+        is_half = condition.smoothing is not None or condition.draw > 0
+        assert numbers == {n for n in phase.batches if n % 2 == 0 or not is_half}

@@ -163,10 +163,13 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
         brief: write only how to read the table, and what cannot be.
     """
     best = [] if brief else [_best_remedy(table, name) for name in table.perturbations]
+    half = ""
+    if 0 < table.half_tokens < table.tokens:
+        half = f", second runs and smoothed forms over {table.half_tokens:,} of them"
     how = (
-        f"KL in nats per token over {table.tokens:,} tokens; σ is the noise of each layer's gap "
-        f"under {table.noise}. The second of two runs differs by the draw of the noise, or, under "
-        "a rounding, by noise of the size of the format's own errors."
+        f"KL in nats per token over {table.tokens:,} tokens{half}; σ is the noise of each layer's "
+        f"gap under {table.noise}. The second of two runs differs by the draw of the noise, or, "
+        "under a rounding, by noise of the size of the format's own errors."
     )
     refused = [f"Not possible: {reason}." for reason in table.impossible]
     return [*filter(None, best), *(() if brief else WHEN), how, *refused]
