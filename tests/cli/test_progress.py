@@ -7,6 +7,7 @@ from rich.console import Console
 
 from tieline.cli import progress
 from tieline.cli.progress import progress_bars
+from tieline.run import estimate
 
 
 def drawn(terminal, *steps):
@@ -71,3 +72,12 @@ def test_a_long_stage_says_once_how_long_it_will_take(capsys, monkeypatch):
 
 def test_a_short_stage_says_nothing(capsys, monkeypatch):
     assert announced(capsys, monkeypatch, 1.2) == []
+
+
+def test_the_time_of_the_whole_job_is_said_once_and_is_no_stage(capsys):
+    lines = progress._Lines("loading the model")
+    lines(progress.IN_ALL, 0, 240)
+    assert capsys.readouterr().err == "This will take about 4 min.\n"
+    assert lines._latest[0] == "loading the model"
+    assert "about 40 s" in drawn(True, (progress.IN_ALL, 0, 40), ("forward", 1, 2))
+    assert progress.IN_ALL == estimate.IN_ALL

@@ -59,6 +59,7 @@ from tieline.models.model import Model, ModelSource
 from tieline.models.parallel import check_rounding
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
 from tieline.run.corpus import Corpus, TokenisedText
+from tieline.run.estimate import COSTS, announce_total, pass_cost, plan_work
 from tieline.run.plan import Budget, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
@@ -70,6 +71,14 @@ SPARE = 1.5
 
 FOR_RUNS = 0.85
 """Part of the time that the main runs may take; the rest is for runs with kept layers."""
+
+
+LOCAL_COST = 0.3
+"""Clean passes that calling all routers again under one perturbation takes."""
+
+REMEDY_PASSES, FORM_PASSES = 7.0, 6.5
+"""Passes of the text that remedies of a perturbation take without and with smoothed routers, those
+of every other batch, calibration and timing included."""
 
 
 @takes_settings(AuditSettings)
@@ -165,6 +174,7 @@ def audit_model(
         progress: called with stage, done and total while the work goes on.
     """
     work = _Audit(runner, corpus, text, options, progress)
+    work.announce()
     work.run()
     effects = work.with_keeps(work.rows())
     tried = work.remedies(effects)
@@ -210,6 +220,21 @@ class _Audit:
             max(1, tokens // SIGMA_TOKENS),
         )
         return local, FullEffects(perturbations)
+
+    def announce(self) -> None:
+        """Tell the progress how long the audit will take, if that is long."""
+        conditions = list(self._conditions.values())
+        tokens = sum(batch.numel() for batch in self._batches.values())
+        work = plan_work(Plan((audit_phase("audit", self._batches, conditions),)))
+        work += LOCAL_COST * tokens * len(conditions)
+        for perturbation, condition in self._conditions.items():
+            if perturbation in self._options.repaired:
+                work += REMEDY_PASSES * tokens * pass_cost(condition)
+                work += FORM_PASSES * tokens * (pass_cost(condition) + COSTS["smoothed"])
+        if self._runner.ranks.parallel in (None, "data"):
+            model, limited = self._runner.models[0], self._budget.is_limited
+            progress = None if limited else self._progress  # a budget says itself how long
+            announce_total(model, self._batches.values(), work, progress)
 
     def run(self) -> None:
         """Run every batch, clean and perturbed, as long as there is time."""

@@ -45,6 +45,7 @@ from tieline.models.model_stream import ModelStream
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
+from tieline.run.estimate import announce_total, plan_work
 from tieline.run.observers import Observer
 from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
@@ -333,6 +334,9 @@ def _renumbered(trace: RoutingTrace, documents: Sequence[int]) -> RoutingTrace:
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
 
 
+WATCHED_COST = 1.3
+"""Passes that a pass costs whose routers are recorded and compared."""
+
 REFERENCE_TOKENS = 4096
 """Tokens on which a model runs once more in the format that is expected."""
 
@@ -463,6 +467,10 @@ def diff_models(
     plan, split = _side_by_side((a, b), ranks, sizes)
     models = (a.model, b.model)
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)
+    if parallel in (None, "data"):
+        tokens = sum(ids.numel() for ids in ranks.batches)
+        work = WATCHED_COST * plan_work(plan) + 3.0 * min(tokens, REFERENCE_TOKENS)
+        announce_total(a.opened, ranks.batches, work, progress)
     runner = Runner(a.opened, b.opened, ranks=ranks)
     runner.run(plan, [*recorders, predictions], progress)
     traces, distances = [recorder.trace() for recorder in recorders], predictions.distances

@@ -40,6 +40,9 @@ FIRST = "loading the model"
 LONG, MEASURED = 10.0, 1.0
 """Seconds above which a stage is announced, and for which it is measured before."""
 
+IN_ALL = "in all"
+"""Stage that gives the seconds of the whole job (`run.estimate`)."""
+
 PATIENCE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds before the first line in a file, and between later ones, which come ever more rarely."""
 
@@ -96,6 +99,9 @@ class _Lines:
         self._start: tuple[float, int] | None = None  # time and amount of the stage's first report
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == IN_ALL:
+            say(total_sentence(total))
+            return
         now = time.monotonic()
         if stage != self._latest[0]:
             self._start = (now, done)
@@ -139,6 +145,13 @@ def _stage_amount(stage: str, done: int, total: int) -> str:
     return f" {done:,} of {total:,}" if total > 1 else ""
 
 
+def total_sentence(seconds: int) -> str:
+    """Return how long the job will take, as a line."""
+    from tieline.report.words.numbers import duration
+
+    return f"This will take about {duration(float(seconds), 1)}."
+
+
 class _Stages:
     """Bars by stage; a stage that begins ends those before it."""
 
@@ -148,6 +161,9 @@ class _Stages:
         self._begin(first, None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == IN_ALL:
+            self._bars.console.print(total_sentence(total), markup=False, highlight=False)
+            return
         if stage not in self._tasks:
             self._begin(stage, total)
         amount = _stage_amount(stage, done, total) if stage in BYTES else ""
