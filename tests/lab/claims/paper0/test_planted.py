@@ -41,6 +41,20 @@ def inverse(found):
 
 
 PLANTED = {
+    # inputs of bounded support in place of Gaussian ones
+    "p0-asm5.1": ("remarks.affine_maximum", lambda real: lambda run, n: 2.0),
+    # experts with intercepts
+    "p0-asm5.2": ("remarks.through_origin_risk", scaled(0.0)),
+    # a disc taken for a half-plane
+    "p0-asm5.3": ("remarks.least_misrouted", lambda real: lambda x, inside: real(x, x[:, 0] > 0)),
+    # a power that f⁴ does not allow
+    "p0-rem5.6": ("remarks.conditional_square", scaled(2.0)),
+    "p0-rem5.9": ("remarks.conditional_square", scaled(2.0)),
+    "p0-rem5.18": ("remarks.gaussian_risk", scaled(0.9)),
+    # outputs half as large
+    "p0-eq5.15": ("remarks.pupil", lambda real: lambda run, n, distance: real(run, n, 1.5)),
+    # minimisers of another temperature
+    "p0-sec7": ("remarks.least_risk_student", lambda real: lambda tau: real(0.02 / tau)),
     # scores of experts taken for outputs
     "p0-sec2-gauge": ("boundary_mass.soft_predictions", lambda real: lambda s, tau: s.scores[:, 0]),
     "p0-def3.1": ("boundary_mass.boundary_mass_pair", with_argument(1, 1.1)),
@@ -91,7 +105,7 @@ PLANTED = {
     "p0-lem5.16": ("landscape.misrouting_bound", with_field(paper_bound=lambda f: 0.0)),
     "p0-thm5.17-matching": ("landscape.match_experts", with_field(permutation=inverse)),
     # minimisers of the other end of the schedule
-    "p0-thm5.17-recovery": ("landscape._minimiser", lambda real: lambda tau: (
+    "p0-thm5.17-recovery": ("landscape.least_risk_student", lambda real: lambda tau: (
         real(0.02 / tau)
     )),
     # curvature of a Gauss-Newton matrix, which is never negative

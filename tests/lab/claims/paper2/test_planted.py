@@ -41,6 +41,39 @@ def always_two(real):
 
 
 PLANTED = {
+    # a perturbed router, which sees the length of a row
+    "p2-thm2-minimax": (
+        "minimax.MoEModel",
+        lambda real: lambda gate, *rest, **more: real("perturbed", *rest, **more),
+    ),
+    "p2-thm5-minimax": (
+        "minimax.MoEModel",
+        lambda real: lambda gate, *rest, **more: real("perturbed", *rest, **more),
+    ),
+    "p4-thm2-minimax": ("minimax.split_scale", heavier),
+    "p2-lem2": ("minimax.le_cam", scaled(1e-4)),
+    # experts moved as well
+    "p2-eq6": (
+        "minimax.two_points",
+        lambda real: (
+            lambda run, paper, over: (
+                *real(run, paper, over)[:2],
+                MoEParameters(
+                    real(run, paper, over)[2].router,
+                    real(run, paper, over)[2].bias,
+                    real(run, paper, over)[2].experts + 0.1,
+                ),
+            )
+        ),
+    ),
+    # rows of length 1 throughout
+    "p2-eq18": (
+        "minimax.covering_ratio",
+        lambda real: lambda run, tau, length: real(run, tau, length=1.0),
+    ),
+    # errors that do not fall with n
+    "p2-lem1": ("minimax.linear_errors", lambda real: lambda run, n, fits: real(run, 50, fits)),
+    "p4-lem1": ("minimax.linear_errors", lambda real: lambda run, n, fits: real(run, 50, fits)),
     "p2-table2": ("tables.lower_perplexity", decided),
     "p2-table3": ("tables.higher_accuracy", decided),
     "p2-eq2": ("definitions.through_the_layer", scaled(1.001)),

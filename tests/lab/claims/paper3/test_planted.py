@@ -12,6 +12,7 @@ from tests.lab.claims.registry.test_claims_can_fail import (
     scaled,
     with_field,
 )
+from tieline.lab.claims.paper3 import remarks
 from tieline.lab.tropical import TropicalPolynomial, capacity_bound
 
 
@@ -64,6 +65,30 @@ def in_half_precision(real):
 
 
 PLANTED = {
+    # a power diagram throughout
+    "p3-ex4.3": ("remarks.not_nearest", lambda real: lambda weight, bias, x: (
+        real(weight, 0 * bias, x)
+    )),
+    # biases of which the last one is lost
+    "p3-rem4.4": ("remarks.existing_walls", lambda real: lambda weight, bias: (
+        real(weight[:-1], bias[:-1])
+    )),
+    "p3-rem4.13": ("remarks.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
+    "p3-rem4.23": ("remarks.sampled_regions", lambda real: lambda r, V, c: (
+        real(r, V + 0.1 * r.standard_normal(V.shape), c + 0.1 * r.standard_normal(c.shape))
+    )),
+    # the upper bound for the expectation
+    "p3-rem4.28": ("remarks.crofton", lambda real: lambda n, k, h, length: (
+        0.2 * remarks.paper_effective_bound(n, k, h, 1, 8, length)
+    )),
+    "p3-rem5.2": ("remarks.split_gain", lambda real: lambda n, k, d: real(n, k, d // 10)),
+    "p3-rem5.4": ("remarks.tangent_ranks", lambda real: lambda run, **sizes: (
+        real(run, **sizes | {"parts": 1})
+    )),
+    "p3-secA-minimal": ("remarks.needed_inequalities", lambda real: lambda run, dim: real(run, 5)),
+    "p3-secF-chambers": ("remarks.chamber_shares", lambda real: lambda run: (
+        1.0, *real(run)[1:]
+    )),
     # steps that leave the pieces
     "p3-def3.1": ("algebra.bend", lambda real: lambda points, margins, *rest: (
         real(points, 50 * margins, *rest)

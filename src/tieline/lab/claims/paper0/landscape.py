@@ -272,26 +272,26 @@ def matching(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
 
 
-def _wall_at(coordinates: Sequence[float]) -> TwoCells:
+def wall_at(coordinates: Sequence[float]) -> TwoCells:
     """The wall of length 1 at an angle and an offset; its experts are the teacher's."""
     angle, offset = (torch.tensor(float(value), dtype=torch.float64) for value in coordinates)
     return TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, TEACHER.experts)
 
 
-def _minimiser(tau: float) -> TwoCells:
+def least_risk_student(tau: float) -> TwoCells:
     """The student of least L̃_τ: over all walls, experts being the best ones of each.
 
     By a grid of angles and offsets, then Nelder and Mead's simplex from its best wall.
     """
 
     def profile(coordinates: Sequence[float]) -> float:
-        return float(gaussian_profile(_wall_at(coordinates), TEACHER, tau=tau).value)
+        return float(gaussian_profile(wall_at(coordinates), TEACHER, tau=tau).value)
 
     grid = itertools.product(np.linspace(0.02, 6.2, 24), np.linspace(-1.6, 1.6, 9))
     with one_thread():
         start = min(grid, key=profile)
         best = minimize(profile, start, method="Nelder-Mead", options={"xatol": 1e-7}).x
-        wall = _wall_at(best)
+        wall = wall_at(best)
         return wall.with_experts(gaussian_profile(wall, TEACHER, tau=tau).experts)
 
 
@@ -313,7 +313,7 @@ def recovery(run: ClaimRun) -> Evidence:
     """
     taus, experts, partition, first, second = [0.3, 0.15, 0.08], [], [], [], []
     for tau in taus:
-        best = _minimiser(tau)
+        best = least_risk_student(tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
         sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
         errors = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
