@@ -30,11 +30,13 @@ judge_size         whether the noise is larger than that format explains
 sizes_like         the formats whose noise has this size
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from tieline.analysis.diff_records import (
     ACCUSING,
@@ -51,7 +53,8 @@ from tieline.analysis.diff_records import (
     SizeAnswer,
     YesNo,
 )
-from tieline.analysis.noise_shapes import NoiseShape, find_patterns
+from tieline.analysis.noise_shapes import NoiseShape, find_known_patterns, find_patterns
+from tieline.analysis.reference_excess import Excess
 from tieline.core.settings import require_setting
 from tieline.core.statistics import Estimate
 from tieline.models.formats import OF_ROUTERS
@@ -79,6 +82,13 @@ GROWTH, MOST_GROWTH = 4.0, 16.0
 """How much more noise each layer may have than the one before, and all of them."""
 BEYOND = 1.6
 """How much more noise a layer may have than the same model emulated."""
+TOLERANCES = {"fp32": 1.4, "tf32": 0.3, "bf16": 0.2, "bf16_in": 0.2, "fp16": 0.2}
+"""τ: logarithm of how much more noise than emulated runs a sound run may have. Kernels of 16 bits
+differ by the order and width of their sums."""
+COARSE = 1.6
+"""τ of 8 and 4 bits: a scale per tensor, channel or group, and 7 of 8 bits, differ five-fold."""
+FEWEST_JUDGED = 100
+"""Tokens without which nothing is said about the number of flips."""
 FEWEST = 20
 """Tokens without which nothing is said about a layer."""
 
@@ -133,6 +143,11 @@ def recorded_format(side: Mapping[str, object]) -> str | None:
     return name if name in ROUNDING else None
 
 
+def noise_tolerance(expected: Expected | None) -> float:
+    """τ of the expected format (`reference_excess`)."""
+    return COARSE if expected is None else TOLERANCES.get(expected.name, COARSE)
+
+
 def allowed(name: str, depth: int) -> float:
     """Largest relative noise that a format explains `depth` layers after the first routed one."""
     error = ROUNDING[name] * (SUMS if name == "fp32" else 1.0)
@@ -156,16 +171,24 @@ def sizes_like(relative: float) -> tuple[str, ...]:
     return (fits[0],) if len(fits) == 1 else (fits[0], fits[-1])
 
 
-def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeAnswer:
+def judge_size(
+    shapes: Sequence[NoiseShape],
+    expected: Expected | None,
+    excess: Sequence[Excess] | None = None,
+) -> SizeAnswer:
     """Return whether the noise has the size that was to be expected.
 
     Args:
         shapes: effects of each layer, in order of depth.
         expected: the format; None if unknown.
+        excess: where B exceeds reference runs; None without them.
     """
     measured = [(i, x) for i, x in enumerate(shapes) if x.relative is not None]
+    if excess and expected is not None:
+        return _size_of_excess(shapes, excess[0], expected)
     if not measured:
-        return SizeAnswer("cannot tell", "no scores")
+        too_many = None if excess is not None else _too_many_flips(shapes, expected)
+        return too_many or SizeAnswer("cannot tell", "no scores")
     loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
     first = next((x for _, x in measured if x.relative), None)
     if first is None:
@@ -178,7 +201,64 @@ def judge_size(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeA
         largest=None if loudest is first else loudest.relative,
         like=sizes_like(first.relative or 0.0),
     )
-    return noise if expected is None else _judge_against(noise, measured, expected)
+    if expected is None:
+        return noise
+    if excess is None:
+        answer = _judge_against(noise, measured, expected)
+    else:
+        known = {"expected": expected.name, "origin": expected.origin}
+        answer = replace(noise, answer="yes", kind="reference", **known)
+    too_many = _too_many_flips(shapes, expected) if answer.answer == "yes" else None
+    return too_many or answer
+
+
+MOST_FLIPS = {"fp32": 0.001, "tf32": 0.1, "fp16": 0.15, "bf16": 0.3, "bf16_in": 0.3}
+MOST_UNKNOWN = 0.85
+"""Share of the tokens of the first routed layer that may flip where no scores tell more, by format;
+in 8 and 4 bits, or if no format is stated, most of them."""
+
+
+def _too_many_flips(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeAnswer | None:
+    """The answer where flips alone are too many for the format; None where they are not.
+
+    Without scores by a stated share. With scores and float32 by the 99.5 % quantile of a Poisson
+    law with the expected number T f(0) E[(-n)₊] = T f(0) σ √2 / √(2π), f the density of the gap
+    over the spread and σ the largest relative noise that float32 explains.
+    """
+    name = None if expected is None else expected.name
+    for depth, shape in enumerate(shapes):
+        most = MOST_FLIPS.get(name or "", MOST_UNKNOWN)
+        if shape.tokens or depth:
+            most = _float32_flips(shape, depth) if name == "fp32" else 1.0
+        if shape.count >= FEWEST_JUDGED and shape.flips > most and shape.flips * shape.count > FEW:
+            share = {"flips": shape.flips, "most_flips": most, "judged": shape.name}
+            origin = "" if expected is None else expected.origin
+            return SizeAnswer("no", "flips", expected=name, origin=origin, **share)
+    return None
+
+
+def _float32_flips(shape: NoiseShape, depth: int) -> float:
+    """Share of the tokens that float32 flips at most, `depth` layers after the first."""
+    if shape.density is None:
+        return 1.0
+    flips = shape.density * allowed("fp32", depth) / math.sqrt(math.pi)
+    return float(stats.poisson.ppf(0.995, flips)) / shape.count
+
+
+def _size_of_excess(shapes: Sequence[NoiseShape], excess: Excess, expected: Expected) -> SizeAnswer:
+    """The answer where something exceeds the reference runs."""
+    shape = shapes[excess.layer]
+    return SizeAnswer(
+        "no",
+        "reference",
+        layer=shape.name,
+        relative=shape.relative,
+        like=sizes_like(shape.relative or 0.0),
+        expected=expected.name,
+        origin=expected.origin,
+        judged=shape.name,
+        ratio=excess.ratio,
+    )
 
 
 def _judge_against(
@@ -271,8 +351,9 @@ def _largest_noise(size: SizeAnswer, expected: str | None) -> float | None:
     return max(GROWTH * measured, allowed("fp32", 2))
 
 
-TOLERATED = 0.005
-"""Share of the first flips that may be unexplained without an alarm."""
+TOLERATED, FEW = 0.25, 5
+"""Share and number of first flips that may be unexplained without an alarm: rare spikes of single
+scores are sound, and too rare to be in the reference."""
 MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
 
@@ -292,6 +373,7 @@ def attribute_causes(
     near: Sequence[np.ndarray],
     expected: Expected | None,
     predictions: Predictions | None = None,
+    excess: Sequence[Excess] | None = None,
 ) -> Causes:
     """Answer the three questions and draw the conclusion.
 
@@ -304,12 +386,16 @@ def attribute_causes(
             that of each first flip.
         expected: the format whose noise is to be expected.
         predictions: how far the predictions are apart, here and in a reference run.
+        excess: where B exceeds reference runs; None without them.
     """
     choice = _judge_choice(layers, unranked)
     flips = _judge_flips(layers, near)
-    has_reference = any(shape.beyond is not None for shape in shapes)
-    patterns = (*_numbering_patterns(alignment), *find_patterns(shapes, has_reference))
-    size = judge_size(shapes, expected)
+    if excess is None:
+        patterns = find_patterns(shapes)
+    else:
+        patterns = find_known_patterns(shapes) or _excess_patterns(shapes, excess)
+    patterns = (*_numbering_patterns(alignment), *patterns)
+    size = judge_size(shapes, expected, excess)
     shape = _judge_shape(shapes, patterns)
     flipped = any(layer.flip.count for layer in layers)
     logits, reference = predictions or (None, None)
@@ -375,7 +461,7 @@ def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Fli
             near=len(shares),
             near_share=float(np.median(shares)) if len(shares) else None,
         )
-    return FlipAnswer("no" if odd > TOLERATED * first else "yes", first, odd, later)
+    return FlipAnswer("no" if odd > max(FEW, TOLERATED * first) else "yes", first, odd, later)
 
 
 def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
@@ -396,6 +482,16 @@ def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
             )
         )
     return patterns
+
+
+def _excess_patterns(shapes: Sequence[NoiseShape], excess: Sequence[Excess]) -> tuple[Pattern, ...]:
+    """The group that holds the first excess, if one does."""
+    if not excess or excess[0].kind == "all":
+        return ()
+    first = excess[0]
+    layer = shapes[first.layer - (first.kind == "expert")].name
+    effect = 2 * math.log(first.ratio)
+    return (Pattern(first.kind, layer, effect, 0.0, first.number, detail="reference"),)
 
 
 def _judge_shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:

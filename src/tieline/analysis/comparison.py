@@ -11,7 +11,7 @@ diff_result    the `RoutingDiff` with its causes, observations and metrics
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from tieline.analysis.attribution import (
     Expected,
     Predictions,
     attribute_causes,
+    noise_tolerance,
     recorded_format,
 )
 from tieline.analysis.diff_records import (
@@ -40,12 +41,14 @@ from tieline.analysis.diff_serving import measured_serving
 from tieline.analysis.inspect_findings import SEVERITIES
 from tieline.analysis.inspect_records import Observation, Severity
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
+from tieline.analysis.reference_excess import Excess, RunLayer, Tokens, find_excess
 from tieline.analysis.score_noise import (
     FALSE_DISCOVERIES,
     FlipTest,
     comparable,
     discoveries,
     flip_test,
+    gap_density,
     layer_noise,
 )
 from tieline.analysis.serving import recommend
@@ -53,6 +56,8 @@ from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
 
+FEWEST_RUNS = 3
+"""Reference runs without which chance is unknown."""
 MOST_NAMED = 20
 """Unexplained flips that are listed one by one."""
 
@@ -177,15 +182,26 @@ class Compared:
         flips: which tokens flip in which layer.
         layers: the layers compared.
         shapes: effects of the noise of each layer.
-        levels: level of the noise of each token in each layer, if they were to be kept.
+        run: level of the noise and flips of each token in each layer.
+        excess: where B is further from A than the reference runs; None without at least two.
         near: for flips without scores of both sides, the share of tokens with a smaller gap.
         tokens: over all layers.
     """
 
     def __init__(
-        self, aligned: Aligned, *, reference: "Compared | None" = None, keep_levels: bool = False
+        self,
+        aligned: Aligned,
+        *,
+        references: Sequence[Aligned] = (),
+        tolerance: float = 0.0,
     ) -> None:
-        """Compare every pair of layers, one at a time."""
+        """Compare every pair of layers, one at a time.
+
+        Args:
+            aligned: the two runs.
+            references: sound runs, aligned with the side in float32.
+            tolerance: logarithm of how much more noise than these B may have.
+        """
         self.aligned = aligned
         tokens = aligned.common.in_a
         self.documents = aligned.a.documents[tokens].long()
@@ -193,9 +209,7 @@ class Compared:
         self._keys = TokenKeys(self.documents.numpy(), self.positions.numpy())
         self._earlier = np.zeros(len(tokens), dtype=bool)
         self._before: tuple[np.ndarray, np.ndarray] | None = None
-        self._reference = None if reference is None else _levels_at(reference, self._keys)
-        self._keep = keep_levels
-        self.levels: list[np.ndarray | None] = []
+        self.run: list[RunLayer] = []
         self.shapes: list[NoiseShape] = []
         self.near: list[np.ndarray] = []
         flips, layers, judged = [], [], []
@@ -207,13 +221,34 @@ class Compared:
         self.flips = torch.stack(flips)
         self.layers = self._attributed(layers, judged)
         self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
+        self.excess: tuple[Excess, ...] | None = None
+        runs = [x for y in references if len(x := run_layers(y, self._keys)) == len(layers)]
+        if len(runs) >= FEWEST_RUNS:
+            self.excess = self._excess(runs, tolerance)
+        elif runs:
+            self.shapes = _beyond_one_run(self.shapes, self.run, runs[0])
+
+    def _excess(self, runs: Sequence[list[RunLayer]], tolerance: float) -> tuple[Excess, ...]:
+        """Where B exceeds the reference runs, on the tokens that these have."""
+        rows = np.flatnonzero(np.all([run[0].flipped >= 0 for run in runs], axis=0))
+        traces = [self.aligned.pair(i)[0] for i in range(len(self.layers))]
+        ids = self.aligned.a.tokens
+        tokens = Tokens(
+            self._keys.documents[rows],
+            self._keys.positions[rows],
+            None if ids is None else ids[self.aligned.common.in_a].numpy()[rows],
+            [x.experts[:, : x.facts.k].numpy()[rows] for x in traces],
+            [x.experts.numpy()[rows] for x in traces],
+        )
+        taken = [[x.at(rows) for x in run] for run in (self.run, *runs)]
+        return find_excess(taken[0], taken[1:], tokens, tolerance)
 
     def _layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
         a, b = self.aligned.pair(index)
         flipped, changed = set_flips(a, b)
         weight = weight_moved(a, b, flipped)
         status = _unranked_status(self.aligned.unranked[index]) or comparable(a, b)
-        judged = self._judge(index, a, b, flipped.numpy(), status)
+        judged = self._judge(a, b, flipped.numpy(), status)
         self._earlier = self._earlier | flipped.numpy()
         return (
             flipped,
@@ -233,27 +268,26 @@ class Compared:
         )
 
     def _judge(
-        self, index: int, a: LayerTrace, b: LayerTrace, flipped: np.ndarray, status: str
+        self, a: LayerTrace, b: LayerTrace, flipped: np.ndarray, status: str
     ) -> _LayerJudgement | None:
         """Test the first flips of a layer and measure the shape of its noise."""
         chosen_a, chosen_b = (x.experts[:, : x.facts.k].numpy() for x in (a, b))
         lag = flip_lag(chosen_a, chosen_b, flipped, self._keys)
         fresh = ~self._earlier
+        counts: dict[str, Any] = {"flips": float(flipped.mean()), "count": len(flipped)}
         if status != "ok":
-            self.shapes.append(NoiseShape(a.name, None, 0, lag=lag))
-            self.levels.append(None)
+            self.shapes.append(NoiseShape(a.name, None, 0, lag=lag, **counts))
+            self.run.append(RunLayer.of(None, flipped))
             self._before = None
             self.near += _near_shares(a, b, flipped & fresh)
             return None
         noise = layer_noise(a, b)
-        expected = None if self._reference is None else self._reference[index]
-        shape = measure_shape(
-            a.name, noise, fresh, self._keys, self._before, _bias_difference(a, b), expected
-        )
-        self.shapes.append(shape._replace(lag=lag))
-        level = noise.level if expected is None else noise.level - expected
-        self._before = (level, chosen_a)
-        self.levels.append(noise.level if self._keep else None)
+        bias = _bias_difference(a, b)
+        shape = measure_shape(a.name, noise, fresh, self._keys, self._before, bias)
+        counts["density"] = gap_density(a, noise.spread)
+        self.shapes.append(shape._replace(lag=lag, **counts))
+        self._before = (noise.level, chosen_a)
+        self.run.append(RunLayer.of(noise, flipped))
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
         return _LayerJudgement(test, noise.size(fresh) or 0.0, noise.relative(fresh), later)
@@ -318,16 +352,38 @@ def _bias_difference(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
     return biases[0] if np.array_equal(biases[0], biases[1]) else biases[0] - biases[1]
 
 
-def _levels_at(reference: Compared, keys: TokenKeys) -> list[np.ndarray | None]:
-    """Levels of a reference run at these tokens; NaN where it has none."""
-    known_keys = reference._keys
-    index = {key: i for i, key in enumerate(zip(*(x.tolist() for x in known_keys), strict=True))}
-    positions = [index.get(key, -1) for key in zip(*(x.tolist() for x in keys), strict=True)]
-    rows = np.array(positions, dtype=int)
-    return [
-        None if level is None else np.where(rows >= 0, level[rows], np.nan)
-        for level in reference.levels
-    ]
+def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
+    """Return level and flips of a run at these tokens; NaN and -1 where it has none.
+
+    Args:
+        aligned: the run, aligned with that in float32.
+        keys: the tokens.
+    """
+    rows = aligned.common.in_a
+    documents, positions = (x[rows].tolist() for x in (aligned.a.documents, aligned.a.positions))
+    index = {key: i for i, key in enumerate(zip(documents, positions, strict=True))}
+    numbers = [index.get(key, -1) for key in zip(*(x.tolist() for x in keys), strict=True)]
+    taken = np.array(numbers, dtype=int)
+    layers = []
+    for number in range(len(aligned.alignment.pairs)):
+        a, b = aligned.pair(number)
+        if comparable(a, b) != "ok":
+            return []
+        layers.append(RunLayer.of(layer_noise(a, b), set_flips(a, b)[0].numpy()).at(taken))
+    return layers
+
+
+def _beyond_one_run(
+    shapes: Sequence[NoiseShape], run: Sequence[RunLayer], reference: Sequence[RunLayer]
+) -> list[NoiseShape]:
+    """The shapes with the noise of B over that of a single reference run, its median."""
+    beyond = []
+    for shape, of_b, other in zip(shapes, run, reference, strict=True):
+        difference = of_b.level - other.level
+        difference = difference[~np.isnan(difference)]
+        ratio = float(np.exp(np.median(difference))) if len(difference) else None
+        beyond.append(shape._replace(beyond=ratio))
+    return beyond
 
 
 def compare(
@@ -335,7 +391,8 @@ def compare(
     b: RoutingTrace,
     *,
     partial: bool = False,
-    reference: RoutingTrace | None = None,
+    references: Sequence[RoutingTrace] = (),
+    expected: Expected | None = None,
 ) -> Compared:
     """Align B with A and compare them layer by layer.
 
@@ -343,14 +400,16 @@ def compare(
         a: the run that is compared with.
         b: the other run.
         partial: compare what both have where one has fewer tokens or a smaller k.
-        reference: the model of the side in float32 once more, in the format that is expected, on
+        references: the model of the side in float32 again, in the format that is expected, on
             some of the tokens: its noise is what is measured by.
+        expected: that format.
     """
-    baseline = None
-    if reference is not None:
-        base = a if recorded_format(a.provenance) == "fp32" else b
-        baseline = Compared(align(base, reference, partial=True), keep_levels=True)
-    return Compared(align(a, b, partial=partial), reference=baseline)
+    base = a if recorded_format(a.provenance) == "fp32" else b
+    return Compared(
+        align(a, b, partial=partial),
+        references=[align(base, reference, partial=True) for reference in references],
+        tolerance=noise_tolerance(expected),
+    )
 
 
 def diff_result(
@@ -379,6 +438,7 @@ def diff_result(
         compared.near,
         expected,
         Predictions(logits, reference_kl),
+        compared.excess,
     )
     traces = (aligned.a, aligned.b)
     serving = measured_serving(traces, compared.flips.any(0), compared.documents, logits)

@@ -15,16 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-import numpy as np
-import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from tieline.analysis.attribution import Expected, expected_format, read_format, recorded_format
+from tieline.analysis.attribution import expected_format, read_format
 from tieline.analysis.comparison import compare, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspect_records import Observation
 from tieline.analysis.load import read_routes, source_kind
+from tieline.analysis.model_side import Side, renumbered_documents, trace_model
+from tieline.analysis.reference_runs import REFERENCE_TOKENS, reference_runs
 from tieline.analysis.settings import DiffOptions, DiffSettings
 from tieline.analysis.token_distances import (
     DistanceObserver,
@@ -33,23 +33,18 @@ from tieline.analysis.token_distances import (
     mean_kl,
     replay_split,
 )
-from tieline.core.errors import TraceError, UnsupportedModelError, require
+from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.settings import require_setting, takes_settings
 from tieline.engines.registry import split_side
-from tieline.models.emulate import Region
 from tieline.models.experts import use_experts
 from tieline.models.formats import FORMATS
 from tieline.models.model import Model, ModelSource
-from tieline.models.model_stream import ModelStream
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
-from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
 from tieline.run.estimate import announce_total, plan_work
-from tieline.run.observers import Observer
-from tieline.run.plan import Logits, Pass, Phase, Plan
+from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.recorder import RouteRecorder
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 from tieline.trace.record import RoutingTrace
@@ -59,7 +54,6 @@ Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
 
 EMULATED = "-emulated"
-ALL: Region = "all"
 
 
 @takes_settings(DiffSettings)
@@ -166,12 +160,14 @@ def _diff_traces(
     a: RoutingTrace,
     b: RoutingTrace,
     settings: DiffSettings,
-    reference: RoutingTrace | None = None,
+    references: Sequence[RoutingTrace] = (),
 ) -> RoutingDiff:
+    """Compare two saved or recorded runs."""
     started = time.perf_counter()
-    with one_thread():  # many small operations
-        compared = compare(a, b, partial=settings.partial, reference=reference)
     expected = expected_format(settings.expect, a.provenance, b.provenance)
+    with one_thread():  # many small operations
+        options = {"partial": settings.partial, "references": references, "expected": expected}
+        compared = compare(a, b, **options)
     return diff_result(compared, None, {"compare": time.perf_counter() - started}, expected)
 
 
@@ -320,119 +316,18 @@ def _diff_model_and_trace(
     recorded = trace_model(side, sequences, **run, progress=progress, parallel=parallel)
     traces = (recorded, saved) if model_side == 0 else (saved, recorded)
     expected = expected_format(settings.expect, traces[0].provenance, traces[1].provenance)
-    reference = None
-    if parallel not in UNROUNDED:
+    references: list[RoutingTrace] = []
+    if parallel not in UNROUNDED and side.stream is None:
         size = settings.batch_size
-        reference = reference_run((side,), (recorded,), sequences, expected, size)
-    if reference is not None:
-        reference = _renumbered(reference, documents)
-    return _diff_traces(*traces, settings, reference)
-
-
-def _renumbered(trace: RoutingTrace, documents: Sequence[int]) -> RoutingTrace:
-    """The trace with other numbers for its documents 0, 1, ...."""
-    return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
+        references = reference_runs((side,), (recorded,), sequences, expected, size)
+    references = [renumbered_documents(run, documents) for run in references]
+    return _diff_traces(*traces, settings, references)
 
 
 WATCHED_COST = 1.3
 """Passes that a pass costs whose routers are recorded and compared."""
-
-REFERENCE_TOKENS = 4096
-"""Tokens on which a model runs once more in the format that is expected."""
-
-
-def reference_run(
-    sides: Sequence["Side"],
-    traces: Sequence[RoutingTrace],
-    sequences: Sequence[Int[Tensor, " _"]],
-    expected: Expected | None,
-    batch_size: int,
-    parts: Region | None = None,
-    predictions: DistanceObserver | None = None,
-) -> RoutingTrace | None:
-    """A run of a model in the expected format, next to its own run in float32.
-
-    None where nothing is expected, nothing can be emulated, or no model runs in float32.
-
-    Args:
-        sides: the models.
-        traces: their own runs.
-        sequences: token ids.
-        expected: the format.
-        batch_size: sequences per forward pass.
-        parts: what is in that format; by default what a side emulates in it, else all.
-        predictions: compares its predictions with those in float32, which then run again.
-    """
-    exact = [
-        side
-        for side, trace in zip(sides, traces, strict=True)
-        if recorded_format(trace.provenance) == "fp32"
-    ]
-    if expected is None or expected.name not in FORMATS or not exact:
-        return None
-    emulated: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
-    side = Side(exact[0].model, expected.name, parts or (*emulated, ALL)[0])
-    lengths = np.cumsum([len(sequence) for sequence in sequences])
-    count = max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))
-    try:
-        if predictions is not None:
-            return _trace_beside(exact[0], side, sequences[:count], batch_size, predictions)
-        return trace_model(side, sequences[:count], batch_size=batch_size)
-    except UnsupportedModelError:  # routers that cannot be emulated apart
-        return None
-
-
-def _trace_beside(
-    exact: "Side",
-    side: "Side",
-    sequences: Sequence[Int[Tensor, " _"]],
-    batch_size: int,
-    predictions: DistanceObserver,
-) -> RoutingTrace:
-    """Record the routing of a model in a format, and compare its predictions with its own."""
-    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
-    plan, _ = _side_by_side((exact, side), ranks, (batch_size, batch_size))
-    recorder = side.recorder(1)
-    Runner(exact.opened, side.opened, ranks=ranks).run(plan, [recorder, predictions])
-    return recorder.trace()
-
-
-class Side(NamedTuple):
-    """A model to run, as it is or in an emulated number format.
-
-    Attributes:
-        model: a Mixture-of-Experts model of transformers.
-        emulated: name in `models.emulate.FORMATS` of a format that is emulated by rounding; the
-            model must be in float32 then.
-        parts: what is in that format: "all", "router" or "others".
-        stream: reads the weights when they are needed; None if they are in memory.
-        tokenizer: its tokenizer, where text is to be cut.
-    """
-
-    model: nn.Module
-    emulated: str | None = None
-    parts: Region = "all"
-    stream: ModelStream | None = None
-    tokenizer: Any = None
-
-    @property
-    def opened(self) -> Model:
-        """The model as the runner takes it."""
-        return Model(self.model, stream=self.stream)
-
-    @property
-    def condition(self) -> Condition:
-        """How it runs."""
-        if self.emulated is None:
-            return CLEAN
-        part = "model" if self.parts == "all" else self.parts
-        return Condition(Perturbation("rounding", self.emulated, part))
-
-    def recorder(self, number: int = 0) -> RouteRecorder:
-        """Records the passes of this side, the model of that number in its plan."""
-        name = self.emulated if self.parts == "all" else f"{self.emulated} {self.parts}"
-        facts = {} if self.emulated is None else {"emulated": name}
-        return RouteRecorder(self.model, of=lambda run: run.model == number, provenance=facts)
+REFERENCE_COST = 11.0
+"""Passes that the reference runs cost: one in float32, and five with rounding, twice as long."""
 
 
 def diff_models(
@@ -469,22 +364,23 @@ def diff_models(
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)
     if parallel in (None, "data"):
         tokens = sum(ids.numel() for ids in ranks.batches)
-        work = WATCHED_COST * plan_work(plan) + 3.0 * min(tokens, REFERENCE_TOKENS)
+        work = WATCHED_COST * plan_work(plan) + REFERENCE_COST * min(tokens, REFERENCE_TOKENS)
         announce_total(a.opened, ranks.batches, work, progress)
     runner = Runner(a.opened, b.opened, ranks=ranks)
     runner.run(plan, [*recorders, predictions], progress)
     traces, distances = [recorder.trace() for recorder in recorders], predictions.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
-    reference, beside = None, DistanceObserver() if distances else None
+    references: list[RoutingTrace] = []
+    beside = DistanceObserver() if distances else None
     if parallel not in UNROUNDED and a.stream is None:
         run = (traces, sequences, expected, batch_size)
-        reference = reference_run((a, b), *run, predictions=beside)
+        references = reference_runs((a, b), *run, predictions=beside)
     reference_kl = None
-    if reference is not None and beside is not None:
-        reference_kl = mean_kl(beside.distances, reference.documents)
+    if references and beside is not None:
+        reference_kl = mean_kl(beside.distances, references[0].documents)
     ran = time.perf_counter()
     with one_thread():
-        compared = compare(*traces, reference=reference)
+        compared = compare(*traces, references=references, expected=expected)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
     logits = logits_of(compared, distances)
     return diff_result(compared, logits, timings, expected, reference_kl)
@@ -516,52 +412,6 @@ def _side_by_side(
         split.append((rows[0], rows[1]))
     passes = tuple(run for rows in split for side in rows for run in side)
     return Plan((Phase("forward", cut, passes, logits="optional"),)), split
-
-
-def trace_side(
-    side: Side,
-    ranks: Ranks,
-    observers: Sequence[Observer] = (),
-    progress: Progress | None = None,
-) -> RoutingTrace:
-    """Run batches through one model, and return their routing.
-
-    Args:
-        side: the model.
-        ranks: the batches, and how processes share them.
-        observers: what else looks at the passes, with their logits.
-        progress: called with stage, done and total.
-    """
-    recorder = side.recorder()
-    passes = tuple(Pass(n, side.condition) for n in ranks.numbered)
-    logits: Logits = "optional" if observers else "none"
-    plan = Plan((Phase("forward", ranks.numbered, passes, logits=logits),))
-    Runner(side.opened, ranks=ranks).run(plan, [recorder, *observers], progress)
-    return recorder.trace()
-
-
-def trace_model(
-    side: Side,
-    sequences: Sequence[Int[Tensor, " _"]],
-    *,
-    documents: Sequence[int] | None = None,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-    parallel: str | None = None,
-) -> RoutingTrace:
-    """Record the routing of one model on these sequences.
-
-    Args:
-        side: the model.
-        sequences: token ids.
-        documents: number of each sequence as a document; 0, 1, ... by default.
-        batch_size: sequences per forward pass.
-        progress: called with stage, done and total.
-        parallel: how processes share the model, which was loaded so.
-    """
-    ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
-    trace = trace_side(side, ranks, progress=progress)
-    return trace if documents is None else _renumbered(trace, documents)
 
 
 def read_dtype(dtype: str) -> tuple[str, str | None]:

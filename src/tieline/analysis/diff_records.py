@@ -191,6 +191,10 @@ PatternKind = Literal[
     "expert",
     "row",
     "positions",
+    "first position",
+    "last position",
+    "token",
+    "rare tokens",
     "document",
     "layer",
     "weights",
@@ -206,12 +210,13 @@ class Pattern(Sentence):
         kind: what it is about.
         layer: name of the layer in A, or of the tensor ("weights"); None for all of them.
         effect: how strong it is: a difference of log variances, a share or a ratio.
-        limit: effect from which on it counts.
-        number: the expert or document; the shift of a lag; the layers compared ("permutation");
-            the tensors that differ ("weights").
+        limit: effect from which on it counts; zero beside reference runs.
+        number: the expert, document or token id; the first position; the shift of a lag; the
+            layers compared ("permutation"); the tensors that differ ("weights").
         flips: flips that a lag was found in.
-        detail: "bias" if offsets are the recorded selection bias; "beside" or "before" for the
-            layers that a loud one is compared with; the side of the weights.
+        detail: "bias" if offsets are the recorded selection bias; "beside" for the layers that a
+            loud one is compared with; "reference" if the noise is compared with that
+            of sound runs; the side of the weights.
         moves: numbers of experts in A and in B that a permutation exchanges, the first few.
     """
 
@@ -280,7 +285,8 @@ class SizeAnswer(Sentence):
         text: the evidence, or what is missing.
         answer: "yes", "no" or "cannot tell".
         kind: "no scores" or "equal" scores; "not stated" without an expected format; compared with
-            a "reference" run, or with the rounding error of the "format".
+            "reference" runs, or with the rounding error of the "format"; or judged by the number of
+            "flips".
         layer: first layer with noise.
         relative: its noise over the spread of its scores.
         largest: the largest relative noise, if another layer has it.
@@ -291,10 +297,12 @@ class SizeAnswer(Sentence):
         ratio: its noise over that of the reference run.
         noise: its relative noise, where the format does not explain it.
         allowed: the largest relative noise that the format explains there.
+        flips: share of the tokens of that layer that flip, where this decides.
+        most_flips: largest share that is explained.
     """
 
     answer: YesNo
-    kind: Literal["no scores", "equal", "not stated", "reference", "format"]
+    kind: Literal["no scores", "equal", "not stated", "reference", "format", "flips"]
     layer: str = ""
     relative: float | None = None
     largest: float | None = None
@@ -305,6 +313,8 @@ class SizeAnswer(Sentence):
     ratio: float | None = None
     noise: float | None = None
     allowed: float | None = None
+    flips: float | None = None
+    most_flips: float | None = None
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,11 @@ from torch import Tensor, nn
 
 from tieline.analysis.attribution import ROUNDING, Expected, read_format, recorded_format
 from tieline.analysis.comparison import compare, diff_result
-from tieline.analysis.diff import NamedSide, Side, reference_run, trace_side
+from tieline.analysis.diff import NamedSide
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspect_records import Observation
+from tieline.analysis.model_side import Side, trace_side
+from tieline.analysis.reference_runs import reference_runs
 from tieline.analysis.settings import DiffSettings
 from tieline.analysis.token_distances import (
     TokenDistances,
@@ -232,9 +234,10 @@ class _Predictions(Observer):
 def _compared(sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job) -> RoutingDiff:
     expected = _expected(job.settings.expect, a.trace, b.trace)
     dequantised = _dequantised_run(sides, a, b, job)
-    reference = _noise(a, b, dequantised, expected, job)
+    references = _reference_traces(a, b, dequantised, expected, job)
     with one_thread():
-        compared = compare(a.trace, b.trace, partial=job.settings.partial, reference=reference)
+        options = {"partial": job.settings.partial, "references": references, "expected": expected}
+        compared = compare(a.trace, b.trace, **options)
     result = diff_result(compared, logits_of(compared, _distances(a, b, job)), {}, expected)
     if dequantised is None:
         return result
@@ -258,14 +261,14 @@ def _with_mismatched(result: RoutingDiff, dequantised: "_DequantisedRun") -> Rou
     return replace(result, causes=causes, observations=(observation, *result.observations))
 
 
-def _noise(
+def _reference_traces(
     a: _SideRun,
     b: _SideRun,
     dequantised: "_DequantisedRun | None",
     expected: Expected | None,
     job: _Job,
-) -> RoutingTrace | None:
-    """A run whose noise is what the expected format makes of this model; None without one.
+) -> list[RoutingTrace]:
+    """Runs whose noise is what the expected format makes of this model; empty without one.
 
     The dequantised weights where the format rounds nothing else, as 4-bit weights do; else the
     model emulated in the format.
@@ -273,16 +276,16 @@ def _noise(
     models = [x for x in (a, b) if x.side is not None]
     exact = any(recorded_format(x.trace.provenance) == "fp32" for x in models)
     if not exact or any(x.trace.provenance.get("rounded") == "cache" for x in (a, b)):
-        return None  # nothing emulates a cache alone in another format
+        return []  # nothing emulates a cache alone in another format
     chosen = None if expected is None else FORMATS.get(expected.name)
     if dequantised is not None and (chosen is None or chosen.activations is None):
-        return dequantised.ran.trace
+        return [dequantised.ran.trace]
     sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
     size, emulated = job.settings.batch_size, _emulated_parts(a, b, expected)
     sequences = job.documents.sequences
-    reference = reference_run(sides, traces, sequences, expected, size, emulated)
-    return None if reference is None else job.documents.numbered(reference)
+    runs = reference_runs(sides, traces, sequences, expected, size, emulated)
+    return [job.documents.numbered(run) for run in runs]
 
 
 @dataclass(frozen=True)

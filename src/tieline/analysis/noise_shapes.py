@@ -21,17 +21,12 @@ levels of significance; each was set beyond the largest effect in some hundred s
 families (`benchmarks/attribution.py --calibrate`), and an effect must also be five to six standard
 errors away from zero.
 
-Beside a reference run a shape counts only where something is louder than the reference: the group
-itself, or the layer for rows, offsets and layers. A layer is named alone only if the layers that it
-is compared with are not too loud themselves; noise that is loud in many layers is another format or
-a fault of all of them, and is left to its size.
-
 measure_shape    the effects of one layer
 find_patterns    those beyond their limits, the most specific first
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,27 +46,13 @@ LIMITS = {
     "row": 4.0,
     "offset": 0.7,
     "spike": 3.5,
-    "entry": 8.0,
     "lag": 0.5,
 }
 """Effects beyond which a shape counts: differences of log v, shares, or ratios of sizes."""
-LIMITS_BEYOND = LIMITS | {
-    "positions": 2.0,
-    "expert": 1.0,
-    "spike": 1.5,
-    "entry": 2.0,
-}
-"""The same beyond a reference run, which takes off what the model does by itself."""
 LIKENESS = 0.8
 """Correlation from which offsets are those of a recorded bias."""
 ATTENTION = 0.025
 """Relative noise that another attention kernel in 16 bits may make: it begins at position 1."""
-
-
-LOUDER = 3.0
-"""Standard errors by which a level must exceed that of a reference run."""
-BESIDE = 1.6
-"""Noise over that of a reference run up to which a layer is as loud as expected."""
 
 
 class Outlier(NamedTuple):
@@ -81,17 +62,15 @@ class Outlier(NamedTuple):
         group: which.
         excess: how much louder it is than the third loudest.
         error: standard error of that.
-        is_louder: whether its own level exceeds that of the reference; always without one.
     """
 
     group: int
     excess: float
     error: float
-    is_louder: bool = True
 
     def beyond(self, limit: float) -> bool:
         """Whether the excess is large and sure."""
-        return self.is_louder and self.excess >= limit and self.excess >= SURE * self.error
+        return self.excess >= limit and self.excess >= SURE * self.error
 
 
 class NoiseShape(NamedTuple):
@@ -108,9 +87,10 @@ class NoiseShape(NamedTuple):
         offset: share of the noise that is one number per expert.
         likeness: correlation of these numbers with the recorded selection bias; None without one.
         lag: shift, share and number of the flips that have the experts of a neighbour in A.
-        beyond: size of the noise over that of a reference run; None without one.
-        beyond_error: standard error of its logarithm, clustered by document.
-        loudest_end: whether the loudest octave of positions exceeds the reference.
+        beyond: size of the noise over that of a single reference run; None without one.
+        flips: share of the tokens that flip.
+        count: tokens of the layer.
+        density: tokens per unit of gap over spread, at a gap of zero; None without scores.
     """
 
     name: str
@@ -124,15 +104,9 @@ class NoiseShape(NamedTuple):
     likeness: float | None = None
     lag: tuple[int, float, int] | None = None
     beyond: float | None = None
-    beyond_error: float = 0.0
-    loudest_end: bool = True
-
-    @property
-    def is_louder(self) -> bool:
-        """Whether the layer is louder than the reference run beyond chance; always without one."""
-        if self.beyond is None:
-            return True
-        return math.log(self.beyond) > LOUDER * self.beyond_error
+    flips: float = 0.0
+    count: int = 0
+    density: float | None = None
 
 
 class TokenKeys(NamedTuple):
@@ -149,7 +123,6 @@ def measure_shape(
     keys: TokenKeys,
     before: tuple[Float[np.ndarray, " tokens"], Int[np.ndarray, "tokens k"]] | None,
     bias: Float[np.ndarray, " experts"] | None,
-    expected: Float[np.ndarray, " tokens"] | None = None,
 ) -> NoiseShape:
     """Measure the effects of one layer, all but the lag.
 
@@ -160,78 +133,24 @@ def measure_shape(
         keys: documents and positions.
         before: level of each token in the layer before, and the experts that A chose there.
         bias: selection bias by which the two sides may differ.
-        expected: level that a reference run has; what is measured is then the level beyond it.
     """
     relative = noise.relative(fresh)
-    level = noise.level if expected is None else noise.level - expected
-    rows = np.flatnonzero(fresh & noise.measured & ~np.isnan(level))
+    level = noise.level
+    rows = np.flatnonzero(fresh & noise.measured)
     shape = NoiseShape(name, relative, len(rows))
     if not relative or len(rows) < FEWEST:
         return shape
-    if expected is not None:
-        shape = shape._replace(
-            beyond=math.exp(float(np.median(level[rows])) / 2),
-            beyond_error=_level_error(level[rows], keys.documents[rows]) / 2,
-        )
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
     kept = _CentredDifferences(noise, rows)
     share, means = _expert_offsets(kept)
-    outliers = (
-        _loudest_document(level[rows], keys.documents[rows]),
-        None if before is None else _loudest_expert(level - before[0], rows, before[1]),
-    )
-    if expected is not None:
-        chosen = None if before is None else before[1]
-        outliers = _louder_groups(outliers, level, rows, keys.documents, chosen)
-        end = _has_louder_octave(level[noisy], keys.positions[noisy])
-        shape = shape._replace(loudest_end=end)
     return shape._replace(
         rise=_position_rise(level[noisy], keys.positions[noisy]),
-        document=outliers[0],
-        expert=outliers[1],
+        document=_loudest_document(level[rows], keys.documents[rows]),
+        expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
         row=_loudest_row(kept),
         offset=share,
         likeness=None if bias is None else _bias_likeness(means, bias),
     )
-
-
-def _level_error(level: np.ndarray, documents: np.ndarray) -> float:
-    """Standard error of a median level: by the medians of documents, at least by tokens."""
-    plain = 1.2533 * float(level.std()) / math.sqrt(len(level))
-    medians = [float(np.median(level[documents == x])) for x in np.unique(documents)]
-    if len(medians) < 4:
-        return plain
-    return max(plain, 1.2533 * float(np.std(medians, ddof=1)) / math.sqrt(len(medians)))
-
-
-def _exceeds(level: np.ndarray) -> bool:
-    """Whether a mean level is above zero, the reference, beyond chance."""
-    return float(level.mean()) > LOUDER * float(level.std()) / math.sqrt(len(level))
-
-
-def _louder_groups(
-    outliers: tuple[Outlier | None, Outlier | None],
-    level: np.ndarray,
-    rows: np.ndarray,
-    documents: np.ndarray,
-    chosen: np.ndarray | None,
-) -> tuple[Outlier | None, Outlier | None]:
-    """The loudest document and expert, each with whether it is louder than the reference."""
-    document, expert = outliers
-    if document is not None:
-        members = level[rows][documents[rows] == document.group]
-        document = document._replace(is_louder=_exceeds(members))
-    if expert is not None and chosen is not None:
-        members = level[rows][(chosen[rows] == expert.group).any(1)]
-        expert = expert._replace(is_louder=_exceeds(members))
-    return document, expert
-
-
-def _has_louder_octave(level: np.ndarray, positions: np.ndarray) -> bool:
-    """Whether some octave of positions is louder than the reference."""
-    octave = np.log2(positions + 1).astype(int)
-    groups = [level[octave == x] for x in np.unique(octave[octave > 0])]
-    return any(_exceeds(group) for group in groups if len(group) >= 8)
 
 
 def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
@@ -252,12 +171,14 @@ def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, flo
 
 
 def _loudest_document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
+    """The document of the largest mean level, over the third largest."""
     numbers, codes = np.unique(documents, return_inverse=True)
     outlier = _outlier(codes, level, len(numbers))
     return None if outlier is None else outlier._replace(group=int(numbers[outlier.group]))
 
 
 def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
+    """The expert of the layer before whose tokens gained most, over the third most."""
     k, rows = chosen.shape[1], rows[~np.isnan(growth[rows])]
     if len(rows) == 0:
         return None
@@ -368,7 +289,7 @@ def _equal_share(
     return float(equal.all(1).mean()), len(rows)
 
 
-def find_patterns(shapes: Sequence[NoiseShape], referred: bool = False) -> tuple[Pattern, ...]:
+def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     """Return the shapes beyond their limits, the most specific first.
 
     What a more specific pattern brings with it is not repeated: a swapped expert is also a layer
@@ -376,31 +297,26 @@ def find_patterns(shapes: Sequence[NoiseShape], referred: bool = False) -> tuple
 
     Args:
         shapes: the layers in order of depth.
-        referred: whether levels are those beyond a reference run.
     """
-    limits = LIMITS_BEYOND if referred else LIMITS
-    lag = [x for shape in shapes if (x := _lag_pattern(shape, limits["lag"]))]
     loud = [shape for shape in shapes if shape.relative]
-    experts = _strongest([x for s in loud if (x := _expert_pattern(s, shapes, limits["expert"]))])
-    offsets = _strongest([x for s in loud if (x := _offset_pattern(s, shapes, limits["offset"]))])
-    louder = [shape for shape in loud if shape.is_louder]
-    rows = _strongest(
-        [x for s in louder if (x := _outlier_pattern("row", s.name, s.row, limits["row"]))]
-    )
-    first = loud if referred else loud[:1]
-    positions = _strongest([x for s in first if (x := _position_pattern(s, limits["positions"]))])
-    documents = _strongest(
-        [
-            x
-            for s in first
-            if (x := _outlier_pattern("document", s.name, s.document, limits["document"]))
-        ]
-    )
-    layers = _strongest(_layer_patterns(shapes, referred, limits))
-    for patterns in (lag[:1], offsets, experts, rows, positions, documents, layers):
+    experts = [x for shape in loud if (x := _expert_pattern(shape, shapes))]
+    offsets = [x for shape in loud if (x := _offset_pattern(shape, shapes))]
+    rows = [x for shape in loud if (x := _outlier_pattern("row", shape.name, shape.row))]
+    positions = [x for shape in loud[:1] if (x := _position_pattern(shape))]
+    documents = [x for s in loud[:1] if (x := _outlier_pattern("document", s.name, s.document))]
+    layers = _layer_patterns(shapes)
+    lags = [x for shape in shapes if (x := _lag_pattern(shape))][:1]
+    for patterns in (lags, offsets, experts, rows, positions, documents, layers):
         if patterns:
-            return tuple(patterns)
+            return tuple(_strongest(patterns))
     return ()
+
+
+def find_known_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
+    """Return the patterns that need no reference: a lag, and offsets like the recorded bias."""
+    lags = [x for shape in shapes if (x := _lag_pattern(shape))]
+    offsets = [x for shape in shapes if shape.relative and (x := _offset_pattern(shape, shapes))]
+    return tuple([*lags, *(x for x in offsets if x.detail == "bias")][:1])
 
 
 def _strongest(patterns: Sequence[Pattern]) -> list[Pattern]:
@@ -408,37 +324,36 @@ def _strongest(patterns: Sequence[Pattern]) -> list[Pattern]:
     return sorted(patterns, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
 
 
-def _lag_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
+def _lag_pattern(shape: NoiseShape) -> Pattern | None:
+    """The lag of a layer whose flips mostly have the experts of a neighbour."""
+    limit = LIMITS["lag"]
     if shape.lag is None or shape.lag[1] < limit:
         return None
     lag, share, count = shape.lag
     return Pattern("lag", shape.name, share, limit, number=lag, flips=count)
 
 
-def _expert_pattern(
-    shape: NoiseShape, shapes: Sequence[NoiseShape], limit: float
-) -> Pattern | None:
+def _expert_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
     """An expert of the layer before, whose tokens gained noise."""
     index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
-    return _outlier_pattern("expert", shapes[index - 1].name, shape.expert, limit)
+    return _outlier_pattern("expert", shapes[index - 1].name, shape.expert)
 
 
-def _outlier_pattern(
-    kind: PatternKind, layer: str, outlier: Outlier | None, limit: float
-) -> Pattern | None:
+def _outlier_pattern(kind: PatternKind, layer: str, outlier: Outlier | None) -> Pattern | None:
     """The pattern of one group whose excess is large and sure."""
+    limit = LIMITS[kind]
     if outlier is None or not outlier.beyond(limit):
         return None
     return Pattern(kind, layer, outlier.excess, limit, number=outlier.group)
 
 
-def _offset_pattern(
-    shape: NoiseShape, shapes: Sequence[NoiseShape], limit: float
-) -> Pattern | None:
+def _offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
+    """Offsets of experts that are the recorded bias, or those of one layer alone."""
+    limit = LIMITS["offset"]
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
     like = likeness >= LIKENESS and share >= limit / 2
     others = [other.offset or 0.0 for other in shapes if other.name != shape.name]
-    alone = shape.is_louder and share >= limit and max(others, default=1.0) < limit / 2
+    alone = share >= limit and max(others, default=1.0) < limit / 2
     if not like and not alone:
         return None
     return Pattern(
@@ -446,40 +361,34 @@ def _offset_pattern(
     )
 
 
-def _position_pattern(shape: NoiseShape, limit: float) -> Pattern | None:
+def _position_pattern(shape: NoiseShape) -> Pattern | None:
+    """Growth along positions that is large and sure."""
+    limit = LIMITS["positions"]
     rise, error = shape.rise or (0.0, 0.0)
-    if abs(rise) < limit or abs(rise) < SURE * error or not shape.loudest_end:
+    if abs(rise) < limit or abs(rise) < SURE * error:
         return None
     if rise > 0 and (shape.relative or 0.0) < ATTENTION:
         return None
     return Pattern("positions", shape.name, rise, limit)
 
 
-def _layer_patterns(
-    shapes: Sequence[NoiseShape], referred: bool, limits: Mapping[str, float]
-) -> list[Pattern]:
-    """Layers that are much louder than the next one, or than the one before."""
-    patterns = []
-    spike, entry = limits["spike"], limits["entry"]
-    sizes = [None, *(_noise_size(shape, referred) for shape in shapes), None]
+def _layer_patterns(shapes: Sequence[NoiseShape]) -> list[Pattern]:
+    """Layers that are much louder than those beside them.
+
+    A layer that is louder than the one before alone may be the first after what is rounded.
+    """
+    patterns, limit = [], LIMITS["spike"]
+    sizes = [None, *map(_noise_size, shapes), None]
     for index, shape in enumerate(shapes):
         before, size, after = sizes[index : index + 3]
-        if size is None or not shape.is_louder:
+        if size is None or after is None:
             continue
-        neighbour = after if before is None else before
-        if referred and neighbour is not None and neighbour > BESIDE:
-            continue
-        down = None if after is None else size / after
-        up = None if before is None else size / before
-        if down is not None and down >= spike and (up is None or up >= spike):
-            least = down if up is None else min(up, down)
-            patterns.append(Pattern("layer", shape.name, least, spike, detail="beside"))
-        elif up is not None and up >= entry:
-            patterns.append(Pattern("layer", shape.name, up, entry, detail="before"))
+        least = size / max(after, before or 0.0)
+        if least >= limit:
+            patterns.append(Pattern("layer", shape.name, least, limit, detail="beside"))
     return patterns
 
 
-def _noise_size(shape: NoiseShape, referred: bool) -> float | None:
-    """Size of the noise of a layer that has some, relative or beyond the reference."""
-    size = shape.beyond if referred else shape.relative
-    return size if size and shape.relative and shape.tokens >= 5 * FEWEST else None
+def _noise_size(shape: NoiseShape) -> float | None:
+    """Relative noise of a layer that has some in enough tokens."""
+    return shape.relative if shape.relative and shape.tokens >= 5 * FEWEST else None

@@ -36,8 +36,10 @@ what is to be explained: s is then at most 64 times the rounding of the scores.
 Under noise, R = M/s is at most |Δ_i - Δ_j|/s of the pair that changed places. The law of the latter
 is taken from the layer itself: from pairs of experts on one side of the threshold of which neither
 changed places, so that no flip selects them. Its tail beyond the last 2 % is a power law with
-Hill's exponent. So heavy tails are part of the reference and not of the evidence. Any of the pairs
-across the threshold may be the widest, so that p is multiplied by their number k (C - k).
+Hill's exponent. So heavy tails are part of the reference, not of the evidence. Flips select large
+noise: a pair changes places if its noise exceeds its distance, and the number of pairs within a
+distance grows with it at most as its square (few experts: linearly). So the reference is weighted
+by R² before p is read from it.
 
 A p-value is given to *first* flips only: a token that flipped in an earlier layer carries another
 residual stream, and its later flips are consequences. Over all first flips of all layers the false
@@ -188,6 +190,24 @@ def _score_spread(layer: LayerTrace, scores: Tensor) -> float:
     return deviation.median().item() / top_deviation(able, min(scores.shape[1], able))
 
 
+SMALL_GAPS = 0.05
+"""Share of the tokens whose gaps give the density at zero."""
+
+
+def gap_density(layer: LayerTrace, spread: float) -> float | None:
+    """Tokens per unit of gap over spread, at a gap of zero: T p / q_p with p = 5 %.
+
+    Args:
+        layer: a layer with gaps.
+        spread: spread of its scores.
+    """
+    gaps = layer.gap.double()
+    if len(gaps) < FEWEST_PAIRS or spread <= 0:
+        return None
+    quantile = float(gaps.quantile(SMALL_GAPS))
+    return len(gaps) * SMALL_GAPS * spread / quantile if quantile > 0 else None
+
+
 @lru_cache(maxsize=64)
 def top_deviation(experts: int, ranks: int) -> float:
     """Standard deviation of the expected first ranks of `experts` independent N(0, 1) scores."""
@@ -211,6 +231,9 @@ SILENT = 64.0
 """Most noise, over rounding, that a token is granted in a layer where most have none at all."""
 EXPONENTS = (1.0, 6.0)
 """Limits of the exponent of the tail."""
+CROSSING = 2.0
+"""Noise of size R makes pairs change places ∝ R² times: as many stand within R of each other, and
+each is crossed as often as R is large."""
 PRIOR = (1.0, 64.0)
 """Limits of ν₀."""
 
@@ -260,8 +283,8 @@ def flip_test(
         freedom = np.full_like(freedom, EXPONENTS[1])
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
     able &= len(reference) >= FEWEST_PAIRS
-    ratio, pairs = margins / np.maximum(scale, noise.floor), a.facts.k * _ranks_past_k(a)
-    chance = np.minimum(pairs * _tail_probability(reference, ratio, freedom), 1.0)
+    ratio = margins / np.maximum(scale, noise.floor)
+    chance = _size_biased_tail(reference, ratio, freedom)
     p = np.where(able & (margins > noise.floor), chance, 1.0)
     return FlipTest(rows, margins, scale, p, int(able.sum()))
 
@@ -307,11 +330,6 @@ def _moved_experts(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray
     in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
     first = torch.arange(in_a.shape[1]) < k
     return (first[None, :] != in_b).numpy()
-
-
-def _ranks_past_k(layer: LayerTrace) -> int:
-    """Kept ranks past k: experts that may enter."""
-    return max(layer.experts.shape[1] - layer.facts.k, 1)
 
 
 def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
@@ -364,10 +382,12 @@ def _reference_ratios(
     return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
 
 
-def _tail_probability(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """P(reference >= ratio): counted, and by Hill's power law beyond the last 2 %.
+def _size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+    """P(R >= ratio) for the ratios R of pairs that change places: Σ_{R >= ratio} R² / Σ R².
 
-    The exponent is at most the degrees of freedom of s: few experts may agree by chance.
+    Counted, and beyond the last 2 % by Hill's power law R^-α, whose weighted tail falls as
+    R^-(α - 2); where α <= 2, it does not fall. The exponent is at most the degrees of freedom of s:
+    few experts may agree by chance.
     """
     count = len(reference)
     if count < FEWEST_PAIRS:
@@ -376,7 +396,10 @@ def _tail_probability(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndar
     start = max(reference[-top - 1], 1.0)  # what is within one deviation is no tail
     exceeded = np.log(np.maximum(reference[-top:], start) / start)
     exponent = np.clip(1 / max(exceeded.mean(), 1e-9), *EXPONENTS)
-    counted = (count - np.searchsorted(reference, ratio)) / count
     exponent = np.minimum(exponent, np.maximum(freedom, EXPONENTS[0]))
-    beyond = top / count * (np.maximum(ratio, start) / start) ** -exponent
-    return np.where(ratio > start, beyond, np.maximum(counted, top / count))
+    weight = np.append(np.cumsum(reference[::-1] ** 2)[::-1], 0.0)
+    counted = weight[np.searchsorted(reference, ratio)] / max(weight[0], np.finfo(float).tiny)
+    share = max(weight[-top - 1], top * start**2) / max(weight[0], top * start**2)
+    fall = np.maximum(exponent - CROSSING, 0.0)
+    beyond = share * (np.maximum(ratio, start) / start) ** -fall
+    return np.where(ratio > start, np.maximum(beyond, counted), np.maximum(counted, share))

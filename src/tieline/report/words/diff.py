@@ -106,7 +106,7 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
     "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
     "outputs differ": lambda causes: _outputs_differ(causes),
     "noise larger than expected": lambda causes: (
-        f"Noise louder than {causes.expected} explains, another format or a fault: "
+        f"Noise louder than {causes.expected or 'any format'} explains, another format or a fault: "
         f"{causes.size.text}. What to do: compare the precision and the weights from the first "
         "layer named below."
     ),
@@ -365,6 +365,8 @@ def size(answer: SizeAnswer) -> str:
     """Write how large the noise is, and whether the expected format explains it."""
     if answer.kind == "no scores":
         return NO_SCORES
+    if answer.kind == "flips":
+        return _too_many_flips(answer)
     if answer.kind == "equal":
         return "the scores are equal up to the rounding of float32"
     noise = (
@@ -378,13 +380,24 @@ def size(answer: SizeAnswer) -> str:
         return f"{differ}; no format is expected that it could be judged by"
     if answer.ratio is not None:
         ratio = f"{answer.ratio:.{1 if answer.ratio < 10 else 0}f}"
-        times = f"{ratio} times the noise that {expected} makes in this model"
-        return f"{layer_label(answer.judged)} has {times}; {differ}"
+        what = "flips" if answer.relative is None else "noise"
+        times = f"{ratio} times the {what} that {expected} makes in this model"
+        loud = f"{layer_label(answer.judged)} has {times}"
+        return loud if answer.relative is None else f"{loud}; {differ}"
     if answer.answer == "yes":
         return f"{differ}; {expected} explains that"
     return (
         f"the noise of {layer_label(answer.judged)} is {_noise_text(answer.noise)} of the spread "
         f"of its scores, and {expected} explains at most {_noise_text(answer.allowed)}; {differ}"
+    )
+
+
+def _too_many_flips(answer: SizeAnswer) -> str:
+    """How many tokens flip, and how many the format explains."""
+    expected = "any format" if answer.expected is None else f"{answer.expected} ({answer.origin})"
+    return (
+        f"{_share(answer.flips)} of the tokens of {layer_label(answer.judged)} flip, and "
+        f"{expected} explains at most {_share(answer.most_flips)}"
     )
 
 
@@ -464,18 +477,23 @@ def _permutation_pattern(shape: Pattern) -> str:
     return f"permutation: {renumbering(moved, shape.number or 0, shape.layer or '', shape.moves)}"
 
 
+def _others(shape: Pattern) -> str:
+    """What a loud group is compared with."""
+    return "sound runs" if shape.detail == "reference" else "others"
+
+
 def _expert_pattern(shape: Pattern) -> str:
     return (
         f"one expert: tokens that chose expert {shape.number} of {layer_label(shape.layer)} have "
-        f"{_times(shape)} times the noise of others in the next layer: compare the weights of that "
-        "expert (swapped, stale, or quantised otherwise)"
+        f"{_times(shape)} times the noise of {_others(shape)} in the next layer: compare the "
+        "weights of that expert (swapped, stale, or quantised otherwise)"
     )
 
 
 def _row_pattern(shape: Pattern) -> str:
     return (
         f"one expert: the scores of expert {shape.number} in {layer_label(shape.layer)} differ "
-        f"{_times(shape)} times as much as those of others: compare its row of the router"
+        f"{_times(shape)} times as much as those of {_others(shape)}: compare its row of the router"
     )
 
 
@@ -489,6 +507,12 @@ def _offset_pattern(shape: Pattern) -> str:
 
 
 def _positions_pattern(shape: Pattern) -> str:
+    if shape.detail == "reference":
+        return (
+            f"positions: from position {shape.number} on, tokens have {_times(shape)} times the "
+            f"noise of sound runs in {layer_label(shape.layer)}, and others do not: look at rotary "
+            "tables, masks and caches"
+        )
     grows = shape.effect > 0
     return (
         f"positions: the noise of {layer_label(shape.layer)} {'grows' if grows else 'falls'} "
@@ -499,16 +523,23 @@ def _positions_pattern(shape: Pattern) -> str:
 
 def _document_pattern(shape: Pattern) -> str:
     return (
-        f"one document: document {shape.number} has {_times(shape)} times the noise of others in "
-        f"{layer_label(shape.layer)}: compare its tokens, positions and cache"
+        f"one document: document {shape.number} has {_times(shape)} times the noise of "
+        f"{_others(shape)} in {layer_label(shape.layer)}: compare its tokens, positions and cache"
+    )
+
+
+def _group_pattern(group: str, advice: str) -> Callable[[Pattern], str]:
+    """The sentence of a group of tokens that is louder than in sound runs."""
+    return lambda shape: (
+        f"{group.format(shape.number)}: {_times(shape)} times the noise of sound runs in "
+        f"{layer_label(shape.layer)}, and other tokens do not have it: {advice}"
     )
 
 
 def _layer_pattern(shape: Pattern) -> str:
-    others = "the layers beside it" if shape.detail == "beside" else "the layer before"
     return (
         f"one layer: the scores of {layer_label(shape.layer)} differ {shape.effect:.2g} times as "
-        f"much as those of {others}: compare its weights and the precision of its router"
+        "much as those of the layers beside it: compare its weights and the precision of its router"
     )
 
 
@@ -527,6 +558,14 @@ PATTERNS: dict[str, Callable[[Pattern], str]] = {
     "row": _row_pattern,
     "offset": _offset_pattern,
     "positions": _positions_pattern,
+    "first position": _group_pattern(
+        "the first position of documents", "look at masks, padding and attention sinks"
+    ),
+    "last position": _group_pattern(
+        "the last position of documents", "look at what is done to the last token of a sequence"
+    ),
+    "token": _group_pattern("token id {}", "compare its row of the embedding"),
+    "rare tokens": _group_pattern("tokens that are rare here", "compare rows of the embedding"),
     "document": _document_pattern,
     "layer": _layer_pattern,
     "weights": _weights_pattern,

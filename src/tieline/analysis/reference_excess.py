@@ -1,0 +1,535 @@
+"""Where a run is further from float32 than sound runs of the same model in the same format.
+
+A run B and R reference runs (`reference_runs`) are compared with one run A in float32, on the same
+tokens. λ(t) is the logarithm of the median over experts of |Δ - median Δ|, the differences of the
+scores of token t in a layer: the noise of the token as a whole, whatever single scores do. λ̄(t) is
+its mean over the reference runs, d(t) = λ_B(t) - λ̄(t). Two scores of a token have an expectation of
+at most zero where B is sound:
+
+    level    d(t) - τ          cut at ± 3: noise may be e^τ times that of the references
+    tail     1{d(t) > q} - π   q: 99 % quantile of d of a reference run, plus τ, at least log 2
+                               (not in 8 and 4 bits: beside the scale of a tensor, small states
+                               have more noise)
+
+Both are summed over groups of tokens, layer by layer: all tokens, the first and the last position,
+octaves of positions, single documents, frequent and rare token ids, and the experts that A chose in
+the layer before. One row of a router is found by the level alone, of log |Δ - median Δ| - λ(t) over
+the scores of its expert, which may be twice as loud. Where B has no scores, f_B(t) - (1 + φ) f̄(t)
+takes their place, f saying whether a token flips.
+
+Tokens of a document are alike, so that every sum is divided by the standard deviation that the sums
+of its documents have, at least by that of independent tokens in the reference runs; the sum of a
+single document by that of documents in the reference runs. One limit serves all layers, groups and
+scores: the 99.5 % quantile of the *largest* ratio under the null, that of each reference run
+against the others, whose documents change sign at random.
+
+Flips carry on: a token that flips leaves another state to the layers above, and attention brings
+that to the later tokens of its document; so does a single score that changes a combine weight. So a
+layer is judged by the tokens that nothing of the kind in B has reached in an earlier layer: no
+flip, but for those that all reference runs have, and no score that differs five times as much as
+the largest of the references. A fault that makes flips is noise in its own layer, and is found
+there.
+
+An excess is named by a group if that exceeds the limit and the tokens outside it are as they are in
+the references; otherwise the noise as a whole is too large.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from tieline.analysis.score_noise import FEWEST_COMMON, LayerNoise
+
+GroupKind = Literal[
+    "all",
+    "first position",
+    "last position",
+    "positions",
+    "document",
+    "token",
+    "rare tokens",
+    "expert",
+    "row",
+]
+"""Groups of tokens, or of the scores of one expert."""
+SPECIFIC: tuple[GroupKind, ...] = (
+    "last position",
+    "first position",
+    "token",
+    "rare tokens",
+    "document",
+    "expert",
+    "positions",
+    "row",
+)
+"""The groups that an excess is named by, the most specific first."""
+Sums = Float[np.ndarray, "groups clusters"]
+
+LEVEL = 0.005
+"""Chance that any of the tests of a sound run exceeds the limit."""
+LEAST_LIMIT = 6.0
+"""Least limit: emulated runs round the same weights, and are more alike than engines are."""
+DRAWS = 1000
+"""Changes of sign that the limit is taken from."""
+CUT = 3.0
+"""Largest |d| that counts."""
+TAIL, TAIL_SHARE = 0.99, 0.05
+"""Quantile of d in reference runs beyond which a token is in the tail; π, the share allowed."""
+FAR = 0.7
+"""Least logarithm by which a token in the tail exceeds that quantile: noise twice as large."""
+WIDE = 1.5
+"""τ from which on the tail is not looked at."""
+LATER = 1.75
+"""How much larger τ is after the first layer: combine weights carry on noise of single scores."""
+DRAWN = 1.6
+"""Least deviation of d is this over √ranks: that of the log of the median of so many |x|, twice
+drawn. Reference runs may share all of their noise."""
+SPIKE = 1.6
+"""Logarithm by which the largest difference of a token's scores exceeds references: five-fold."""
+ROW = 0.7
+"""τ of the scores of one expert beside those of its tokens."""
+MORE_FLIPS = 0.3
+"""φ: flips that a sound run may have more than the references."""
+COUNTS = 4.0
+"""Variance added to that of counts, so that a few of them are no evidence."""
+FEWEST_TOKENS, FEWEST_CLUSTERS = 8, 4
+"""Tokens and documents of a group without which it is not tested."""
+CLUSTERS = 12
+"""Documents without which stretches of them are the clusters."""
+FREQUENT = 8
+"""Token ids that are groups of their own."""
+RARE = 2
+"""Most tokens of an id that counts as rare."""
+OUTSIDE = 3.0
+"""Standard errors from which on the tokens outside a group are too loud as well."""
+APART = 2.0
+"""How much louder than those a group must be that an excess is named by."""
+MOST_INSIDE = 0.5
+"""Share of the tokens above which a group is no exception."""
+
+
+class RunLayer(NamedTuple):
+    """One layer of a run beside that of A.
+
+    Attributes:
+        level: λ of each token; NaN where too few experts are common.
+        rows: log |Δ - median Δ| - λ of the experts that A kept; NaN where B did not keep one.
+        flipped: 1 for tokens whose set of experts differs; -1 where the run has no such token.
+    """
+
+    level: Float[np.ndarray, " tokens"]
+    rows: Float[np.ndarray, "tokens ranks"]
+    flipped: Int[np.ndarray, " tokens"]
+
+    @classmethod
+    def of(cls, noise: LayerNoise | None, flipped: Bool[np.ndarray, " tokens"]) -> "RunLayer":
+        """The layer by the differences of its scores; levels are NaN without them."""
+        if noise is None:
+            unknown = np.full((len(flipped), 1), np.nan)
+            return cls(unknown[:, 0], unknown, flipped.astype(np.int8))
+        difference = np.where(noise.common, noise.difference, np.nan)
+        difference[noise.common.sum(1) < FEWEST_COMMON] = np.nan
+        size = np.abs(difference - _row_median(difference))
+        level = np.log(_row_median(size) + noise.floor)
+        rows = np.log(size + noise.floor) - level
+        return cls(level[:, 0], rows, flipped.astype(np.int8))
+
+    def at(self, tokens: Int[np.ndarray, " _"]) -> "RunLayer":
+        """The same of some tokens; -1 for one that the run does not have."""
+        missing = tokens < 0
+        level = np.where(missing, np.nan, self.level[tokens])
+        rows = np.where(missing[:, None], np.nan, self.rows[tokens])
+        return RunLayer(level, rows, np.where(missing, -1, self.flipped[tokens]))
+
+    def largest(self) -> Float[np.ndarray, " tokens"]:
+        """Return log max |Δ - median Δ| of each token; NaN where it is unknown."""
+        return np.where(np.isnan(self.rows), -np.inf, self.rows).max(1) + self.level
+
+    def scores(self) -> "RunLayer":
+        """The same with every score a token of its own."""
+        single = np.full((self.rows.size, 1), np.nan)
+        flipped = np.repeat(self.flipped, self.rows.shape[1])
+        return RunLayer(self.rows.ravel(), single, flipped)
+
+
+def _row_median(values: np.ndarray) -> np.ndarray:
+    """Median of each row, NaN left out, as a column."""
+    ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(1)
+    low, high = (np.maximum(count - 1, 0) // 2)[:, None], (count // 2)[:, None]
+    high = np.minimum(high, values.shape[1] - 1)
+    return (np.take_along_axis(ordered, low, 1) + np.take_along_axis(ordered, high, 1)) / 2
+
+
+class Tokens(NamedTuple):
+    """The compared tokens.
+
+    Attributes:
+        documents: document of each token.
+        positions: its position there.
+        ids: its token id; None if unknown.
+        chosen: by layer, the experts that A chose; empty where single scores take their place.
+        kept: by layer, the experts that A scored.
+    """
+
+    documents: Int[np.ndarray, " tokens"]
+    positions: Int[np.ndarray, " tokens"]
+    ids: Int[np.ndarray, " tokens"] | None
+    chosen: Sequence[Int[np.ndarray, "tokens k"]]
+    kept: Sequence[Int[np.ndarray, "tokens ranks"]]
+
+    def scores(self) -> "Tokens":
+        """The same with every score a token of its own."""
+        ranks = self.kept[0].shape[1]
+        repeated = (np.repeat(x, ranks) for x in (self.documents, self.positions))
+        return Tokens(*repeated, None, (), self.kept)
+
+
+class Excess(NamedTuple):
+    """A group of tokens in a layer that is further from A than the references.
+
+    Attributes:
+        layer: number of the layer.
+        kind: the kind of group; "all" if the excess is not that of a group.
+        number: document, token id, expert, or first position of an octave.
+        ratio: e^d, d the mean over the group: its noise over that of the references.
+        statistic: the largest ratio of a sum to its standard deviation.
+        limit: limit of that.
+    """
+
+    layer: int
+    kind: GroupKind
+    number: int | None
+    ratio: float
+    statistic: float
+    limit: float
+
+
+class _Groups:
+    """Groups of tokens of one layer, as pairs (group, token)."""
+
+    def __init__(self, tokens: Tokens, layer: int) -> None:
+        self.names: list[tuple[GroupKind, int | None]] = []
+        self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.are_rows = not tokens.chosen
+        if self.are_rows:
+            self._add_columns("row", tokens.kept[layer].reshape(-1, 1))
+        else:
+            self._add_token_groups(tokens, layer)
+        self.group, self.token = (np.concatenate(x) for x in zip(*self._pairs, strict=True))
+
+    def _add_token_groups(self, tokens: Tokens, layer: int) -> None:
+        """All groups but single rows of a router."""
+        self._add("all", np.ones(len(tokens.documents), dtype=bool))
+        self._add("first position", tokens.positions == 0)
+        self._add("last position", _last_positions(tokens))
+        octave = np.log2(tokens.positions + 1).astype(int)
+        for number in np.unique(octave[octave > 0]).tolist():
+            self._add("positions", octave == number, 2**number - 1)
+        self._add_columns("document", tokens.documents[:, None])
+        if tokens.ids is not None:
+            self._add_ids(tokens.ids)
+        if layer > 0:
+            self._add_columns("expert", tokens.chosen[layer - 1])
+
+    def _add(self, kind: GroupKind, members: np.ndarray, number: int | None = None) -> None:
+        rows = np.flatnonzero(members)
+        self._pairs.append((np.full(len(rows), len(self.names)), rows))
+        self.names.append((kind, number))
+
+    def _add_columns(self, kind: GroupKind, columns: np.ndarray) -> None:
+        """One group for each number in the rows of a table."""
+        numbers, codes = np.unique(columns, return_inverse=True)
+        rows = np.repeat(np.arange(len(columns)), columns.shape[1])
+        self._pairs.append((codes.ravel() + len(self.names), rows))
+        self.names += [(kind, int(number)) for number in numbers]
+
+    def _add_ids(self, ids: np.ndarray) -> None:
+        """The most frequent token ids, and all that occur once or twice."""
+        numbers, codes, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        self._add("rare tokens", counts[codes] <= RARE)
+        for index in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
+            self._add("token", codes == index, int(numbers[index]))
+
+    def sums(self, values: np.ndarray, clusters: np.ndarray) -> Sums:
+        """Sum of the values of each group in each cluster."""
+        width, height = int(clusters.max()) + 1, len(self.names)
+        codes = self.group * width + clusters[self.token]
+        flat = np.bincount(codes, weights=values[self.token], minlength=height * width)
+        return flat.reshape(height, width)
+
+    def members(self, numbers: Sequence[int]) -> np.ndarray:
+        """Which tokens are in one of these groups."""
+        inside = np.zeros(int(self.token.max()) + 1, dtype=bool)
+        inside[self.token[np.isin(self.group, numbers)]] = True
+        return inside
+
+
+def _last_positions(tokens: Tokens) -> np.ndarray:
+    """Tokens that are the last of their document."""
+    last = np.zeros(len(tokens.documents), dtype=bool)
+    order = np.lexsort((tokens.positions, tokens.documents))
+    last[order[np.flatnonzero(np.diff(tokens.documents[order], append=-1))]] = True
+    return last
+
+
+def token_clusters(tokens: Tokens) -> Int[np.ndarray, " tokens"]:
+    """Number of the cluster of each token: documents, or stretches of few documents."""
+    codes = np.unique(tokens.documents, return_inverse=True)[1]
+    stretches = -(-CLUSTERS // (int(codes.max()) + 1))
+    return codes * stretches + tokens.positions * stretches // (int(tokens.positions.max()) + 1)
+
+
+class _Scores(NamedTuple):
+    """Scores of the tokens of a layer, level and tail or flips alone; zero where unknown.
+
+    Attributes:
+        values: what is beyond the references.
+        allowed: what a sound run may have.
+        variance: least variance of each token.
+        known: where they are known.
+    """
+
+    values: Float[np.ndarray, "scores tokens"]
+    allowed: Float[np.ndarray, "scores tokens"]
+    variance: Float[np.ndarray, "scores tokens"]
+    known: Bool[np.ndarray, " tokens"]
+
+
+def _layer_scores(
+    run: RunLayer,
+    others: Sequence[RunLayer],
+    fresh: np.ndarray,
+    tail: float,
+    tolerance: float,
+) -> _Scores:
+    """Scores of a run beside others.
+
+    Args:
+        run: a layer of the run.
+        others: the same layer of the references.
+        fresh: tokens that earlier flips have not reached.
+        tail: the quantile; infinite for the level alone.
+        tolerance: τ.
+    """
+    levels = np.stack([x.level for x in others])
+    flips = np.mean([x.flipped for x in others], axis=0)
+    if np.isnan(run.level).all():
+        share = (1 + MORE_FLIPS) * flips * (1 + 1 / len(others))
+        values, allowed = (run.flipped - flips)[None], (MORE_FLIPS * flips)[None]
+        return _Scores(values, allowed, share[None], np.ones(len(flips), dtype=bool))
+    known = fresh & ~np.isnan(levels).any(0)
+    raw = np.where(np.isnan(run.level), math.inf, run.level - levels.mean(0))
+    difference = np.where(known, np.clip(raw, -CUT, CUT), 0.0)
+    if tail == math.inf:
+        return _Scores(difference[None], (tolerance * known)[None], 0.0 * known[None], known)
+    values = np.stack((difference, known & (raw > tail + max(tolerance, FAR))))
+    allowed = np.stack((tolerance * known, TAIL_SHARE * known))
+    return _Scores(values, allowed, np.stack((0.0 * known, TAIL_SHARE * known)), known)
+
+
+class _Layer:
+    """The sums of all groups of one layer, of B and of every reference run beside the others."""
+
+    def __init__(
+        self,
+        run: RunLayer,
+        references: Sequence[RunLayer],
+        groups: _Groups,
+        clusters: np.ndarray,
+        fresh: np.ndarray,
+        tolerance: float,
+        has_tail: bool,
+    ) -> None:
+        self._has_levels = not np.isnan(run.level).all()
+        if not self._has_levels:
+            references = [RunLayer.of(None, x.flipped > 0) for x in references]
+        pairs = [(x, [y for y in references if y is not x]) for x in references]
+        plain = [_layer_scores(*pair, fresh, math.inf, 0.0) for pair in pairs]
+        pooled = np.concatenate([x.values[0][x.known] for x in plain])
+        least = DRAWN / math.sqrt(references[0].rows.shape[1])
+        tail = max(float(np.quantile(pooled, TAIL)), 2.33 * least) if len(pooled) else CUT
+        tail = tail if has_tail else math.inf
+        self.scores = _layer_scores(run, references, fresh, tail, tolerance)
+        self._nulls = [_layer_scores(*pair, fresh, tail, 0.0) for pair in pairs]
+        self.groups, self._clusters = groups, clusters
+        self._variance = self.scores.variance.copy()
+        if self._has_levels:
+            spread = max(float(pooled.var()), least**2) if len(pooled) else 1.0
+            self._variance[0] = self.scores.known * spread
+        self._count = groups.sums(self.scores.known.astype(float), clusters)
+        self._is_document = np.array([kind == "document" for kind, _ in groups.names])
+        is_spread = ((self._count > 0).sum(1) >= FEWEST_CLUSTERS) | self._is_document
+        self.tested = is_spread & (self._count.sum(1) >= FEWEST_TOKENS)
+
+    def _least_count(self, score: int) -> float:
+        """Variance added to that of a count; none to that of a level."""
+        return 0.0 if self._has_levels and score == 0 else COUNTS
+
+    def statistics(self) -> Float[np.ndarray, "scores groups"]:
+        """Sums of B beyond what is allowed, over their standard deviations."""
+        values = self.scores.values - self.scores.allowed
+        sums = [self.groups.sums(x, self._clusters) for x in values]
+        ratios = [self._ratios(x, score)[0] for score, x in enumerate(sums)]
+        return np.where(self.tested, np.stack(ratios), -math.inf)
+
+    def null_maxima(self, signs: Float[np.ndarray, "draws clusters"]) -> np.ndarray:
+        """Largest statistic of each draw and reference run, documents with these signs."""
+        maxima = np.zeros((len(self._nulls), len(signs)))
+        for run, null in enumerate(self._nulls):
+            for score, values in enumerate(null.values):
+                mean = values.sum() / max(int(null.known.sum()), 1)
+                centred = np.where(null.known, values - mean, 0.0)
+                ratios = self._ratios(self.groups.sums(centred, self._clusters), score, signs)
+                largest = ratios[:, self.tested].max(1, initial=0.0)
+                maxima[run] = np.maximum(maxima[run], largest)
+        return maxima
+
+    def _ratios(self, sums: Sums, score: int, signs: np.ndarray | None = None) -> np.ndarray:
+        """Totals over clusters, over their standard deviations (draws, groups)."""
+        signs = np.ones((1, sums.shape[1])) if signs is None else signs
+        totals = signs @ sums.T
+        number = np.maximum((self._count > 0).sum(1), 2)
+        clustered = ((sums**2).sum(1) - totals**2 / number) * number / (number - 1)
+        single = self._document_variance(score) * self._count.sum(1)
+        clustered = np.where(self._is_document, single, clustered)
+        floor = self.groups.sums(self._variance[score], self._clusters).sum(1)
+        floor = floor + self._least_count(score)
+        return totals / np.sqrt(np.maximum(clustered, np.maximum(floor, 1e-12)))
+
+    def _document_variance(self, score: int) -> float:
+        """Variance per token of the sum of one document, over the reference runs."""
+        sums = [np.bincount(self._clusters, weights=null.values[score]) for null in self._nulls]
+        deviations = np.stack(sums) - np.mean(sums, axis=1, keepdims=True)
+        return float((deviations**2).mean() * deviations.shape[1] / max(self.scores.known.sum(), 1))
+
+    def outside(self, inside: Bool[np.ndarray, " tokens"]) -> float:
+        """Largest statistic of the tokens outside, all taken together."""
+        values = np.where(inside, 0.0, self.scores.values - self.scores.allowed)
+        ratios = []
+        for score, outer in enumerate(values):
+            sums = np.bincount(self._clusters, weights=outer)
+            spread = ((sums - sums.mean()) ** 2).sum() * len(sums) / (len(sums) - 1)
+            floor = self._variance[score][~inside].sum() + self._least_count(score)
+            ratios.append(sums.sum() / math.sqrt(max(spread, floor, 1e-12)))
+        return max(ratios)
+
+    def is_held_by(self, inside: Bool[np.ndarray, " tokens"]) -> bool:
+        """Whether these are an exception: few, louder than the rest, which is as expected."""
+        if inside.mean() > MOST_INSIDE or self.outside(inside) >= OUTSIDE:
+            return False
+        return self.ratio(inside) >= APART * self.ratio(~inside)
+
+    def ratio(self, inside: Bool[np.ndarray, " tokens"]) -> float:
+        """Noise of tokens over that of the references; of flips, if there are no scores."""
+        inside = inside & self.scores.known
+        if not inside.any():
+            return 1.0
+        mean = float(self.scores.values[0][inside].mean())
+        if self._has_levels:
+            return math.exp(mean)
+        flips = float(self.scores.allowed[0][inside].mean()) / MORE_FLIPS
+        return (mean + flips) / max(flips, 1 / len(inside))
+
+
+def find_excess(
+    run: Sequence[RunLayer],
+    references: Sequence[Sequence[RunLayer]],
+    tokens: Tokens,
+    tolerance: float,
+) -> tuple[Excess, ...]:
+    """Return where a run is further from A than the reference runs, in order of depth.
+
+    Args:
+        run: the layers of B, in order of depth.
+        references: the layers of each reference run; at least two runs.
+        tokens: the compared tokens.
+        tolerance: τ.
+    """
+    tables = [
+        pair
+        for number in range(len(run))
+        for pair in _layer_tables(number, run, references, tokens, tolerance)
+    ]
+    generator = np.random.default_rng(0)
+    signs = generator.choice((-1.0, 1.0), (DRAWS, int(token_clusters(tokens).max()) + 1))
+    null = np.max([table.null_maxima(signs) for _, table in tables], axis=0)
+    limit = max(float(np.quantile(null, 1 - LEVEL)), LEAST_LIMIT)
+    excess: dict[int, Excess] = {}
+    for number, table in tables:
+        found = _table_excess(number, table, limit)
+        if found is not None:
+            excess.setdefault(number, found)  # a row is named where no tokens are
+    return tuple(excess.values())
+
+
+def _layer_tables(
+    number: int,
+    run: Sequence[RunLayer],
+    references: Sequence[Sequence[RunLayer]],
+    tokens: Tokens,
+    tolerance: float,
+) -> list[tuple[int, _Layer]]:
+    """The groups of tokens of a layer and, with scores, the rows of its router."""
+    of_b, others = run[number], [reference[number] for reference in references]
+    fresh, clusters = _unreached(number, run, references, tokens), token_clusters(tokens)
+    groups = _Groups(tokens, number)
+    allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
+    tables = [(number, _Layer(of_b, others, groups, clusters, fresh, allowed, has_tail))]
+    if not np.isnan(of_b.level).all():
+        ranks, rows = of_b.rows.shape[1], [x.scores() for x in (of_b, *others)]
+        fresh, clusters = np.repeat(fresh, ranks), np.repeat(clusters, ranks)
+        groups = _Groups(tokens.scores(), number)
+        loudest = max(tolerance, ROW)
+        tables.append((number, _Layer(rows[0], rows[1:], groups, clusters, fresh, loudest, False)))
+    return tables
+
+
+def _unreached(
+    number: int,
+    run: Sequence[RunLayer],
+    references: Sequence[Sequence[RunLayer]],
+    tokens: Tokens,
+) -> Bool[np.ndarray, " tokens"]:
+    """Tokens that neither flipped themselves in a layer before, nor follow one of B's.
+
+    Args:
+        number: number of the layer.
+        run: the layers of B.
+        references: the layers of each reference run.
+        tokens: the compared tokens.
+    """
+    count = len(tokens.documents)
+    flipped, alone = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    for layer in range(number):
+        in_b = run[layer].flipped > 0
+        others = np.array([reference[layer].flipped > 0 for reference in references])
+        flipped = flipped | in_b | others.any(0)
+        sizes = [reference[layer].largest() for reference in references]
+        spike = ~(run[layer].largest() - np.mean(sizes, axis=0) <= SPIKE)
+        alone = alone | (in_b & ~others.all(0)) | (spike & ~np.isnan(run[layer].level).all())
+    codes = np.unique(tokens.documents, return_inverse=True)[1]
+    first = np.full(int(codes.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, codes[alone], tokens.positions[alone])
+    return ~flipped & (tokens.positions < first[codes])
+
+
+def _table_excess(number: int, layer: _Layer, limit: float) -> Excess | None:
+    """The excess of one layer, by the groups that hold all of it, if some do."""
+    largest = layer.statistics().max(0)
+    if largest.max() <= limit:
+        return None
+    names = layer.groups.names
+    for kind in SPECIFIC:
+        groups = [i for i, x in enumerate(names) if x[0] == kind and largest[i] > limit]
+        inside = layer.groups.members(groups)
+        if groups and layer.is_held_by(inside):
+            first = max(groups, key=lambda i: largest[i])
+            ratio, statistic = layer.ratio(layer.groups.members([first])), float(largest[first])
+            return Excess(number, kind, names[first][1], ratio, statistic, limit)
+    if layer.groups.are_rows:
+        return None  # noise of all rows is that of the tokens
+    everything = np.ones_like(layer.scores.known)
+    return Excess(number, "all", None, layer.ratio(everything), float(largest.max()), limit)

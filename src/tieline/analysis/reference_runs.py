@@ -1,0 +1,192 @@
+"""Sound runs of a model in a format: what its noise is measured by.
+
+The model runs again in the expected format, emulated by rounding, on up to 4,096 tokens, in ways
+that engines differ in and that leave its function alone:
+
+    plain       the batches of the comparison
+    attention   the other of the implementations "eager" and "sdpa", where the model has both
+    padding     three sequences at a time, 24 more tokens after each, which causal attention does
+                not look at
+    seed        noise on embeddings and states of the size of the format's own rounding, drawn anew
+                until there are five runs
+
+In float32 the last digits differ by the order of sums alone; there, noise of 2⁻²⁴ is drawn.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tieline.analysis.attribution import Expected, recorded_format
+from tieline.analysis.model_side import Side, trace_model
+from tieline.analysis.token_distances import DistanceObserver
+from tieline.core.errors import UnsupportedModelError
+from tieline.models.emulate import Region
+from tieline.models.formats import FORMATS
+from tieline.run.condition import Condition, Perturbation, rounding_noise
+from tieline.run.corpus import stacked_batches
+from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.ranks import Ranks
+from tieline.run.runner import Runner
+from tieline.trace.record import RoutingTrace
+from tieline.trace.selection import select_tokens
+
+REFERENCE_TOKENS = 4096
+"""Tokens on which a model runs once more in the format that is expected."""
+FEWEST_RUNS = 5
+SMALL_BATCH = 3
+PADDING = 24
+"""Tokens that are added to each sequence."""
+FLOAT32_NOISE = 2.0**-24
+"""Noise over the root mean square of states that other sums in float32 make."""
+IMPLEMENTATIONS = {"eager": "sdpa", "sdpa": "eager"}
+ALL: Region = "all"
+Sequences = Sequence[Int[Tensor, " _"]]
+
+
+def reference_runs(
+    sides: Sequence[Side],
+    traces: Sequence[RoutingTrace],
+    sequences: Sequences,
+    expected: Expected | None,
+    batch_size: int,
+    parts: Region | None = None,
+    predictions: DistanceObserver | None = None,
+) -> list[RoutingTrace]:
+    """Return runs of a model in the expected format, next to its own run in float32.
+
+    Empty where nothing is expected, nothing can be emulated, or no model runs in float32.
+
+    Args:
+        sides: the models.
+        traces: their own runs.
+        sequences: token ids.
+        expected: the format.
+        batch_size: sequences per forward pass.
+        parts: what is in that format; by default what a side emulates in it, else all.
+        predictions: compares the predictions of the plain run with those in float32, which then
+            run again.
+    """
+    exact = [
+        side
+        for side, trace in zip(sides, traces, strict=True)
+        if recorded_format(trace.provenance) == "fp32"
+    ]
+    if expected is None or expected.name not in ("fp32", *FORMATS) or not exact:
+        return []
+    lengths = np.cumsum([len(sequence) for sequence in sequences])
+    first = sequences[: max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))]
+    emulated: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
+    region = parts or (*emulated, ALL)[0]
+    try:
+        return _sound_runs(exact[0], expected.name, region, first, batch_size, predictions)
+    except UnsupportedModelError:  # routers that cannot be emulated apart
+        return []
+
+
+def _sound_runs(
+    exact: Side,
+    format_name: str,
+    region: Region,
+    sequences: Sequences,
+    batch_size: int,
+    predictions: DistanceObserver | None,
+) -> list[RoutingTrace]:
+    """The runs of the table above, but for the attention that a model lacks."""
+    name = None if format_name == "fp32" else format_name
+    side = Side(exact.model, name, region)
+    runs = []
+    if name is not None and predictions is not None:
+        runs.append(_trace_beside(exact, side, sequences, batch_size, predictions))
+    elif name is not None:
+        runs.append(trace_model(side, sequences, batch_size=batch_size))
+    with _other_attention(exact.model) as is_other:
+        if is_other:
+            runs.append(trace_model(side, sequences, batch_size=batch_size))
+    runs.append(_padded_run(side, sequences, SMALL_BATCH))
+    for seed in range(FEWEST_RUNS - len(runs)):
+        drawn = side._replace(changes=_seeded(side.condition, seed))
+        ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
+        with _noisy_embeddings(exact.model, ratio, seed):
+            runs.append(trace_model(drawn, sequences, batch_size=batch_size))
+    return runs
+
+
+@contextmanager
+def _noisy_embeddings(model: nn.Module, ratio: float, seed: int) -> Iterator[None]:
+    """Noise of `ratio` times the root mean square of each embedded token."""
+    generator = torch.Generator().manual_seed(seed)
+    embed: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if embed is None:
+        yield
+        return
+
+    def noisy(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        noise = torch.randn(output.shape, generator=generator).to(output)
+        return output + ratio * output.square().mean(-1, keepdim=True).sqrt() * noise
+
+    handle = embed.register_forward_hook(noisy)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _seeded(condition: Condition, seed: int) -> Condition:
+    """The condition with noise of the size of its last digits."""
+    if condition.perturbation is None:
+        noise = Perturbation("state noise", FLOAT32_NOISE, "model")
+        return Condition(noise, seed=(seed,))
+    return Condition(condition.perturbation, draw=1, seed=(seed,))
+
+
+@contextmanager
+def _other_attention(model: nn.Module) -> Iterator[bool]:
+    """Run with the other implementation of attention; gives whether the model has it."""
+    config: Any = getattr(model, "config", None)
+    own = getattr(config, "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    other = IMPLEMENTATIONS.get(str(own))
+    if other is None or switch is None:
+        yield False
+        return
+    try:
+        switch(other)
+    except ValueError:  # transformers refuses what a model does not support
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        switch(own)
+
+
+def _padded_run(side: Side, sequences: Sequences, batch_size: int) -> RoutingTrace:
+    """A run of longer sequences, without what was added."""
+    longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
+    trace = trace_model(side, longer, batch_size=batch_size)
+    lengths = torch.tensor([len(x) for x in sequences])
+    kept = trace.positions.long() < lengths[trace.documents.long()]
+    return select_tokens(trace, kept.nonzero().flatten())
+
+
+def _trace_beside(
+    exact: Side,
+    side: Side,
+    sequences: Sequences,
+    batch_size: int,
+    predictions: DistanceObserver,
+) -> RoutingTrace:
+    """Record the routing of a model in a format, and compare its predictions with its own."""
+    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
+    firsts = [Pass(n, exact.condition) for n in ranks.numbered]
+    seconds = [Pass(first.batch, side.condition, first, model=1) for first in firsts]
+    plan = Plan((Phase("forward", ranks.numbered, (*firsts, *seconds), logits="optional"),))
+    recorder = side.recorder(1)
+    Runner(exact.opened, side.opened, ranks=ranks).run(plan, [recorder, predictions])
+    return recorder.trace()
