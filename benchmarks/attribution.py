@@ -7,8 +7,8 @@
 Limits were set on five families that the study does not show, and on other windows of the text.
 Sound pairs: the model in the box and five families, several seeds, 1,024 to 16,384 tokens. Bugs:
 4,096 tokens, in float32 and in bf16. Each pair is judged three times: from the traces alone, from
-the traces with the format that is expected, and with the model at hand, which runs once more in
-that format.
+the traces with the format that is expected, and with the model at hand, which runs five times more
+in that format.
 """
 
 import argparse
@@ -25,14 +25,20 @@ import torch
 
 from benchmarks.planted import BUGS, CALIBRATION, SHOWN, SOUND, broken, model_of, sequences, sound
 from tieline.analysis.alignment import align
-from tieline.analysis.attribution import Expected, allowed, attribute_causes, judge_size
+from tieline.analysis.attribution import (
+    Expected,
+    allowed,
+    attribute_causes,
+    judge_size,
+    noise_tolerance,
+)
 from tieline.analysis.comparison import Compared
-from tieline.analysis.diff import REFERENCE_TOKENS, Side, trace_model
+from tieline.analysis.model_side import Side, trace_model
 from tieline.analysis.noise_shapes import find_patterns
+from tieline.analysis.reference_runs import reference_runs
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band
-from tieline.models.formats import FORMATS
 
 LENGTHS = (128, 256, 512)
 SIZES = (1024, 2048, 4096, 2048, 1024, 4096, 2048, 16384)
@@ -48,18 +54,16 @@ class Case:
         self.model = model_of(name, seed)
         self.documents = sequences(tokens, LENGTHS[seed % 3], seed)
         self.clean = trace_model(Side(self.model), self.documents)
-        self._known = {}
+        self._references = {}
 
-    def reference(self, name):
-        """The comparison of the clean run with the model in a format; None for float32."""
-        if name not in FORMATS:
-            return None
-        if name not in self._known:
-            count = max(1, REFERENCE_TOKENS // len(self.documents[0]))
-            trace = trace_model(Side(self.model, name), self.documents[:count])
-            aligned = align(self.clean, trace, partial=True)
-            self._known[name] = Compared(aligned, keep_levels=True)
-        return self._known[name]
+    def references(self, name):
+        """Sound runs of the model in a format, aligned with the clean run."""
+        if name not in self._references:
+            runs = reference_runs(
+                [Side(self.model)], [self.clean], self.documents, Expected(name, "as asked"), 8
+            )
+            self._references[name] = [align(self.clean, run, partial=True) for run in runs]
+        return self._references[name]
 
     def judged(self, trace, expected):
         """What is concluded in each of the ways; the reason where the runs are refused."""
@@ -71,8 +75,8 @@ class Case:
         found = {"traces": causes(plain, None)}
         if expected is not None:
             found["traces, --expect"] = causes(plain, expected)
-            known = self.reference(expected)
-            better = plain if known is None else Compared(aligned, reference=known)
+            tolerance = noise_tolerance(Expected(expected, "as asked"))
+            better = Compared(aligned, references=self.references(expected), tolerance=tolerance)
             found["model, --expect"] = causes(better, expected)
         return found
 
@@ -82,7 +86,7 @@ def causes(found, expected):
     aligned = found.aligned
     said = None if expected is None else Expected(expected, "as asked")
     parts = (aligned.alignment, aligned.unranked, found.layers, found.shapes, found.near)
-    return attribute_causes(*parts, said)
+    return attribute_causes(*parts, said, excess=found.excess)
 
 
 def kinds(found):
@@ -186,49 +190,42 @@ def calibrate(seeds):
         for how, expected in SOUND.items():
             trace = sound(case.model, case.documents, how, seed)
             aligned = align(case.clean, trace)
-            for referred, known in ((False, None), (True, case.reference(expected))):
-                if referred and known is None:
-                    continue
-                found = Compared(aligned, reference=known)
-                for effect, size in _effects(found, referred, expected):
-                    effects[effect].append((round(size, 3), name, seed, how))
+            for effect, size in _effects(Compared(aligned), expected):
+                effects[effect].append((round(size, 3), name, seed, how))
         print(f"... {name} {seed}", file=sys.stderr, flush=True)
     for effect, found in sorted(effects.items()):
         found.sort(key=lambda row: -row[0])
         print(f"{effect:24s} n={len(found):4d} ", *found[:4])
 
 
-def _effects(found, referred, expected):
+def _effects(found, expected):
     """Every effect of a comparison that has a limit, by name."""
-    shapes, mark = found.shapes, " beyond" if referred else ""
+    shapes = found.shapes
     loud = [x for x in shapes if x.relative]
-    for shape in loud if referred else loud[:1]:
+    for shape in loud[:1]:
         if shape.rise:
-            yield "positions" + mark, abs(shape.rise[0])
+            yield "positions", abs(shape.rise[0])
         if shape.document:
-            yield "document" + mark, shape.document.excess
+            yield "document", shape.document.excess
     for shape in loud:
         for kind in ("expert", "row"):
             if getattr(shape, kind):
-                yield kind + mark, getattr(shape, kind).excess
+                yield kind, getattr(shape, kind).excess
         if shape.offset is not None:
-            yield "offset" + mark, shape.offset
+            yield "offset", shape.offset
         if shape.lag:
             yield "lag", shape.lag[1]
-    sizes = [(x.beyond if referred else x.relative) or np.nan for x in shapes]
+    sizes = [x.relative or np.nan for x in shapes]
     for one, other in itertools.pairwise(sizes):
-        yield "spike" + mark, np.nan_to_num(one / other)
-        yield "entry" + mark, np.nan_to_num(other / one)
-    if referred:
-        yield "size beyond", max(x.beyond or 0.0 for x in shapes)
-    elif expected is not None and shapes[0].relative:
+        yield "spike", np.nan_to_num(one / other)
+    if expected is not None and shapes[0].relative:
         yield "c of the first layer", 6 * shapes[0].relative / allowed(expected, 0)
         ratios = [(x.relative or 0) / allowed(expected, i) for i, x in enumerate(shapes)]
         yield "size over limit", max(ratios)
     attributed = [x.attribution for x in found.layers if x.attribution]
     first = sum(x.explained + x.unexplained for x in attributed)
     yield "unexplained share", sum(x.unexplained for x in attributed) / max(first, 1)
-    yield "patterns" + mark, float(bool(find_patterns(shapes, referred)))
+    yield "patterns", float(bool(find_patterns(shapes)))
     yield "sizes", float(judge_size(shapes, None).answer == "no")
 
 

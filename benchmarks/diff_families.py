@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planted import SHOWN
-from tieline.analysis.diff import Side, diff_models
+from tieline.analysis.diff import diff_models
+from tieline.analysis.model_side import Side
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.experts import use_experts

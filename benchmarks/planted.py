@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieline.analysis.diff import Side, trace_model
+from tieline.analysis.model_side import Side, trace_model
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.emulate import emulate, state_noise

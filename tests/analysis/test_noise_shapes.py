@@ -11,6 +11,7 @@ from tieline.analysis.noise_shapes import (
     NoiseShape,
     Outlier,
     TokenKeys,
+    find_known_patterns,
     find_patterns,
     flip_lag,
     measure_shape,
@@ -27,12 +28,12 @@ def scores(seed):
     return torch.randn(TOKENS, EXPERTS, generator=generator).double()
 
 
-def shape_of(size, before=None, bias=None, added=0.0, expected=None):
+def shape_of(size, before=None, bias=None, added=0.0):
     """Shape of normal noise of this size (a number, or one per token), plus something added."""
     z = scores(0)
     other = z + torch.as_tensor(size).reshape(-1, 1) * scores(1) + added
     noise = layer_noise(layer_of(z, 3, "x"), layer_of(other, 3, "x"))
-    return measure_shape("x", noise, EVERY, PLACES, before, bias, expected)
+    return measure_shape("x", noise, EVERY, PLACES, before, bias)
 
 
 def kinds(*shapes):
@@ -110,7 +111,7 @@ def test_offsets_of_experts_are_found_by_themselves_and_by_the_bias():
         ([0.01, 0.02, 0.03], []),
         ([0.01, 0.05, 0.012], ["layer"]),
         ([0.05, 0.01, 0.01], ["layer"]),
-        ([0.01, 0.1, 0.1], ["layer"]),
+        ([0.01, 0.1, 0.1], []),  # the first after what is rounded
         ([0.0, 0.1, 0.1], []),
         ([0.0, 0.1, 0.02], ["layer"]),
         ([None, 0.1, None], []),
@@ -121,21 +122,6 @@ def test_a_layer_stands_out_from_those_beside_it(sizes, found):
     assert kinds(*shapes) == found
     few = [shape._replace(tokens=30) for shape in shapes]
     assert kinds(*few) == []
-
-
-def test_beyond_a_reference_run_less_is_enough():
-    beyond = [NoiseShape(str(i), 0.01, TOKENS, beyond=x) for i, x in enumerate([1.0, 2.0, 1.1])]
-    assert [x.kind for x in find_patterns(beyond, referred=True)] == ["layer"]
-    assert find_patterns(beyond) == ()
-
-
-def test_the_level_of_a_reference_is_taken_off():
-    sizes = 0.05 * scores(2)[:, 0].exp()
-    expected = 2 * sizes.log().numpy()
-    expected[::2] = np.nan
-    shape = shape_of(2 * sizes, expected=expected)
-    assert shape.tokens == TOKENS // 2
-    assert shape.beyond == pytest.approx(2, rel=0.1)
 
 
 def test_the_most_specific_pattern_is_named_and_uncertain_ones_are_not():
@@ -161,18 +147,9 @@ def test_flips_that_have_the_experts_of_a_neighbour_are_a_lag():
     assert (pattern.number, pattern.effect, pattern.flips) == (1, 0.9, 500)
 
 
-def test_layers_quieter_than_their_reference_have_no_pattern():
-    quiet = [NoiseShape("x", 0.01, 900, beyond=0.3), NoiseShape("y", 0.03, 900, beyond=0.9)]
-    assert find_patterns(quiet, True) == ()
-    loud = [NoiseShape("x", 0.01, 900, beyond=1.0), NoiseShape("y", 0.03, 900, beyond=3.0)]
-    assert [x.kind for x in find_patterns(loud, True)] == ["layer"]
-    unsure = [loud[0], loud[1]._replace(beyond_error=0.5)]
-    assert find_patterns(unsure, True) == ()
-    group = Outlier(3, 4.0, 0.1, is_louder=False)
-    assert find_patterns([loud[0]._replace(document=group, expert=group)], True) == ()
-
-
-def test_noise_that_is_loud_in_many_layers_is_not_that_of_one():
-    sizes = (5.0, 2.4, 2.0)  # another format: loudest where it begins
-    shapes = [NoiseShape(f"l{i}", 0.01, 900, beyond=x) for i, x in enumerate(sizes)]
-    assert find_patterns(shapes, True) == ()
+def test_beside_reference_runs_a_lag_and_the_bias_alone_are_shapes():
+    loud = quiet()._replace(document=Outlier(1, 9.0, 0.1), offset=0.5, likeness=0.9)
+    assert [x.kind for x in find_known_patterns([loud])] == ["offset"]
+    assert find_known_patterns([loud._replace(likeness=0.1)]) == ()
+    late = NoiseShape("x", None, 0, lag=(1, 0.9, 500))
+    assert [x.kind for x in find_known_patterns([loud, late])] == ["lag"]

@@ -128,7 +128,7 @@ def test_two_models_are_run_on_the_same_text(run):
 
 
 def test_a_model_beside_an_engine_file_runs_on_the_tokens_of_the_file(run, tmp_path):
-    from tieline.analysis.diff import Side, trace_model
+    from tieline.analysis.model_side import Side, trace_model
     from tieline.models.model import Model
 
     loaded = Model.open()

@@ -230,7 +230,7 @@ def _too_many_flips(shapes: Sequence[NoiseShape], expected: Expected | None) -> 
         most = MOST_FLIPS.get(name or "", MOST_UNKNOWN)
         if shape.tokens or depth:
             most = _float32_flips(shape, depth) if name == "fp32" else 1.0
-        if shape.count >= FEWEST_JUDGED and shape.flips > most and shape.flips * shape.count > FEW:
+        if shape.total >= FEWEST_JUDGED and shape.flips > most and shape.flips * shape.total > FEW:
             share = {"flips": shape.flips, "most_flips": most, "judged": shape.name}
             origin = "" if expected is None else expected.origin
             return SizeAnswer("no", "flips", expected=name, origin=origin, **share)
@@ -242,7 +242,7 @@ def _float32_flips(shape: NoiseShape, depth: int) -> float:
     if shape.density is None:
         return 1.0
     flips = shape.density * allowed("fp32", depth) / math.sqrt(math.pi)
-    return float(stats.poisson.ppf(0.995, flips)) / shape.count
+    return float(stats.poisson.ppf(0.995, flips)) / shape.total
 
 
 def _size_of_excess(shapes: Sequence[NoiseShape], excess: Excess, expected: Expected) -> SizeAnswer:
@@ -353,7 +353,7 @@ def _largest_noise(size: SizeAnswer, expected: str | None) -> float | None:
 
 TOLERATED, FEW = 0.25, 5
 """Share and number of first flips that may be unexplained without an alarm: rare spikes of single
-scores are sound, and too rare to be in the reference."""
+scores are sound, and too rare to be in the reference. None may be where all scores are equal."""
 MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
 
@@ -461,7 +461,9 @@ def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Fli
             near=len(shares),
             near_share=float(np.median(shares)) if len(shares) else None,
         )
-    return FlipAnswer("no" if odd > max(FEW, TOLERATED * first) else "yes", first, odd, later)
+    silent = sum(x.unexplained for x in attributions if x.noise == 0)
+    is_odd = silent > 0 or odd > max(FEW, TOLERATED * first)
+    return FlipAnswer("no" if is_odd else "yes", first, odd, later)
 
 
 def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
@@ -486,9 +488,9 @@ def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
 
 def _excess_patterns(shapes: Sequence[NoiseShape], excess: Sequence[Excess]) -> tuple[Pattern, ...]:
     """The group that holds the first excess, if one does."""
-    if not excess or excess[0].kind == "all":
+    first = excess[0] if excess else None
+    if first is None or first.kind == "all":
         return ()
-    first = excess[0]
     layer = shapes[first.layer - (first.kind == "expert")].name
     effect = 2 * math.log(first.ratio)
     return (Pattern(first.kind, layer, effect, 0.0, first.number, detail="reference"),)

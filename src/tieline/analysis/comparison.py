@@ -274,7 +274,7 @@ class Compared:
         chosen_a, chosen_b = (x.experts[:, : x.facts.k].numpy() for x in (a, b))
         lag = flip_lag(chosen_a, chosen_b, flipped, self._keys)
         fresh = ~self._earlier
-        counts: dict[str, Any] = {"flips": float(flipped.mean()), "count": len(flipped)}
+        counts: dict[str, Any] = {"flips": float(flipped.mean()), "total": len(flipped)}
         if status != "ok":
             self.shapes.append(NoiseShape(a.name, None, 0, lag=lag, **counts))
             self.run.append(RunLayer.of(None, flipped))

@@ -89,7 +89,7 @@ class NoiseShape(NamedTuple):
         lag: shift, share and number of the flips that have the experts of a neighbour in A.
         beyond: size of the noise over that of a single reference run; None without one.
         flips: share of the tokens that flip.
-        count: tokens of the layer.
+        total: tokens of the layer.
         density: tokens per unit of gap over spread, at a gap of zero; None without scores.
     """
 
@@ -105,7 +105,7 @@ class NoiseShape(NamedTuple):
     lag: tuple[int, float, int] | None = None
     beyond: float | None = None
     flips: float = 0.0
-    count: int = 0
+    total: int = 0
     density: float | None = None
 
 

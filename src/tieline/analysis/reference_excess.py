@@ -183,8 +183,8 @@ class Tokens(NamedTuple):
     def scores(self) -> "Tokens":
         """The same with every score a token of its own."""
         ranks = self.kept[0].shape[1]
-        repeated = (np.repeat(x, ranks) for x in (self.documents, self.positions))
-        return Tokens(*repeated, None, (), self.kept)
+        documents, positions = (np.repeat(x, ranks) for x in (self.documents, self.positions))
+        return Tokens(documents, positions, None, (), self.kept)
 
 
 class Excess(NamedTuple):
@@ -244,7 +244,7 @@ class _Groups:
         numbers, codes = np.unique(columns, return_inverse=True)
         rows = np.repeat(np.arange(len(columns)), columns.shape[1])
         self._pairs.append((codes.ravel() + len(self.names), rows))
-        self.names += [(kind, int(number)) for number in numbers]
+        self.names.extend((kind, int(number)) for number in numbers)
 
     def _add_ids(self, ids: np.ndarray) -> None:
         """The most frequent token ids, and all that occur once or twice."""

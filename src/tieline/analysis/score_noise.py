@@ -63,6 +63,8 @@ from tieline.trace.record import LayerTrace
 
 FLOOR = 4.0
 """Steps of float32 below which a difference of scores counts as rounding."""
+QUIET = 0.95
+"""Share of the tokens without noise from which on a layer is silent."""
 FEWEST_COMMON = 3
 """Experts that both sides must have kept of a token before its noise is known."""
 
@@ -92,6 +94,13 @@ class LayerNoise(NamedTuple):
     def measured(self) -> Bool[np.ndarray, " tokens"]:
         """Tokens whose noise is known."""
         return ~np.isnan(self.variance)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nearly all tokens have no noise."""
+        levels = self.level[self.measured]
+        limit = 2 * math.log(2 * self.floor)
+        return len(levels) > 0 and bool(np.quantile(levels, QUIET) <= limit)
 
     def size(self, tokens: Bool[np.ndarray, " tokens"]) -> float | None:
         """Median noise √v of these tokens, zero where it is rounding; None if none is known."""
@@ -278,7 +287,7 @@ def flip_test(
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     others = (~moved[rows]).sum(1)
     able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
-    if fresh.all() and noise.size(fresh) == 0:
+    if fresh.all() and noise.is_silent:
         scale, able = np.minimum(scale, SILENT * noise.floor), np.ones_like(able)
         freedom = np.full_like(freedom, EXPONENTS[1])
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)

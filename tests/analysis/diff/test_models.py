@@ -7,12 +7,8 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.diff import (
-    Side,
-    diff,
-    diff_models,
-    trace_model,
-)
+from tieline.analysis.diff import diff, diff_models
+from tieline.analysis.model_side import Side, trace_model
 from tieline.analysis.serving import recommend
 from tieline.analysis.token_distances import before_flips, token_distances
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError

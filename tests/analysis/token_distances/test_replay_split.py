@@ -7,7 +7,8 @@ import torch
 
 import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.diff import Side, diff_models
+from tieline.analysis.diff import diff_models
+from tieline.analysis.model_side import Side
 from tieline.analysis.token_distances import replay_split
 from tieline.run.ranks import Ranks
 

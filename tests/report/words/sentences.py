@@ -134,7 +134,13 @@ def diff():
         Pattern("document", "x", 3.0, 2.5, number=7),
         Pattern("positions", "x", -4.0, 3.0),
         Pattern("offset", "x", 0.5, 0.35, detail="bias"),
-        Pattern("layer", "x", 9.0, 8.0, detail="before"),
+        Pattern("layer", "x", 9.0, 3.5, detail="beside"),
+        *(
+            Pattern(kind, "x", 3.0, 0.0, 7, detail="reference")
+            for kind in ("row", "expert", "document", "positions", "token", "rare tokens")
+        ),
+        Pattern("first position", "x", 3.0, 0.0, detail="reference"),
+        Pattern("last position", "x", 3.0, 0.0, detail="reference"),
         Pattern("lag", None, 1.0, 1.0),
         Pattern("weights", "x.weight", 0.9, 0.5, number=2, detail="B"),
     )

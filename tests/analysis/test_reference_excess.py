@@ -1,0 +1,144 @@
+"""Where a run exceeds sound runs: nothing in sound noise, and each planted group by its name."""
+
+import numpy as np
+import pytest
+
+from tieline.analysis.reference_excess import RunLayer, Tokens, find_excess, token_clusters
+from tieline.analysis.score_noise import LayerNoise
+
+DOCUMENTS, LENGTH, RANKS, EXPERTS, K = 16, 64, 8, 16, 3
+TOKENS = DOCUMENTS * LENGTH
+POSITIONS = np.tile(np.arange(LENGTH), DOCUMENTS)
+NUMBERS = np.repeat(np.arange(DOCUMENTS), LENGTH)
+SCALE = np.exp(np.random.default_rng(0).normal(size=(TOKENS, 1)))
+TOLERANCE = 0.2
+
+
+def kept_experts(seed):
+    ranked = np.random.default_rng(seed).random((TOKENS, EXPERTS)).argsort(1)
+    return ranked[:, :RANKS]
+
+
+KEPT = [kept_experts(seed) for seed in (1, 2)]
+IDS = np.random.default_rng(3).zipf(1.5, TOKENS) % 50
+SUBJECT = Tokens(NUMBERS, POSITIONS, IDS, [x[:, :K] for x in KEPT], KEPT)
+
+
+def layer(noise, kept, flipped=None):
+    """A layer whose scores differ by this noise."""
+    difference = SCALE * noise
+    variance = difference.var(1, ddof=1)
+    known = np.ones(noise.shape, dtype=bool)
+    record = LayerNoise(difference, known, kept, variance, np.log(variance), 1e-9, 1.0)
+    return RunLayer.of(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
+
+
+def normal(seed):
+    return np.random.default_rng(seed).normal(size=(TOKENS, RANKS))
+
+
+def run(seed, draw=normal, louder=(1.0, 1.0)):
+    """Two layers of noise, each token so much louder."""
+    return [
+        layer(np.reshape(times, (-1, 1)) * draw(10 * seed + i), KEPT[i])
+        for i, times in enumerate(louder)
+    ]
+
+
+REFERENCES = [run(seed) for seed in range(1, 6)]
+
+
+def excess_of(run_b):
+    return find_excess(run_b, REFERENCES, SUBJECT, TOLERANCE)
+
+
+def student(seed):
+    draws = np.random.default_rng(seed).standard_t(2.5, size=(TOKENS, RANKS))
+    return 0.87 * draws
+
+
+def spiky(rate, factor):
+    def draw(seed):
+        generator = np.random.default_rng(seed)
+        rare = generator.random((TOKENS, RANKS)) < rate
+        return generator.normal(size=(TOKENS, RANKS)) * np.where(rare, factor, 1.0)
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [normal, student, spiky(1e-2, 100), spiky(1e-3, 30), spiky(1e-4, 10)],
+    ids=["normal", "t2.5", "spikes 1e-2", "spikes 1e-3", "spikes 1e-4"],
+)
+def test_sound_noise_of_any_tail_exceeds_nothing(draw):
+    for seed in range(20, 26):
+        assert excess_of(run(seed, draw)) == ()
+
+
+def test_quieter_runs_and_equal_documents_exceed_nothing():
+    assert excess_of(run(30, louder=(0.3, 0.5))) == ()
+    half = np.where(NUMBERS % 2 == 0, 1e-6, 1.0)
+    assert excess_of(run(31, louder=(half, half))) == ()
+
+
+def test_noise_that_is_louder_everywhere_has_no_name():
+    first, *_ = excess_of(run(40, louder=(1.6, 1.6)))
+    assert (first.layer, first.kind, first.number) == (0, "all", None)
+    assert first.ratio == pytest.approx(1.6, rel=0.1)
+    assert first.statistic > first.limit >= 6.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "members"),
+    [
+        ("last position", None, POSITIONS == LENGTH - 1),
+        ("first position", None, POSITIONS == 0),
+        ("document", 5, NUMBERS == 5),
+        ("expert", 4, (KEPT[0][:, :K] == 4).any(1)),
+        ("token", int(np.bincount(IDS).argmax()), np.bincount(IDS).argmax() == IDS),
+    ],
+)
+def test_planted_groups_are_named(kind, number, members):
+    loud = np.where(members, 8.0, 1.0)
+    layers = (1.0, loud) if kind == "expert" else (loud, 1.0)
+    first, *_ = excess_of(run(50, louder=layers))
+    assert (first.kind, first.number) == (kind, number)
+    assert first.layer == (1 if kind == "expert" else 0)
+    assert first.ratio == pytest.approx(8, rel=0.3)
+
+
+def test_one_row_of_a_router_is_named_where_tokens_are_quiet():
+    noise = normal(60) * np.where(KEPT[0] == 7, 12.0, 1.0)
+    (found,) = excess_of([layer(noise, KEPT[0]), *run(61)[1:]])
+    assert (found.layer, found.kind, found.number) == (0, "row", 7)
+
+
+def test_what_follows_a_flip_is_not_judged_again():
+    early = (POSITIONS == 2) & (NUMBERS < 12)
+    after = np.where((NUMBERS < 12) & (POSITIONS >= 2), 9.0, 1.0)
+    quiet, loud = run(70, louder=(1.0, after))
+    assert excess_of([quiet, loud]) != ()
+    flipped = quiet._replace(flipped=early.astype(np.int8))
+    assert excess_of([flipped, loud]) == ()
+
+
+def test_without_scores_flips_are_counted():
+    def flips(seed, rate):
+        flipped = np.random.default_rng(seed).random(TOKENS) < rate
+        return [RunLayer.of(None, flipped)] * 2
+
+    references = [
+        [x._replace(flipped=y.flipped) for x, y in zip(z, flips(i, 0.05), strict=True)]
+        for i, z in enumerate(REFERENCES)
+    ]
+    assert find_excess(flips(80, 0.05), references, SUBJECT, TOLERANCE) == ()
+    first, *_ = find_excess(flips(81, 0.2), references, SUBJECT, TOLERANCE)
+    assert first.kind == "all"
+    assert first.ratio == pytest.approx(4, rel=0.3)
+
+
+def test_few_documents_are_cut_into_stretches():
+    few = SUBJECT._replace(documents=NUMBERS // 8)
+    assert len(np.unique(token_clusters(few))) >= 12
+    assert len(np.unique(token_clusters(SUBJECT))) == DOCUMENTS
