@@ -1,5 +1,6 @@
-"""Warm-up, exact ties, stale layers, copied layers and padding are found where they are."""
+"""Warm-up, exact ties, stale layers and copied layers are found where they are."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from tests.trace.test_soundness import sound
 from tieline.trace.readers import Routes
 from tieline.trace.repetition import repeated_rows, repetitions
 
-REAL = Path("/work/shared/data/real-routes")
-needs_logs = pytest.mark.skipif(not REAL.is_dir(), reason="needs the logs of real engines")
+REAL = Path(os.environ.get("TIELINE_DATA", "missing")) / "real-routes"
+needs_logs = pytest.mark.skipif(
+    not REAL.is_dir(), reason="needs the logs of real engines below TIELINE_DATA"
+)
 
 
 def routes(ids, **known):
@@ -89,20 +92,6 @@ def test_a_stale_layer_and_copied_layers():
     assert repetitions(routes(ids)) == []
 
 
-@pytest.mark.parametrize("side", [1, -1])
-def test_a_mask_of_ones_over_padding(side):
-    ids, _ = sound(400, 2, 2)
-    tokens = np.random.default_rng(0).integers(5, 90, (4, 100))
-    documents = np.repeat(range(4), 100)
-    assert repetitions(routes(ids, tokens=tokens.ravel(), documents=documents)) == []
-    for row, count in enumerate((0, 12, 30, 9)):
-        tokens[row, ::side][:count] = 2
-    found = cases(repetitions(routes(ids, tokens=tokens.ravel(), documents=documents)))
-    assert found["padding-shown"].count == 3
-    assert "51 rows" in found["padding-shown"].message
-    assert "mask" in found["padding-shown"].cause
-
-
 @needs_logs
 @pytest.mark.parametrize(
     ("name", "case", "count"),
@@ -122,3 +111,19 @@ def test_logs_of_real_engines_hold_warm_up_and_exact_ties(tmp_path, name, case, 
     made = convert(file, tmp_path / "a.npz", to="npz", drop="warm-up")
     assert made.dropped == count
     assert tl.check(tmp_path / "a.npz").sound
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stale_layer_beside_one_other_with_k_1(seed):
+    ids, _ = sound(800, 2, 1, 16, seed=seed)
+    assert repetitions(routes(ids)) == []
+    ids[300:560, 1] = ids[300, 1]
+    finding = cases(repetitions(routes(ids)))["layer-run"]
+    assert (finding.severity, finding.evidence["layer"]) == ("unsound", "layers.1")
+
+
+def test_an_expert_that_most_tokens_choose_is_no_stale_layer():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 16, (3000, 2, 1))
+    ids[:, 1, 0] = np.where(rng.random(3000) < 0.8, 3, ids[:, 1, 0])
+    assert repetitions(routes(ids)) == []

@@ -1,8 +1,8 @@
 """Whether files of routes are sound: by themselves, against tokens, a second file, or a model.
 
 With a model, a sample of the file's own tokens is routed by it and compared; the finding says which
-fault explains the disagreement. Tests and their reasons are in `trace.soundness` and
-`trace.agreement`.
+fault explains the disagreement. Tests and their reasons are in `trace.soundness`,
+`trace.repetition`, `trace.token_fit` and `trace.agreement`.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repetitions
 from tieline.trace.soundness import RouteFinding, findings, route_table
 from tieline.trace.store import load_trace
+from tieline.trace.token_fit import token_findings
 
 SAMPLE_TOKENS = 2048
 """Tokens that a model routes to be compared with a file."""
@@ -157,7 +158,8 @@ def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     plain = findings(routes, n_experts)
     if any(finding.case in ("all-ids", "no-layer") for finding in plain):
         return plain
-    return [x for x in plain if not (named and x.kind == "repeated-rows")] + repeated
+    others = [x for x in plain if not (named and x.kind == "repeated-rows")]
+    return others + repeated + token_findings(routes, n_experts)
 
 
 def _checked_routes(source: Any, options: ReadOptions) -> Routes:

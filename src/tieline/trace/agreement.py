@@ -22,6 +22,7 @@ twins, so an alternative that wins 3 of 4 of them, with P(Binomial(n, 1/2) ≥ w
 agrees from 0.5 on beyond chance, is where the rows belong. Sixteen tokens that differ suffice.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,6 +37,9 @@ from tieline.trace.soundness import RouteFinding, RouteTable, route_table
 AGREES = 0.5
 MOST_ROWS = 4096
 PROBES = 64
+DRIFT, LEAST_DRIFT_ROWS = 3.0, 64
+"""Growth of the differing choices from the first to the last quarter of the positions that is told,
+and rows that a quarter needs."""
 LEAST_WINS, LEVEL = 0.75, 1e-4
 LEAST_TOKENS = 16
 SHIFTS = tuple(shift for n in range(1, 9) for shift in (-n, n))
@@ -62,9 +66,9 @@ def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> 
         return [_different_k_finding(routes, reference)]
     a = routes.experts[rows][:, ours.layers]
     b = reference.experts[other][:, theirs.layers]
-    return list(_astray_documents(ours, theirs, every)) or list(
-        _explained_disagreement(a, b, ours, theirs, reference)
-    )
+    drift = list(_position_drift(a, b, ours, rows))
+    astray = list(_astray_documents(ours, theirs, every))
+    return astray or [*_explained_disagreement(a, b, ours, theirs, reference), *drift]
 
 
 def _astray_documents(
@@ -82,6 +86,40 @@ def _astray_documents(
     findings = list(documents_astray(split_documents(left, right, documents[order])))
     if all(x.count < x.total or x.case == "exchanged-documents" for x in findings):
         yield from findings
+
+
+def _position_drift(
+    a: np.ndarray, b: np.ndarray, ours: RouteTable, rows: np.ndarray
+) -> Iterator[RouteFinding]:
+    """Report differing choices that grow along the positions, as with other rotary tables.
+
+    Rounding changes about as many choices late as early; a wrong position table changes more the
+    further a token is from the first. Layers that agree beforehand are judged together.
+    """
+    if a.shape[1] != b.shape[1]:
+        return
+    positions = ours.routes.positions
+    at = rows if positions is None else positions[rows]
+    differing = 1 - shared_ids(a, b) / (a.shape[1] * a.shape[2])
+    quarters = np.quantile(at, [0.25, 0.75])
+    early, late = differing[at <= quarters[0]], differing[at >= quarters[1]]
+    if min(len(early), len(late)) < LEAST_DRIFT_ROWS or float(differing.mean()) > AGREES / 2:
+        return
+    first, last = float(early.mean()), float(late.mean())
+    error = math.sqrt(float(early.var()) / len(early) + float(late.var()) / len(late))
+    ratio = last / max(first, 0.5 / (len(early) * a.shape[1] * a.shape[2]))
+    if last - first < 6 * error or ratio < DRIFT:
+        return
+    evidence = {"early": first, "late": last, "ratio": ratio}
+    yield RouteFinding(
+        "token-shift",
+        "suspicious",
+        "position-drift",
+        len(late),
+        len(a),
+        "position-tables",
+        evidence,
+    )
 
 
 def _fully_written_rows(table: RouteTable, rows: np.ndarray) -> np.ndarray:
@@ -304,7 +342,7 @@ class Document(NamedTuple):
     theirs: np.ndarray
 
 
-class _DocumentMove(NamedTuple):
+class DocumentMove(NamedTuple):
     """Where the rows of a document belong: another document, a shift, or nowhere (both None)."""
 
     number: int
@@ -354,16 +392,21 @@ def documents_astray(documents: list[Document]) -> Iterator[RouteFinding]:
         and agreements[x.number] < AGREES / 2 <= AGREES <= usual
     ]
     total = len(documents)
+    yield from moved_documents(moves, total)
+    if strange:
+        yield _document_finding(
+            "strange-documents", list(map(str, strange)), total, "strange-requests"
+        )
+
+
+def moved_documents(moves: list[DocumentMove], total: int) -> Iterator[RouteFinding]:
+    """Report documents whose rows belong to another document, or some places on."""
     exchanged = [f"{move.number} → {move.other}" for move in moves if move.other is not None]
     if exchanged:
         yield _document_finding("exchanged-documents", exchanged, total, "exchanged-requests")
     for shift in sorted({move.shift for move in moves if move.shift is not None}):
         shifted = [str(move.number) for move in moves if move.shift == shift]
         yield _document_finding("shifted-documents", shifted, total, "cut-prompt", shift)
-    if strange:
-        yield _document_finding(
-            "strange-documents", list(map(str, strange)), total, "strange-requests"
-        )
 
 
 def _document_finding(
@@ -393,7 +436,7 @@ def _agreement_beyond_chance(a: np.ndarray, b: np.ndarray, chance: float) -> flo
 
 def _best_document_move(
     document: Document, documents: list[Document], chance: float
-) -> _DocumentMove | None:
+) -> DocumentMove | None:
     """The alternative that fits the rows of a document best, if any does."""
     own = shared_ids(document.ours, document.theirs)
     if bool((own == document.ours.shape[1] * document.ours.shape[2]).all()):
@@ -404,14 +447,14 @@ def _best_document_move(
             count = min(len(own), len(other.theirs))
             gain = _move_gain(document.ours[:count], own[:count], other.theirs[:count], chance)
             moves += (
-                [] if gain is None else [_DocumentMove(document.number, other.number, None, gain)]
+                [] if gain is None else [DocumentMove(document.number, other.number, None, gain)]
             )
     for shift in SHIFTS:
         first, last = max(0, -shift), min(len(own), len(own) - shift)
         if last - first >= LEAST_TOKENS // 2:
             rows = document.theirs[first + shift : last + shift]
             gain = _move_gain(document.ours[first:last], own[first:last], rows, chance)
-            moves += [] if gain is None else [_DocumentMove(document.number, None, shift, gain)]
+            moves += [] if gain is None else [DocumentMove(document.number, None, shift, gain)]
     return max(moves, key=lambda move: move.gain, default=None)
 
 

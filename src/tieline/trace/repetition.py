@@ -1,10 +1,9 @@
-"""Rows and layers that repeat each other where tokens do not: warm-up, exact ties, copies, padding.
+"""Rows and layers that repeat each other where tokens do not: warm-up, exact ties, copies.
 
     warm-up         one row in a run longer than the persistence of the other rows explains
     tied-rows       rows whose k weights are equal, with one choice: an exact tie of all experts
     layer-run       one layer repeats a choice while the others, at the same rows, do not
     copied-layers   a layer whose rows are those of another
-    padding-shown   documents of one length that begin or end with runs of one token id
 
 **Runs.** Sound rows repeat the row before them with probability q, estimated at all rows but those
 of the repeated choice; a run of m among N rows has probability N·q^(m-1) at most. That holds for
@@ -36,7 +35,6 @@ MOST_TIED = 0.9
 COPIED = 0.5
 """Agreement beyond chance from which on a layer is a copy of another."""
 SAMPLED_ROWS = 4096
-LEAST_PADDING = 8
 
 
 class Run(NamedTuple):
@@ -66,7 +64,7 @@ def repetitions(routes: Routes, n_experts: int | None = None) -> list[RouteFindi
     if not table.layers or len(routes.experts) < LEAST_RUN:
         return []
     tied = list(_tied_row_findings(table))
-    tests = (_stale_layers, _copied_layer_findings, _padding_findings)
+    tests = (_stale_layers, _copied_layer_findings)
     return [
         *(tied or _warm_up_findings(table)),
         *(finding for test in tests for finding in test(table)),
@@ -175,12 +173,13 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
     codes = {layer: codes_of(table.experts[:, layer]) for layer in table.layers}
     for layer in table.layers:
         run = _longest_equal_run(codes[layer])
-        if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or run.log10_chance > IMPROBABLE:
+        chance = max(run.log10_chance, _log10_chance_by_load(codes[layer], run))
+        if not LEAST_RUN * 2 <= run.length < len(codes[layer]) or chance > IMPROBABLE:
             continue
         stretch = slice(run.begin, run.begin + run.length)
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
-        others = [len(np.unique(codes[x][stretch])) for x in table.layers if x != layer]
+        others = [int((np.diff(codes[x][stretch]) != 0).sum()) for x in table.layers if x != layer]
         if min(others) < max(LEAST_COPIES, run.length // 4):
             continue
         evidence = {"layer": table.routes.names[layer], "row": run.begin, "others": min(others)}
@@ -190,6 +189,17 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
             "repeated-rows", "unsound", "layer-run", count, total, "stale-layer", evidence
         )
         return
+
+
+def _log10_chance_by_load(codes: np.ndarray, run: Run) -> float:
+    """log10 of N·p^(m-1), with p how often the run's choice follows itself outside of it."""
+    outside = np.ones(len(codes), bool)
+    outside[run.begin : run.begin + run.length] = False
+    same = codes == codes[run.begin]
+    before = same[:-1] & outside[:-1] & outside[1:]
+    share = (float((same[1:] & before).sum()) + 1) / (float(before.sum()) + 2)
+    load = (float((same & outside).sum()) + 1) / (float(outside.sum()) + 2)
+    return min(math.log10(len(codes)) + (run.length - 1) * math.log10(max(share, load)), 0.0)
 
 
 def _copied_layer_findings(table: RouteTable) -> Iterator[RouteFinding]:
@@ -226,31 +236,3 @@ def _copy_agreement(a: np.ndarray, b: np.ndarray) -> float:
         return 0.0
     chance = sum(n * others.get(v, 0) for v, n in zip(values, counts, strict=True)) / len(a) ** 2
     return (equal - chance) / max(1 - chance, 1e-9)
-
-
-def _padding_findings(table: RouteTable) -> Iterator[RouteFinding]:
-    """Documents of one length that begin or end with runs of one token id, of different lengths."""
-    tokens = table.routes.tokens
-    if tokens is None or bool((tokens < 0).any()):
-        return
-    cuts = np.flatnonzero(np.diff(table.documents)) + 1
-    documents = np.split(tokens, cuts)
-    if len(documents) < 2 or len({len(ids) for ids in documents}) > 1:
-        return
-    for side, step in (("begin", 1), ("end", -1)):
-        edges = [ids[::step] for ids in documents]
-        runs = [int((ids != ids[0]).argmax()) if (ids != ids[0]).any() else 0 for ids in edges]
-        padded = [n for n, run in enumerate(runs) if run >= LEAST_PADDING]
-        same = len({int(edges[n][0]) for n in padded}) == 1
-        if len(padded) >= 2 and same and len(set(runs)) > 1:
-            evidence = {"side": side, "token": int(edges[padded[0]][0]), "document": padded[0]}
-            evidence |= {"rows": sum(runs[n] for n in padded), "documents": len(documents)}
-            yield RouteFinding(
-                "row-count",
-                "unsound",
-                "padding-shown",
-                len(padded),
-                len(documents),
-                "mask-of-ones",
-                evidence,
-            )

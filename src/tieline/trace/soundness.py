@@ -13,7 +13,7 @@ sentences are written by `tieline.report.words.check`. Severities:
     out-of-range      ids that no expert has
     constant-layer    a layer that is dense, constant, or unlike the others
     row-count         rows that do not fit the tokens
-    token-shift       rows that belong to other tokens (also `trace.agreement`)
+    token-shift       rows that belong to other tokens (`trace.token_fit`, `trace.agreement`)
     layer-shift       layers in other places (`trace.agreement`)
     copied-layers     layers whose rows are those of another (`trace.repetition`)
     dead-experts      experts that no token chose, beyond chance
@@ -57,7 +57,6 @@ Severity = Literal["unsound", "suspicious", "note"]
 LEAST_COPIES, MANY_COPIES, MANY_SHARE = 8, 32, 0.3
 LEAST_CONSTANT = 64
 LEAST_SEEN = 5
-LARGEST_LAG = 8
 IMPROBABLE = -9.0
 """log10 of the probability below which copies are not by chance."""
 
@@ -167,7 +166,6 @@ def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]
         _duplicate_experts,
         _constant_layers,
         _repeated_rows,
-        _shifted_rows,
         _dead_experts,
     )
     return [finding for test in tests for finding in test(table)]
@@ -517,65 +515,6 @@ def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
     return int(lengths[longest]), int(rows[cuts[longest]])
-
-
-def _shifted_rows(table: RouteTable) -> Iterator[RouteFinding]:
-    """Report rows that match the tokens better at another lag; equal tokens choose alike."""
-    tokens, k = table.routes.tokens, table.experts.shape[2]
-    if tokens is None or bool((tokens < 0).any()) or not table.layers or len(tokens) < 256:
-        return
-    tokens, documents = tokens[: 1 << 17], table.documents[: 1 << 17]
-    column = np.sort(table.experts[: 1 << 17, table.layers[0]], axis=1)
-    codes = np.unique(codes_of(column), return_inverse=True)[1]
-    written = table.routed.mask[: 1 << 17, table.layers[0]]
-    _, shares = np.unique(codes, return_counts=True)
-    chance = float(((shares / shares.sum()) ** 2).sum())
-    alike = {
-        lag: _agreement_at_lag(tokens, codes, documents, written, lag)
-        for lag in range(-LARGEST_LAG, LARGEST_LAG + 1)
-    }
-    here, pairs = alike[0]
-    best = max(alike, key=lambda lag: alike[lag][0])
-    error = math.sqrt(max(chance, 1e-3) / max(pairs, 1))
-    gain, unshifted = alike[best][0] - chance, here - chance
-    if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
-        return
-    evidence = {
-        "shift": -best,
-        "lag": best,
-        "shifted": alike[best][0],
-        "unshifted": here,
-        "chance": chance,
-        "layer": table.routes.names[table.layers[0]],
-        "k": k,
-    }
-    yield RouteFinding(
-        "token-shift", "unsound", "lag", len(tokens), len(tokens), "neighbouring-rows", evidence
-    )
-
-
-def _agreement_at_lag(
-    tokens: np.ndarray, codes: np.ndarray, documents: np.ndarray, written: np.ndarray, lag: int
-) -> tuple[float, int]:
-    """Share of pairs of equal tokens that choose alike if row t belongs to token t + lag.
-
-    A mean over tokens that come again, weighted by how often they do, so that a run of one token
-    does not outweigh all others. Also the number of their rows.
-    """
-    length = len(tokens)
-    rows = np.arange(max(0, -lag), min(length, length - lag))
-    rows = rows[(documents[rows] == documents[rows + lag]) & written[rows]]
-    if len(rows) < 2:
-        return 0.0, 0
-    names = np.unique(tokens[rows + lag], return_inverse=True)[1].astype(np.int64)
-    counts = np.bincount(names).astype(float)
-    both, same = np.unique(names * (int(codes.max()) + 1) + codes[rows], return_counts=True)
-    owner = both // (int(codes.max()) + 1)
-    agreed = np.bincount(owner, same * (same - 1.0), minlength=len(counts))
-    again = counts > 1
-    share = agreed[again] / (counts[again] - 1)  # n · P(two of them choose alike)
-    total = float(counts[again].sum())
-    return (float(share.sum()) / total if total else 0.0), int(total)
 
 
 def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:

@@ -93,3 +93,19 @@ def test_a_dense_layer_in_another_place():
     (finding,) = compare(routes(bad), reference)
     assert finding.kind == "layer-shift"
     assert "[0, 1, 3, 4, 5] of 6" in finding.message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_choices_that_differ_more_and_more_along_positions(seed):
+    ids, _ = sound(1200, 4, seed=seed)
+    rng = np.random.default_rng(seed)
+    growing = rng.random(1200) < np.linspace(0, 0.6, 1200)
+    made = ids.copy()
+    made[growing, :, -1] = (made[growing, :, -1] + 16) % 32
+    known = {"positions": np.arange(1200)}
+    reference = Routes(ids, "array", "b", **known)
+    (finding,) = compare(Routes(made, "array", "a", **known), reference)
+    assert (finding.case, finding.severity) == ("position-drift", "suspicious")
+    assert "rope base" in finding.cause
+    made = other_precision(ids)
+    assert compare(Routes(made, "array", "a", **known), reference) == []

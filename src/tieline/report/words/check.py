@@ -73,7 +73,7 @@ CASES = {
     ),
     "layer-run": CaseText(
         "layer {layer} repeats {ids} in {count} rows that follow each other, in which every other "
-        "layer has {others} choices or more",
+        "layer changes its choice {others} times or more",
         "row {row}, layer {layer}",
     ),
     "copied": CaseText("{count} of {total} layers have the rows of another: {pairs:list}"),
@@ -86,6 +86,11 @@ CASES = {
         "equal tokens choose alike in {shifted:percent.3g} of pairs if rows are moved by "
         "{shift:+d}, in {unshifted:percent.3g} as they are ({chance:percent.3g} by chance)",
         "layer {layer}, k={k}",
+    ),
+    "unrelated": CaseText(
+        "rows have nothing to do with the token ids: the choices of equal tokens agree by "
+        "{agreement:percent.2g} of what is possible beyond chance, {limit:percent.2g} at most "
+        "({fitted} rows)"
     ),
     "dead": CaseText(DEAD, "layer {layer}: {value}"),
     "dead-block": CaseText(
@@ -126,6 +131,10 @@ CASES = {
     "strange-documents": CaseText(
         "{count} of {total} documents do not agree with the reference, the others do: documents "
         "{documents:list}"
+    ),
+    "position-drift": CaseText(
+        "choices that differ from the reference grow along the positions, from {early:percent.2g} "
+        "in the first quarter to {late:percent.2g} in the last, {ratio:.2g} times as many"
     ),
     "renumbered-layers": CaseText(
         "{count} of {total} layers agree with the reference once their ids are renumbered "
@@ -182,6 +191,10 @@ REASONS = {
     "rows; with padding first, the other rows saw it too and are to be made anew",
     "neighbouring-rows": "row t belongs to token t{lag:+d}: rows of the token before or after, or "
     "of another request that begins elsewhere (miles 3277)",
+    "other-token-ids": "token ids of another text or tokenizer, or rows in another order: pass the "
+    "ids that the engine routed",
+    "position-tables": "another rope base or scaling, or positions counted otherwise: compare the "
+    "rotary settings of both sides",
     "lost-rank": "choices of one expert-parallel rank are lost",
     "left-behind": "experts that training left behind, or a text that does not reach them",
     "other-shape": "another model, or an array in another shape: is the last axis k?",

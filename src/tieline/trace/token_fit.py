@@ -1,0 +1,304 @@
+"""Rows against the token ids that stand beside them, without a model: equal tokens choose alike.
+
+    lag                   all rows belong to the token some places on
+    exchanged, shifted    rows of a document fit the tokens of another, or those some places on
+    unrelated             rows have nothing to do with the token ids
+    padding-shown         documents that begin or end with runs of a token that stands nowhere else
+
+**Profiles.** P_w(e) is the share of the rows of token w, in other documents, that chose expert e. A
+row with the choice S fits token w with
+
+    f(S, w) = Σ_{e ∈ S} P_w(e) / k,
+
+summed over the first two routed layers, in which the token decides most. For every document the fit
+with its own tokens is compared with that of another document's tokens, and of its own some places
+on, at the tokens at which they differ. An alternative that wins 3 of 4 of them, with a sign test at
+1 % over all alternatives of all documents, is where the rows belong.
+
+**Unrelated rows.** The fit with the own tokens less that with tokens of the same document in random
+order has mean zero if rows and tokens have nothing to do with each other. Reported if its upper
+limit (four standard errors, documents being independent) is below a tenth of what full agreement
+would give.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import binom
+
+from tieline.trace.agreement import LEAST_WINS, SHIFTS, DocumentMove, moved_documents
+from tieline.trace.readers.routes import Routes
+from tieline.trace.soundness import RouteFinding, RouteTable, codes_of, route_table
+
+LARGEST_LAG = 8
+MOST_ROWS, MOST_DOCUMENTS, MOST_TOKENS = 1 << 14, 64, 256
+FAMILY_LEVEL = 0.01
+"""Probability of a false move in a file, over all alternatives of all documents."""
+LEAST_FITTED = 256
+UNRELATED = 0.1
+"""Share of full agreement below which rows have nothing to do with the tokens."""
+BLOCK = 64
+"""Rows of a stretch that counts as a document where there are fewer than four."""
+PERMUTATIONS = 8
+LEAST_PADDING = 8
+
+
+def token_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
+    """Check rows against their token ids.
+
+    Args:
+        routes: what a reader returned; nothing is found without token ids.
+        n_experts: number of experts E, if it is known.
+    """
+    table, tokens = route_table(routes, n_experts), routes.tokens
+    if tokens is None or bool((tokens < 0).any()) or not table.layers:
+        return []
+    shifted = list(_shifted_rows(table, tokens))
+    fits = [] if shifted else list(_misfits(table, tokens))
+    return [*shifted, *fits, *_padding_findings(table, tokens)]
+
+
+class TokenProfiles(NamedTuple):
+    """How often the rows of each token chose each expert.
+
+    Attributes:
+        ids: chosen experts (rows, layers, k).
+        tokens: number of the token of each row, 0 ... U - 1.
+        documents: document of each row.
+        counts: rows of each token (U,).
+        chosen: rows of each token that chose each expert (layers, U, E).
+    """
+
+    ids: np.ndarray
+    tokens: np.ndarray
+    documents: np.ndarray
+    counts: np.ndarray
+    chosen: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> "TokenProfiles":
+        """Count the choices of each token."""
+        numbers = np.unique(tokens, return_inverse=True)[1]
+        counts = np.bincount(numbers)
+        return cls(ids, numbers, documents, counts, _choice_counts(ids, numbers, len(counts)))
+
+    def without(self, document: int) -> "OtherProfiles":
+        """The profiles of all other documents."""
+        own = self.documents == document
+        size = len(self.counts)
+        left = self.counts - np.bincount(self.tokens[own], minlength=size)
+        chosen = self.chosen - _choice_counts(self.ids[own], self.tokens[own], size, self.chosen)
+        return OtherProfiles(left, chosen)
+
+
+class OtherProfiles(NamedTuple):
+    """Rows of each token (U,), and of those that chose each expert (layers, U, E)."""
+
+    counts: np.ndarray
+    chosen: np.ndarray
+
+    def fit(self, ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Fit f (n,) of rows with tokens; NaN for a token without a profile.
+
+        Args:
+            ids: chosen experts (n, layers, k).
+            tokens: tokens (n,) to compare them with.
+        """
+        layers, k = ids.shape[1:]
+        shared = sum(
+            self.chosen[layer, tokens[:, None], ids[:, layer]].sum(1) for layer in range(layers)
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            known = self.counts[tokens]
+            return np.where(known > 0, shared / known / (k * layers), np.nan)
+
+
+def _choice_counts(
+    ids: np.ndarray, tokens: np.ndarray, size: int, like: np.ndarray | None = None
+) -> np.ndarray:
+    """Rows of each token that chose each expert (layers, tokens, E)."""
+    experts = int(ids.max()) + 1 if like is None else like.shape[2]
+    counts = np.zeros((ids.shape[1], size, experts), np.float32)
+    for layer in range(ids.shape[1]):
+        np.add.at(counts[layer], (tokens[:, None], ids[:, layer]), 1)
+    return counts
+
+
+def _misfits(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
+    """Report documents whose rows fit other tokens, or rows that fit none."""
+    layers = list(table.layers[:2])
+    written = table.routed.mask[:, layers].all(1) & (table.experts[:, layers] >= 0).all((1, 2))
+    rows = np.flatnonzero(written)[:MOST_ROWS]
+    small = len(rows) < LEAST_FITTED or int(table.experts[rows][:, layers].max(initial=0)) > 4096
+    if small:
+        return
+    ids = table.experts[rows][:, layers].astype(np.int64)
+    documents = table.documents[rows]
+    if len(np.unique(documents)) >= 4:
+        profiles = TokenProfiles.of(ids, tokens[rows], documents)
+        moves = list(_token_moves(profiles))
+        yield from moved_documents(moves, len(np.unique(documents)))
+        if moves:
+            return
+    else:
+        profiles = TokenProfiles.of(ids, tokens[rows], np.arange(len(rows)) // BLOCK)
+    yield from _unrelated_rows(profiles)
+
+
+def _token_moves(profiles: TokenProfiles) -> Iterator[DocumentMove]:
+    """Where the rows of documents fit better than where they stand."""
+    numbers = np.unique(profiles.documents)[:MOST_DOCUMENTS]
+    rows = {int(n): np.flatnonzero(profiles.documents == n)[:MOST_TOKENS] for n in numbers}
+    level = FAMILY_LEVEL / (len(rows) * (len(rows) - 1 + len(SHIFTS)))
+    for number in rows:
+        moves = list(_moves_of(profiles, number, rows, level))
+        if moves:
+            yield max(moves, key=lambda move: move.gain)
+
+
+def _moves_of(
+    profiles: TokenProfiles, number: int, rows: dict[int, np.ndarray], level: float
+) -> Iterator[DocumentMove]:
+    """The alternatives of one document that fit better."""
+    ids, own = profiles.ids[rows[number]], profiles.tokens[rows[number]]
+    others = profiles.without(number)
+    here = others.fit(ids, own)
+    for other in rows:
+        tokens = profiles.tokens[rows[other]][: len(own)]
+        count = len(tokens)
+        there = others.fit(ids[:count], tokens)
+        gain = _fit_gain(here[:count], there, own[:count] != tokens, level)
+        if gain is not None:
+            yield DocumentMove(number, other, None, gain)
+    for shift in SHIFTS:
+        first, last = max(0, -shift), max(0, min(len(own), len(own) - shift))
+        moved, span = own[max(0, shift) : max(0, shift) + last - first], slice(first, last)
+        gain = _fit_gain(here[span], others.fit(ids[span], moved), own[span] != moved, level)
+        if gain is not None:
+            yield DocumentMove(number, None, shift, gain)
+
+
+def _fit_gain(
+    here: np.ndarray, there: np.ndarray, differ: np.ndarray, level: float
+) -> float | None:
+    """Mean fit that the alternative gains; None if the rows do not belong there."""
+    known = differ & np.isfinite(here) & np.isfinite(there)
+    wins, losses = int((there > here)[known].sum()), int((there < here)[known].sum())
+    if wins == 0 or wins < LEAST_WINS * (wins + losses):
+        return None
+    if float(binom.sf(wins - 1, wins + losses, 0.5)) > level:
+        return None
+    return float((there - here)[known].mean())
+
+
+def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
+    """Report rows whose choices have nothing to do with their tokens."""
+    rng, gains, fitted = np.random.default_rng(0), [], 0
+    for number in np.unique(profiles.documents)[:MOST_DOCUMENTS]:
+        rows = np.flatnonzero(profiles.documents == number)[:MOST_TOKENS]
+        tokens = profiles.tokens[rows]
+        others, ids = profiles.without(int(number)), profiles.ids[rows]
+        here = others.fit(ids, tokens)
+        orders = [rng.permutation(tokens) for _ in range(PERMUTATIONS)]
+        other = np.array([others.fit(ids, order) for order in orders])
+        known = np.isfinite(here) & np.isfinite(other).any(0)
+        fitted += int(known.sum())
+        if known.any():
+            gains.append(float((here[known] - np.nanmean(other[:, known], 0)).mean()))
+    if fitted < LEAST_FITTED or len(gains) < 4:
+        return
+    loads = profiles.chosen.sum(1) / len(profiles.ids)
+    full = 1 - float((loads**2).sum(1).mean()) / profiles.ids.shape[2]
+    mean, error = float(np.mean(gains)), float(np.std(gains, ddof=1)) / math.sqrt(len(gains))
+    if full < 0.05 or mean + 4 * error > UNRELATED * full:
+        return
+    evidence = {"agreement": mean / full, "limit": (mean + 4 * error) / full, "fitted": fitted}
+    count = len(profiles.ids)
+    yield RouteFinding(
+        "token-shift", "unsound", "unrelated", count, count, "other-token-ids", evidence
+    )
+
+
+def _shifted_rows(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
+    """Report rows that match the tokens better at another lag; equal tokens choose alike."""
+    k = table.experts.shape[2]
+    if len(tokens) < LEAST_FITTED:
+        return
+    tokens, documents = tokens[: 1 << 17], table.documents[: 1 << 17]
+    column = np.sort(table.experts[: 1 << 17, table.layers[0]], axis=1)
+    codes = np.unique(codes_of(column), return_inverse=True)[1]
+    written = table.routed.mask[: 1 << 17, table.layers[0]]
+    _, shares = np.unique(codes, return_counts=True)
+    chance = float(((shares / shares.sum()) ** 2).sum())
+    alike = {
+        lag: _agreement_at_lag(tokens, codes, documents, written, lag)
+        for lag in range(-LARGEST_LAG, LARGEST_LAG + 1)
+    }
+    here, pairs = alike[0]
+    best = max(alike, key=lambda lag: alike[lag][0])
+    error = math.sqrt(max(chance, 1e-3) / max(pairs, 1))
+    gain, unshifted = alike[best][0] - chance, here - chance
+    if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
+        return
+    evidence = {
+        "shift": -best,
+        "lag": best,
+        "shifted": alike[best][0],
+        "unshifted": here,
+        "chance": chance,
+        "layer": table.routes.names[table.layers[0]],
+        "k": k,
+    }
+    yield RouteFinding(
+        "token-shift", "unsound", "lag", len(tokens), len(tokens), "neighbouring-rows", evidence
+    )
+
+
+def _agreement_at_lag(
+    tokens: np.ndarray, codes: np.ndarray, documents: np.ndarray, written: np.ndarray, lag: int
+) -> tuple[float, int]:
+    """Share of pairs of equal tokens that choose alike if row t belongs to token t + lag.
+
+    A mean over tokens that come again, weighted by how often they do, so that a run of one token
+    does not outweigh all others. Also the number of their rows.
+    """
+    length = len(tokens)
+    rows = np.arange(max(0, -lag), min(length, length - lag))
+    rows = rows[(documents[rows] == documents[rows + lag]) & written[rows]]
+    if len(rows) < 2:
+        return 0.0, 0
+    names = np.unique(tokens[rows + lag], return_inverse=True)[1].astype(np.int64)
+    counts = np.bincount(names).astype(float)
+    both, same = np.unique(names * (int(codes.max()) + 1) + codes[rows], return_counts=True)
+    owner = both // (int(codes.max()) + 1)
+    agreed = np.bincount(owner, same * (same - 1.0), minlength=len(counts))
+    again = counts > 1
+    share = agreed[again] / (counts[again] - 1)  # n · P(two of them choose alike)
+    total = float(counts[again].sum())
+    return (float(share.sum()) / total if total else 0.0), int(total)
+
+
+def _padding_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
+    """Report documents of one length that begin or end with runs of one token.
+
+    The runs of several documents have different lengths, or the token stands nowhere else.
+    """
+    documents = np.split(tokens, np.flatnonzero(np.diff(table.documents)) + 1)
+    if len(documents) < 2 or len({len(ids) for ids in documents}) > 1:
+        return
+    for side, step in (("begin", 1), ("end", -1)):
+        edges = [ids[::step] for ids in documents]
+        runs = [int((ids != ids[0]).argmax()) if (ids != ids[0]).any() else 0 for ids in edges]
+        padded = [n for n, run in enumerate(runs) if run >= LEAST_PADDING]
+        if not padded or len({int(edges[n][0]) for n in padded}) > 1 or len(set(runs)) == 1:
+            continue
+        token = int(edges[padded[0]][0])
+        rows = sum(runs[n] for n in padded)
+        if len(padded) >= 2 or int((tokens == token).sum()) == rows:
+            evidence = {"side": side, "token": token, "document": padded[0], "rows": rows}
+            count, total = len(padded), len(documents)
+            yield RouteFinding(
+                "row-count", "unsound", "padding-shown", count, total, "mask-of-ones", evidence
+            )

@@ -1,0 +1,98 @@
+"""Rows that do not belong to their tokens are found by equal tokens alone, sound rows are not."""
+
+import numpy as np
+import pytest
+
+from tests.trace.test_soundness import sound
+from tieline.trace.readers import Routes
+from tieline.trace.token_fit import TokenProfiles, token_findings
+
+DOCUMENTS = np.repeat(range(6), 80)
+
+
+def fit_cases(ids, tokens, documents=None):
+    routes = Routes(ids, "array", "a", tokens=tokens, documents=documents)
+    return {finding.case: finding for finding in token_findings(routes)}
+
+
+@pytest.mark.parametrize("lag", [-3, -1, 1, 2])
+def test_rows_of_other_tokens_are_told_by_equal_tokens(lag):
+    ids, tokens = sound(2000, words=60)
+    finding = fit_cases(np.roll(ids, lag, axis=0), tokens)["lag"]
+    assert finding.severity == "unsound"
+    assert f"t{-lag:+d}" in finding.cause
+    assert fit_cases(ids, tokens) == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("k", [1, 3])
+def test_two_of_six_requests_exchanged(seed, k):
+    ids, tokens = sound(480, 2, k, seed=seed)
+    assert fit_cases(ids, tokens, DOCUMENTS) == {}
+    made = ids.copy()
+    made[DOCUMENTS == 1], made[DOCUMENTS == 4] = ids[DOCUMENTS == 4], ids[DOCUMENTS == 1]
+    (finding,) = fit_cases(made, tokens, DOCUMENTS).values()
+    assert finding.case == "exchanged-documents"
+    assert set(finding.evidence["documents"]) == {"1 → 4", "4 → 1"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_of_six_requests_is_a_row_late(seed):
+    ids, tokens = sound(480, 2, 2, seed=seed)
+    made = ids.copy()
+    made[80:160] = np.roll(ids[80:160], 1, axis=0)
+    (finding,) = fit_cases(made, tokens, DOCUMENTS).values()
+    assert (finding.case, finding.evidence["shift"]) == ("shifted-documents", -1)
+    assert finding.evidence["documents"] == ["1"]
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_rows_that_have_nothing_to_do_with_the_tokens(documents):
+    ids, _ = sound(480, 3, 2)
+    other = np.random.default_rng(5).integers(0, 40, 480)
+    finding = fit_cases(ids, other, documents)["unrelated"]
+    assert finding.severity == "unsound"
+    assert "nothing to do with the token ids" in finding.message
+    assert "tokenizer" in finding.cause
+
+
+def test_few_rows_and_unknown_tokens_say_nothing():
+    ids, tokens = sound(200, 3, 2)
+    other = np.random.default_rng(5).integers(0, 40, 200)
+    assert fit_cases(ids, other) == {}
+    assert fit_cases(ids, tokens * 0 - 1) == {}
+
+
+def test_profiles_are_those_of_a_loop():
+    ids, tokens = sound(60, 2, 2, words=6)
+    documents = np.repeat(range(3), 20)
+    fits = TokenProfiles.of(ids, tokens, documents).without(1).fit(ids[20:40], tokens[20:40])
+    for row in range(20, 40):
+        others = [t for t in range(60) if documents[t] != 1 and tokens[t] == tokens[row]]
+        shares = [np.isin(ids[row, la], ids[t, la]).sum() / 4 for t in others for la in range(2)]
+        expected = sum(shares) / len(others) if others else np.nan
+        np.testing.assert_allclose(fits[row - 20], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_a_mask_of_ones_over_padding(side):
+    ids, _ = sound(400, 2, 2)
+    tokens = np.random.default_rng(0).integers(5, 90, (4, 100))
+    documents = np.repeat(range(4), 100)
+    assert fit_cases(ids, tokens.ravel(), documents).keys() <= {"unrelated"}
+    for row, count in enumerate((0, 12, 30, 9)):
+        tokens[row, ::side][:count] = 2
+    found = fit_cases(ids, tokens.ravel(), documents)
+    assert found["padding-shown"].count == 3
+    assert "51 rows" in found["padding-shown"].message
+    assert "mask" in found["padding-shown"].cause
+
+
+def test_one_padded_document_is_found_where_its_token_stands_nowhere_else():
+    ids, _ = sound(200, 2, 2)
+    tokens = np.random.default_rng(0).integers(5, 90, (2, 100))
+    documents = np.repeat(range(2), 100)
+    tokens[1, :12] = 2
+    assert fit_cases(ids, tokens.ravel(), documents)["padding-shown"].count == 1
+    tokens[0, 50] = 2  # a token of the text
+    assert "padding-shown" not in fit_cases(ids, tokens.ravel(), documents)
