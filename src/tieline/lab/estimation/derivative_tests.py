@@ -45,7 +45,9 @@ ReLU has its second derivative on the kink: a δ that moves the kink changes f b
 ε^{3/2}, so only changes of scale compete and δη is confined to the direction of η.
 
 The sigmoid link is split at a zero row (the sparse regime of paper 4), into two atoms with
-σ(c′) = σ(c)/2. A sigmoid atom with another row cannot be split: σ(s + c₁) + σ(s + c₂) is no σ.
+σ(c′) = σ(c)/2. A sigmoid atom with another row cannot be split into two of its own expert, for
+σ(s + c₁) + σ(s + c₂) is no σ; but an expert with an outer scale λφ can: λ₁φ under s + δ and λ₂φ
+under s - (λ₁/λ₂)δ change f by δ² (`p4-thm3`). That split is not part of this test.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """A wrong value planted in what a claim beyond the papers rests on changes its verdict."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,23 @@ def masses_kept(real):
 
 
 PLANTED = {
+    # F without 1 - F
+    "p5-nearest": ("flips.least_share", scaled(1.1)),
+    # noise that leaves the margin of run A
+    "p5-flips": (
+        "flips.flipped_margins",
+        lambda real: lambda run, noise, grid=0.0: real(run, noise, grid or 0.02),
+    ),
+    # the rounding of stored scores forgotten
+    "p5-certificate": (
+        "flips.certified_choices",
+        lambda real: lambda *args, **options: real(*args, **options | {"output_unit": 0.0}),
+    ),
+    # a correction of A forgotten: a larger gap of lower order at small radii
+    "p5-lojasiewicz": (
+        "flips.split_gap",
+        lambda real: lambda point, masses: np.exp(-1 / np.abs(point[0])) ** 4 * np.ones(3),
+    ),
     # vertices of a polyhedron of one dimension less
     "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
     "p5-doubling": ("estimation.doubled", masses_kept),

@@ -1,4 +1,4 @@
 """Claims that no paper makes: what this project adds, tested as the papers' claims are."""
 
-MODULES = ["continuity", "estimation", "heads", "levels", "models"]
+MODULES = ["continuity", "estimation", "flips", "heads", "levels", "models"]
 """Files of this package that hold claims."""
