@@ -52,6 +52,7 @@ from tieline.analysis.score_noise import (
     layer_noise,
 )
 from tieline.analysis.serving import recommend
+from tieline.analysis.single_swaps import expected_swaps, swap_margins, swap_uniformity
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -170,6 +171,7 @@ class _LayerJudgement(NamedTuple):
     noise: float
     relative: float | None
     later: int
+    swaps: dict[str, Any]
 
 
 class Compared:
@@ -290,7 +292,8 @@ class Compared:
         self.run.append(RunLayer.of(noise, flipped))
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
-        return _LayerJudgement(test, noise.size(fresh) or 0.0, noise.relative(fresh), later)
+        swaps = _swap_statistics(a, b, self._keys.documents)
+        return _LayerJudgement(test, noise.size(fresh) or 0.0, noise.relative(fresh), later, swaps)
 
     def _attributed(
         self, layers: list[LayerDiff], judged: list[_LayerJudgement | None]
@@ -322,7 +325,21 @@ class Compared:
             later=judged.later,
             relative=judged.relative,
             smallest_p=float(test.p.min()) if len(test.p) else None,
+            **judged.swaps,
         )
+
+
+def _swap_statistics(a: LayerTrace, b: LayerTrace, documents: np.ndarray) -> dict[str, Any]:
+    """Fields of an `Attribution` about single swaps; none of them where groups limit the choice."""
+    if a.facts.n_groups > 1 or len(documents) == 0:
+        return {}
+    expected = expected_swaps(a, b, documents)
+    return {
+        "swaps": len(swap_margins(a, b).tokens),
+        "expected_swaps": None if expected is None else expected.expected,
+        "swaps_error": None if expected is None else expected.error,
+        "uniform_p": swap_uniformity(a, b),
+    }
 
 
 def _unranked_status(counts: tuple[int, int]) -> str:

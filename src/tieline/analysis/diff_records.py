@@ -161,6 +161,12 @@ class Attribution:
         later: flips of tokens that had flipped in an earlier layer.
         relative: noise over the spread of the layer's scores; None where all scores are alike.
         smallest_p: smallest p-value of a first flip; None if there is none.
+        swaps: tokens that exchange one expert.
+        expected_swaps: the number that the noise of small gaps makes, to first order; None where
+            that does not hold.
+        swaps_error: standard error of the difference of the two, clustered by document.
+        uniform_p: p-value of the place of the crossing between the scores of A and B, which is
+            uniform where choices follow scores; None with few swaps or scores on a grid.
     """
 
     noise: float
@@ -171,6 +177,10 @@ class Attribution:
     later: int
     relative: float | None
     smallest_p: float | None
+    swaps: int = 0
+    expected_swaps: float | None = None
+    swaps_error: float | None = None
+    uniform_p: float | None = None
 
 
 class Sentence(Worded):

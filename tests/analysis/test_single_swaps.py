@@ -1,0 +1,107 @@
+"""Single swaps: margins by brute force, U uniform under any noise, expected numbers as seen."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.analysis.planted import layer_of
+from tieline.analysis.single_swaps import expected_swaps, swap_margins, swap_uniformity
+
+TOKENS, EXPERTS, K, SIZE = 60_000, 12, 3, 0.02
+DOCUMENTS = np.arange(TOKENS) // 500
+
+
+def drawn(seed):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(TOKENS, EXPERTS)))
+
+
+def student(freedom):
+    def draw(generator):
+        return generator.standard_t(freedom, size=(TOKENS, EXPERTS))
+
+    return draw
+
+
+def spikes(rate, factor):
+    def draw(generator):
+        rare = generator.random((TOKENS, EXPERTS)) < rate
+        return generator.normal(size=(TOKENS, EXPERTS)) * np.where(rare, factor, 1.0)
+
+    return draw
+
+
+def shared(generator):
+    common = generator.normal(size=(TOKENS, 3)) @ generator.normal(size=(3, EXPERTS))
+    return common / 2 + generator.normal(size=(TOKENS, EXPERTS)) / 2
+
+
+NOISES = {
+    "normal": lambda g: g.normal(size=(TOKENS, EXPERTS)),
+    "laplace": lambda g: g.laplace(size=(TOKENS, EXPERTS)),
+    "uniform": lambda g: g.uniform(-2, 2, size=(TOKENS, EXPERTS)),
+    "t3": student(3),
+    "t2.5": student(2.5),
+    "spikes 1e-2": spikes(1e-2, 30),
+    "spikes 1e-3": spikes(1e-3, 100),
+    "token scales": lambda g: g.normal(size=(TOKENS, EXPERTS)) * g.gamma(1, 1, (TOKENS, 1)),
+    "shared by experts": shared,
+}
+
+
+def pair(kind, seed=0):
+    """A layer and the same with noise of this kind."""
+    scores = drawn(1)
+    noise = SIZE * torch.from_numpy(NOISES[kind](np.random.default_rng(100 + seed)))
+    return layer_of(scores, K, "x"), layer_of(scores + noise, K, "x")
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_u_is_uniform_under_noise_of_any_law(kind):
+    p = swap_uniformity(*pair(kind))
+    assert p is not None
+    assert p > 0.001
+
+
+@pytest.mark.parametrize("kind", ["normal", "t3", "spikes 1e-2", "token scales"])
+def test_expected_swaps_are_seen(kind):
+    swaps = expected_swaps(*pair(kind), DOCUMENTS)
+    assert swaps is not None
+    assert abs(swaps.seen - swaps.expected) < 4 * swaps.error + 0.06 * swaps.expected
+
+
+def test_margins_are_those_of_the_experts_that_change_places():
+    a, b = pair("normal")
+    swaps = swap_margins(a, b)
+    scores_a = drawn(1).numpy()
+    for token, margin in zip(swaps.tokens[:50], swaps.of_a[:50], strict=True):
+        sets = [set(x.experts[token, :K].tolist()) for x in (a, b)]
+        ((leaver,), (enterer,)) = sets[0] - sets[1], sets[1] - sets[0]
+        expected = scores_a[token, leaver] - scores_a[token, enterer]
+        assert margin == pytest.approx(expected, abs=1e-6)
+    assert (swaps.of_a >= 0).all()
+    assert (swaps.of_b >= 0).all()
+
+
+def test_choices_that_do_not_follow_scores_are_not_uniform():
+    a, b = pair("normal")
+    gap = a.scores[:, K - 1] - a.scores[:, K]
+    swapped = b.scores.clone(), b.experts.clone()
+    near = (gap < 0.03).nonzero().flatten()
+    for table, source in zip(swapped, (a.scores, a.experts), strict=True):
+        table[near] = source[near]
+        table[near, K - 1], table[near, K] = source[near, K], source[near, K - 1]
+    scores = swapped[0]
+    scores[near, K - 1] = a.scores[near, K - 1]
+    scores[near, K] = a.scores[near, K - 1] - 1e-6
+    p = swap_uniformity(a, type(b)(**(vars(b) | {"scores": scores, "experts": swapped[1]})))
+    assert p is None or p < 1e-6
+
+
+def test_scores_on_a_grid_and_too_much_noise_have_no_answer():
+    a = pair("normal")[0]
+    coarse = layer_of((drawn(1) + SIZE * drawn(2)).bfloat16().float(), K, "x")
+    assert swap_uniformity(a, coarse) is None
+    loud = layer_of(drawn(1) + 0.5 * drawn(2), K, "x")
+    assert expected_swaps(a, loud, DOCUMENTS) is None
+    few = [layer_of(drawn(i)[:50], K, "x") for i in (1, 2)]
+    assert expected_swaps(*few, DOCUMENTS[:50]) is None
