@@ -54,6 +54,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/routes_check.py --json $(RESULTS)/routes_check.json
 	$(BIN)/python benchmarks/check_corpus.py held-out --json $(RESULTS)/check_corpus.json
 	$(BIN)/python benchmarks/growth.py --json $(RESULTS)/growth.json
+	$(BIN)/python benchmarks/forwards.py --json $(RESULTS)/forwards.json
 	$(BIN)/python benchmarks/predictions.py --json $(RESULTS)/predictions.json
 	$(BIN)/python benchmarks/verdicts.py --json $(RESULTS)/verdicts.json
 	$(BIN)/python benchmarks/geometry.py --json $(RESULTS)/geometry.json
