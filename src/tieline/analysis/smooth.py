@@ -57,8 +57,9 @@ from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, p
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns
 from tieline.run.calibration import measure_scores, noise_perturbation
-from tieline.run.condition import Perturbation
+from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import Corpus
+from tieline.run.estimate import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
@@ -252,6 +253,7 @@ class _Smooth(NamedTuple):
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
         settings = self.settings
         exact_ties = self.check_routers()
+        announce_total(self.model, self.runner.ranks.batches, self.work(), self.progress)
         calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
@@ -271,6 +273,22 @@ class _Smooth(NamedTuple):
             smoothed=smoothed,
             tokenizer=self.model.tokenizer,
         )
+
+    def work(self) -> float:
+        """Work of smoothing the model, in tokens of a clean pass (`run.estimate`)."""
+        settings, repaired = self.settings, noise_perturbation(self.settings.noise or NOISE)
+        calibration = sum(map(len, self.split.calibration))
+        noisy, smoothed = pass_cost(Condition(repaired)), COSTS["smoothed"]
+        precisions = {*_precisions_compared(settings.serve, None)}
+        work = calibration * (1 + noisy) + 4 * (settings.rounds + 2) * LATENCY_TOKENS
+        if settings.by_law:
+            precisions.add(repaired)
+            work += calibration * (1 + len(SCALES) * (1 + 2 * noisy + 3 * smoothed))
+        tokens = sum(ids.numel() for ids in self.runner.ranks.batches)
+        for form in (0.0, smoothed):  # the original and its smoothed form, free and forced
+            perturbed = [2 * (pass_cost(Condition(precision)) + form) for precision in precisions]
+            work += tokens * (1 + form + sum(perturbed))
+        return work
 
     def check_routers(self) -> float:
         """Refuse routers that choose all experts, or by scores that are all equal.
