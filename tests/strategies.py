@@ -19,13 +19,13 @@ seeds = st.integers(0, 2**32 - 1)
 
 def dyadic_scores(seed, tokens=12, experts=8):
     """Float64 scores in Z / 8 with many ties, from a seed (drawing entries one by one is slow)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randint(-24, 25, (tokens, experts), generator=generator).double() / 8
 
 
 def distinct_scores(seed, tokens=12, experts=8):
     """Float64 scores in Z / 8 without a tie in any row."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     order = torch.rand(tokens, 64, generator=generator).argsort(dim=-1)
     return (order[:, :experts].double() - 32) / 8
 

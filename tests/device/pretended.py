@@ -148,7 +148,17 @@ def _data(x: Any) -> Any:
     return _TABLES.data[x.untyped_storage()._cdata][0]
 
 
-class PretendedGenerator(torch.Generator):
+_Generator = torch.Generator
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """Makes annotations that say `torch.Generator` hold for generators of every device."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _Generator)
+
+
+class PretendedGenerator(torch.Generator, metaclass=_AnyGenerator):
     """A generator that says it is on the device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -168,7 +178,6 @@ class PretendedGenerator(torch.Generator):
         return torch.device(NAME, 0)
 
 
-_Generator = torch.Generator
 _ON_DEVICE: set[int] = set()
 """Addresses of the generators of the device: an operator gets another object for the same one."""
 
@@ -189,11 +198,11 @@ def _check_devices(name: str, leaves: list[torch.Tensor], generator: Any) -> Non
         _note("to_device", f"{name} by CPU indices")
 
 
-def _note_traffic(name: str, leaves: list[torch.Tensor], target: Any, kwargs: dict) -> None:
+def _note_traffic(name: str, leaves: list[torch.Tensor], args: tuple, kwargs: dict) -> None:
     """Count what an operator would make the host wait for."""
     _note("launches", name)
     masked = name in TAKES_CPU_INDICES and any(
-        x.dtype in (torch.bool, torch.uint8) for x in leaves[1:]
+        isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )
     sized = name in SIZED_BY_DATA and kwargs.get("output_size") is None
     if name in READS or sized:
@@ -255,7 +264,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         _note_copy(name, source, to, _is_blocking(op, args, kwargs))
     else:
         _check_devices(name, leaves, generator)
-        _note_traffic(name, leaves, target, kwargs)
+        _note_traffic(name, leaves, args, kwargs)
     if name == "_copy_from":
         _data(args[1]).copy_(_data(args[0]))
         return args[1]

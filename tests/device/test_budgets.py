@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from tests.device.pretended import counting
 from tests.routing.zoo import EXPERTS, all_gates
-from tieline import RoutingMonitor, auxiliary_loss, collect_routing, moe
+from tieline import Model, RoutingMonitor, auxiliary_loss, capture, collect_routing, moe, replay
+from tieline.core.errors import TielineError
+from tieline.models import find_routers
 from tieline.routing import static_rows
 from tieline.routing.dispatch import ACTIVATIONS
 
@@ -92,6 +94,31 @@ def test_many_rows_without_a_bound_are_counted_once(fake, monkeypatch):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=2e-6)
 
 
+def test_a_bounded_gate_needs_no_count_however_many_rows_there_are(fake, monkeypatch):
+    monkeypatch.setattr(static_rows, "MOST_ELEMENTS", 1)
+    for gate in ("topk", "smooth, at most 4"):
+        layer, x = make(gate, torch.bfloat16, fake)
+        with counting() as traffic:
+            training_step(layer, x)
+        assert traffic.waits == 0, (gate, traffic)
+
+
+@pytest.mark.parametrize("name", all_gates())
+def test_every_gate_gives_the_weights_and_gradients_of_the_cpu(fake, name):
+    results = []
+    for device in ("cpu", fake):
+        gate = all_gates()[name].to(device).eval()
+        scores = torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(1), device="cpu")
+        scores = scores.to(device).requires_grad_()
+        weights = gate(scores)
+        results.append([weights.detach().cpu()])
+        if weights.requires_grad:
+            weights.square().sum().backward()
+            results[-1].append(scores.grad.cpu())
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
+
+
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 2, 5]), st.booleans())
 def test_padding_reaches_no_result(seed, most, some_without):
     """Rows by brute force, with padding that is no number."""
@@ -149,3 +176,71 @@ def test_the_monitor_waits_at_logged_steps_only(fake):
             waits.append(traffic.waits)
     assert [n > 0 for n in waits] == [step % 3 == 0 for step in range(7)]
     assert max(waits) <= 4
+
+
+def demo_on(device, dtype=torch.float32):
+    """The model in the box on a device, with what its own forward waits for per call."""
+    model = Model.open("demo").module.to(dtype).to(device).eval()
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 512, (2, 24), generator=draw, device="cpu").to(device)
+    with torch.no_grad(), counting() as plain:
+        model(input_ids=ids)
+    return model, ids, plain.waits
+
+
+def test_capture_copies_ids_and_one_block_per_pass(fake):
+    model, ids, plain = demo_on(fake)
+    with torch.no_grad(), capture(model) as recorder, counting() as traffic:
+        for _ in range(3):
+            model(input_ids=ids)
+    assert traffic.waits - 3 * plain == 2 * 3, traffic
+    there = recorder.trace()
+    model.to("cpu")
+    with torch.no_grad(), capture(model) as recorder:
+        for _ in range(3):
+            model(input_ids=ids.cpu())
+    for ours, theirs in zip(there.layers, recorder.trace().layers, strict=True):
+        for name, values in theirs.tensors().items():
+            copy = ours.tensors()[name]
+            assert copy.device.type == "cpu"
+            torch.testing.assert_close(copy, values, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours.experts, theirs.experts)
+
+
+def test_a_padded_batch_costs_one_more_copy(fake):
+    model, ids, _ = demo_on(fake)
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0
+    with torch.no_grad(), counting() as masked:
+        model(input_ids=ids, attention_mask=mask)
+    with torch.no_grad(), capture(model) as recorder, counting() as traffic:
+        model(input_ids=ids, attention_mask=mask)
+    assert traffic.waits - masked.waits <= 4  # ids, mask, the rows that are kept, the records
+    assert recorder.trace().n_tokens == 43
+
+
+def test_checks_of_a_pass_on_the_device_are_made_when_it_ends(fake):
+    model, ids, _ = demo_on(fake)
+    with torch.no_grad():
+        next(iter(find_routers(model).values())).weight[3] = torch.nan
+    with (
+        torch.no_grad(),
+        pytest.raises(TielineError, match="NaN or infinite, first at token 0 of document 0"),
+        capture(model),
+    ):
+        model(input_ids=ids)
+
+
+def test_replay_waits_once_per_layer(fake):
+    model, ids, plain = demo_on(fake)
+    with torch.no_grad(), capture(model) as recorder:
+        model(input_ids=ids)
+    trace = recorder.trace()
+    with torch.no_grad(), replay(model, trace) as replayed:
+        model(input_ids=ids)  # brings the record to the device
+    with torch.no_grad(), replay(model, trace) as replayed, counting() as first:
+        model(input_ids=ids)
+    layers = len(trace.layers)
+    brought = 3 * layers  # experts, their sets and which are sent, once per block
+    assert first.waits - plain == layers + brought + 2  # ids to the CPU, rows to the device
+    assert replayed.changed == dict.fromkeys(replayed.changed, 0)

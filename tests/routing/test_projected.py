@@ -62,7 +62,7 @@ def test_capped_shares_solve_the_quadratic_programme(scores, epsilon, data):
 @variants
 @given(seeds)
 def test_equals_topk_where_the_gaps_are_epsilon_or_more(name, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     scores = torch.randn(64, EXPERTS, dtype=torch.float64, generator=generator)
     hard, gate = TopK(K, **TOPK_VARIANTS[name]), projected(name, epsilon=0.05)
     selection = hard.selection(scores)
@@ -78,7 +78,7 @@ def test_equals_topk_where_the_gaps_are_epsilon_or_more(name, seed):
 @variants
 @given(seeds, epsilons)
 def test_shares_sum_to_k_at_ties_of_every_kind(name, seed, epsilon):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     selection = torch.randint(-8, 9, (32, EXPERTS), generator=generator).double() / 8
     share = projected(name, epsilon=epsilon).share(selection)
     assert ((share >= 0) & (share <= 1)).all()
@@ -91,7 +91,7 @@ def test_shares_sum_to_k_at_ties_of_every_kind(name, seed, epsilon):
 
 @given(seeds, st.integers(1, EXPERTS - 1), st.permutations(range(EXPERTS)))
 def test_permuting_experts_permutes_shares_at_ties_too(seed, k, order):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     scores = torch.randint(-4, 5, (16, EXPERTS), generator=generator).double() / 8
     permuted, share = project(scores[:, order], k, 0.3), project(scores, k, 0.3)
     torch.testing.assert_close(permuted, share[:, order], atol=1e-14, rtol=0)
@@ -103,7 +103,7 @@ def test_permuting_experts_permutes_shares_at_ties_too(seed, k, order):
 @given(seeds)
 @settings(deadline=None, max_examples=20)
 def test_the_lipschitz_constant_is_one_over_epsilon_at_ties_of_every_order(order, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     epsilon, point = 0.3, tied_scores(order)
     direction = torch.randn(1, EXPERTS, dtype=torch.float64, generator=generator)
     direction[:, :2] = direction[:, 3 + order :] = 0
@@ -121,7 +121,7 @@ def test_the_lipschitz_constant_is_one_over_epsilon_at_ties_of_every_order(order
 
 @given(seeds, epsilons)
 def test_no_two_points_are_further_apart_after_the_projection(seed, epsilon):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     x = torch.randn(2, 64, EXPERTS, dtype=torch.float64, generator=generator)
     x[1] = x[0] + x[1] * torch.logspace(-6, 1, 64, dtype=torch.float64)[:, None]
     moved = (project(x[1], K, epsilon) - project(x[0], K, epsilon)).norm(dim=-1)
@@ -142,7 +142,7 @@ def test_the_jacobian_is_that_of_the_active_set(order):
 @given(seeds)
 @settings(deadline=None, max_examples=10)
 def test_gradients_inside_the_band_match_differences(groups, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     selection = 0.4 * torch.randn(4, EXPERTS, dtype=torch.float64, generator=generator)
 
     def share(c, epsilon):
@@ -234,7 +234,7 @@ def test_two_competitors_share_along_a_ramp_of_twice_the_width():
 
 @given(seeds, st.sampled_from([1e-3, 0.05, 0.5, 5.0]), st.integers(1, EXPERTS - 1))
 def test_the_laplace_gate_has_the_shares_of_its_definition(seed, epsilon, k):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     scores = torch.randint(-16, 17, (16, EXPERTS), generator=generator).double() / 8
     share = LaplaceTopK(k, epsilon=epsilon).share(scores)
     torch.testing.assert_close(share.sum(dim=1), torch.full((16,), float(k)).double())

@@ -49,7 +49,7 @@ def make_layer(generator, name, facts, tokens, broken=0.0, ids_only=False):
 
 def make_trace(seed=0, tokens=20, broken=0.0, ids_only=False, facts=FACTS, repeats=False):
     """Tokens of a few documents, in random order; `repeats` lets tokens come twice."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     layers = tuple(
         make_layer(generator, f"layers.{place}", fact, tokens, broken, ids_only)
         for place, fact in enumerate(facts)

@@ -118,6 +118,10 @@ def ranked_choice(
     values, indices = scores.topk(min(n + 1, scores.shape[-1]), dim=-1, sorted=True)
     tied = (values[:, 1:] >= values[:, :-1]).any(dim=-1)
     displaced = (scores.gather(1, chosen) < values[:, k - 1 : k]).any(dim=-1)
+    if scores.device.type != "cpu":  # which rows they are is not read back
+        sorted_rows = _chosen_first(scores, chosen)[:, :n]
+        indices = torch.where((tied | displaced)[:, None], sorted_rows, indices[:, :n])
+        return Ranked(values[:, :n], indices)
     rows = (tied | displaced).nonzero().squeeze(1)
     if len(rows):
         indices[rows, :n] = _chosen_first(scores[rows], chosen[rows])[:, :n]

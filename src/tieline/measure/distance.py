@@ -104,12 +104,31 @@ def nearest_tie(
     if k == experts:
         return _no_tie(scores)
     near, proved = _among_neighbours(ranked, distances, k)
+    if scores.device.type != "cpu":  # which tokens are left is not read back
+        return _with_all_pairs(near, proved, scores, ranked, distances, k)
     rest = (~proved).nonzero().squeeze(1)
     for rows in rest.split(max(1, CHUNK // experts)) if len(rest) else ():
         exact = _among_all(scores[rows].double(), ranked.indices[rows, :k].long(), distances)
         for column, values in zip(near, exact, strict=True):
             column[rows] = values
     return near
+
+
+def _with_all_pairs(
+    near: NearestTie,
+    proved: Tensor,
+    scores: Float[Tensor, "tokens experts"],
+    ranked: Ranked,
+    distances: Float[Tensor, "experts experts"],
+    k: int,
+) -> NearestTie:
+    """The ties `near` where they are proved to be nearest, the best of all pairs elsewhere."""
+    rows = max(1, CHUNK // scores.shape[1])
+    chosen = ranked.indices[:, :k].long().split(rows)
+    blocks = zip(scores.double().split(rows), chosen, strict=True)
+    exact = zip(*(_among_all(block, ids, distances) for block, ids in blocks), strict=True)
+    columns = (torch.cat(column) for column in exact)
+    return NearestTie(*(torch.where(proved, a, b) for a, b in zip(near, columns, strict=True)))
 
 
 def _among_neighbours(

@@ -31,6 +31,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -56,6 +57,7 @@ from tieline.models.documents import (
 )
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
 from tieline.models.parallel import class_name
+from tieline.models.pass_copies import PassChecks, layers_on_cpu, refuse_if
 from tieline.models.precision import precision_name, stored_in
 from tieline.models.router_output import RouterOutput, live_output, read_output
 from tieline.models.router_rule import (
@@ -107,40 +109,60 @@ class LayerObserver:
         self._matrix: tuple[tuple[int, int], Tensor] | None = None
 
     @torch.no_grad()
-    def observe(self, router: nn.Module, call: Call, output: Any, batch: Batch) -> LayerTrace:
-        """Return the record of one call: experts, scores and distance to a tie."""
+    def observe(
+        self,
+        router: nn.Module,
+        call: Call,
+        output: Any,
+        batch: Batch,
+        checks: PassChecks | None = None,
+    ) -> LayerTrace:
+        """Return the record of one call: experts, scores and distance to a tie.
+
+        With `checks` the record of a model on an accelerator stays there until the pass has ended
+        (`layers_on_cpu`); without, it is on the CPU and verified.
+        """
+        later = PassChecks() if checks is None else checks
+        layer = self._record(router, call, output, batch, later)
+        return layers_on_cpu([layer], later)[0] if checks is None else layer
+
+    def _record(
+        self, router: nn.Module, call: Call, output: Any, batch: Batch, checks: PassChecks
+    ) -> LayerTrace:
+        """The record on the device of the scores, with its checks noted."""
         reason = self.family.refused_in_training
         if reason is not None and router.training:
             raise UnsupportedModelError(f"{layer_label(self.name)} ({self.family.name}): {reason}")
-        routed = self._kept_rows(read_output(self.family, router, call, output), batch)
+        routed = read_output(self.family, router, call, output, checks)
+        routed = self._kept_rows(routed, batch, checks)
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
         ids = routed.ids[:, :0] if smoothed else routed.ids
         selection = selection_scores(self.family, router, routed.logits, call)
-        check_finite_scores(selection.scores, self.name, batch)
+        check_finite_scores(selection.scores, self.name, batch, checks)
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
             scores, group_gap = restrict_to_groups(scores, ids, selection.limit)
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
-        ranking = self._rank(at_least_single(scores), ids, k, selection)
+        ranking = self._rank(at_least_single(scores), ids, k, selection, checks)
         weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
         faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
-            experts=_cpu_copy(ranking.kept.indices, _smallest_integers(ranking.facts.n_experts)),
-            scores=_cpu_copy(ranking.kept.values, torch.float32),
-            weights=_cpu_copy(weights[:, :k], torch.float32),
-            group_gap=None if group_gap is None else group_gap.cpu(),
+            experts=_own_copy(ranking.kept.indices, _smallest_integers(ranking.facts.n_experts)),
+            scores=_own_copy(ranking.kept.values, torch.float32),
+            weights=_own_copy(weights[:, :k], torch.float32),
+            group_gap=group_gap,
             distance=self._distance(router, ranking),
             near=self._near(ranking),
-            bias=None if selection.bias is None else _cpu_copy(selection.bias, torch.float32),
-            inputs=self._inputs(call, batch),
-            faded=_cpu_copy(faded, torch.float32) if smoothed else None,
-            used=_cpu_copy(used, torch.int32) if smoothed else None,
+            bias=None if selection.bias is None else _own_copy(selection.bias, torch.float32),
+            inputs=self._inputs(call, batch, checks),
+            faded=_own_copy(faded, torch.float32) if smoothed else None,
+            used=_own_copy(used, torch.int32) if smoothed else None,
         )
 
-    def _kept_rows(self, routed: RouterOutput, batch: Batch) -> RouterOutput:
+    def _kept_rows(self, routed: RouterOutput, batch: Batch, checks: PassChecks) -> RouterOutput:
         require(
             len(routed.logits) == batch.routed,
             f"{layer_label(self.name)} routed {len(routed.logits)} tokens of a batch of "
@@ -150,21 +172,24 @@ class LayerObserver:
         )
         if batch.kept is None:
             return routed
-        kept = batch.kept.to(routed.logits.device)
+        kept = checks.on_device(batch.kept, routed.logits.device)
         return RouterOutput(*(tensor.index_select(0, kept) for tensor in routed))
 
-    def _rank(self, scores: Tensor, ids: Tensor, k: int, selection: Selection) -> _Ranking:
+    def _rank(
+        self, scores: Tensor, ids: Tensor, k: int, selection: Selection, checks: PassChecks
+    ) -> _Ranking:
         """Rank the scores and verify the ranks against the router's own choice `ids`, if any."""
         experts = scores.shape[1]
         ranks = self._settings.ranks
         kept_ranks = experts if ranks is None else max(k + ranks, self._slots)
         needed = min(max(kept_ranks, k + NEIGHBOURS + 1), experts)
         if not self._verified:
-            check_distinct(ids, self.name, self.family.name)
+            check_distinct(ids, self.name, self.family.name, checks)
         ranked = ranked_choice(scores, ids, k, needed)
         if ids.shape[1]:
             selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
-            check_selected(selected, threshold, selection.rounding, self.name, self.family.name)
+            whose = self.name, self.family.name
+            check_selected(selected, threshold, selection.rounding, *whose, checks)
         self._verified = True
         kept = Ranked(ranked.values[:, :kept_ranks], ranked.indices[:, :kept_ranks])
         return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
@@ -184,7 +209,7 @@ class LayerObserver:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]
         counts = near_counts(ranking.scores, threshold, self._settings.epsilons)
-        return _cpu_copy(counts, _smallest_integers(ranking.facts.n_experts))
+        return _own_copy(counts, _smallest_integers(ranking.facts.n_experts))
 
     def _distance(self, router: nn.Module, ranking: _Ranking) -> Float[Tensor, " tokens"] | None:
         """Distance to the nearest tie; None with groups, whose ties have no closed form."""
@@ -200,22 +225,24 @@ class LayerObserver:
             if self._matrix is None or self._matrix[0] != state:
                 self._matrix = (state, expert_distances(weight))
             tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
-        return tie.distance.cpu()
+        return tie.distance
 
-    def _inputs(self, call: Call, batch: Batch) -> Float[Tensor, "tokens width"] | None:
+    def _inputs(
+        self, call: Call, batch: Batch, checks: PassChecks
+    ) -> Float[Tensor, "tokens width"] | None:
         if not self._settings.inputs:
             return None
         args, named = call
         states = (args[0] if args else named["hidden_states"]).detach()
         states = states.reshape(-1, states.shape[-1])
         if batch.kept is not None:
-            states = states.index_select(0, batch.kept.to(states.device))
-        return _cpu_copy(states, torch.float32)
+            states = states.index_select(0, checks.on_device(batch.kept, states.device))
+        return _own_copy(states, torch.float32)
 
 
 def _weights_of_experts(routed: RouterOutput, experts: Int[Tensor, "tokens ranks"]) -> Tensor:
     """Combine weights of these experts, 0 for one that is not in use."""
-    if torch.equal(experts, routed.ids):
+    if experts.device.type == "cpu" and torch.equal(experts, routed.ids):
         return routed.weights
     of_all = routed.weights.new_zeros(routed.logits.shape)
     return of_all.scatter_add_(1, routed.ids, routed.weights).gather(1, experts)
@@ -243,9 +270,9 @@ def _smallest_integers(experts: int) -> torch.dtype:
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
-def _cpu_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU, which later changes to the model's own tensors do not reach."""
-    return tensor.detach().to(device="cpu", dtype=dtype, copy=True)
+def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy that later changes to the model's own tensors do not reach."""
+    return tensor.detach().to(dtype=dtype, copy=True)
 
 
 @runtime_checkable
@@ -269,6 +296,7 @@ class OpenPass(NamedTuple):
 
     batch: Batch
     layers: dict[str, LayerTrace]
+    checks: PassChecks
 
 
 class Recorder:
@@ -306,7 +334,9 @@ class Recorder:
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
         self._open.pop(threading.get_ident(), None)
-        self._open[threading.get_ident()] = OpenPass(self._counter.read(arguments), {})
+        self._open[threading.get_ident()] = OpenPass(
+            self._counter.read(arguments), {}, PassChecks()
+        )
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
@@ -318,17 +348,18 @@ class Recorder:
             )
         if observer.name in here.layers:
             raise TielineError(f"{layer_label(observer.name)} ran twice in one forward pass")
-        here.layers[observer.name] = observer.observe(router, call, output, here.batch)
+        layer = observer.observe(router, call, output, here.batch, here.checks)
+        here.layers[observer.name] = layer
 
     def finish(self) -> None:
         """End a forward pass without errors: keep it or hand it to the sink."""
         here = self._open.pop(threading.get_ident(), None)
         if here is None or len(here.batch.tokens) == 0:
             return
-        batch, records = here
+        batch, records, checks = here
         self._check_layers(tuple(records))
+        layers = tuple(layers_on_cpu(tuple(records.values()), checks))
         self.n_tokens += len(batch.tokens)
-        layers = tuple(records.values())
         if self._sink is None:
             self._passes.append(self._trace(layers, batch))
             return
@@ -477,10 +508,22 @@ ROUNDINGS = 8
 """Units of rounding that an activation, a bias and a sum may add up to."""
 
 
-def check_finite_scores(scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch) -> None:
+def check_finite_scores(
+    scores: Float[Tensor, "tokens experts"],
+    layer: str,
+    batch: Batch,
+    checks: PassChecks | None = None,
+) -> None:
     """Refuse NaN and infinite scores, with their layer, count and first token."""
-    if scores.sum().isfinite():  # one pass, no mask; a sum that overflows is looked at closely
-        return
+    # one pass, no mask; a sum that overflows is looked at closely
+    wrong = ~scores.sum().isfinite()
+    refuse_if(wrong, partial(_refuse_infinite_scores, scores, layer, batch), checks)
+
+
+def _refuse_infinite_scores(
+    scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch
+) -> None:
+    """Raise with layer, count and first token if a score is not finite."""
     wrong = ~scores.isfinite()
     rows = wrong.any(dim=1).nonzero().squeeze(1)
     if len(rows):
@@ -492,11 +535,16 @@ def check_finite_scores(scores: Float[Tensor, "tokens experts"], layer: str, bat
         )
 
 
-def check_distinct(ids: Int[Tensor, "tokens k"], layer: str, family: str) -> None:
+def check_distinct(
+    ids: Int[Tensor, "tokens k"], layer: str, family: str, checks: PassChecks | None = None
+) -> None:
     """Refuse a router that chose an expert twice for one token."""
     ordered = ids.sort(dim=1).values
-    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+
+    def refuse() -> None:
         raise _record_refusal(layer, family, "an expert was chosen twice for one token")
+
+    refuse_if((ordered[:, 1:] == ordered[:, :-1]).any(), refuse, checks)
 
 
 def check_selected(
@@ -505,6 +553,7 @@ def check_selected(
     rounding: float,
     layer: str,
     family: str,
+    checks: PassChecks | None = None,
 ) -> None:
     """Refuse unless every selected score reaches z_[k], up to the router's rounding.
 
@@ -514,10 +563,12 @@ def check_selected(
         rounding: unit roundoff of the precision in which the router ranks.
         layer: name of the router module.
         family: name of its family.
+        checks: where the answer is read later; None to read it now.
     """
     tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
     short = threshold - selected.amin(dim=1) > tolerance
-    if bool(short.any()):
+
+    def refuse() -> None:
         count, first = int(short.sum()), int(short.nonzero()[0])
         lowest, needed = torch.stack([selected[first].amin(), threshold[first]]).tolist()
         why = (
@@ -525,6 +576,8 @@ def check_selected(
             f"the first {selected.shape[1]}; the first has {lowest:.9g} < {needed:.9g}"
         )
         raise _record_refusal(layer, family, why)
+
+    refuse_if(short.any(), refuse, checks)
 
 
 def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:

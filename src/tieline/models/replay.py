@@ -383,11 +383,13 @@ class LayerReplay:
         rows = self._rows(logits)
         live = live_choice(family, output, self.k, logits.shape[1])
         recorded_rows = rows.clamp(min=0)
-        has = (rows >= 0) & self.selected[recorded_rows]
+        has = (rows >= 0) & self.selected.index_select(0, recorded_rows)
         differ = has & (live.ids.sort(dim=1).values != self.sets[recorded_rows]).any(dim=1)
-        changed = self.changed = int(differ.sum())
+        # the one number that is read: an accelerator is waited for once per call
+        changed, replayed = torch.stack([differ.sum(), has.sum()]).tolist()
+        self.changed = changed
         if self.session is not None and not is_recomputing():
-            self.session.state.replayed[self.name] += int(has.sum())
+            self.session.state.replayed[self.name] += replayed
             self.session.state.changed[self.name] += changed
         if self.session is not None:
             forget_live(router)

@@ -21,6 +21,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.class_changes import Call, restore_class, swapped_class, wrapped_class
 from tieline.models.families import HANDLER, RouterFamily, family_of
 from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
+from tieline.models.pass_copies import PassChecks, refuse_if
 from tieline.models.router_rule import family_choice
 
 
@@ -50,7 +51,13 @@ Handler = Callable[[nn.Module, Call, Any], Any]
 _OTHER_FORM = AttributeError, LookupError, RuntimeError, TypeError, ValueError
 
 
-def read_output(family: RouterFamily, router: nn.Module, call: Call, output: Any) -> RouterOutput:
+def read_output(
+    family: RouterFamily,
+    router: nn.Module,
+    call: Call,
+    output: Any,
+    checks: PassChecks | None = None,
+) -> RouterOutput:
     """Return logits, weights and ids without gradient; refuses an output of another form.
 
     A handler with an attribute `k_max`, as `smooth_` attaches, returned that many columns; a slot
@@ -62,6 +69,7 @@ def read_output(family: RouterFamily, router: nn.Module, call: Call, output: Any
         router: the router.
         call: positional and keyword arguments of the observed call.
         output: what it returned.
+        checks: where it is read later whether the ids are experts; None to read it now.
     """
     columns = getattr(getattr(router, HANDLER, None), "k_max", None)
     k = int(attrgetter(family.k)(router)) if columns is None else columns
@@ -79,19 +87,29 @@ def read_output(family: RouterFamily, router: nn.Module, call: Call, output: Any
         ) from problem
     if columns is not None:
         ids = torch.where(weights == 0, ids[:, :1], ids)
-    _check_expert_ids(family, logits.shape[-1], ids)
+    ids = _expert_ids(family, logits.shape[-1], ids, checks)
     if family.skip_class:
         ids = ids.masked_fill(weights == 0, logits.shape[-1] - 1)
     return RouterOutput(logits, weights, ids)
 
 
-def _check_expert_ids(family: RouterFamily, experts: int, ids: Tensor) -> None:
-    """Refuse ids that are no numbers of experts."""
-    inside = not ids.dtype.is_floating_point
-    if ids.numel():
-        inside = inside and bool(ids.min() >= 0) and bool(ids.max() < experts)
-    message = f"family {family.name!r} returned expert ids outside 0..{experts - 1}"
-    require(inside, message, UnsupportedModelError)
+def _expert_ids(
+    family: RouterFamily, experts: int, ids: Tensor, checks: PassChecks | None
+) -> Tensor:
+    """The ids; refused if they are no numbers of experts, and inside until that is read."""
+
+    def refuse() -> None:
+        message = f"family {family.name!r} returned expert ids outside 0..{experts - 1}"
+        raise UnsupportedModelError(message)
+
+    if ids.dtype.is_floating_point:
+        refuse()
+    if not ids.numel():
+        return ids
+    low, high = ids.aminmax()
+    outside = (low < 0) | (high >= experts)
+    refuse_if(outside, refuse, checks)
+    return ids if ids.device.type == "cpu" else ids.clamp(0, experts - 1)
 
 
 def write_output(family: RouterFamily, output: Any, live: RouterOutput, choice: Choice) -> Any:

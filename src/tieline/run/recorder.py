@@ -24,6 +24,7 @@ from tieline.models.class_changes import Call
 from tieline.models.documents import Batch
 from tieline.models.families import chosen_routers
 from tieline.models.model import Model
+from tieline.models.pass_copies import PassChecks, layers_on_cpu
 from tieline.run.observers import Observer, Site
 from tieline.run.plan import Ids, Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
@@ -48,6 +49,12 @@ class _OpenPass:
     batch: Batch
     offset: int
     layers: dict[str, LayerTrace] = field(default_factory=dict)
+    checks: PassChecks = field(default_factory=PassChecks)
+
+    def move_to_cpu(self) -> None:
+        """Move the layers so far to the CPU together, and raise what their checks refuse."""
+        moved = layers_on_cpu(tuple(self.layers.values()), self.checks)
+        self.layers.update(zip(list(self.layers), moved, strict=True))
 
 
 class RouteRecorder(Observer):
@@ -105,18 +112,20 @@ class RouteRecorder(Observer):
         observer = self._observers.get(site.name)
         if observer is None:
             return
-        layers, batch = self._passes[run].layers, self._passes[run].batch
+        opened = self._passes[run]
         require(
-            site.name not in layers,
+            site.name not in opened.layers,
             f"{layer_label(site.name)} ran twice in one forward pass",
             TielineError,
         )
-        layers[site.name] = observer.observe(site.module, call, output, batch)
+        record = observer.observe(site.module, call, output, opened.batch, opened.checks)
+        opened.layers[site.name] = record
 
     def on_pass_done(self, run: Pass, outcome: Any) -> None:
         """Check that every pass runs the same layers."""
         if run not in self._passes:
             return
+        self._passes[run].move_to_cpu()
         names = tuple(self._passes[run].layers)
         require(bool(names), "no router ran in the forward pass", TielineError)
         self._layers = self._layers or names
@@ -128,6 +137,7 @@ class RouteRecorder(Observer):
 
     def recorded(self, run: Pass, name: str) -> LayerTrace | None:
         """The record of a router in one pass; None if it has not run."""
+        self._passes[run].move_to_cpu()
         return self._passes[run].layers.get(name)
 
     def offset(self, run: Pass) -> int:
@@ -141,6 +151,8 @@ class RouteRecorder(Observer):
         """
         if any(name not in opened.layers for opened in self._passes.values()):
             return None
+        for opened in self._passes.values():
+            opened.move_to_cpu()
         pieces = []
         for opened in self._passes.values():
             pieces.append(self._trace((opened.layers[name],), opened.batch))

@@ -64,9 +64,9 @@ def test_gaps_are_counted_for_finite_tokens(recipe, place):
 
 @given(st.integers(0, 1000), st.sampled_from(FACTS))
 def test_near_and_orders_are_those_of_the_definition_over_all_experts(seed, facts):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     scores = torch.randint(-16, 17, (9, facts.n_experts), generator=generator).double() / 8
-    layer = make_layer(torch.Generator().manual_seed(seed), "a", facts, 9)
+    layer = make_layer(torch.Generator(torch.get_default_device()).manual_seed(seed), "a", facts, 9)
     summary = summarise_chunk(layer, torch.zeros(9).long(), torch.arange(9), EPSILONS)
     for row, eps in enumerate(EPSILONS):
         near, orders = [0] * (facts.n_experts + 1), [0] * facts.n_experts
