@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RESULTS := benchmarks/results
 
-.PHONY: demo test test-nightly test-engines mutants lint format docs bench clean
+.PHONY: demo test test-nightly test-gpu test-engines mutants lint format docs bench clean
 
 # torch is pinned by constraints.txt: an open range resolves to a CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt
@@ -23,6 +23,12 @@ test: $(READY)
 # The same laws on 500 random examples each instead of 12 fixed ones.
 test-nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Runs routing, its budgets of waiting and the front door on DEVICE: an accelerator of this machine if
+# there is one, else the pretended one.
+DEVICE ?= $(shell $(BIN)/python -c "import torch; a = torch.accelerator; print(a.current_accelerator().type if a.is_available() else 'fake')")
+test-gpu: $(READY)
+	$(BIN)/python -m pytest --device $(DEVICE) tests/device tests/routing -ra
 
 # Breaks the source in known ways, one after the other; every one must make a test fail.
 mutants: $(READY)

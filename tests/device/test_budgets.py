@@ -1,5 +1,7 @@
 """How often the host waits for an accelerator, held to a number; results equal those of the CPU."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from tieline.core.errors import TielineError
 from tieline.models import find_routers
 from tieline.routing import static_rows
 from tieline.routing.dispatch import ACTIVATIONS
+from tieline.routing.gates import ExpertChoice, GShardTopK
 
 SIZES = {"d_model": 32, "n_experts": 8, "k": 2, "d_hidden": 16}
 GATES = {
@@ -103,11 +106,14 @@ def test_a_bounded_gate_needs_no_count_however_many_rows_there_are(fake, monkeyp
         assert traffic.waits == 0, (gate, traffic)
 
 
-@pytest.mark.parametrize("name", all_gates())
+EVERY_GATE = {**all_gates(), "gshard": GShardTopK(2, noise=0.0), "expert choice": ExpertChoice(2)}
+
+
+@pytest.mark.parametrize("name", EVERY_GATE)
 def test_every_gate_gives_the_weights_and_gradients_of_the_cpu(fake, name):
     results = []
     for device in ("cpu", fake):
-        gate = all_gates()[name].to(device).eval()
+        gate = deepcopy(EVERY_GATE[name]).to(device).eval()
         scores = torch.randn(40, EXPERTS, generator=torch.Generator().manual_seed(1), device="cpu")
         scores = scores.to(device).requires_grad_()
         weights = gate(scores)

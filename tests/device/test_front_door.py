@@ -6,6 +6,7 @@ import torch
 import tieline as tl
 from tieline.core.errors import TielineError
 from tieline.models.emulate import _normal_noise
+from tieline.models.smooth import smooth_
 
 SMALL = {"tokens": 192, "sequence_length": 64}
 
@@ -19,7 +20,8 @@ def assert_same(there, here):
     ours, theirs = numbers(there), numbers(here)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
-        assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        # other products flip other tokens: of 192, two more or fewer
+        assert ours[name] == pytest.approx(value, rel=0.02, abs=2.1 / 192), name
 
 
 def test_inspect_on_the_device(fake):
@@ -52,7 +54,7 @@ def test_noise_on_the_device_has_the_numbers_of_the_cpu(fake):
     assert torch.equal(there.cpu(), here)
 
 
-@pytest.mark.parametrize("device", ["cuda:1", "tpu", "mps", "fake:7"])
+@pytest.mark.parametrize("device", ["cuda:1", "tpu", "mps", "fake:7", "meta", ""])
 def test_a_device_that_is_not_there_is_refused_in_one_line(fake, device):
     if device == "mps" and torch.backends.mps.is_available():
         pytest.skip("this machine has one")
@@ -61,3 +63,13 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(fake, device):
     with pytest.raises(TielineError, match=r"^device '.*' cannot be used: .{8,200}$") as problem:
         tl.inspect("demo", **SMALL, device=device)
     assert "\n" not in str(problem.value)
+
+
+def test_a_smoothed_model_on_the_device_computes_what_it_does_on_the_cpu(fake):
+    ids, outputs = torch.arange(3, 51, device="cpu").view(2, 24), []
+    for device in ("cpu", fake):
+        model = tl.Model.open("demo").module.to(device).eval()
+        smooth_(model, epsilon=0.3, gate="ramp")
+        with torch.no_grad():
+            outputs.append(model(input_ids=ids.to(device)).logits.cpu())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)

@@ -373,10 +373,26 @@ def _usable_device(name: str) -> torch.device | None:
     if name == "auto":
         return None
     try:
-        torch.empty(0, device=name)
-        return torch.device(name)
+        device = torch.device(name)
+        _check_device_number(device)
+        torch.empty(0, device=device)
+    except NotImplementedError as problem:
+        why = f"this build of torch ({torch.__version__}) computes nothing there"
+        raise ParameterError(f"device {name!r} cannot be used: {why}") from problem
     except (RuntimeError, AssertionError) as problem:
-        raise ParameterError(f"device {name!r} cannot be used: {first_line(problem)}") from problem
+        why = first_line(problem).partition(" device type at start of device string")[0]
+        raise ParameterError(f"device {name!r} cannot be used: {why}") from problem
+    return device
+
+
+def _check_device_number(device: torch.device) -> None:
+    """Raise RuntimeError if the machine has fewer devices of the kind, or it holds no numbers."""
+    if device.type == "meta":
+        raise RuntimeError("tensors on meta have no values")
+    if device.index:  # a first one that is missing is told by torch
+        count = torch.get_device_module(device).device_count()
+        if device.index >= count:
+            raise RuntimeError(f"this machine has {count} of its kind, numbered from 0")
 
 
 def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
