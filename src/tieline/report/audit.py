@@ -58,6 +58,9 @@ NumberOf = Callable[[PerturbationEffect], float | None]
 EstimateOf = Callable[[PerturbationEffect], Estimate]
 
 
+MOST_LEVEL = 8
+"""Perturbations whose names stand level below a chart."""
+
 MORE = Text("--all runs every format, noise and remedy; the page and the JSON have every number.")
 IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
@@ -262,7 +265,7 @@ def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
         _estimate_series(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
     )
     shares = Axis("tokens that change experts, mean over layers", "log", percent=True)
-    return Chart(Axis("", "category", angle=-40), shares, series, height=520, margin_below=150)
+    return _perturbations_chart(shares, series)
 
 
 def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
@@ -272,7 +275,14 @@ def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
         _point_series(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
     )
     nats = Axis("KL to the clean run (nats per token)", "log")
-    return Chart(Axis("", "category", angle=-40), nats, series, height=520, margin_below=150)
+    return _perturbations_chart(nats, series)
+
+
+def _perturbations_chart(y: Axis, series: tuple[Series, ...]) -> Chart:
+    """A chart over perturbations; the names of many are slanted, and need room below."""
+    if len(series[0].x) <= MOST_LEVEL:
+        return Chart(Axis("", "category"), y, series, height=420)
+    return Chart(Axis("", "category", angle=-40), y, series, height=520, margin_below=150)
 
 
 def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
