@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 from tieline import cli
 from tieline.cli.app import app_with_commands
+from tieline.cli.deliver import Outputs
 from tieline.lab.estimation.rates import RateStore
 from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
 from tieline.lab.training.checkpoint import last_checkpoint
@@ -195,10 +196,11 @@ class Run:
     def __init__(self, words: list[str]) -> None:
         """Start the command."""
         handle, self._errors = tempfile.mkstemp()
+        self.checked = Path(f"{self._errors}.checked")  # there once the command has looked
         sys.stdout.flush()
         self.id, self.code = os.fork(), None
         if self.id == 0:
-            _be_command(words, handle)
+            _be_command(words, handle, self.checked)
         os.close(handle)
 
     def runs(self) -> bool:
@@ -228,10 +230,16 @@ class Run:
         return message
 
 
-def _be_command(words: list[str], errors: int) -> None:
-    """Become the command: never returns."""
-    code = 70
+def _be_command(words: list[str], errors: int, checked: Path) -> None:
+    """Become the command, which makes a file once it has looked at its outputs: never returns."""
+    code, look = 70, Outputs.check
+
+    def check(outputs: Outputs, *inputs: object) -> None:
+        look(outputs, *inputs)
+        checked.touch()
+
     try:
+        Outputs.check = check
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(0, 1)
@@ -342,6 +350,8 @@ def intrude_on_run(name: str, victim: Victim, out: Path, draw: random.Random) ->
     if victim.kind != "file":
         (thesis / "thesis").write_text("mine")
     process = start_run(victim, out)
+    while process.runs() and not process.checked.exists():  # files that are there are replaced
+        time.sleep(0.002)
     time.sleep(victim.seconds * draw.random())
     try:
         os.link(thesis, out) if victim.kind == "file" else thesis.rename(out)
