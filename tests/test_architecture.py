@@ -18,11 +18,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = {
     "core": set(),
+    "serving": set(),
     "routing": {"core"},
     "trace": {"core"},
     "measure": {"core", "trace"},
     "demo": set(),
-    "models": {"core", "measure", "routing", "demo", "trace"},
+    "models": {"core", "measure", "routing", "demo", "trace", "serving"},
     "run": {"core", "trace", "routing", "measure", "models"},
     "engines": {"core", "trace", "models", "run"},
 }
@@ -37,7 +38,7 @@ FREE = {"__init__", "__main__", "_version"}
 """Files beside the rooms: the front door and the version."""
 
 ONLY_IN = {
-    "transformers": {"models", "analysis", "lab"},
+    "transformers": {"models", "analysis", "lab", "serving"},
     "tokenizers": {"models", "lab"},
     "accelerate": {"lab"},
     "matplotlib": {"report", "lab"},

@@ -19,11 +19,13 @@ Names are imported when they are first used, so `import tieline` loads neither t
 transformers.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError
+from tieline.core.import_hooks import when_imported
 
 if TYPE_CHECKING:
     from tieline.analysis.audit import audit
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from tieline.analysis.monitor import RoutingMonitor
     from tieline.analysis.monitor_trainer import monitor_trainer
     from tieline.analysis.recompute import recompute_check
+    from tieline.analysis.rollout import RolloutMismatch
     from tieline.analysis.smooth import smooth
     from tieline.core.ranking import gap, stable_topk
     from tieline.lab.on_model.reroute import reroute
@@ -74,6 +77,7 @@ __all__ = [
     "ProjectedTopK",
     "QuadraticRouter",
     "ReLUGate",
+    "RolloutMismatch",
     "RouterFamily",
     "RoutingMonitor",
     "Sigmoid",
@@ -105,6 +109,7 @@ __all__ = [
 HOMES = {
     "Corpus": "tieline.run.corpus",
     "Model": "tieline.models.model",
+    "RolloutMismatch": "tieline.analysis.rollout",
     "RoutingMonitor": "tieline.analysis.monitor",
     "monitor_trainer": "tieline.analysis.monitor_trainer",
     "recompute_check": "tieline.analysis.recompute",
@@ -150,9 +155,19 @@ ROOMS = (
     "models",
     "report",
     "routing",
+    "testing",
     "trace",
 )
 """Subpackages that can be used after a plain `import tieline`."""
+
+
+def _register_auto_classes() -> None:
+    """Let transformers' automatic classes load smoothed models, if Tieline is all there."""
+    with suppress(ImportError):  # an engine's environment has the plug-in of vLLM alone
+        import_module("tieline.models.auto_classes").register_auto_classes()
+
+
+when_imported("transformers.models.auto.modeling_auto", _register_auto_classes)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@
     model = load_pretrained(folder)           restores it, weights included
 
     config.json    {"model_type": "<a sentence>", "tieline": {"changes": {...}, "config": {...}}}
-    weights        model.tieline.safetensors, also in shards
+    weights        model.tieline.safetensors, also in shards, with a tensor that marks them
 
 The automatic classes of transformers refuse the model type and print the sentence; a class that is
 named outright finds no weights of the usual name. A feature registers how it is restored: on the
@@ -24,16 +24,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.plugins import restorer_module
 from tieline.models.admission import check_built, check_files, check_stored
-from tieline.models.class_changes import Call, restore_class, subclass, wrapped_class
+from tieline.models.class_changes import Call, pickled_by, restore_class, subclass, wrapped_class
 from tieline.models.configuration import check_config_fields, check_config_sizes
+from tieline.models.marker import refuse_stripped
+from tieline.serving.modeling_tieline import MARKER
 
 Facts = dict[str, Any]
 
@@ -52,11 +55,13 @@ class Restorer(NamedTuple):
         before: called with the skeleton, before weights are read.
         after: called with the model, once they are.
         check: called with the facts alone, before anything else; raises if they are malformed.
+        saved: called with a model and the folder that it was just saved to.
     """
 
     before: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
     after: Callable[[nn.Module, Facts], Any] = lambda model, facts: None
     check: Callable[[Facts], Any] = lambda facts: None
+    saved: Callable[[nn.Module, Path], Any] = lambda model, folder: None
 
 
 class Checkpoint(NamedTuple):
@@ -152,7 +157,8 @@ def _saving_config(cls: type) -> type:
         outer = {"model_type": sentence, KEY: {"changes": changes, "config": inner}}
         return json.dumps(outer, indent=2) + "\n"
 
-    return wrapped_class(cls, "to_json_string", to_json_string)
+    saving = wrapped_class(cls, "to_json_string", to_json_string)
+    return pickled_by(saving, _saving_config, cls)
 
 
 @functools.cache
@@ -163,9 +169,23 @@ def _saving_model(cls: Any) -> type:
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("variant") is None:
             kwargs["variant"] = VARIANT
-        return cls.save_pretrained(self, save_directory, *args, **kwargs)
+        kwargs["state_dict"] = _marked_state(self, kwargs.get("state_dict"))
+        done = cls.save_pretrained(self, save_directory, *args, **kwargs)
+        for feature in changes_of(self.config) if kwargs.get("is_main_process", True) else ():
+            restorer = restorer_of(feature)
+            if restorer is not None:
+                restorer.saved(self, Path(save_directory))
+        return done
 
-    return subclass(cls, save_pretrained=save_pretrained)
+    return pickled_by(subclass(cls, save_pretrained=save_pretrained), _saving_model, cls)
+
+
+def _marked_state(model: Any, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+    """The tensors to save with one that tells they were changed; as it was if some are on disk."""
+    state = model.state_dict() if state is None else state
+    if any(tensor.is_meta for tensor in state.values() if isinstance(tensor, Tensor)):
+        return None
+    return {**state, MARKER: torch.ones(1)}
 
 
 def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
@@ -186,6 +206,8 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
         check_stored(fields, folder)
     key = next((key for key in (KEY, OLD_KEY) if key in fields), None)
     if key is None:
+        if folder.is_dir():
+            refuse_stripped(folder)
         config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
     else:
         config, rest = _inner_config(fields[key], key)
@@ -289,7 +311,9 @@ def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
         for feature, facts in changes.items():
             _registered_restorer(feature).before(self, facts)
 
-    return subclass(model_class, __init__=build)
+    ignored = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or []
+    members: dict[str, Any] = {"_keys_to_ignore_on_load_unexpected": [*ignored, f"^{MARKER}$"]}
+    return subclass(model_class, __init__=build, **members)
 
 
 def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrainedModel:

@@ -3,6 +3,7 @@
     wrapped_class     a subclass whose method returns something made of the original's output
     swapped_class     an object has another class inside a block
     restore_class     takes the last change back
+    pickled_by        instances of such a subclass can be pickled
 
 Assigning `__class__` keeps parameters, state-dict keys, hooks, `isinstance` and every other
 instance of the class.
@@ -11,7 +12,7 @@ instance of the class.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -69,3 +70,43 @@ def restore_class(thing: Any) -> None:
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a function that reads values from what `torch.compile` traces."""
     return cast(Callable[..., Any], torch.compiler.disable(function))
+
+
+class ClassRecipe(NamedTuple):
+    """How a subclass is made: `maker(*arguments)`, classes among the arguments as recipes."""
+
+    maker: Callable[..., type]
+    arguments: tuple[Any, ...]
+
+    def made(self) -> type:
+        """Make the class, or return it if `maker` remembers it."""
+        return self.maker(*(a.made() if isinstance(a, ClassRecipe) else a for a in self.arguments))
+
+
+RECIPE = "tieline_recipe"
+"""Attribute of a class with its recipe."""
+
+
+def pickled_by(cls: type, maker: Callable[..., type], *arguments: Any) -> type:
+    """Let instances of `cls` be pickled, though no module holds it: `maker` makes it again.
+
+    Args:
+        cls: what `maker(*arguments)` returned.
+        maker: a function of a module.
+        arguments: of the function; a class among them may itself be one that was made.
+    """
+    named = [a.__dict__.get(RECIPE, a) if isinstance(a, type) else a for a in arguments]
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = super(cls, self).__reduce_ex__(protocol)
+        return _instance_of, (getattr(cls, RECIPE),), *state
+
+    setattr(cls, RECIPE, ClassRecipe(maker, tuple(named)))
+    cls.__reduce_ex__ = reduce  # type: ignore[method-assign]
+    return cls
+
+
+def _instance_of(recipe: ClassRecipe) -> Any:
+    """An instance without state of the class that a recipe makes."""
+    cls: Any = recipe.made()
+    return cls.__new__(cls)

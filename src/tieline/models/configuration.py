@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.serving.modeling_tieline import TielineConfig
 
 MOST_LAYERS, MOST_EXPERTS, MOST = 10_000, 1 << 20, 1 << 40
 DEEPEST = 16
@@ -194,7 +195,8 @@ def check_config_fields(fields: Mapping[str, Any], trust_remote_code: bool = Fal
         fields: the configuration, as read from its file.
         trust_remote_code: whether code that comes with a model may run.
     """
-    native = str(fields.get("model_type")) in CONFIG_MAPPING  # where transformers runs its own code
+    kind = str(fields.get("model_type"))
+    native = kind in CONFIG_MAPPING or kind == TielineConfig.model_type  # no code of the file runs
     require(
         trust_remote_code or native or "auto_map" not in fields,
         f"the configuration says auto_map={fields.get('auto_map')!r:.200}, code that would run: "

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.class_changes import Call, restore_class, swapped_class, wrapped_class
+from tieline.models.class_changes import (
+    Call,
+    pickled_by,
+    restore_class,
+    swapped_class,
+    wrapped_class,
+)
 from tieline.models.families import HANDLER, RouterFamily, family_of
 from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
 from tieline.models.pass_copies import PassChecks, refuse_if
@@ -228,4 +234,5 @@ def handled_class(
     def handled(router: nn.Module, call: Call, output: Any) -> Any:
         return router.__dict__[attribute](router, call, output)
 
-    return wrapped_class(cls, method, handled, name)
+    made = wrapped_class(cls, method, handled, name)
+    return pickled_by(made, handled_class, cls, method, attribute, name)

@@ -40,6 +40,7 @@ from tieline.models.epsilon import (
 )
 from tieline.models.experts import FLAG, experts_of, skip_rule, used_slots_only
 from tieline.models.families import family_of, find_routers
+from tieline.models.portable import make_portable
 from tieline.models.router_output import attach_handler, detach_handler
 from tieline.models.smoothed_router import (
     GateName,
@@ -446,4 +447,6 @@ def _slots_per_token(plan: LayerPlan, k_max: int | None, gate: GateName) -> int:
     return k_max
 
 
-register_restorer(FEATURE, Restorer(after=restore_smoothing, check=read_smoothing))
+register_restorer(
+    FEATURE, Restorer(after=restore_smoothing, check=read_smoothing, saved=make_portable)
+)

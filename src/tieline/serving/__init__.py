@@ -1,0 +1,5 @@
+"""Files that run where Tieline does not: they need torch and the program that loads them, alone.
+
+modeling_tieline    copied into the folder of a smoothed model, for `trust_remote_code=True`
+vllm_plugin         lets vLLM serve such a folder
+"""

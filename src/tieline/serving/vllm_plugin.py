@@ -1,0 +1,168 @@
+"""vLLM serves smoothed models: a plug-in of the entry point `vllm.general_plugins`.
+
+A folder that `tieline smooth` wrote has `model_type` "tieline" and the rule of each router in its
+config.json. The plug-in reads it as the configuration of the model itself, and gives the experts of
+every smoothed layer a `custom_routing_function` with K slots per token: the shared experts first,
+the other slots with weight 0. K is the number of experts up to 16 of them, else k + 8, or
+`TIELINE_VLLM_SLOTS`; a token that shares its seats among more experts keeps the K largest shares.
+
+Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32; a
+version whose interfaces differ is refused in one line, and so is a model whose router has groups, a
+selection bias or a scale, which vLLM applies in places of its own.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tieline.serving.modeling_tieline import (
+    MARKER,
+    TielineConfig,
+    combine_weights,
+    selection_scores,
+    shared_experts,
+)
+
+RULES = "tieline_rules"
+"""Attribute of the model's configuration with the rules of its routers."""
+
+SLOTS_VARIABLE = "TIELINE_VLLM_SLOTS"
+EXTRA_SLOTS, FEW_EXPERTS = 8, 16
+
+ROUTED: set[str] = set()
+"""Names of the routers that this process has given a rule."""
+
+
+class SmoothedModelConfig(TielineConfig):
+    """Reads the configuration of a smoothed model as that of the model itself, with its rules."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Return the configuration of the model, an instance of its own class."""
+        from transformers import CONFIG_MAPPING
+
+        facts = config_dict.get("tieline") or {}
+        if "rules" not in facts:
+            raise ValueError("config.json holds no rules of a smoothed model: save it with Tieline")
+        refuse_unserved(facts["rules"])
+        inner = facts["config"]
+        read = CONFIG_MAPPING[inner["model_type"]].from_dict(inner, **options)
+        config = read[0] if isinstance(read, tuple) else read
+        setattr(config, RULES, facts["rules"])
+        return read
+
+
+def refuse_unserved(rules: list[dict[str, Any]]) -> None:
+    """Refuse rules whose weights vLLM finishes outside of the routing function."""
+    for rule in rules:
+        for field in ("groups", "bias", "bias_argument", "scale"):
+            if rule[field] is not None:
+                raise ValueError(
+                    f"vLLM cannot serve this smoothed model: its router {rule['name']!r} has "
+                    f"{field}={rule[field]!r}, which vLLM applies by itself"
+                )
+
+
+def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the routing of one layer: float32 weights and int32 experts (T, K)."""
+
+    def route(
+        hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits = gating_output.float()
+        share, ids = shared_experts(rule, selection_scores(rule, logits, None), slots)
+        weights = combine_weights(rule, logits, ids, share)
+        return weights.float(), ids.to(torch.int32)
+
+    return route
+
+
+def slots_of(rule: dict[str, Any], n_experts: int) -> int:
+    """Return K, the slots of a layer."""
+    asked = os.environ.get(SLOTS_VARIABLE)
+    if asked is not None:
+        if not asked.isdigit() or not rule["k"] < int(asked) <= n_experts:
+            raise ValueError(
+                f"{SLOTS_VARIABLE} is a number above k={rule['k']} and at most {n_experts}, "
+                f"got {asked!r}"
+            )
+        return int(asked)
+    return n_experts if n_experts <= FEW_EXPERTS else min(n_experts, rule["k"] + EXTRA_SLOTS)
+
+
+def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
+    """Return vLLM's factory of expert layers, which gives smoothed layers their routing.
+
+    Args:
+        factory: `FusedMoEFactory`.
+        rules_now: returns the rules of the model that is being built, or None.
+    """
+
+    @functools.wraps(factory)
+    def build(*args: Any, **options: Any) -> Any:
+        block = str(options.get("prefix", "")).rpartition(".")[0]
+        rules = {rule["name"].rpartition(".")[0]: rule for rule in rules_now() or ()}
+        rule = rules.get(block)
+        if rule is None:
+            return factory(*args, **options)
+        bound = inspect.signature(factory).bind(*args, **options)
+        slots = slots_of(rule, int(bound.arguments["num_experts"]))
+        bound.arguments["top_k"] = slots
+        bound.arguments["custom_routing_function"] = routing_function(rule, slots)
+        ROUTED.add(rule["name"])
+        return factory(*bound.args, **bound.kwargs)
+
+    return build
+
+
+def without_marker(read: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
+    """Return vLLM's reader of weights without the marker; it checks that layers are smoothed."""
+
+    @functools.wraps(read)
+    def weights(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        missing = [rule["name"] for rule in rules_now() or () if rule["name"] not in ROUTED]
+        if missing:
+            raise ValueError(
+                f"vLLM built {missing[0]!r} and {len(missing) - 1} more without its smoothing: "
+                "this version builds the experts of the model in another way than 0.32"
+            )
+        for name, tensor in read(*args, **options):
+            if name != MARKER:
+                yield name, tensor
+
+    return weights
+
+
+def register() -> None:
+    """Let this process build and load smoothed models; vLLM calls it in each of its processes."""
+    fused_moe = import_module("vllm.model_executor.layers.fused_moe")
+    layer = import_module("vllm.model_executor.layers.fused_moe.layer")
+    config = import_module("vllm.transformers_utils.config")
+    loader = import_module("vllm.model_executor.model_loader.default_loader").DefaultModelLoader
+    factory: Any = getattr(layer, "FusedMoEFactory", None)
+    known = (
+        factory is not None and "custom_routing_function" in inspect.signature(factory).parameters
+    )
+    version = import_module("vllm").__version__
+    if not known or not hasattr(loader, "get_all_weights"):
+        raise RuntimeError(
+            f"Tieline's plug-in knows vLLM 0.32, this is {version}: smoothed models cannot be "
+            "served here (VLLM_PLUGINS= turns the plug-in off)"
+        )
+    if hasattr(factory, "__wrapped__"):
+        return
+    config._CONFIG_REGISTRY[TielineConfig.model_type] = SmoothedModelConfig
+    layer.FusedMoEFactory = fused_moe.FusedMoEFactory = smooth_factory(factory, rules_in_force)
+    loader.get_all_weights = without_marker(loader.get_all_weights, rules_in_force)
+
+
+def rules_in_force() -> Any:
+    """Return the rules of the model that vLLM is building; None for any other model."""
+    model_config = import_module("vllm.config").get_current_vllm_config().model_config
+    return getattr(getattr(model_config, "hf_config", None), RULES, None)

@@ -1,0 +1,149 @@
+"""The plug-in of vLLM: its arithmetic here, vLLM itself where it is installed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tieline
+from tests.models.tiny import lively, tiny_model
+from tieline.core.errors import TielineError
+from tieline.engines.registry import engine_named, environment_of, find_python
+from tieline.models.demo import load_demo_model
+from tieline.models.portable import portable_rules
+from tieline.models.smooth import smooth_
+from tieline.serving.modeling_tieline import smooth_choice
+from tieline.serving.vllm_plugin import (
+    SmoothedModelConfig,
+    refuse_unserved,
+    routing_function,
+    slots_of,
+    smooth_factory,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", params=["projected", "ramp"])
+def rule(request):
+    model = lively(tiny_model("mixtral"))
+    smooth_(model, 0.3, gate=request.param)
+    return portable_rules(model)[0]
+
+
+def test_fixed_slots_hold_the_same_choice(rule):
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+    weights, ids = routing_function(rule, 8)(logits, logits, 8, True)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert weights.shape == ids.shape == (200, 8)
+    expected, experts, _ = smooth_choice(rule, logits)
+    dense = torch.zeros(200, 8).scatter_add(1, experts, expected)
+    served = torch.zeros(200, 8).scatter_add(1, ids.long(), weights)
+    assert torch.equal(served > 0, dense > 0)
+    torch.testing.assert_close(served, dense, rtol=1e-6, atol=1e-7)  # sums over more columns
+    assert bool(((dense > 0).sum(1) > 2).any())
+
+
+def test_slots_are_bounded(rule, monkeypatch):
+    assert slots_of(rule, 8) == 8
+    assert slots_of(rule, 128) == 10
+    monkeypatch.setenv("TIELINE_VLLM_SLOTS", "4")
+    assert slots_of(rule, 128) == 4
+    for asked in ("2", "200", "many"):
+        monkeypatch.setenv("TIELINE_VLLM_SLOTS", asked)
+        with pytest.raises(ValueError, match="TIELINE_VLLM_SLOTS"):
+            slots_of(rule, 128)
+
+
+def test_rules_that_vllm_finishes_elsewhere_are_refused():
+    model = lively(tiny_model("deepseek_v3"))
+    smooth_(model, 0.1)
+    with pytest.raises(ValueError, match="vLLM cannot serve"):
+        refuse_unserved(portable_rules(model))
+
+
+def test_the_configuration_is_that_of_the_model_itself(rule):
+    inner = json.loads(tiny_model("mixtral").config.to_json_string())
+    fields = {"model_type": "tieline", "tieline": {"config": inner, "rules": [rule]}}
+    config = SmoothedModelConfig.from_dict(fields)
+    assert (config.model_type, config.tieline_rules) == ("mixtral", [rule])
+    with pytest.raises(ValueError, match="no rules"):
+        SmoothedModelConfig.from_dict({"model_type": "tieline"})
+
+
+def test_only_layers_with_a_rule_are_built_otherwise(rule):
+    built = []
+
+    def factory(num_experts, top_k, prefix="", custom_routing_function=None):
+        built.append((top_k, custom_routing_function is not None))
+
+    block = rule["name"].rpartition(".")[0]
+    wrapped = smooth_factory(factory, lambda: [rule])
+    wrapped(8, 2, prefix=f"{block}.experts")
+    wrapped(num_experts=8, top_k=2, prefix="model.layers.9.block.experts")
+    smooth_factory(factory, lambda: None)(8, 2, prefix=f"{block}.experts")
+    assert built == [(8, True), (2, False), (2, False)]
+
+
+def test_the_plug_in_needs_nothing_of_tieline_but_its_room():
+    code = (
+        "import sys, tieline.serving.vllm_plugin;"
+        "assert not [m for m in sys.modules if m.startswith('tieline.models')], 'heavy';"
+        "assert 'jaxtyping' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PROGRAM = """
+import sys, torch
+from tieline.serving.vllm_plugin import register
+register()
+from vllm import LLM, SamplingParams
+folder, target = sys.argv[1:]
+llm = LLM(model=folder, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=16,
+          skip_tokenizer_init=True)
+ids = torch.randint(3, 500, (64, 12), generator=torch.Generator().manual_seed(5)).tolist()
+settings = SamplingParams(
+    max_tokens=12, temperature=0, logprobs=0, detokenize=False, ignore_eos=True
+)
+answers = llm.generate([{"prompt_token_ids": row} for row in ids], settings, use_tqdm=False)
+tokens = torch.tensor([list(a.outputs[0].token_ids) for a in answers])
+torch.save((tokens, torch.tensor([a.outputs[0].cumulative_logprob for a in answers])), target)
+"""
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TIELINE_TEST_ENGINES"),
+    reason="set TIELINE_TEST_ENGINES=1 (make test-engines)",
+)
+def test_vllm_generates_what_transformers_does(tmp_path):
+    try:
+        python = find_python(engine_named("vllm"))
+    except TielineError as problem:
+        pytest.skip(str(problem))
+    model = load_demo_model().eval()
+    smooth_(model, 0.2)
+    model.save_pretrained(tmp_path / "smoothed")
+    source = {"PYTHONPATH": str(Path(tieline.__file__).parents[1])}
+    environment = environment_of(engine_named("vllm"), python) | SETTINGS | source
+    target = tmp_path / "answers.pt"
+    command = [str(python), "-c", PROGRAM, str(tmp_path / "smoothed"), str(target)]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+    tokens, scores = torch.load(target)
+    ids = torch.randint(3, 500, (64, 12), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        logits = model(input_ids=torch.cat([ids, tokens], dim=1)).logits[:, 11:-1]
+    assert torch.equal(logits.argmax(dim=-1), tokens)
+    expected = logits.log_softmax(-1).gather(-1, tokens[..., None]).sum((1, 2))
+    torch.testing.assert_close(scores, expected.to(scores), rtol=0, atol=1e-4)
