@@ -21,8 +21,8 @@ numbers its relative error is ε (`ROUNDING`). Measured over families (`benchmar
 for every format: c depends on the model, hardly on the format. Noise beyond 6 ε is therefore larger
 than the format explains. Later layers add the noise of those before and are allowed four times as
 much each, up to sixteen times. Sums in float32 depend on their order and length; their ε is allowed
-64 times as much. Where a model is at hand, it runs once more with its numbers rounded, and the
-noise may exceed what that shows 1.6-fold.
+64 times as much. Where a model is at hand, it runs five times more with its numbers rounded, and
+`reference_excess` judges; beside a single reference run noise may be 1.6 times as large.
 
 attribute_causes   the answers and the conclusion
 expected_format    the format that the caller names, else the one that both sides recorded
@@ -192,7 +192,7 @@ def judge_size(
     loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
     first = next((x for _, x in measured if x.relative), None)
     if first is None:
-        return SizeAnswer("yes", "equal")
+        return _too_many_flips(shapes, expected) or SizeAnswer("yes", "equal")
     noise = SizeAnswer(
         "cannot tell",
         "not stated",
@@ -400,7 +400,8 @@ def attribute_causes(
     flipped = any(layer.flip.count for layer in layers)
     logits, reference = predictions or (None, None)
     outputs = judge_outputs(logits, reference, size, expected)
-    conclusion = _conclude(flipped, choice.answer, flips.answer, size.answer, patterns)
+    as_expected = size.answer if expected is not None or size.answer == "no" else "cannot tell"
+    conclusion = _conclude(flipped, choice.answer, flips.answer, as_expected, patterns)
     if outputs is not None and outputs.answer == "no" and conclusion not in ACCUSING:
         conclusion = "outputs differ"
     return Causes(

@@ -70,8 +70,8 @@ def diff(
     Two models run on `text`; a model beside a trace runs on the tokens of the trace. Where an
     engine ran a quantised model beside the original, its dequantised weights also run in
     transformers: what the format costs, and what the engine adds. Where a model in float32 is at
-    hand, it runs once more in the expected format on up to 4,096 tokens, to see what the format
-    does to these scores.
+    hand, it runs five times more in the expected format on up to 4,096 tokens, to see what the
+    format does to these scores.
 
     Args:
         a: the reference: a hub id, a folder, "demo", `(model, tokenizer)`, a trace, the folder

@@ -201,3 +201,27 @@ def test_constant_scores_never_raise_an_alarm():
         found = diff(run(flat), run(b), expect="bf16")
         assert found.causes.conclusion == ("no flips" if b is flat else "near-ties, size unknown")
     assert not diff(run(noise), run(noisy(noise, 1e-9))).causes.alarm
+
+
+def test_flips_beyond_float32_are_an_alarm_although_most_scores_are_equal():
+    other = [z.clone() for z in A]
+    some = slice(0, TOKENS, 16)
+    other[1][some] += 0.5 * normal(81, *A[1][some].shape)
+    found = compare(other, expect="fp32").causes
+    assert found.alarm
+    assert (found.size.kind, found.size.judged) == ("flips", "layers.1")
+    assert found.size.flips > found.size.most_flips
+    assert compare(other).causes.conclusion == "near-ties, size unknown"  # nobody says float32
+
+
+def test_ids_alone_are_judged_by_how_many_flip():
+    few, most = noisy(A), noisy(A, 3.0)
+    for expect in (None, "bf16"):
+        assert compare_ids(few, expect).conclusion == "cannot tell"
+        many = compare_ids(most, expect)
+        assert (many.conclusion, many.size.kind) == ("noise larger than expected", "flips")
+
+
+def compare_ids(other, expect):
+    ids = [replace(layer, scores=None) for layer in run(other).layers]
+    return diff(run(A), replace(run(other), layers=tuple(ids)), expect=expect).causes
