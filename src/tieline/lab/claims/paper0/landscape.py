@@ -312,6 +312,7 @@ def recovery(run: ClaimRun) -> Evidence:
     Overturned by: errors that grow as τ falls, or ratios without a bound
     """
     taus, experts, partition, first, second = [0.3, 0.15, 0.08], [], [], [], []
+    ambiguous_share = 1.0
     for tau in taus:
         best = least_risk_student(tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
