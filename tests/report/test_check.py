@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 import tieline as tl
 from tieline import report
+from tieline.analysis.check import RouteCheck
+from tieline.core.errors import TraceError
 
 
 def made():
@@ -37,3 +40,12 @@ def test_a_file_without_findings_says_so():
     page = tl.check(made()).to_html()
     assert "Nothing was found." in page
     assert "No problems found." in page
+
+
+@pytest.mark.parametrize("change", [{"case": "x"}, {"evidence": {}}])
+def test_the_page_of_a_damaged_result_is_refused(change):
+    result = tl.check(np.full((40, 2, 2), 3)).to_dict()
+    result["findings"][0] |= change
+    values = {name: value for name, value in result.items() if name not in ("format", "version")}
+    with pytest.raises(TraceError):
+        RouteCheck.from_dict(values).to_html()

@@ -4,6 +4,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from tieline.analysis.check import RouteCheck
+from tieline.core.errors import TraceError, require
 from tieline.trace.soundness import RouteFinding
 
 
@@ -229,23 +230,32 @@ class _Template(Formatter):
 
 def message(finding: RouteFinding) -> str:
     """Write what was found, with the numbers."""
-    return _filled_template(CASES[finding.case].message, finding)
+    return _filled_template(_case_text(finding).message, finding)
 
 
 def where(finding: RouteFinding) -> str:
     """Write the first place of a finding, and what stands there."""
-    return _filled_template(CASES[finding.case].where, finding)
+    return _filled_template(_case_text(finding).where, finding)
 
 
 def cause(finding: RouteFinding) -> str:
     """Write the likely cause of a finding, and what to do."""
-    return _filled_template(REASONS[finding.reason], finding)
+    return _filled_template(REASONS.get(finding.reason, ""), finding)
 
 
 def _filled_template(template: str, finding: RouteFinding) -> str:
     """A template with the numbers of a finding."""
     values = {**finding.evidence, "count": finding.count, "total": finding.total}
-    return _Template().vformat(template, (), values)
+    try:
+        return _Template().vformat(template, (), values)
+    except (LookupError, TypeError, ValueError, AttributeError) as problem:
+        raise TraceError(f"the evidence of a finding {finding.case!r:.40} is damaged") from problem
+
+
+def _case_text(finding: RouteFinding) -> CaseText:
+    """The templates of a finding's case; refuses one that a damaged file names."""
+    require(finding.case in CASES, f"no finding is called {finding.case!r:.40}", TraceError)
+    return CASES[finding.case]
 
 
 def verdict(result: RouteCheck) -> str:
