@@ -358,7 +358,7 @@ MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
 
 
-class Predictions(NamedTuple):
+class PredictionDistance(NamedTuple):
     """How far predictions are apart: of A and B, and the KL of a reference run."""
 
     logits: LogitsDiff | None
@@ -372,7 +372,7 @@ def attribute_causes(
     shapes: Sequence[NoiseShape],
     near: Sequence[np.ndarray],
     expected: Expected | None,
-    predictions: Predictions | None = None,
+    predictions: PredictionDistance | None = None,
     excess: Sequence[Excess] | None = None,
 ) -> Causes:
     """Answer the three questions and draw the conclusion.

@@ -21,7 +21,7 @@ from torch import Tensor
 from tieline.analysis.alignment import Aligned, align
 from tieline.analysis.attribution import (
     Expected,
-    Predictions,
+    PredictionDistance,
     attribute_causes,
     noise_tolerance,
     recorded_format,
@@ -454,7 +454,7 @@ def diff_result(
         compared.shapes,
         compared.near,
         expected,
-        Predictions(logits, reference_kl),
+        PredictionDistance(logits, reference_kl),
         compared.excess,
     )
     traces = (aligned.a, aligned.b)

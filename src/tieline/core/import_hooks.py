@@ -17,10 +17,10 @@ def when_imported(name: str, function: Callable[[], object]) -> None:
     if name in sys.modules:
         function()
     else:
-        sys.meta_path.insert(0, _Watcher(name, function))
+        sys.meta_path.insert(0, _ImportWatcher(name, function))
 
 
-class _Watcher(MetaPathFinder):
+class _ImportWatcher(MetaPathFinder):
     """Finds one module as everybody else would, and calls a function after it has run."""
 
     def __init__(self, name: str, function: Callable[[], object]) -> None:

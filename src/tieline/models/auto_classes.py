@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tieline.core.errors import UnsupportedModelError
 from tieline.serving.modeling_tieline import TielineConfig
 
-__all__ = ["TielineForCausalLM", "register_auto_classes"]
+__all__ = ["ChangedModelForCausalLM", "register_auto_classes"]
 
 
-class TielineForCausalLM(PreTrainedModel):
+class ChangedModelForCausalLM(PreTrainedModel):
     """The door to a smoothed model: `from_pretrained` returns the model of transformers itself."""
 
     config_class = TielineConfig  # type: ignore[assignment]
@@ -42,4 +42,4 @@ class TielineForCausalLM(PreTrainedModel):
 def register_auto_classes() -> None:
     """Let `AutoConfig` and `AutoModelForCausalLM` know smoothed models."""
     AutoConfig.register(TielineConfig.model_type, TielineConfig, exist_ok=True)
-    AutoModelForCausalLM.register(TielineConfig, TielineForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(TielineConfig, ChangedModelForCausalLM, exist_ok=True)

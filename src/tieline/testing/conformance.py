@@ -43,7 +43,7 @@ Verdict = Literal[
 
 
 @dataclass(frozen=True)
-class Routed:
+class RouterAnswer:
     """What a router returned for T tokens: ids (T, k) and, if it gave them, weights (T, k)."""
 
     ids: Tensor
@@ -159,7 +159,7 @@ def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict
     return _check_alone(router, rule, case, routed, judged)
 
 
-def read_answer(answer: Any, case: LogitCase) -> Routed | str:
+def read_answer(answer: Any, case: LogitCase) -> RouterAnswer | str:
     """Return ids and weights of an answer, or why its form is wrong."""
     answers = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
     if not all(isinstance(entry, Tensor) for entry in answers):
@@ -172,10 +172,10 @@ def read_answer(answer: Any, case: LogitCase) -> Routed | str:
     for entry in (*integers, *floats):
         if tuple(entry.shape) != shape:
             return f"expected the shape {shape}, got {tuple(entry.shape)}"
-    return Routed(integers[0].long().cpu(), floats[0].cpu() if floats else None)
+    return RouterAnswer(integers[0].long().cpu(), floats[0].cpu() if floats else None)
 
 
-def judge_case(rule: RouterRule, case: LogitCase, routed: Routed) -> CaseVerdict:
+def judge_case(rule: RouterRule, case: LogitCase, routed: RouterAnswer) -> CaseVerdict:
     """Return the verdict on ids and weights that were returned for a case."""
     members = _members(routed.ids, case)
     outside = ((routed.ids < 0) | (routed.ids >= case.logits.shape[1])).any(dim=1)
@@ -199,7 +199,7 @@ def judge_case(rule: RouterRule, case: LogitCase, routed: Routed) -> CaseVerdict
 
 
 def _judge_weights(
-    rule: RouterRule, case: LogitCase, routed: Routed, judged: CaseVerdict
+    rule: RouterRule, case: LogitCase, routed: RouterAnswer, judged: CaseVerdict
 ) -> CaseVerdict:
     """The verdict with that on the weights, compared for the experts that were chosen."""
     assert routed.weights is not None
@@ -222,7 +222,7 @@ def _judge_weights(
 
 
 def _check_alone(
-    router: Router, rule: RouterRule, case: LogitCase, routed: Routed, judged: CaseVerdict
+    router: Router, rule: RouterRule, case: LogitCase, routed: RouterAnswer, judged: CaseVerdict
 ) -> CaseVerdict:
     """The verdict after one token of the case was routed alone."""
     if len(case.logits) < 2 or case.asks == "valid":
@@ -253,7 +253,7 @@ def _members(ids: Tensor, case: LogitCase) -> Tensor:
     return torch.zeros(case.logits.shape, dtype=torch.bool).scatter(1, inside, True)
 
 
-def _choice_reason(rule: RouterRule, case: LogitCase, routed: Routed, token: int) -> str:
+def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, token: int) -> str:
     """One token whose choice is wrong, with the scores beside the threshold."""
     scores = rule.scores(case.logits, case.bias)[token]
     best = rule.choice(case.logits[token : token + 1], case.k, case.bias)[0].tolist()

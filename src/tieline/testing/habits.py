@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tieline.core.ranking import stable_topk
 from tieline.testing.battery import LogitCase, logit_cases
-from tieline.testing.conformance import Routed, Router, read_answer, router_keywords
+from tieline.testing.conformance import RouterAnswer, Router, read_answer, router_keywords
 from tieline.testing.rules import RouterRule
 
 NAMES = (
@@ -62,7 +62,7 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
         for case in logit_cases(rule, [(experts, k)], names=NAMES)
     }  # equal logits tie only under equal biases
 
-    def routed(name: str) -> Routed | None:
+    def routed(name: str) -> RouterAnswer | None:
         return _answer(router, rule, cases[name])
 
     ties = [(cases[name], routed(name)) for name in ("equal", "coarse-grid")]
@@ -79,7 +79,7 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
     )
 
 
-def _answer(router: Router, rule: RouterRule, case: LogitCase) -> Routed | None:
+def _answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterAnswer | None:
     """The router's answer on a case; None if it raised or returned another form."""
     try:
         answer = router(case.logits.clone(), case.k, **router_keywords(rule, case))
@@ -89,7 +89,7 @@ def _answer(router: Router, rule: RouterRule, case: LogitCase) -> Routed | None:
     return None if isinstance(routed, str) else routed
 
 
-def _tie_habit(rule: RouterRule, answers: list[tuple[LogitCase, Routed | None]]) -> TieHabit:
+def _tie_habit(rule: RouterRule, answers: list[tuple[LogitCase, RouterAnswer | None]]) -> TieHabit:
     """Which of equal scores a router takes in all of these cases."""
     lower = higher = True
     for case, routed in answers:
@@ -124,7 +124,7 @@ def _has_same_bits(router: Router, rule: RouterRule, case: LogitCase) -> bool:
     return True
 
 
-def _is_ordered(rule: RouterRule, case: LogitCase, routed: Routed | None) -> bool:
+def _is_ordered(rule: RouterRule, case: LogitCase, routed: RouterAnswer | None) -> bool:
     """Whether experts come in descending order of their selection scores."""
     if routed is None:
         return False
@@ -132,7 +132,7 @@ def _is_ordered(rule: RouterRule, case: LogitCase, routed: Routed | None) -> boo
     return torch.equal(scores, stable_topk(scores, case.k).values)
 
 
-def _weight_habit(routed: Routed | None) -> WeightHabit:
+def _weight_habit(routed: RouterAnswer | None) -> WeightHabit:
     """What the weights of a case are, the worst kind first."""
     if routed is None:
         return "raises"
@@ -145,7 +145,7 @@ def _weight_habit(routed: Routed | None) -> WeightHabit:
     return "zero" if bool((routed.weights == 0).all()) else "finite"
 
 
-def _share_with_nan(case: LogitCase, routed: Routed | None) -> float:
+def _share_with_nan(case: LogitCase, routed: RouterAnswer | None) -> float:
     """Share of the tokens for which the expert with the NaN is chosen."""
     if routed is None:
         return 0.0
