@@ -74,7 +74,7 @@ def measured(jobs: dict[str, Callable[[], Any]], threads: int, rounds: int) -> l
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Commands in units of a bare forward pass.")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

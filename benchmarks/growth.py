@@ -72,7 +72,7 @@ def random_trace(shape: Shape, noise: float = 0.0) -> RoutingTrace:
             )
         )
     ids = torch.arange(shape.tokens)
-    facts = {"model": "random"}
+    facts: dict[str, object] = {"model": "random"}
     return RoutingTrace(tuple(layers), ids % 1000, ids // 512, ids % 512, EPSILONS, facts)
 
 

@@ -44,6 +44,15 @@ def pytest_configure(config):
         pretended.register()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave tests of the pretended device to a process of their own (`tests/test_device.py`).
+
+    The autograd engine makes its queues once, for the devices that are registered by then.
+    """
+    on_cpu = config.getoption("--device") == "cpu"
+    return True if on_cpu and collection_path.name == "device" else None
+
+
 def pytest_collection_modifyitems(config, items):
     """On another device leave out the tests that are about the CPU, each with its reason."""
     if config.getoption("--device") == "cpu":

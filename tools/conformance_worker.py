@@ -7,6 +7,9 @@ where the rule has them, bias (E,), groups and k_groups; back come ids and weigh
 text of an error.
 """
 
+# Engines stand in environments of their own.
+# pyright: reportMissingImports=false
+
 import ctypes
 import io
 import os
@@ -219,7 +222,7 @@ def _bundled_libraries() -> Path:
     """The folder of the libraries that llama-cpp-python was built with."""
     import llama_cpp
 
-    return Path(llama_cpp.__file__).parent / "lib"
+    return Path(str(llama_cpp.__file__)).parent / "lib"
 
 
 def _filled(base: Any, context: Any, values: np.ndarray) -> Any:
@@ -265,7 +268,10 @@ def serve(route: Callable[..., Answer], source: Any, target: Any) -> None:
             fields[key] = int(fields[key])
         try:
             ids, weights = route(**fields)
-            answer = {"ids": ids.astype(np.int64), "weights": weights.astype(np.float32)}
+            answer: dict[str, Any] = {
+                "ids": ids.astype(np.int64),
+                "weights": weights.astype(np.float32),
+            }
         except Exception as problem:
             answer = {"error": np.array(f"{type(problem).__name__}: {problem}"[:300])}
         buffer = io.BytesIO()

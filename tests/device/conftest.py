@@ -12,3 +12,8 @@ def fake() -> str:
     if reason is not None:
         pytest.skip(reason)
     return pretended.register()
+
+
+@pytest.fixture(autouse=True)
+def _default_device():
+    """These tests name the device of every tensor."""

@@ -130,8 +130,8 @@ class RolloutMismatch:
             self._gaps[0, index] += _gap_histogram(ours.gap[recorded])
             self._gaps[1, index] += _gap_histogram(ours.gap[recorded & flips])
         documents = _document_faults(live, record, rows, layers)
-        found = (len(rows), int((~recorded).sum()), *documents)
-        self._counts += torch.tensor(found)
+        counts = (len(rows), int((~recorded).sum()), *documents)
+        self._counts += torch.tensor(counts)
 
     def step(self) -> dict[str, float]:
         """Return the numbers of the passes since the last call, over all ranks; empty for none.
@@ -140,7 +140,7 @@ class RolloutMismatch:
         """
         counts, gaps = _summed_over_ranks(self._counts), _summed_over_ranks(self._gaps)
         self._clear()
-        totals = dict(zip(COUNTS, counts.tolist(), strict=True))
+        totals: dict[str, int] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if not totals["tokens"]:
             return {}
         scalars = _scalars(totals, gaps, self.per_layer)

@@ -182,10 +182,10 @@ def _saving_model(cls: Any) -> type:
 
 def _marked_state(model: Any, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
     """The tensors to save with one that tells they were changed; as it was if some are on disk."""
-    state = model.state_dict() if state is None else state
-    if any(tensor.is_meta for tensor in state.values() if isinstance(tensor, Tensor)):
+    tensors: Mapping[str, Tensor] = model.state_dict() if state is None else state
+    if any(tensor.is_meta for tensor in tensors.values() if isinstance(tensor, Tensor)):
         return None
-    return {**state, MARKER: torch.ones(1)}
+    return {**tensors, MARKER: torch.ones(1)}
 
 
 def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:

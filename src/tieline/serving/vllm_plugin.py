@@ -146,11 +146,10 @@ def register() -> None:
     config = import_module("vllm.transformers_utils.config")
     loader = import_module("vllm.model_executor.model_loader.default_loader").DefaultModelLoader
     factory: Any = getattr(layer, "FusedMoEFactory", None)
-    known = (
-        factory is not None and "custom_routing_function" in inspect.signature(factory).parameters
-    )
+    parameters = {} if factory is None else inspect.signature(factory).parameters
+    takes_function = "custom_routing_function" in parameters
     version = import_module("vllm").__version__
-    if not known or not hasattr(loader, "get_all_weights"):
+    if factory is None or not takes_function or not hasattr(loader, "get_all_weights"):
         raise RuntimeError(
             f"Tieline's plug-in knows vLLM 0.32, this is {version}: smoothed models cannot be "
             "served here (VLLM_PLUGINS= turns the plug-in off)"
@@ -158,7 +157,9 @@ def register() -> None:
     if hasattr(factory, "__wrapped__"):
         return
     config._CONFIG_REGISTRY[TielineConfig.model_type] = SmoothedModelConfig
-    layer.FusedMoEFactory = fused_moe.FusedMoEFactory = smooth_factory(factory, rules_in_force)
+    smoothing_factory = smooth_factory(factory, rules_in_force)
+    for module in (layer, fused_moe):
+        vars(module)["FusedMoEFactory"] = smoothing_factory
     loader.get_all_weights = without_marker(loader.get_all_weights, rules_in_force)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tieline.core.ranking import stable_topk
 from tieline.testing.battery import LogitCase, logit_cases
-from tieline.testing.conformance import RouterAnswer, Router, read_answer, router_keywords
+from tieline.testing.conformance import Router, RouterAnswer, read_answer, router_keywords
 from tieline.testing.rules import RouterRule
 
 NAMES = (

@@ -13,7 +13,7 @@ from tieline.cli import deliver as command
 from tieline.cli.deliver import Outputs, deliver
 from tieline.core import files
 from tieline.core.errors import ParameterError, TraceError
-from tieline.report import drawing
+from tieline.report import matplotlib_figures
 from tieline.trace import store
 from tieline.trace.store import load_trace
 
@@ -32,7 +32,7 @@ def result():
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(report, "page", lambda result: "page")
-    monkeypatch.setattr(drawing, "drawn_bytes", lambda draw, path: b"figure")
+    monkeypatch.setattr(matplotlib_figures, "drawn_bytes", lambda draw, path: b"figure")
 
 
 def wanted(folder):
@@ -95,7 +95,7 @@ def test_nothing_is_written_if_one_of_the_files_cannot_be_made(result, tmp_path,
     def fails(draw, path):
         raise ParameterError("no gaps")
 
-    monkeypatch.setattr(drawing, "drawn_bytes", fails)
+    monkeypatch.setattr(matplotlib_figures, "drawn_bytes", fails)
     with pytest.raises(ParameterError, match="no gaps"):
         deliver(result, wanted(tmp_path))
     assert list(tmp_path.iterdir()) == []

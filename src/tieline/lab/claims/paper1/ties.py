@@ -292,7 +292,10 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     Condition: there is at least one inequality; without any the density is 1
     """
     weight, _ = router(run, 5, 7)
-    choices = [set(above) for size in range(4) for above in itertools.combinations((2, 3, 4), size)]
+    rest = (2, 3, 4)
+    choices: list[set[int]] = [
+        {*above} for size in range(4) for above in itertools.combinations(rest, size)
+    ]
     shares = [_choice_share(weight, (0, 1), above, run) for above in choices]
     bounds = [polyhedron_bound(weight, (0, 1), above) for above in choices]
     ratios = [share / bound for share, bound in zip(shares, bounds, strict=True)]
