@@ -24,11 +24,12 @@ test: $(READY)
 test-nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Runs routing, its budgets of waiting and the front door on DEVICE: an accelerator of this machine if
-# there is one, else the pretended one.
+# Runs budgets of waiting and the front door on the pretended device, and losses and grouped products on
+# DEVICE: an accelerator of this machine if there is one, else the pretended one.
 DEVICE ?= $(shell $(BIN)/python -c "import torch; a = torch.accelerator; print(a.current_accelerator().type if a.is_available() else 'fake')")
 test-gpu: $(READY)
-	$(BIN)/python -m pytest --device $(DEVICE) tests/device tests/routing -ra
+	$(BIN)/python -m pytest --device fake tests/device
+	$(BIN)/python -m pytest --device $(DEVICE) tests/routing/test_losses.py tests/routing/test_grouped.py -ra
 
 # Breaks the source in known ways, one after the other; every one must make a test fail.
 mutants: $(READY)
