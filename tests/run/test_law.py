@@ -144,7 +144,10 @@ def test_experts_read_in_groups_give_the_same_numbers(analysis, extra, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [{"budget": 2.4, "gate": "ramp", "noise": None}, {"factor": 1.2}])
+@pytest.mark.parametrize(
+    "extra",
+    [{"budget": 2.4, "gate": "ramp", "noise": None}, {"factor": 2.0, "noise": "router int4"}],
+)
 def test_other_widths_are_chosen_alike(extra, tmp_path):
     folder, options = model_in(tmp_path / "model", "olmoe"), SMOOTH | extra
     assert numbers(smooth(folder, stream=False, **options)) == numbers(
