@@ -180,7 +180,7 @@ def _compared_so(way, options):
 @pytest.mark.slow
 def test_a_model_that_processes_smoothed_is_saved_by_one(tmp_path):
     on_ranks(2, repaired, "data", 3, tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "model" / "model.tieline.safetensors").is_file()
 
 
 REFUSED = [
