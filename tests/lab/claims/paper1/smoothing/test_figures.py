@@ -86,12 +86,12 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
     from tieline.lab.claims.paper1 import smoothing as module
 
     seen = []
-    monkeypatch.setattr(module, "routing_course", lambda config, **how: seen.append((config, how)))
+    monkeypatch.setattr(module, "routing_course", lambda config, *how: seen.append((config, how)))
     courses.course(ClaimRun(True, 3), "annealed")
     courses.course(ClaimRun(False, 0), "smooth50")
     (fast, how), (full, _) = seen
     assert (fast.recipe, fast.seed, fast.model.layers) == ("demo-small-annealed", 3, 2)
-    assert how == {"every": fast.optim.steps // 32, "windows": 64}
+    assert how == (fast.optim.steps // 32, 64, ())
     assert (full.recipe, full.model.layers) == ("demo-small-smooth50", 4)
     assert full.optim.steps == 3 * fast.optim.steps
 
