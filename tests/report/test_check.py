@@ -49,3 +49,10 @@ def test_the_page_of_a_damaged_result_is_refused(change):
     values = {name: value for name, value in result.items() if name not in ("format", "version")}
     with pytest.raises(TraceError):
         RouteCheck.from_dict(values).to_html()
+
+
+def test_a_result_without_files_is_refused():
+    result = tl.check(made()).to_dict()
+    values = {name: value for name, value in result.items() if name not in ("format", "version")}
+    with pytest.raises(TraceError, match="at least one file"):
+        RouteCheck.from_dict(values | {"files": []})

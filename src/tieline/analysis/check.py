@@ -88,6 +88,9 @@ class RouteCheck(Result):
     reference: str | None = None
     compared: int = 0
 
+    def __post_init__(self) -> None:
+        require(len(self.files) > 0, "a check is of at least one file", TraceError)
+
     @property
     def verdict(self) -> str:
         """Whether the files are sound, in a sentence."""

@@ -1,5 +1,6 @@
 """Tensors of torch.save are read without running code; what needs a pickle is refused."""
 
+import struct
 import zipfile
 
 import numpy as np
@@ -87,3 +88,11 @@ def test_a_packed_archive_is_refused(tmp_path):
             new.writestr(name, old.read(name))
     with pytest.raises(TraceError, match="states"):
         import_trace(tmp_path / "b.pt")
+
+
+def test_an_archive_that_spans_disks_is_refused(tmp_path):
+    file = tmp_path / "routes.pt"
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, 0, 2)
+    file.write_bytes(locator + b"PK\5\6" + bytes(18))
+    with pytest.raises(TraceError, match=r"routes\.pt: cannot be read: BadZipFile"):
+        import_trace(file)

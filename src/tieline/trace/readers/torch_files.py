@@ -67,7 +67,7 @@ def _pickle_message(file: Path) -> str:
 
 def is_torch_file(file: Path) -> bool:
     """Return whether a file is an archive of torch.save."""
-    with file.open("rb") as stream:
+    with parsing(file), file.open("rb") as stream:  # is_zipfile raises for archives on two disks
         if stream.read(2) != b"PK" or not zipfile.is_zipfile(file):
             return False
     with parsing(file), zipfile.ZipFile(file) as archive:
