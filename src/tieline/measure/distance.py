@@ -173,8 +173,12 @@ def _among_all(
 
 
 def _wall_distance(rise: Tensor, distance: Tensor) -> Tensor:
-    """(z_i - z_j) / D_ij; 0 for equal scores even where D_ij = 0."""
-    return torch.where(rise == 0, 0.0, rise / distance)
+    """(z_i - z_j) / D_ij; 0 for equal scores even where D_ij = 0.
+
+    A router that ranks computed softmax values may choose the lower of two scores that differ by
+    their rounding: that token stands on the wall too.
+    """
+    return torch.where(rise <= 0, 0.0, rise / distance)
 
 
 def _no_tie(scores: Float[Tensor, "tokens experts"]) -> NearestTie:

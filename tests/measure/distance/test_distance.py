@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.measure.problems import linear_router
 from tests.strategies import dyadic_scores, seeds
-from tieline.core.ranking import stable_topk
+from tieline.core.ranking import Ranked, stable_topk
 from tieline.measure import distance
 from tieline.measure.distance import expert_distances, nearest_tie
 
@@ -117,6 +117,13 @@ def test_equal_weights_tie_everywhere_or_nowhere():
     norms = expert_distances(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
     found = nearest_tie(torch.tensor([[1.0, 0.5, -1.0], [1.0, 1.0, -1.0]]), 1, norms)
     assert found.distance.tolist() == [2 / math.sqrt(2), 0.0]
+
+
+def test_a_choice_of_the_lower_of_two_scores_stands_on_the_wall():
+    scores = torch.tensor([[0.0, 1.0, 1.0 + 1e-7]], dtype=torch.float64)
+    order = torch.tensor([[1, 2, 0]])
+    ranked = Ranked(scores.gather(1, order), order)
+    assert nearest_tie(scores, 1, expert_distances(torch.eye(3)), ranked).distance.item() == 0
 
 
 def test_no_tie_where_all_experts_are_chosen():
