@@ -178,7 +178,7 @@ class RemedyTable:
         tokens: tokens that were run.
         noise: the precision whose noise σ the widths of smoothed forms are multiples of.
         impossible: remedies that this model does not allow, and why; empty if there are none.
-        half_tokens: tokens of those that second runs and smoothed forms took.
+        half_tokens: tokens of those that second runs took.
     """
 
     remedies: tuple[Remedy, ...]

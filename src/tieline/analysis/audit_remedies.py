@@ -207,7 +207,8 @@ class RemedyRuns:
     def run(self, batches: Mapping[int, Ids], budget: Budget, on_progress: Progress | None) -> Ran:
         """Run every remedy on these batches, as long as there is time.
 
-        Second runs and smoothed forms take every other batch, and their errors are those of it.
+        Second runs take every other batch, and their errors are those of it. What is compared with
+        the original takes every batch, so that remedies are compared on the same tokens.
 
         Args:
             batches: token ids by number.
@@ -216,9 +217,9 @@ class RemedyRuns:
         """
         half = [number for number in batches if number % 2 == 0]
         passes = [Pass(number) for number in batches]
-        passes += [Pass(n, moved, Pass(n)) for moved in self._moved.values() for n in half]
-        for (remedy, _), pair in self._repaired.items():
-            for number in half if remedy in self._moved else batches:
+        passes += [Pass(n, moved, Pass(n)) for moved in self._moved.values() for n in batches]
+        for pair in self._repaired.values():
+            for number in batches:
                 clean = Pass(number)
                 passes.append(Pass(number, pair.first, clean))
                 if number in half:
@@ -292,7 +293,7 @@ class RemedyRuns:
         )
 
     def _half_tokens(self) -> int:
-        """Tokens that second runs and smoothed forms ran on."""
+        """Tokens that second runs took."""
         sums = [self._divergences.kl[pair.second] for pair in self._repaired.values()]
         return int(sum(count.sum() for count in sums[0].counts)) if sums else 0
 

@@ -165,7 +165,7 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
     best = [] if brief else [_best_remedy(table, name) for name in table.perturbations]
     half = ""
     if 0 < table.half_tokens < table.tokens:
-        half = f", second runs and smoothed forms over {table.half_tokens:,} of them"
+        half = f", second runs over {table.half_tokens:,} of them"
     how = (
         f"KL in nats per token over {table.tokens:,} tokens{half}; σ is the noise of each layer's "
         f"gap under {table.noise}. The second of two runs differs by the draw of the noise, or, "
