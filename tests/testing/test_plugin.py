@@ -28,8 +28,8 @@ def run(pytester, monkeypatch, no_axis_checks):
     monkeypatch.delitem(sys.modules, "routers", raising=False)
 
     def run(*options):
-        fixed = ("-q", "-p", "tieline.testing.plugin", "-p", "no:cacheprovider")
-        done = pytester.runpytest_inprocess(*fixed, *options)
+        # The installed package's entry point loads the plug-in, as it does for a user.
+        done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *options)
         return int(done.ret), done.stdout.str() + done.stderr.str()
 
     return run
