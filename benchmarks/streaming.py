@@ -33,7 +33,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 
 from tieline.analysis.audit import audit
 from tieline.analysis.inspect import inspect
-from tieline.core.settings import read_memory
+from tieline.core.setting_fields import read_memory
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.model import Model, read_shape

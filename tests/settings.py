@@ -28,7 +28,7 @@ JOBS = {
     AuditSettings: ("tieline.analysis.audit", "audit"),
     SmoothSettings: ("tieline.analysis.smooth", "smooth"),
     FrontierSettings: ("tieline.lab.on_model.frontier", "frontier"),
-    CaptureSettings: ("tieline.engines.capture", "capture_engine"),
+    CaptureSettings: ("tieline.engines.engine_capture", "capture_engine"),
     CheckSettings: ("tieline.analysis.check", "check"),
     ConvertSettings: ("tieline.analysis.convert", "convert"),
     DiffSettings: ("tieline.analysis.diff", "diff"),

@@ -49,8 +49,8 @@ from transformers.utils import logging
 import tieline
 from tieline.analysis.convert import convert
 from tieline.core.errors import TielineError
-from tieline.core.printable import printable
 from tieline.core.records import read_result
+from tieline.core.text import printable
 from tieline.lab.estimation.rates import RateRow, RateStore
 from tieline.lab.training.checkpoint import read_json
 from tieline.lab.tropical.advisor import LayerShape, advise

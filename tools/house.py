@@ -52,7 +52,7 @@ MAY_RUN = {
     "analysis/audit_remedies.py:_timed": "times remedies",
     "analysis/audit_remedies.py:_in_turns": "times remedies",
     "analysis/smooth_repair.py:smoothing_latency": "times a smoothed model",
-    "models/smooth.py:undo": "undoes a change; `model` is a function there",
+    "models/smoothed_model.py:undo": "undoes a change; `model` is a function there",
 }
 """Functions outside run/ and lab/ that may call a model, as "file:function", with the reason."""
 

@@ -366,7 +366,7 @@ MUTANTS: list[Mutant] = [
         "hf-4",
         "return mass.sum(dim=-1, keepdim=True).clamp(min=least)",
         "return mass.sum(dim=-1, keepdim=True)",
-        "models/test_router_rule.py models/smooth/test_families.py",
+        "models/test_router_rule.py models/smoothed_model/test_families.py",
         "the least sum that ernie4_5 divides by is dropped",
     ),
     _m(
@@ -524,7 +524,7 @@ MUTANTS: list[Mutant] = [
         "report-1",
         "if len(set(names)) < 2 or front + back >= shortest:",
         "if len(set(names)) < 2 or front + back > shortest:",
-        "core/test_layer_names.py",
+        "core/text/test_layer_names.py",
         "names that are all shared parts become empty",
     ),
     _m(
@@ -647,14 +647,14 @@ MUTANTS: list[Mutant] = [
         "cli-settings-2",
         'return "" if value >= least else f"must be at least {least}"',
         'return "" if value > least else f"must be at least {least}"',
-        "core/test_settings.py cli/test_options.py",
+        "core/test_setting_fields.py cli/test_options.py",
         "the least value is allowed",
     ),
     _m(
         "cli-plugins-1",
         'loaded = {"tieline": INSTRUMENT}',
         "loaded = {}",
-        "core/test_plugins.py",
+        "core/plugins/test_plugins.py",
         "the instrument is the first plug-in",
     ),
     # ---------------------------------------------------------------- device

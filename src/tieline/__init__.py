@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError
-from tieline.core.import_hooks import when_imported
+from tieline.core.plugins import when_imported
 
 if TYPE_CHECKING:
     from tieline.analysis.audit import audit

@@ -11,7 +11,7 @@ from tieline import report
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import find_routers
 from tieline.models.model import Model
-from tieline.models.smooth import smooth_
+from tieline.models.smoothed_model import smooth_
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
 RUN = {"text": words(160), "sequence_length": 40, "batch_size": 2}

@@ -13,7 +13,7 @@ from tests.settings import EXAMPLES, JOBS, RULES, SETTINGS
 from tieline.cli.app import app_with_commands
 from tieline.cli.options import option_names
 from tieline.core.records import to_plain
-from tieline.core.settings import SettingError
+from tieline.core.setting_fields import SettingError
 
 
 @cache

@@ -6,7 +6,7 @@ import torch
 import tieline as tl
 from tieline.core.errors import TielineError
 from tieline.models.emulate import _normal_noise
-from tieline.models.smooth import smooth_
+from tieline.models.smoothed_model import smooth_
 
 SMALL = {"tokens": 192, "sequence_length": 64}
 

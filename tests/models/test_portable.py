@@ -17,7 +17,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.models import load_pretrained
 from tieline.models.demo import load_demo_model
 from tieline.models.portable import portable_rules
-from tieline.models.smooth import smooth_
+from tieline.models.smoothed_model import smooth_
 from tieline.serving.modeling_tieline import MARKER, smooth_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

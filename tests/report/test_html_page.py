@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.report.browser import find_browser
 from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
-from tieline.core.printable import printable
+from tieline.core.text import printable
 from tieline.report import html_page
 from tieline.report.charts import Axis, Chart
 from tieline.report.html_page import (

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 
 from tests.report.zoo import HOSTILE
 from tieline.core.errors import ParameterError
-from tieline.core.printable import printable_line
+from tieline.core.text import printable_line
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series
 from tieline.report.matplotlib_figures import (
     chart_figure,

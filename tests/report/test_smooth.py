@@ -9,7 +9,7 @@ from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.serving import recommend
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow, RepairTable, original_serving
 from tieline.core.statistics import Estimate
-from tieline.models.smooth import LayerSmoothing, Smoothing
+from tieline.models.smoothed_model import LayerSmoothing, Smoothing
 from tieline.report.smooth import figures, notebook, page, terminal
 
 needs_browser = pytest.mark.skipif(

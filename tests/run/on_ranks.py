@@ -8,7 +8,7 @@ from tieline.analysis.audit import audit
 from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.smooth import smooth
-from tieline.engines.capture import capture_engine
+from tieline.engines.engine_capture import capture_engine
 
 
 def inspected(parallel, tokens=1536):

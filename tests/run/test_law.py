@@ -17,7 +17,7 @@ from tieline.analysis.diff import diff
 from tieline.analysis.inspect import inspect
 from tieline.analysis.smooth import smooth
 from tieline.core.records import to_plain
-from tieline.engines.capture import capture_engine
+from tieline.engines.engine_capture import capture_engine
 from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.run import schedule

@@ -11,7 +11,7 @@ from tieline.analysis.diff import diff
 from tieline.analysis.smooth import smooth
 from tieline.core.errors import ParameterError
 from tieline.core.statistics import SequenceSums
-from tieline.engines.capture import capture_engine
+from tieline.engines.engine_capture import capture_engine
 from tieline.run import ranks
 from tieline.run.ranks import Ranks
 

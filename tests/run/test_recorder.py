@@ -8,7 +8,7 @@ from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
 from tieline.core.errors import ParameterError
 from tieline.core.records import to_plain
-from tieline.engines.capture import capture_engine
+from tieline.engines.engine_capture import capture_engine
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.models.experts import use_experts
 from tieline.models.model import Model

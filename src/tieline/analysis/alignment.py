@@ -29,8 +29,8 @@ from torch import Tensor
 from tieline.analysis.diff_records import Alignment, LayerPair
 from tieline.analysis.expert_matching import ExpertPermutation, have_equal_scores, match_experts
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
-from tieline.core.settings import TraceSettingError
+from tieline.core.setting_fields import TraceSettingError
+from tieline.core.text import layer_label
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, check_layer, take_tokens
 from tieline.trace.selection import select_layers, select_tokens
 

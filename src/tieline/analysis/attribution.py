@@ -55,7 +55,7 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.noise_shapes import NoiseShape, find_known_patterns, find_patterns
 from tieline.analysis.reference_excess import Excess
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 from tieline.core.statistics import Estimate
 from tieline.models.formats import OF_ROUTERS
 

@@ -48,9 +48,9 @@ from tieline.analysis.serving import (
 )
 from tieline.analysis.settings import SERVED, AuditOptions, AuditSettings
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
+from tieline.core.text import layer_label
 from tieline.models.demo import DEMO
 from tieline.models.emulate import makes_one_product, modular_routers
 from tieline.models.formats import FORMATS, format_named

@@ -31,14 +31,14 @@ from tieline.analysis.full_effects import Divergences
 from tieline.analysis.serving import replay_bytes
 from tieline.analysis.smooth import NOISE, Calibration
 from tieline.core.errors import TielineError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.statistics import Estimate, SequenceSums
+from tieline.core.text import layer_label
 from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
 from tieline.models.experts import KERNEL, can_use_experts, use_experts
 from tieline.models.families import family_of
 from tieline.models.replay import replay
-from tieline.models.smooth import Smoothing, smoothed_routers, smoothing_record
+from tieline.models.smoothed_model import Smoothing, smoothed_routers, smoothing_record
 from tieline.models.smoothed_router import GateName
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation

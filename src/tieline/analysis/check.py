@@ -16,7 +16,7 @@ import torch
 from tieline.analysis.settings import CheckOptions, CheckSettings
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
-from tieline.core.settings import SettingError, takes_settings
+from tieline.core.setting_fields import SettingError, takes_settings
 from tieline.models.model import Model
 from tieline.run.ranks import Ranks
 from tieline.run.recorder import recorded_routes

@@ -15,7 +15,7 @@ from tieline.analysis.settings import ConvertOptions, ConvertSettings, MergeOpti
 from tieline.core.errors import TraceError, require
 from tieline.core.files import check_target
 from tieline.core.records import Result
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.trace.readers import import_trace, routes_of_trace
 from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repeated_rows

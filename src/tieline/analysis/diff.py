@@ -35,7 +35,7 @@ from tieline.analysis.token_distances import (
 )
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.engines.registry import split_side
 from tieline.models.experts import use_experts
 from tieline.models.formats import FORMATS

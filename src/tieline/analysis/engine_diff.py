@@ -47,7 +47,7 @@ from tieline.analysis.token_distances import (
 )
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 from tieline.engines import RunOptions, dequantised, engine_named
 from tieline.engines.registry import find_python, split_side
 from tieline.engines.trace_sources import (

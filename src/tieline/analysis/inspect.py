@@ -45,7 +45,7 @@ from tieline.analysis.serving import served_rounding
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,

@@ -54,10 +54,10 @@ from torch import Tensor, nn
 
 from tieline.analysis.router_calls import LogitSums, RouterCall, watch_routing
 from tieline.core.errors import ParameterError, TielineError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.numerics import grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import quantile_bands
+from tieline.core.text import layer_label
 from tieline.measure.boundary import boundary_mass
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
 from tieline.measure.logit_view import LogitView, logit_view

@@ -33,9 +33,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.core.errors import TielineError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.ranking import sets_differ
 from tieline.core.records import to_plain
+from tieline.core.text import layer_label
 
 VERDICTS = ("identical", "differs, but not by routing", "exact tie", "near-tie flip")
 """From harmless to what crashes: the verdict of several repetitions is the last of theirs."""

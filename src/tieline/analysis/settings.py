@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from tieline.core.settings import (
+from tieline.core.setting_fields import (
     Settings,
     above,
     at_least,

@@ -38,7 +38,7 @@ from tieline.analysis.smooth_repair import (
     smoothing_latency,
 )
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.settings import SettingError, require_setting, takes_settings
+from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.measure.flips import flip_reduction
 from tieline.models.demo import DEMO
 from tieline.models.epsilon import (
@@ -52,7 +52,7 @@ from tieline.models.families import find_routers
 from tieline.models.model import Model, ModelSource
 from tieline.models.model_stream import StreamedModel
 from tieline.models.parallel import check_parallel
-from tieline.models.smooth import Smoothing, apply_smoothing, smoothing_record, with_widths
+from tieline.models.smoothed_model import Smoothing, apply_smoothing, smoothing_record, with_widths
 from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, plan_layers
 from tieline.routing.projected import group_projection
 from tieline.routing.smooth import smooth_columns

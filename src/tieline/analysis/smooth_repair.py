@@ -32,10 +32,10 @@ from tieline.core.statistics import (
     clustered_mean,
     next_token_losses,
 )
+from tieline.models.checkpoint import save_model
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
-from tieline.models.model_folder import save_model
-from tieline.models.smooth import Smoothing, recorded_smoothing, with_widths
+from tieline.models.smoothed_model import Smoothing, recorded_smoothing, with_widths
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import stacked_batches
 from tieline.run.forward import forward, only_running

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from tieline.analysis.comparison import Compared
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
 from tieline.core.errors import TielineError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.statistics import Estimate, clustered_error, k3
+from tieline.core.text import layer_label
 from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode
 from tieline.run.observers import Observer, Outcome

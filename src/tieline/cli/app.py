@@ -44,7 +44,7 @@ from tieline.core.errors import (
 )
 from tieline.core.files import out_of_space
 from tieline.core.plugins import command_groups, import_command
-from tieline.core.settings import SettingError
+from tieline.core.setting_fields import SettingError
 
 __all__ = [
     "BAD_INPUT",

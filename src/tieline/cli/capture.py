@@ -35,7 +35,7 @@ def capture(
     outputs.check(model, settings.text, settings.ids, settings.tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
     with progress_bars() as progress, joined_processes(settings.parallel, "capturing") as parallel:
-        from tieline.engines.capture import capture_engine
+        from tieline.engines.engine_capture import capture_engine
         from tieline.engines.registry import list_engines as all_engines
         from tieline.models.checkpoint import quiet_transformers
 

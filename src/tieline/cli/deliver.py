@@ -31,9 +31,9 @@ from tieline.core.files import (
     space_on,
     write_whole,
 )
-from tieline.core.printable import unfiltered
 from tieline.core.records import Result
-from tieline.core.settings import Settings
+from tieline.core.setting_fields import Settings
+from tieline.core.text import unfiltered
 
 __all__ = ["Outputs", "deliver", "progress_bars", "run_job"]
 

@@ -9,7 +9,7 @@ from tieline.cli.app import CONDITION_HELD, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, Overwrite
 from tieline.cli.ranks import is_first
-from tieline.core.settings import SettingError, Settings, read_share, setting
+from tieline.core.setting_fields import SettingError, Settings, read_share, setting
 
 SIDE = (
     "Folder of a trace, file of an engine (.npy, .npz, .safetensors, .csv, .jsonl), model, or "
@@ -56,7 +56,7 @@ def diff(
 def _check_attributable(limits: DiffLimits, result: Any) -> None:
     """Refuse a limit on unexplained flips where flips cannot be attributed."""
     if limits.max_unexplained is not None and "unexplained" not in result.metrics:
-        from tieline.core.layer_names import layer_label
+        from tieline.core.text import layer_label
 
         layer = next(layer for layer in result.layers if layer.attribution is None)
         raise SettingError(

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from tieline.core.printable import PrintableStream, printable, unfiltered
+from tieline.core.text import PrintableStream, printable, unfiltered
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 SHOW_CURSOR = "\x1b[?25h"

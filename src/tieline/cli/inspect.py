@@ -26,7 +26,7 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
 from tieline.cli.ranks import is_first, joined_processes
 from tieline.core.errors import require
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,

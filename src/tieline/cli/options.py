@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import typer
 from typer.models import OptionInfo
 
-from tieline.core.settings import SettingField, Settings
+from tieline.core.setting_fields import SettingField, Settings
 
 __all__ = [
     "Debug",

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from tieline.cli.ending import say
 from tieline.cli.ranks import is_first
-from tieline.core.printable import printable_line, unfiltered
+from tieline.core.text import printable_line, unfiltered
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""

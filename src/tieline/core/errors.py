@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tieline.core.printable import printable
+from tieline.core.text import printable
 
 __all__ = [
     "NoLogitsError",

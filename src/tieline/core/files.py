@@ -39,7 +39,7 @@ from pathlib import Path
 import platformdirs
 
 from tieline.core.errors import NoSpaceError, ParameterError, TielineError, require
-from tieline.core.settings import SettingError
+from tieline.core.setting_fields import SettingError
 
 try:
     import fcntl

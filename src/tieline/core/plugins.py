@@ -14,14 +14,21 @@ does not import is left out with one line on stderr; everything else keeps worki
     result_formats   record and drawing module of every result, by its format
     restorer_module  the module that restores a change of a model
     import_added     import the families, readers or engines that plug-ins add
+    when_imported    run a function once another library has been imported
+
+`import tieline` loads neither torch nor transformers. What it adds to them it adds when the program
+imports them itself, or at once if it already has.
 """
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -38,6 +45,7 @@ __all__ = [
     "plugins",
     "restorer_module",
     "result_formats",
+    "when_imported",
 ]
 
 GROUP = "tieline.plugins"
@@ -121,14 +129,14 @@ INSTRUMENT = Plugin(
             "tieline.analysis.convert:Converted", "tieline.report.files:CONVERTED"
         ),
         "tieline-capture": ResultFormat(
-            "tieline.engines.capture:EngineCapture", "tieline.report.files:CAPTURED"
+            "tieline.engines.engine_capture:EngineCapture", "tieline.report.files:CAPTURED"
         ),
         "tieline-engines": ResultFormat(
             "tieline.engines.registry:EngineList", "tieline.report.files:ENGINES"
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
     },
-    restorers={"smooth": "tieline.models.smooth"},
+    restorers={"smooth": "tieline.models.smoothed_model"},
 )
 """What Tieline itself has."""
 
@@ -199,3 +207,49 @@ def _report_left_out(what: str, problem: Exception) -> None:
     """Say on stderr that a part of a plug-in is left out, and why."""
     reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
     sys.stderr.write(f"tieline: {what} does not import and is left out: {reason}\n")
+
+
+def when_imported(name: str, function: Callable[[], object]) -> None:
+    """Call `function` after the module `name` has been imported; at once if it already has."""
+    if name in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _ImportWatcher(name, function))
+
+
+class _ImportWatcher(MetaPathFinder):
+    """Finds one module as everybody else would, and calls a function after it has run."""
+
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        self.name, self.function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's own spec, with a loader that calls the function."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _CallingLoader(spec.loader, self.function)
+        return spec
+
+
+class _CallingLoader(Loader):
+    """Runs a module by its own loader, and a function after it."""
+
+    def __init__(self, loader: Loader, function: Callable[[], object]) -> None:
+        self.loader, self.function = loader, function
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the module's own loader does."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then the function."""
+        self.loader.exec_module(module)
+        self.function()

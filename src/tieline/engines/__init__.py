@@ -8,7 +8,7 @@ installed       where an engine is, and its versions; `list_engines` returns all
 """
 
 from tieline.core.plugins import import_added
-from tieline.engines.capture import EngineCapture, capture
+from tieline.engines.engine_capture import EngineCapture, capture
 from tieline.engines.engine_run import EngineRun, RunOptions, dequantised, run_engine
 from tieline.engines.registry import (
     ENGINES,

@@ -28,7 +28,7 @@ from typing import ClassVar
 from tieline.core.errors import ParameterError, require
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
-from tieline.core.settings import SettingError, require_setting
+from tieline.core.setting_fields import SettingError, require_setting
 from tieline.run.settings import TRANSFORMERS
 
 WORKERS = Path(__file__).parent / "workers"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from tieline.core.settings import (
+from tieline.core.setting_fields import (
     above,
     at_least,
     one_of,

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.special import log_ndtr
 
 from tieline.core.errors import ShapeError, TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.ranking import kth_largest, ranked_scores
 from tieline.core.statistics import (
     Estimate,
@@ -38,6 +37,7 @@ from tieline.core.statistics import (
     normal_quantile,
     quantiles,
 )
+from tieline.core.text import layer_label
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.trace.record import LayerTrace
 

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
+from tieline.core.text import layer_label
 from tieline.trace.record import LayerTrace
 
 Ranks = Float[Tensor, "tokens ranks"]

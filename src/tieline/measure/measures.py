@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.numerics import one_thread
 from tieline.core.records import short_repr
 from tieline.core.statistics import (
@@ -32,6 +31,7 @@ from tieline.core.statistics import (
     mean_estimate,
     quantiles,
 )
+from tieline.core.text import layer_label
 from tieline.measure.boundary import (
     GapMeasures,
     NearMeasures,

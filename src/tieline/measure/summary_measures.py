@@ -16,12 +16,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.statistics import (
     Estimate,
     Quantiles,
     normal_quantile,
 )
+from tieline.core.text import layer_label
 from tieline.measure.boundary import (
     GapMeasures,
     NearMeasures,

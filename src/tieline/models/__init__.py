@@ -17,7 +17,7 @@ from tieline.models.families import (
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.model import load_smoothed
-from tieline.models.smooth import LayerSmoothing, Smoothing, smooth_, unsmooth_
+from tieline.models.smoothed_model import LayerSmoothing, Smoothing, smooth_, unsmooth_
 
 __all__ = [
     "FAMILIES",

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 
 from tieline._version import __version__
 from tieline.core.errors import TielineError, TraceError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import Ranked, ranked_choice
+from tieline.core.text import layer_label
 from tieline.measure.distance import NEIGHBOURS, expert_distances, nearest_tie
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.demo import DEMO, DEMO_FOLDER

@@ -10,12 +10,18 @@ The automatic classes of transformers refuse the model type and print the senten
 named outright finds no weights of the usual name. A feature registers how it is restored: on the
 skeleton before weights are read, and on the model after.
 
+    save_model(folder, model, tokenizer)      the folder of a model, complete or absent
+
+The marking tensor is found also where config.json lost the record; a plain model ignores one tensor
+more without an error, and converters to other formats, which must name every tensor, stop at it.
+
 Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
 weights' variant "tieline-smoothed", other features under "quantization_config".
 """
 
 import functools
 import json
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +37,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.utils import logging
 
 from tieline.core.errors import UnsupportedModelError, first_line, require
+from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
+from tieline.core.setting_fields import require_setting
 from tieline.models.admission import check_built, check_files, check_stored
 from tieline.models.class_changes import Call, pickled_by, restore_class, subclass, wrapped_class
 from tieline.models.configuration import check_config_fields, check_config_sizes
-from tieline.models.marker import refuse_stripped
 from tieline.serving.modeling_tieline import MARKER
 
 Facts = dict[str, Any]
@@ -394,3 +401,62 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+MOST_HEADER = 100_000_000
+"""Bytes of the header of a safetensors file, as its own library limits them."""
+
+
+def refuse_stripped(folder: Path) -> None:
+    """Refuse a folder whose weights were changed and whose configuration lost the record."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if MARKER in tensor_names(path):
+            raise UnsupportedModelError(
+                f"{path.name} holds the tensor {MARKER!r}: the weights of a model that Tieline "
+                "changed, but config.json has lost the record of it, so that they would run as "
+                "another model; take the config.json that was saved with them"
+            )
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Return the names of the tensors of a safetensors file; empty for a malformed one."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        if len(size) < 8 or not 0 < struct.unpack("<Q", size)[0] < MOST_HEADER:
+            return set()
+        try:
+            return set(json.loads(file.read(struct.unpack("<Q", size)[0])))
+        except ValueError:
+            return set()
+
+
+def save_model(
+    folder: str | Path, model: Any, tokenizer: Any, *, overwrite: bool = False, **texts: str
+) -> None:
+    """Save a model in a folder, which is complete or absent.
+
+    Args:
+        folder: the folder to make.
+        model: a model of transformers; None is refused.
+        tokenizer: its tokenizer, or None.
+        overwrite: whether a folder that holds a model may be replaced; another is only if empty.
+        texts: further files by name, with "_" for "-" and without their suffix .json.
+    """
+    require(model is not None, "this result was read from a file: it has no model to save")
+    _check_model_folder(Path(folder), overwrite)
+    with whole_folder(Path(folder), replace=overwrite, kind=holds_model) as half:
+        model.save_pretrained(half)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(half)
+        for name, text in texts.items():
+            (half / f"{name.replace('_', '-')}.json").write_text(text)
+
+
+def _check_model_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that cannot be made, or that may not be replaced."""
+    check_folder(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    message = "{folder} is not empty: choose another folder or add {overwrite}"
+    require_setting(overwrite, message, folder=folder)
+    require(holds_model(folder), f"{folder} holds something else than a model: it is not replaced")

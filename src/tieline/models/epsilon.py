@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.ranking import ranked_scores
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
+from tieline.core.text import layer_label
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.class_changes import Call
 from tieline.models.formats import FORMATS

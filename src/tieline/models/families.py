@@ -42,8 +42,8 @@ from typing import Any, Literal
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.plugins import import_added
+from tieline.core.text import layer_label
 from tieline.models.layouts import COLUMNS, Layout
 
 Ranked = Literal["logits", "softmax", "sigmoid", "activation"]

@@ -42,7 +42,7 @@ from tieline.core.errors import (
     require,
 )
 from tieline.core.records import short_repr
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 from tieline.models.admission import check_finite_weights, model_source
 from tieline.models.capture import model_facts
 from tieline.models.checkpoint import (
@@ -58,7 +58,7 @@ from tieline.models.hub import hub_options
 from tieline.models.model_stream import ModelStream, open_stream, too_large
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
-from tieline.models.smooth import FEATURE as SMOOTH
+from tieline.models.smoothed_model import FEATURE as SMOOTH
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 

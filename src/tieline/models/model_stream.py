@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tieline.core.errors import StreamingWarning
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 from tieline.models.checkpoint import VARIANT
 from tieline.models.expert_groups import Change, ExpertGroups, plan_groups
 from tieline.models.hub import FetchedShards, _hub_location, hub_shards

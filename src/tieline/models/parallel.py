@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.settings import SettingError, require_setting
+from tieline.core.setting_fields import SettingError, require_setting
 from tieline.models.configuration import EXPERTS
 from tieline.models.families import family_of, find_routers
 

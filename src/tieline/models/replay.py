@@ -51,8 +51,8 @@ from tieline.core.errors import (
     UnsupportedModelError,
     require,
 )
-from tieline.core.layer_names import layer_label
 from tieline.core.numerics import is_recomputing
+from tieline.core.text import layer_label
 from tieline.models.class_changes import Call, swapped_class, untraced, wrapped_class
 from tieline.models.documents import Batch, document_counter, watch_forward
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.ranking import kth_largest
+from tieline.core.text import layer_label
 from tieline.models.capture import ROUNDINGS, check_selected
 from tieline.models.class_changes import Call
 from tieline.models.emulate import logits_matrix

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import ParameterError
 from tieline.core.plugins import result_formats
-from tieline.core.printable import printable
+from tieline.core.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

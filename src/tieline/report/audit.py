@@ -16,8 +16,8 @@ from tieline.analysis.audit_records import (
     RemedyEffect,
     RemedyTable,
 )
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
+from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure

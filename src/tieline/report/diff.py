@@ -15,8 +15,8 @@ from tieline.analysis.diff_records import (
     WeightMoved,
 )
 from tieline.core.errors import TraceError
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Share
+from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure

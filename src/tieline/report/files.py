@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.text import Text
 
 from tieline.analysis.convert import Converted, Merged
-from tieline.engines.capture import EngineCapture
+from tieline.engines.engine_capture import EngineCapture
 from tieline.engines.registry import EngineEntry, EngineList
 from tieline.report.tables import Grid, text_table
 from tieline.report.views import Listing, line_views, listing_views

@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tieline.core.errors import require
-from tieline.core.printable import printable
+from tieline.core.text import printable
 from tieline.report.charts import Chart
 from tieline.report.plotly_figures import plotly_figure
 from tieline.report.tables import visible

@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Quantiles
+from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.expert_load import ExpertLoad
 from tieline.report.html_page import Panel

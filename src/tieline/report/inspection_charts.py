@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieline.analysis.inspect_records import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Quantiles
+from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
 from tieline.measure.rounding import PrecisionFlips

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tieline.core.errors import require
-from tieline.core.printable import printable_line
+from tieline.core.text import printable_line
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, layer_colour
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.smooth_repair import Repair, RepairRow
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
+from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure

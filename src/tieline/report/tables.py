@@ -27,7 +27,7 @@ from rich.table import Column as RichColumn
 from rich.table import Table
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.report.words.numbers import DASH, short_exponent
 
 if TYPE_CHECKING:  # tables of plain words are drawn without torch

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.core.errors import TraceError
-from tieline.core.printable import printable, printable_line
+from tieline.core.text import printable, printable_line
 from tieline.report.html_page import render, template_environment
 from tieline.report.matplotlib_figures import inline_image
 from tieline.report.tables import Grid, grid_table

@@ -41,7 +41,7 @@ from tieline.models.emulate import (
     state_noise,
 )
 from tieline.models.formats import FORMATS, OF_ROUTERS, format_named
-from tieline.models.smooth import Smoothing, smoothed_routers
+from tieline.models.smoothed_model import Smoothing, smoothed_routers
 
 Kind = Literal["rounding", "score noise", "state noise"]
 Part = Literal["router", "model", "others"]

@@ -17,8 +17,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.records import from_plain, to_plain
+from tieline.core.text import layer_label
 from tieline.models.capture import ObserverSettings, layer_observers, model_facts
 from tieline.models.class_changes import Call
 from tieline.models.documents import Batch

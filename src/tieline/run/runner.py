@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tieline.core.errors import require
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
 from tieline.models.model import Model
 from tieline.models.parallel import UNROUNDED
 from tieline.run.condition import REPLAYS, Condition

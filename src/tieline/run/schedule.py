@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.settings import SettingError
+from tieline.core.setting_fields import SettingError
 from tieline.core.statistics import Predictions
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config

@@ -1,14 +1,15 @@
 """Options of what is routed and how it is run: groups that jobs share, and those of a capture.
 
-The settings class of a job inherits from the groups that it needs; see `tieline.core.settings`.
-Nothing large is imported here: the command line makes its options from these classes.
+The settings class of a job inherits from the groups that it needs; see
+`tieline.core.setting_fields`. Nothing large is imported here: the command line makes its options
+from these classes.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from tieline.core.settings import (
+from tieline.core.setting_fields import (
     Settings,
     above,
     at_least,

@@ -36,8 +36,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.records import short_repr
+from tieline.core.text import layer_label
 
 Kind = Literal["integers", "floating-point numbers", "neither"]
 

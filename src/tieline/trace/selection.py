@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
-from tieline.core.settings import TraceSettingError
+from tieline.core.setting_fields import TraceSettingError
+from tieline.core.text import layer_label
 from tieline.trace.record import (
     TOKEN_KEYS,
     Index,

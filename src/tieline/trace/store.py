@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tieline.core.collectives import gathered
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
+from tieline.core.text import layer_label
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
 from tieline.trace.record import (
     LAYER_TENSORS,

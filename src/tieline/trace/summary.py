@@ -35,8 +35,8 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
 from tieline.core.records import canonical, short_repr
+from tieline.core.text import layer_label
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
 from tieline.trace.record import (
     LAYER_TENSORS,

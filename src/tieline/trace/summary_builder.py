@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.layer_names import layer_label
+from tieline.core.text import layer_label
 from tieline.trace.counts import ExactMoments, LogHistogram
 from tieline.trace.record import LayerTrace, RoutingTrace, check_epsilons, take_tokens
 from tieline.trace.summary import (

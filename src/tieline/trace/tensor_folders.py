@@ -24,7 +24,7 @@ from torch import Tensor
 from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import file_digest, whole_folder
 from tieline.core.records import LONGEST, canonical, parse_json
-from tieline.core.settings import TraceSettingError
+from tieline.core.setting_fields import TraceSettingError
 
 INDEX = "tieline.json"
 SUFFIX = ".safetensors"

@@ -30,8 +30,8 @@ from safetensors.numpy import save
 
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
-from tieline.core.layer_names import layer_label
-from tieline.core.settings import require_setting
+from tieline.core.setting_fields import require_setting
+from tieline.core.text import layer_label
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS, RoutingTrace
 from tieline.trace.store import save_trace
 

@@ -7,7 +7,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.models import experts as room
 from tieline.models.emulate import emulate
 from tieline.models.families import find_routers
-from tieline.models.smooth import smooth_, smoothed_routers
+from tieline.models.smoothed_model import smooth_, smoothed_routers
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 GATES = {"projected": {}, "ramp": {"gate": "ramp"}, "wide ramp": {"gate": "ramp", "k_max": 4}}

@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.records import Result
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
 from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
 from tieline.lab.settings import AttentionSettings, TextOptions

@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 from tieline._version import __version__
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun, Verdict
 from tieline.lab.claims.registry import PAPERS, select
 from tieline.lab.claims.runner import ResultStore, run_claims

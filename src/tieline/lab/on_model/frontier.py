@@ -32,14 +32,14 @@ from tieline.analysis.smooth_repair import (
 )
 from tieline.core.errors import UnsupportedModelError
 from tieline.core.records import Result
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.lab.limits.continuity import least_moved
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import FrontierOptions, FrontierSettings
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
-from tieline.models.smooth import smooth_
+from tieline.models.smoothed_model import smooth_
 from tieline.run.corpus import Corpus, stacked_batches
 from tieline.run.forward import only_running
 

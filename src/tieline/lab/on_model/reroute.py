@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
 from tieline.core.records import Result
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import (
@@ -40,11 +40,10 @@ from tieline.lab.on_model.subject import Progress
 from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
-from tieline.models.checkpoint import changes_of
+from tieline.models.checkpoint import changes_of, save_model
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
 from tieline.models.model import Model, ModelSource
-from tieline.models.model_folder import save_model
 from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise

@@ -22,7 +22,7 @@ from tieline.models.router_rule import (
     combine_rule,
     renormalises_weights,
 )
-from tieline.models.smooth import smooth_, unsmooth_
+from tieline.models.smoothed_model import smooth_, unsmooth_
 from tieline.models.smoothed_router import RouterSmoothing, router_smoothing
 from tieline.routing.smooth import Columns
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tieline.analysis.jump_samples import BlockSampler
 from tieline.analysis.swapped_choice import recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.settings import require_setting, takes_settings
+from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.core.statistics import (
     Estimate,
     clustered_mean,

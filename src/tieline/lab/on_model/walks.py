@@ -22,7 +22,7 @@ from tieline.analysis.rounded_runs import PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject

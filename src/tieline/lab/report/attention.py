@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.lab.attention.view import AttentionView, HeadView
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure

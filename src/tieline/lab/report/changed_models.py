@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.lab.on_model.reroute import Rerouted, ReroutedLayer
 from tieline.lab.on_model.upcycle import Upcycled
 from tieline.report.charts import Axis, Chart, Series, layer_axis

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series

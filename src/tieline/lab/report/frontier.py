@@ -4,7 +4,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Series
 from tieline.report.html_page import Panel

@@ -7,8 +7,8 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.core.layer_names import short_names
 from tieline.core.statistics import Estimate
+from tieline.core.text import short_names
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
 from tieline.report.html_page import Panel

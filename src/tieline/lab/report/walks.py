@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tieline.core.layer_names import short_names
+from tieline.core.text import short_names
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks
 from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel

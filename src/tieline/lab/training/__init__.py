@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from tieline.core.settings import takes_settings
+from tieline.core.setting_fields import takes_settings
 from tieline.lab.settings import TrainOptions, TrainSettings
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tieline.analysis.diff_records import (
     SizeAnswer,
 )
 from tieline.analysis.inspect_records import Finding, Observation
-from tieline.core.layer_names import layer_label
+from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
 from tieline.report.words.serving import served_sentences
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tieline.analysis.inspect_records import Finding, Inspection, JumpMeasures, Observation
-from tieline.core.layer_names import layer_labels
+from tieline.core.text import layer_labels
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
 from tieline.report.words.numbers import joined, listed, percent, tokens_needed, with_interval
 from tieline.report.words.serving import served_sentences

@@ -8,8 +8,8 @@ serving_advice      the recommendation, with the price of what it recommends
 import math
 
 from tieline.analysis.serving import Recommendation, Serving
-from tieline.core.layer_names import layer_labels
 from tieline.core.statistics import Estimate, mean_limits
+from tieline.core.text import layer_labels
 from tieline.report.words.numbers import decimal, listed, percent, signed
 
 FRAGILE = 0.1

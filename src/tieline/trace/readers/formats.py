@@ -30,8 +30,22 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
-from tieline.trace.readers.arrays import array_routes, read_array_file
-from tieline.trace.readers.completions import ROUTES, completion_routes, field, rollout_routes
+from tieline.trace.readers.arrays import (
+    TORCH_FILES,
+    array_routes,
+    is_torch_file,
+    read_array_file,
+    refuse_pickle,
+    torch_routes,
+)
+from tieline.trace.readers.completions import (
+    BOXES,
+    ROUTES,
+    completion_routes,
+    field,
+    rollout_routes,
+    sglang_routes,
+)
 from tieline.trace.readers.decoding import (
     GZIP_MAGIC,
     NPY_MAGIC,
@@ -43,9 +57,7 @@ from tieline.trace.readers.llamacpp import GGUF_MAGIC, HEADER, moe_trace_routes
 from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
 from tieline.trace.readers.megatron import FILES, megatron_routes
 from tieline.trace.readers.routes import Routes, with_tokens
-from tieline.trace.readers.sglang import BOXES, sglang_routes
 from tieline.trace.readers.tables import import_table
-from tieline.trace.readers.torch_files import TENSORS, is_torch_file, refuse_pickle, torch_routes
 from tieline.trace.record import RoutingTrace
 
 FORMATS = (
@@ -169,10 +181,10 @@ def _refuse_model_file(file: Path) -> None:
 
 def _folder_format(folder: Path) -> str:
     """Format of a folder of routes."""
-    if any(folder.glob(TENSORS)):
+    if any(folder.glob(TORCH_FILES)):
         return "torch"
     has_traces = any(folder.glob(FILES))
-    message = f"{folder}: a folder without {FILES} or {TENSORS} holds no routes"
+    message = f"{folder}: a folder without {FILES} or {TORCH_FILES} holds no routes"
     require(has_traces, message, TraceError)
     return "megatron-trace"
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tieline.core.errors import TraceError, parsing, require
 from tieline.core.files import require_file
-from tieline.core.settings import TraceSettingError
+from tieline.core.setting_fields import TraceSettingError
 from tieline.trace.readers.decoding import MOST_BYTES
 from tieline.trace.readers.routes import Request, Routes, assemble
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS

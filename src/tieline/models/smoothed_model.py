@@ -24,7 +24,7 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.core.layer_names import layer_label
+from tieline.core.text import layer_label
 from tieline.models.checkpoint import (
     Restorer,
     changes_of,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.core.layer_names import layer_label, short_names
+from tieline.core.text import layer_label, short_names
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.core.printable import PrintableStream, printable, printable_line, unfiltered
+from tieline.core.text import PrintableStream, printable, printable_line, unfiltered
 
 DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 NAMES = {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.core import settings as module
+from tieline.core import setting_fields as module
 from tieline.core.errors import ParameterError
-from tieline.core.settings import (
+from tieline.core.setting_fields import (
     SettingError,
     Settings,
     above,

@@ -1,4 +1,4 @@
-r"""Text from outside made safe to show.
+r"""Text from outside made safe to show, and names of layers for sentences and tables.
 
 Names of models, files, layers and arrays, texts of tokens, values of JSON and messages of libraries
 may hold characters that act instead of showing: escape sequences that write to the clipboard or
@@ -9,14 +9,27 @@ written on a page goes through `printable`.
     printable_line     the same on one line, for names and titles
     PrintableStream    a text stream that writes printable text only
     unfiltered         the stream below it, for a program that styles printable text itself
+    layer_label        one layer in a sentence: "layer 3"
+    layer_labels       layers that a sentence must tell apart
+    short_names        names without the segments that all share: "3"
 
 Only the standard library is imported here, so that errors are printed before others are loaded.
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PrintableStream", "printable", "printable_line", "unfiltered"]
+__all__ = [
+    "PrintableStream",
+    "layer_label",
+    "layer_labels",
+    "printable",
+    "printable_line",
+    "short_names",
+    "unfiltered",
+]
 
 _ACTING = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but not the tab and the end of a line
@@ -73,3 +86,52 @@ class PrintableStream:
 def unfiltered(stream: Any) -> Any:
     """Return the stream below a `PrintableStream`, or the stream itself."""
     return stream.below if isinstance(stream, PrintableStream) else stream
+
+
+def layer_labels(names: Sequence[str]) -> dict[str, str]:
+    """Label "layer 3" for the name "model.layers.3.mlp.gate", where that tells the layers apart."""
+    numbers = [re.search(r"\d+", name) for name in names]
+    counts = Counter(match.group() for match in numbers if match)
+    return {
+        name: f"layer {match.group()}"
+        if match and counts[match.group()] == 1
+        else f"layer {name!r}"
+        for name, match in zip(names, numbers, strict=True)
+    }
+
+
+def layer_label(name: str | None) -> str:
+    """Return "layer 3" for "model.layers.3.mlp.gate", "encoder layer 3" for a router of an encoder.
+
+    A name with no number, or with several, is quoted: "layer 'gate'".
+    """
+    path = (name or "").split(".")
+    numbers = [part for part in path if part.isdecimal()]
+    if len(numbers) != 1:
+        return f"layer {name!r}"
+    stack = next((f"{part} " for part in path if part in ("encoder", "decoder")), "")
+    return f"{stack}layer {int(numbers[0])}"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the dotted parts that all share in front and behind.
+
+    `model.layers.3.mlp.gate` becomes `3` beside its likes; a single name stays as it is.
+    """
+    paths = [name.split(".") for name in names]
+    shortest = min((len(path) for path in paths), default=0)
+    front = _shared_segments(paths, range(shortest))
+    back = _shared_segments(paths, range(-1, -shortest - 1, -1))
+    if len(set(names)) < 2 or front + back >= shortest:
+        return list(names)
+    return [".".join(path[front : len(path) - back]) for path in paths]
+
+
+def _shared_segments(paths: list[list[str]], indices: range) -> int:
+    """Number of leading indices at which all paths agree."""
+    count = 0
+    for index in indices:
+        if len({path[index] for path in paths}) > 1:
+            break
+        count += 1
+    return count

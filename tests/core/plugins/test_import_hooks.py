@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from tieline.core.import_hooks import when_imported
+from tieline.core.plugins import when_imported
 
 
 def test_a_function_runs_at_once_for_a_module_that_is_there():
@@ -25,7 +25,7 @@ def test_a_function_runs_once_after_a_module_was_imported(tmp_path, monkeypatch)
 
 def test_a_module_that_does_not_exist_is_missing_as_ever():
     code = (
-        "from tieline.core.import_hooks import when_imported\n"
+        "from tieline.core.plugins import when_imported\n"
         "when_imported('no_such_module', lambda: 1 / 0)\n"
         "try: import no_such_module\n"
         "except ModuleNotFoundError: pass\n"

@@ -30,7 +30,7 @@ from tieline.models.epsilon import (
     ramp_width,
 )
 from tieline.models.model import Model
-from tieline.models.smooth import read_smoothing
+from tieline.models.smoothed_model import read_smoothing
 from tieline.models.smoothed_router import default_k_max, plan_layers, router_smoothing
 from tieline.routing import Groups
 from tieline.run.calibration import calibrate
