@@ -34,7 +34,7 @@ from torch import nn
 
 from harness import Ratio, interleave, ratio, report
 from tieline.analysis.smooth_repair import RepairRow, repair_table
-from tieline.lab.claims.comparisons import GateRow, gate_table, read_scores
+from tieline.lab.claims.gate_comparisons import GateRow, gate_table, read_scores
 from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.recipes import recipe_config
 from tieline.lab.training.tasks import task_of

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from tieline.cli.progress import progress_bars
-from tieline.lab.claims.comparisons import domain_table, leave_one_out
+from tieline.lab.claims.gate_comparisons import domain_table, leave_one_out
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -9,7 +9,7 @@ from tieline.analysis.settings import (
     MergeSettings,
     SmoothSettings,
 )
-from tieline.lab.settings import (
+from tieline.lab.command_settings import (
     AttentionSettings,
     DesignSettings,
     FrontierSettings,

@@ -259,7 +259,7 @@ MUTANTS: list[Mutant] = [
         "limits-1",
         "integrand = 2 * math.log(2) * residual * d - (math.log(2) + 0.5) * d.square()",
         "integrand = 2 * math.log(2) * residual * d - (2 * math.log(2)) * d.square()",
-        "lab/limits/slope/test_slope.py",
+        "lab/limits/temperature_slope/test_slope.py",
         "constant of the sampled slope",
     ),
     _m(
@@ -280,7 +280,7 @@ MUTANTS: list[Mutant] = [
         "limits-5",
         "apart = torch.minimum((best - best[-1]).norm(dim=1), (best + best[-1]).norm(dim=1))",
         "apart = (best - best[-1]).norm(dim=1)",
-        "lab/limits/test_gamma.py",
+        "lab/limits/test_gamma_limit.py",
         "a wall and its negative count as two",
     ),
     _m(
@@ -294,7 +294,7 @@ MUTANTS: list[Mutant] = [
         "limits-7",
         "trace = target[(value < 0).long()]",
         "trace = target[(value > 0).long()]",
-        "lab/limits/shape/test_shape.py",
+        "lab/limits/shape_derivative/test_shape.py",
         "the trace of the target from the other side of the wall",
     ),
     # ------------------------------------------------------------ estimation
@@ -502,7 +502,7 @@ MUTANTS: list[Mutant] = [
         "studies-1",
         "shifts = (0.0,) if epsilon == 0 else (0.0, epsilon, -epsilon)",
         "shifts = (0.0,) if epsilon == 0 else (0.0, epsilon)",
-        "lab/claims/continuity/test_line_events.py",
+        "lab/on_model/layer_continuity/test_line_events.py",
         "half of the ends of bands on a line are missed",
     ),
     _m(
@@ -516,7 +516,7 @@ MUTANTS: list[Mutant] = [
         "studies-3",
         "pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]",
         "pairs = [s for s in runs if s.seed in reference]",
-        "lab/claims/comparisons/test_gates.py",
+        "lab/claims/gate_comparisons/test_gates.py",
         "the reference is compared with itself",
     ),
     # ---------------------------------------------------------- report, cli

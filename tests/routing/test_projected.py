@@ -13,7 +13,7 @@ from tests.routing.zoo import EXPERTS, TOPK_VARIANTS, projected
 from tests.strategies import score_matrices, seeds
 from tieline import Groups, ProjectedTopK, SmoothTopK, TielineError, TopK, auxiliary_loss, moe
 from tieline.core.ranking import gap
-from tieline.lab.limits.continuity import LaplaceTopK
+from tieline.lab.limits.continuity_cost import LaplaceTopK
 from tieline.routing import collect_routing, project, projected_columns
 from tieline.routing.projected import group_projection
 

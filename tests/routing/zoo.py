@@ -15,7 +15,7 @@ from tieline import (
     Softmax,
     TopK,
 )
-from tieline.lab.limits.continuity import LaplaceTopK
+from tieline.lab.limits.continuity_cost import LaplaceTopK
 
 EXPERTS = 8
 BIAS = torch.tensor([0.25, -0.5, 0.0, 0.125, -0.25, 0.5, 0.0, -0.125], dtype=torch.float64)

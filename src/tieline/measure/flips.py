@@ -394,7 +394,7 @@ def straight_change(noise: float, width: float) -> float:
     """∫ (r(s + n) - r(s))² ds of the straight ramp r from 0 to 1 over |s| <= w/2, n > 0.
 
     n² (w - n/3) / w² for n <= w, n - w/3 beyond; s is the signed margin of two experts. A step has
-    w = 0. `tieline.lab.limits.continuity` has the law for every ramp.
+    w = 0. `tieline.lab.limits.continuity_cost` has the law for every ramp.
     """
     if noise <= width:
         return noise**2 * (width - noise / 3) / width**2 if width > 0 else 0.0

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from tieline.lab.claims.checks import near, unmeasured
-from tieline.lab.claims.claim import Claim, Evidence, Verdict
+from tieline.lab.claims.claim import Claim, Verdict
+from tieline.lab.claims.evidence import Evidence, near, unmeasured
 
 
 def evidence(**parts):

@@ -9,8 +9,8 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.smooth import Calibration
 from tieline.analysis.smooth_repair import repair_tables
 from tieline.core.statistics import Estimate
+from tieline.lab.command_settings import FrontierSettings
 from tieline.lab.on_model.frontier import least_kl, measure_points
-from tieline.lab.settings import FrontierSettings
 from tieline.models import smooth_
 from tieline.models.smoothed_router import router_smoothing
 

@@ -8,9 +8,9 @@ import torch
 from tests.analysis.zoo import Letters, demo, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
+from tieline.lab.command_settings import RerouteSettings
 from tieline.lab.on_model.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute
 from tieline.lab.on_model.rerouted_model import ROUTER
-from tieline.lab.settings import RerouteSettings
 from tieline.models.checkpoint import load_pretrained
 from tieline.models.demo import demo_text
 from tieline.models.model import Model

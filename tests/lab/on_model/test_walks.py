@@ -9,9 +9,9 @@ from tests.analysis.test_rounded_runs import by_hand
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread
+from tieline.lab.command_settings import WalksSettings
 from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
 from tieline.lab.on_model.walks import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, walks
-from tieline.lab.settings import WalksSettings
 from tieline.run.corpus import tokenise
 
 SETTINGS = WalksSettings(text=words(240), tokens=240, batch_size=3, sequence_length=40)

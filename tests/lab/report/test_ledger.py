@@ -10,17 +10,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.lab.claims.claim import (
-    Check,
-    Claim,
-    ClaimOutcome,
-    Evidence,
-    FigureAxis,
-    FigureData,
-    FigureSeries,
-    Fits,
-    Verdict,
-)
+from tieline.lab.claims.claim import Claim, ClaimOutcome, Verdict
+from tieline.lab.claims.evidence import Check, Evidence, FigureAxis, FigureData, FigureSeries, Fits
 from tieline.lab.claims.ledger import Catalogue, Ledger, LedgerProvenance, PaperTitle
 from tieline.lab.report.ledger import (
     CATALOGUE,

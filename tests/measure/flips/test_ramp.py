@@ -2,7 +2,7 @@
 
 import pytest
 
-from tieline.lab.limits.continuity import hard_sensitivity, projected_cost
+from tieline.lab.limits.continuity_cost import hard_sensitivity, projected_cost
 from tieline.measure.flips import flip_reduction
 
 

@@ -1,6 +1,6 @@
-"""A claim of a paper, its test's evidence, and the verdict that the evidence gives.
+"""A claim of a paper, the verdict that the evidence of its test gives, and the list of all claims.
 
-A test compares numbers (`claims.checks`). Each comparison (`Check`) belongs to one of three parts:
+A test compares numbers. Each comparison (`evidence.Check`) belongs to one of three parts:
 
     paper        the statement as the paper makes it, in all its generality
     condition    the statement under a condition that the paper does not state
@@ -21,42 +21,37 @@ A claim that cannot be tested here states the reason, and the verdict says so; i
 what can be checked, such as the arithmetic of a table. Checks of `corrected` do not decide the
 verdict, but they are our own statements: one that fails or is open marks the claim as changed.
 
-`chart`, `line` and `dots` make the data of a claim's figure.
+The `MODULES` of a paper's package name the files with its claims; a claim is a function under
+`@claim(...)`, which adds a record to `CLAIMS`. `docs/ledger.md` shows how to add one.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
-from typing import Any, Literal
+from functools import partial, update_wrapper
+from importlib import import_module
+from inspect import cleandoc
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tieline.core.errors import require
+from tieline.core.errors import ParameterError, require
+from tieline.lab.claims.evidence import Evidence, Part, Real
 
 __all__ = [
-    "Check",
+    "CLAIMS",
+    "PAPERS",
     "Claim",
     "ClaimOutcome",
     "ClaimRun",
-    "Evidence",
-    "FigureAxis",
-    "FigureData",
-    "FigureSeries",
-    "Fits",
-    "Part",
-    "Real",
-    "Value",
+    "Paper",
     "Verdict",
-    "chart",
-    "dots",
-    "line",
+    "all_claims",
+    "claim",
+    "select",
 ]
-
-Part = Literal["paper", "condition", "corrected"]
-Real = float | int
-Value = Real | str | None
 
 
 class Verdict(StrEnum):
@@ -97,129 +92,6 @@ class ClaimRun:
     def normal(self, *shape: int, stream: int = 0) -> Tensor:
         """Draw standard normal numbers in float64."""
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator(stream))
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison.
-
-    Attributes:
-        name: what is compared.
-        measured: the measured number.
-        rule: "=", "<=", ">=".
-        reference: the number it is compared with.
-        tolerance: the largest allowed deviation.
-        passed: whether the comparison holds; False if it is open.
-        part: the part of the verdict it belongs to.
-        open: why it decides nothing; empty if it decides.
-        low: lower end of the 95 % interval of what was measured, if there is one; the name says so
-            if the level is another.
-        high: its upper end.
-    """
-
-    name: str
-    measured: float
-    rule: Literal["=", "<=", ">="]
-    reference: float
-    tolerance: float
-    passed: bool
-    part: Part = "paper"
-    open: str = ""
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class FigureAxis:
-    """Title and scale ("linear" or "log") of an axis."""
-
-    title: str
-    scale: str
-
-
-@dataclass(frozen=True)
-class FigureSeries:
-    """Points of a chart; `kind` is "line", "dashed" or "dots", `errors` are standard errors."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    kind: str
-    errors: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class FigureData:
-    """The data of a claim's figure."""
-
-    x: FigureAxis
-    y: FigureAxis
-    series: tuple[FigureSeries, ...]
-
-
-CONVERGED_SHARE = 0.9
-"""Share of fits that must have converged for a claim to be decided by them."""
-
-
-@dataclass(frozen=True)
-class Fits:
-    """Fits that the evidence rests on, and how many of them converged."""
-
-    converged: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.converged} of {self.total} fits converged"
-
-    @property
-    def enough(self) -> bool:
-        """Whether they can decide a claim."""
-        return self.converged >= CONVERGED_SHARE * self.total
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The result of a test.
-
-    Attributes:
-        checks: the comparisons.
-        paper: the paper's value or bound.
-        corrected: the correct or sharper value, where the paper's is not.
-        measured: the measured value.
-        figure: the data of a figure, or None.
-        note: a sentence that interprets the numbers.
-        fits: the fits that it rests on, if there are any.
-    """
-
-    checks: Sequence[Check]
-    paper: Value = None
-    corrected: Value = None
-    measured: Value = None
-    figure: FigureData | None = None
-    note: str = ""
-    fits: Fits | None = None
-
-    @classmethod
-    def of(cls, *checks: Check | Sequence[Check], **fields: Any) -> "Evidence":
-        """Collect checks and lists of checks, such as those of `checks.corrected`."""
-        nested = ([check] if isinstance(check, Check) else check for check in checks)
-        return cls(tuple(chain.from_iterable(nested)), **fields)
-
-    def passed(self, part: Part) -> bool | None:
-        """Return whether all checks of a part passed, None if there are none."""
-        results = [check.passed for check in self.checks if check.part == part]
-        return all(results) if results else None
-
-    def open(self, part: Part) -> str:
-        """Return why a part decides nothing; empty if it passes, fails or has no checks."""
-        failed = [check for check in self.checks if check.part == part and not check.passed]
-        reasons = dict.fromkeys(f"{check.name}: {check.open}" for check in failed)
-        return "; ".join(reasons) if all(check.open for check in failed) else ""
-
-    @property
-    def unfinished(self) -> str:
-        """Why the fits decide nothing; empty if enough of them converged."""
-        return "" if self.fits is None or self.fits.enough else f"only {self.fits}"
 
 
 FULL_OVER_FAST = 2.2
@@ -315,7 +187,7 @@ class ClaimOutcome:
     claim: Claim
     verdict: Verdict | None
     changed: bool
-    evidence: Evidence = Evidence(())
+    evidence: Evidence = field(default_factory=lambda: Evidence(()))
     reason: str = ""
     seconds: float = 0.0
     fast: bool = False
@@ -340,29 +212,139 @@ def _silent_parts(verdict: Verdict) -> tuple[Part, ...]:
     return ("condition",) if verdict is Verdict.HOLDS else ()
 
 
-Numbers = Sequence[Real] | Tensor
+@dataclass(frozen=True)
+class Paper:
+    """A paper of the ledger: its short name, title, and the package with its claims."""
+
+    name: str
+    title: str
+    package: str
 
 
-def chart(
-    x: str, y: str, *series: FigureSeries, log: Literal["", "x", "y", "xy"] = ""
-) -> FigureData:
-    """Make a chart of series over two titled axes; `log` names the logarithmic ones."""
-    x_scale, y_scale = ("log" if axis in log else "linear" for axis in "xy")
-    return FigureData(FigureAxis(x, x_scale), FigureAxis(y, y_scale), series)
+PAPERS: dict[int, Paper] = {
+    0: Paper("boundary-mass", "Boundary mass and the soft-to-hard limit", "paper0"),
+    1: Paper("discontinuities", "Discontinuities of sparse mixtures of experts", "paper1"),
+    2: Paper("perturbed-cosine", "Perturbed cosine routers and their estimation", "paper2"),
+    3: Paper("tropical", "Tropical geometry of mixtures of experts", "paper3"),
+    4: Paper("sigmoid-attention", "Sigmoid against softmax attention as mixtures", "paper4"),
+    5: Paper("beyond", "Beyond the papers", "beyond"),
+}
+
+CLAIMS: dict[str, Claim] = {}
+"""Filled by importing the packages of the papers, which `all_claims` does."""
+
+_FILES: dict[str, str] = {}
+"""The module that registered each claim."""
+
+NUMBERED = {"asm": "Assumption", "cor": "Cor.", "def": "Def.", "eq": "eq.", "ex": "Ex.",
+            "fig": "Figure", "lem": "Lemma", "prop": "Prop.", "rem": "Rem.", "sec": "sec.",
+            "table": "Table", "thm": "Thm"}  # fmt: skip
+"""Titles of the numbered statements of a paper, by their names in ids."""
 
 
-def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> FigureSeries:
-    """Make a line; the paper's own values are dashed by convention."""
-    return FigureSeries(name, _numbers(x), _numbers(y), "dashed" if dashed else "line")
+TEXTS = {
+    "Setting": "setting",
+    "Tested": "tested",
+    "Overturned by": "overturned_by",
+    "Condition": "condition",
+    "Undecided": "undecided",
+    "Untestable": "untestable",
+}
+"""Fields of a claim that its test's docstring gives, by the words that begin them."""
+
+EXCEPTIONS = {
+    "untestable": Verdict.UNTESTABLE,
+    "undecided": Verdict.UNDECIDED,
+    "condition": Verdict.CONDITION,
+}
+"""Expected verdicts of claims that have these fields."""
 
 
-def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> FigureSeries:
-    """Make points, with their standard errors if given."""
-    bars = None if errors is None else _numbers(errors)
-    return FigureSeries(name, _numbers(x), _numbers(y), "dots", bars)
+def claim(
+    id: str,  # noqa: A002 - the field's name in the record
+    title: str,
+    *,
+    number: str = "",
+    expected: Verdict = Verdict.HOLDS,
+    seconds: Real = 0.2,
+    full_seconds: Real | None = None,
+    together: str = "",
+    given: Mapping[str, Any] | None = None,
+    **texts: str,
+) -> Callable[[Callable[..., Evidence]], Callable[..., Evidence]]:
+    """Register the decorated function as the test of a claim; fields as in `Claim`.
+
+    The number is read from the id ("p3-thm4.5" is Thm 4.5) unless it is given, and the texts from
+    the function's docstring (`docstring_texts`) unless they are. A condition, or the reason why the
+    claim is undecided or cannot be tested, is that of the expected verdict. One function may test
+    several claims, each with the arguments `given`; the lowest of them is registered first.
+    """
+    numbered = re.match(r"p\d+-([a-z]+)([A-Z\d][^-]*)", id)
+    if not number and numbered is not None and numbered[1] in NUMBERED:
+        number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
+
+    def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
+        module = _FILES.setdefault(id, test.__module__)
+        require(module == test.__module__, f"two claims are called {id!r}")
+        fields: dict[str, Any] = docstring_texts(test.__doc__ or "") | texts
+        CLAIMS[id] = Claim(
+            id=id,
+            paper=int(id[1 : id.index("-")]),
+            number=number,
+            title=title,
+            expected=next((EXCEPTIONS[name] for name in EXCEPTIONS if name in fields), expected),
+            test=update_wrapper(partial(test, **given), test) if given else test,
+            seconds=seconds,
+            full_seconds=full_seconds,
+            together=together,
+            **fields,
+        )
+        return test
+
+    return add
 
 
-def _numbers(values: Numbers) -> tuple[float, ...]:
-    return tuple(
-        values.tolist() if isinstance(values, Tensor) else [float(value) for value in values]
-    )
+def docstring_texts(docstring: str) -> dict[str, str]:
+    """Return the texts of a claim by field: the statement, then those that `TEXTS` begin.
+
+    Each begins a line; its further lines are indented.
+    """
+    pieces = re.split(rf"^({'|'.join(TEXTS)}): ", cleandoc(docstring), flags=re.MULTILINE)
+    names = ["statement", *(TEXTS[heading] for heading in pieces[1::2])]
+    return {
+        name: re.sub(r"[ \n]+", " ", text).strip(" \n")
+        for name, text in zip(names, pieces[::2], strict=True)
+    }
+
+
+def all_claims() -> dict[str, Claim]:
+    """Return every claim by its id, in the order of the papers and of their files."""
+    modules = []
+    for paper in PAPERS.values():
+        package = import_module(f"tieline.lab.claims.{paper.package}")
+        modules += [f"{package.__name__}.{module}" for module in package.MODULES]
+    for module in modules:
+        import_module(module)
+    # a module may have been imported, and its claims registered, before those of earlier papers
+    return {
+        name: CLAIMS[name] for name in sorted(CLAIMS, key=lambda name: modules.index(_FILES[name]))
+    }
+
+
+def select(names: Sequence[str]) -> list[Claim]:
+    """Return the claims with these names: "all", papers by number or name, or ids."""
+    claims, chosen = all_claims(), {}
+    for name in names or ["all"]:
+        matches = [claim for claim in claims.values() if name in _names(claim)]
+        if not matches:
+            papers = ", ".join(f"{number} ({paper.name})" for number, paper in PAPERS.items())
+            raise ParameterError(
+                f"no paper or claim is called {name!r}: papers are {papers}; --list shows claims"
+            )
+        chosen |= {claim.id: claim for claim in matches}
+    return list(chosen.values())
+
+
+def _names(claim: Claim) -> set[str]:
+    paper = PAPERS[claim.paper]
+    return {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}

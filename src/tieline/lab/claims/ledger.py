@@ -1,20 +1,228 @@
-"""The ledger: outcomes of tested claims, the catalogue of all claims, and `reproduce`."""
+"""The ledger: claims tested in many processes, their results on disk, and `reproduce`.
 
+A claim's result is one file, written as soon as its test ends, so that a run that was stopped
+continues where it was. A result is valid as long as nothing changes that could change it: the
+sources of the package (without the rooms that only present results and without the other papers)
+and the versions of the libraries that compute.
+
+`joblib` distributes the tests: over loky processes on this machine, or over the workers of a Dask
+cluster. A worker gets the id of a claim and looks it up. Without joblib the claims are tested one
+after another.
+"""
+
+import hashlib
+import json
+import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import ClassVar, Unpack
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Unpack
 
 from tieline._version import __version__
-from tieline.core.files import cache_folder
-from tieline.core.records import Result
+from tieline.core.errors import require
+from tieline.core.files import cache_folder, write_whole
+from tieline.core.numerics import one_thread
+from tieline.core.records import Result, from_plain, to_plain
 from tieline.core.setting_fields import takes_settings
-from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun, Verdict
-from tieline.lab.claims.registry import PAPERS, select
-from tieline.lab.claims.runner import ResultStore, run_claims
-from tieline.lab.settings import ReproduceOptions, ReproduceSettings
+from tieline.lab.claims.claim import (
+    PAPERS,
+    Claim,
+    ClaimOutcome,
+    ClaimRun,
+    Verdict,
+    all_claims,
+    select,
+)
+from tieline.lab.command_settings import ReproduceOptions, ReproduceSettings
+from tieline.lab.job_executors import check_executor, run_jobs
 
-__all__ = ["Catalogue", "Ledger", "LedgerProvenance", "PaperTitle", "reproduce"]
+__all__ = [
+    "Catalogue",
+    "Ledger",
+    "LedgerProvenance",
+    "PaperTitle",
+    "ResultStore",
+    "fingerprint",
+    "reproduce",
+    "result_key",
+    "run_claim",
+    "run_claims",
+]
+
+FORMAT, VERSION = "tieline-claim", 1
+PRESENTING = {"cli", "report", "commands"}
+LIBRARIES = ("torch", "numpy", "scipy")
+
+
+@lru_cache
+def fingerprint(paper: int) -> str:
+    """Return sixteen hexadecimal digits of a SHA-256 over sources and versions."""
+    root = Path(__file__).parents[2]
+    package = PAPERS[paper].package
+    digest = hashlib.sha256()
+    for name in LIBRARIES:
+        digest.update(f"{name} {version(name)}\n".encode())
+    for path in sorted(root.rglob("*.py")):
+        names = path.relative_to(root).parts
+        if _matters(names, package):
+            digest.update("/".join(names).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _matters(names: tuple[str, ...], package: str) -> bool:
+    """Return whether a source file can change the results of a paper."""
+    others = {paper.package for paper in PAPERS.values()} - {package}
+    other_paper = "claims" in names and bool(others.intersection(names))
+    return not PRESENTING.intersection(names) and not other_paper
+
+
+def result_key(claim: Claim, run: ClaimRun) -> dict[str, Any]:
+    """Return what a result depends on: the claim, the mode, the seed and the code."""
+    code = fingerprint(claim.paper)
+    return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": code}
+
+
+@dataclass(frozen=True)
+class ResultStore:
+    """A folder of results.
+
+    Attributes:
+        folder: created when the first result is saved.
+    """
+
+    folder: Path
+
+    def check(self) -> None:
+        """Raise if the folder cannot be created or written to, before any work."""
+        existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        require(existing.is_dir(), f"cannot keep results in {self.folder}: {existing} is no folder")
+        require(os.access(existing, os.W_OK), f"cannot keep results in {existing}: it is read-only")
+
+    def load(self, claim: Claim, run: ClaimRun) -> ClaimOutcome | None:
+        """Return the result of this claim, mode, seed and code; None if there is none."""
+        try:
+            record = json.loads(self._path(claim, run).read_bytes())
+            if record["key"] != result_key(claim, run) or record["version"] != VERSION:
+                return None
+            return from_plain(ClaimOutcome, record["outcome"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, claim: Claim, run: ClaimRun, outcome: ClaimOutcome) -> None:
+        """Write the result atomically."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        head = {"format": FORMAT, "version": VERSION, "key": result_key(claim, run)}
+        record = head | {"outcome": to_plain(outcome, nonfinite_as_text=True)}
+        text = json.dumps(record, allow_nan=False, indent=1) + "\n"
+        write_whole(self._path(claim, run), text.encode())
+
+    def _path(self, claim: Claim, run: ClaimRun) -> Path:
+        return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
+
+
+Progress = Callable[[ClaimOutcome, int, int], None]
+
+
+def run_claim(claim: Claim, run: ClaimRun) -> ClaimOutcome:
+    """Test one claim; the outcome of a test that raises an exception holds its message."""
+    begun = time.perf_counter()
+    try:
+        with one_thread():
+            evidence = claim.test(run)
+        return ClaimOutcome.of(claim, evidence, run, time.perf_counter() - begun)
+    except Exception as problem:
+        message = f"{type(problem).__name__}: {problem}"
+        took = time.perf_counter() - begun
+        return ClaimOutcome(
+            claim, None, True, seconds=took, fast=run.fast, seed=run.seed, error=message
+        )
+
+
+def run_claims(
+    claims: Sequence[Claim],
+    run: ClaimRun,
+    store: ResultStore | None = None,
+    *,
+    executor: str = "loky",
+    address: str | None = None,
+    jobs: int = -1,
+    progress: Progress | None = None,
+) -> list[ClaimOutcome]:
+    """Test claims, except those whose results are stored, and store the new results.
+
+    Args:
+        claims: from `registry.select`.
+        run: mode and seed.
+        store: where results are kept; None to keep none.
+        executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.
+        address: of the Dask scheduler; None starts a cluster on this machine.
+        jobs: processes at once; -1 for one per core.
+        progress: called with each outcome, the number of outcomes so far, and their total.
+    """
+    check_executor(executor, address, jobs)
+    done: dict[str, ClaimOutcome] = {}
+    for outcome in _outcomes(claims, run, store, executor, address, jobs):
+        done[outcome.claim.id] = outcome
+        if progress is not None:
+            progress(outcome, len(done), len(claims))
+    return [done[claim.id] for claim in claims]
+
+
+def _outcomes(
+    claims: Sequence[Claim],
+    run: ClaimRun,
+    store: ResultStore | None,
+    executor: str,
+    address: str | None,
+    jobs: int,
+) -> Iterator[ClaimOutcome]:
+    """Yield stored outcomes, then new ones in the order in which their tests end."""
+    todo = []
+    for claim in claims:
+        stored = store.load(claim, run) if store is not None else None
+        if stored is None:
+            todo.append(claim)
+        else:
+            yield stored
+    with closing(_tested(todo, run, executor, address, jobs)) as tested:
+        for outcome in tested:
+            if store is not None and not outcome.error:
+                store.save(outcome.claim, run, outcome)
+            yield outcome
+
+
+def _tested(
+    todo: Sequence[Claim], run: ClaimRun, executor: str, address: str | None, jobs: int
+) -> Generator[ClaimOutcome, None, None]:
+    """Yield outcomes in the order in which the tests end; the longest tests start first."""
+    groups = _groups(todo, run.fast)
+    if not groups:
+        return
+    if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
+        yield from (run_claim(claim, run) for group in groups for claim in group)
+        return
+    arguments = [(tuple(claim.id for claim in group), run) for group in groups]
+    for outcomes in run_jobs(_remote, arguments, executor=executor, address=address, jobs=jobs):
+        yield from (from_plain(ClaimOutcome, values) for values in outcomes)
+
+
+def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
+    """Return claims that one process tests, because they share a study; the longest first."""
+    groups: dict[str, list[Claim]] = {}
+    for claim in todo:
+        groups.setdefault(claim.together or claim.id, []).append(claim)
+    return sorted(groups.values(), key=lambda group: -sum(c.duration(fast) for c in group))
+
+
+def _remote(names: Sequence[str], run: ClaimRun) -> list[Any]:
+    """Test claims in a worker and return plain values."""
+    return [to_plain(run_claim(all_claims()[name], run), nonfinite_as_text=True) for name in names]
 
 
 @dataclass(frozen=True)

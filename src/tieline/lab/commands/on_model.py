@@ -19,7 +19,7 @@ import typer
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars, run_job
 from tieline.cli.options import Figure, Html, Json, ModelName, Overwrite
-from tieline.lab.settings import (
+from tieline.lab.command_settings import (
     AttentionSettings,
     DesignSettings,
     FrontierSettings,

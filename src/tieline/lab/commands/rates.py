@@ -8,7 +8,7 @@ import typer
 from tieline.cli.app import app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Figure, Html, Json, Overwrite
-from tieline.lab.settings import RatesSettings
+from tieline.lab.command_settings import RatesSettings
 
 
 @app.command()

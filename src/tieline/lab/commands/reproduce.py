@@ -11,7 +11,7 @@ from tieline.cli.app import CONDITION_HELD, OUR_BUG, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
 from tieline.core.errors import require
-from tieline.lab.settings import ReproduceSettings
+from tieline.lab.command_settings import ReproduceSettings
 
 if TYPE_CHECKING:
     from tieline.lab.claims import Claim

@@ -10,7 +10,7 @@ from tieline.cli.app import BAD_INPUT, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
 from tieline.core.errors import require
-from tieline.lab.settings import TrainSettings
+from tieline.lab.command_settings import TrainSettings
 
 GRACE = 2.0
 """Seconds for rank 0 to print its error: torchrun ends all processes when one has ended."""

@@ -54,7 +54,7 @@ from tieline.lab.estimation.rate_plan import (
     plan_blocks,
 )
 from tieline.lab.estimation.solvers import Status
-from tieline.lab.jobs import run_jobs
+from tieline.lab.job_executors import run_jobs
 from tieline.lab.power_law import Middle, PowerLaw, SampleSize, fit_rate, sample_size
 
 LOSSES = ("raw", "quotient", "function", "experts")

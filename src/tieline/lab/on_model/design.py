@@ -8,8 +8,8 @@ import torch
 from tieline.analysis.linear_routers import linear_choice, linear_weights, router_offset
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
+from tieline.lab.command_settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
 from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
 from tieline.models.capture import capture

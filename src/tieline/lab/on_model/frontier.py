@@ -33,10 +33,10 @@ from tieline.analysis.smooth_repair import (
 from tieline.core.errors import UnsupportedModelError
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
-from tieline.lab.limits.continuity import least_moved
+from tieline.lab.command_settings import FrontierOptions, FrontierSettings
+from tieline.lab.limits.continuity_cost import least_moved
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.settings import FrontierOptions, FrontierSettings
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource
 from tieline.models.smoothed_model import smooth_

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.smooth import SCALES, Calibration
 from tieline.core.statistics import Estimate, SequenceSums
-from tieline.lab.limits.continuity import hard_sensitivity, least_moved, projected_cost
+from tieline.lab.limits.continuity_cost import hard_sensitivity, least_moved, projected_cost
 from tieline.lab.on_model.subject import Progress
 from tieline.measure.boundary import gap_density
 from tieline.models.routed_block import Block, BlockCall, Rows, block_of
@@ -191,7 +191,7 @@ class _Tie(NamedTuple):
 
     @property
     def arguments(self) -> tuple[float, float, float]:
-        """Density, jump and σ, as the functions of `limits.continuity` take them."""
+        """Density, jump and σ, as the functions of `limits.continuity_cost` take them."""
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 

@@ -28,6 +28,7 @@ from tieline.core.numerics import one_thread
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
+from tieline.lab.command_settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import (
     RouterFit,
@@ -37,7 +38,6 @@ from tieline.lab.on_model.router_fit import (
     router_inputs_and_logits,
 )
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
 from tieline.models.checkpoint import changes_of, save_model

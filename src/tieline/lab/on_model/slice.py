@@ -22,8 +22,8 @@ from tieline.analysis.rounded_runs import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
+from tieline.lab.command_settings import SliceOptions, SliceSettings
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
-from tieline.lab.settings import SliceOptions, SliceSettings
 from tieline.lab.tropical.plane_cells import Plane, Slice, plane_through, slice_router
 from tieline.models.capture import ObserverSettings
 from tieline.models.demo import DEMO

@@ -37,6 +37,7 @@ from tieline.core.statistics import (
     clustered_ratio,
     next_token_losses,
 )
+from tieline.lab.command_settings import SoftenOptions, SoftenSettings
 from tieline.lab.on_model.soft_choice import softened_routers
 from tieline.lab.on_model.soften_prediction import (
     MOMENTS,
@@ -49,7 +50,6 @@ from tieline.lab.on_model.soften_prediction import (
 )
 from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
-from tieline.lab.settings import SoftenOptions, SoftenSettings
 from tieline.measure.boundary import gap_density, margin_tail
 from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings

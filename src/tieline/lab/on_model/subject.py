@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tieline.analysis.inspect import router_names
-from tieline.lab.settings import SubjectSettings
+from tieline.lab.command_settings import SubjectSettings
 from tieline.models.model import Model, ModelSource
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
 

@@ -20,9 +20,9 @@ from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import SequenceSums, next_token_losses
+from tieline.lab.command_settings import UpcycleOptions, UpcycleSettings
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_
-from tieline.lab.settings import UpcycleOptions, UpcycleSettings
 from tieline.models.checkpoint import save_model
 from tieline.models.model import Model, ModelSource, load_dense
 from tieline.run.corpus import as_text, stacked_batches, tokenise

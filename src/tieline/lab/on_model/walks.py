@@ -24,9 +24,9 @@ from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, mean_estimate
+from tieline.lab.command_settings import SubjectOptions, WalksSettings
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject
-from tieline.lab.settings import SubjectOptions, WalksSettings
 from tieline.measure.logit_view import logit_view
 from tieline.measure.measure_settings import Measurement
 from tieline.models.demo import DEMO

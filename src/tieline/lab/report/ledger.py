@@ -16,7 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.lab.claims.claim import Check, Claim, ClaimOutcome, FigureData, Verdict
+from tieline.lab.claims.claim import Claim, ClaimOutcome, Verdict
+from tieline.lab.claims.evidence import Check, FigureData
 from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
 from tieline.report.charts import Axis, Chart, Series, layer_colour
 from tieline.report.html_page import Panel

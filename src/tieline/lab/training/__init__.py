@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from tieline.core.setting_fields import takes_settings
-from tieline.lab.settings import TrainOptions, TrainSettings
+from tieline.lab.command_settings import TrainOptions, TrainSettings
 
 if TYPE_CHECKING:
     from tieline.lab.training.config import TrainConfig

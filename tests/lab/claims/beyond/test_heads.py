@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from tests.lab.claims.registry.test_claims_can_fail import RUN
+from tests.lab.claims.claim.test_claims_can_fail import RUN
 from tieline.lab.claims.beyond import heads
-from tieline.lab.claims.registry import all_claims
-from tieline.lab.claims.runner import run_claim
+from tieline.lab.claims.claim import all_claims
+from tieline.lab.claims.ledger import run_claim
 
 
 def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):

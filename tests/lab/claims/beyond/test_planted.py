@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lab.claims.registry.test_claims_can_fail import (
+from tests.lab.claims.claim.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
     scaled,
     with_argument,
 )
-from tieline.lab.claims.registry import all_claims
+from tieline.lab.claims.claim import all_claims
 from tieline.lab.estimation import MoEParameters
 
 
@@ -61,10 +61,10 @@ PLANTED = {
     ),
     # vertices of a polyhedron of one dimension less
     "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
-    "p5-doubling": ("estimation.doubled", masses_kept),
+    "p5-doubling": ("estimation_laws.doubled", masses_kept),
     # the sign of the expert forgotten
     "p5-reflection": (
-        "estimation.reflected",
+        "estimation_laws.reflected",
         lambda real: (
             lambda truth, spare: MoEParameters(
                 real(truth, spare).router, real(truth, spare).bias, real(truth, spare).experts.abs()
@@ -73,36 +73,36 @@ PLANTED = {
     ),
     # A without its correction
     "p5-contact": (
-        "estimation.remainder",
+        "estimation_laws.remainder",
         lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
     ),
     # a coefficient lost from the fourth-order term
     "p5-corrected-bound": (
-        "estimation.fourth_term",
+        "estimation_laws.fourth_term",
         lambda real: lambda p, r: real(p, r) + 0.05 * (p * r) ** 2,
     ),
     # walls whose deviation forgot a factor
     "p5-structured": (
-        "models.whitened",
+        "router_laws.whitened",
         lambda real: lambda weight, law: 3 * real(weight, law),
     ),
     "p5-real-noise": (
-        "models.perturbation_law",
+        "router_laws.perturbation_law",
         lambda real: lambda steps: real(3 * steps),
     ),
-    "p5-law": ("continuity.laplace_ramp", steeper),
-    "p5-frontier": ("continuity.least_moved", scaled(1.2)),
-    "p5-gates": ("continuity.continuity_bound", scaled(1.2)),
-    "p5-lipschitz": ("continuity.project", wider),
-    "p5-sphere": ("models.centre", scaled(1.1)),
+    "p5-law": ("continuous_gates.laplace_ramp", steeper),
+    "p5-frontier": ("continuous_gates.least_moved", scaled(1.2)),
+    "p5-gates": ("continuous_gates.continuity_bound", scaled(1.2)),
+    "p5-lipschitz": ("continuous_gates.project", wider),
+    "p5-sphere": ("router_laws.centre", scaled(1.1)),
     # half of what is added to the norm of a token
     "p5-zero": (
-        "models.cosine_router",
+        "router_laws.cosine_router",
         lambda real: lambda run, tau: real(run, (tau[0], tau[1] / 2)),
     ),
     # the second and third moments of the other form
     "p5-soft-slope": (
-        "models.moments",
+        "router_laws.moments",
         lambda real: (
             lambda form: (
                 real(form)[0],
@@ -111,7 +111,7 @@ PLANTED = {
         ),
     ),
     # the density of the gap taken for that of the signed margin
-    "p5-layers": ("continuity.projected_cost", with_argument(0, 2.0)),
+    "p5-layers": ("continuous_gates.projected_cost", with_argument(0, 2.0)),
 }
 
 

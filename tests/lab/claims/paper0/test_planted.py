@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lab.claims.registry.test_claims_can_fail import (
+from tests.lab.claims.claim.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
     scaled,
     with_argument,
     with_field,
 )
-from tieline.lab.claims.problems import density
+from tieline.lab.claims.routing_problems import density
 
 
 def other_temperature(change):

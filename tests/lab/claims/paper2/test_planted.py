@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.lab.claims.registry.test_claims_can_fail import (
+from tests.lab.claims.claim.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
     decided,

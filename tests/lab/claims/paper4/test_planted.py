@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.lab.claims.paper2.test_planted import heavier
-from tests.lab.claims.registry.test_claims_can_fail import (
+from tests.lab.claims.claim.test_claims_can_fail import (
     assert_planted_value_matters,
     by_cost,
     with_field,
 )
+from tests.lab.claims.paper2.test_planted import heavier
 from tieline.lab.estimation import MoEParameters
 from tieline.lab.estimation.derivative_tests import Atom
 

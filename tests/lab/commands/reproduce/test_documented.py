@@ -8,8 +8,7 @@ import pytest
 import typer
 
 from tieline.cli.app import app_with_commands
-from tieline.lab.claims.claim import Verdict
-from tieline.lab.claims.registry import all_claims
+from tieline.lab.claims.claim import Verdict, all_claims
 from tieline.lab.training.recipes import recipe_config
 from tieline.lab.training.tasks import TASKS
 

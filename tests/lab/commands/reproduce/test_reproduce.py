@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tieline.lab.claims import registry
+from tieline.lab.claims import claim as claim_module
 from tieline.lab.claims.claim import Verdict
 
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7"]
@@ -45,9 +45,9 @@ def test_json_on_stdout_is_json_alone(run):
 
 
 def test_a_verdict_that_changed_leaves_with_1(run, monkeypatch):
-    claims = registry.all_claims()
+    claims = claim_module.all_claims()
     wrong = replace(claims["p0-lem6.2"], expected=Verdict.FAILS)
-    monkeypatch.setitem(registry.CLAIMS, "p0-lem6.2", wrong)
+    monkeypatch.setitem(claim_module.CLAIMS, "p0-lem6.2", wrong)
     code, out, err = run("p0-lem6.2", "--fast")
     assert code == 1
     assert "expected: does not hold" in " ".join(out.split())
@@ -58,8 +58,8 @@ def test_a_test_that_breaks_leaves_with_3(run, monkeypatch):
     def broken(run):
         raise RuntimeError("torn")
 
-    claims = registry.all_claims()
-    monkeypatch.setitem(registry.CLAIMS, "p0-lem6.2", replace(claims["p0-lem6.2"], test=broken))
+    claims = claim_module.all_claims()
+    monkeypatch.setitem(claim_module.CLAIMS, "p0-lem6.2", replace(claims["p0-lem6.2"], test=broken))
     code, out, err = run("p0-lem6.2", "p1-table6", "--fast")
     assert code == 3
     assert "RuntimeError: torn" in out
@@ -82,7 +82,7 @@ def test_the_list_fits_a_screen(run, monkeypatch):
     assert code == 0
     assert len(out.splitlines()) <= 40
     assert max(map(len, out.splitlines())) <= 80
-    assert f"all {len(registry.all_claims())}" in out.replace("\n", " ")
+    assert f"all {len(claim_module.all_claims())}" in out.replace("\n", " ")
     assert "p0-lem6.2" in run("0", "--list")[1]
     assert run("p0-lem6.2", "--all")[0] == 2
 

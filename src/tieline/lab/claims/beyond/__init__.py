@@ -1,4 +1,4 @@
 """Claims that no paper makes: what this project adds, tested as the papers' claims are."""
 
-MODULES = ["continuity", "estimation", "flips", "heads", "levels", "models"]
+MODULES = ["continuous_gates", "estimation_laws", "flips", "heads", "levels", "router_laws"]
 """Files of this package that hold claims."""

@@ -14,10 +14,9 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.lab.claims.beyond.estimation import least_split, split_gap
-from tieline.lab.claims.checks import at_least, at_most, near, none_of, within
-from tieline.lab.claims.claim import ClaimRun, Evidence
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.beyond.estimation_laws import least_split, split_gap
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Evidence, at_least, at_most, near, none_of, within
 from tieline.lab.power_law import exponent
 from tieline.measure.certificate import UNIT_ROUNDOFF, certified_choices
 

@@ -3,18 +3,24 @@
 Paper 4 compares the kinds with more experts than the truth (`p4-table1`); heads have as many.
 """
 
-from tieline.lab.claims.checks import at_least, at_most, near, none_of
-from tieline.lab.claims.claim import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
     Check,
-    ClaimRun,
     Evidence,
     FigureData,
+    at_least,
+    at_most,
     chart,
     dots,
     line,
+    near,
+    none_of,
 )
-from tieline.lab.claims.registry import claim
-from tieline.lab.estimation.attention import AttentionComparison, StudentCurve, compare_attention
+from tieline.lab.estimation.attention_heads import (
+    AttentionComparison,
+    StudentCurve,
+    compare_attention,
+)
 
 HALF = (-0.62, -0.40)
 """Slopes that count as n^-1/2 at these sample sizes."""

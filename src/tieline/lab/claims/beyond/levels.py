@@ -13,10 +13,9 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.checks import at_least, at_most, near, none_of
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
-from tieline.lab.claims.problems import numpy_router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Evidence, at_least, at_most, chart, line, near, none_of
+from tieline.lab.claims.routing_problems import numpy_router
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import count_cells, sharp_bound, zaslavsky
 

@@ -8,18 +8,22 @@ from numpy.polynomial.legendre import leggauss
 from scipy import special
 
 from tieline.core.statistics import mean_estimate
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
+    line,
     near,
     none_of,
     qualified,
     sampled,
     within,
 )
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
-from tieline.lab.claims.problems import (
+from tieline.lab.claims.routing_problems import (
     GraphRouter,
     affine_scores,
     density,
@@ -27,7 +31,6 @@ from tieline.lab.claims.problems import (
     mixture,
     pair_mass,
 )
-from tieline.lab.claims.registry import claim
 from tieline.lab.geometry import (
     ambiguity_mass,
     boundary_mass_pair,
@@ -38,7 +41,7 @@ from tieline.lab.geometry import (
     top_gap,
 )
 from tieline.lab.limits.risk import MoESample, soft_predictions
-from tieline.lab.limits.surface import surface_integral
+from tieline.lab.limits.surface_mass import surface_integral
 from tieline.lab.limits.two_cells import gaussian_boundary_mass, two_cells
 from tieline.lab.power_law import exponent
 
@@ -136,7 +139,7 @@ def binary(run: ClaimRun) -> Evidence:
         against the quadrature of the slab.
     Overturned by: a mass that quadrature and counts do not share
     """
-    from tieline.lab.claims.problems import GraphRouter
+    from tieline.lab.claims.routing_problems import GraphRouter
 
     router = GraphRouter()
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=1))

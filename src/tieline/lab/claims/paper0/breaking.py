@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 from tieline.core.statistics import mean_estimate
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    FigureData,
     at_least,
     at_most,
+    chart,
     corrected,
+    line,
     near,
     none_of,
     qualified,
     sampled,
 )
-from tieline.lab.claims.claim import ClaimRun, Evidence, FigureData, Verdict, chart, line
-from tieline.lab.claims.registry import claim
-from tieline.lab.limits.symmetry import (
+from tieline.lab.limits.symmetry_breaking import (
     Response,
     SymmetryBreaking,
     alignment_rate,

@@ -10,11 +10,23 @@ import torch
 from scipy.optimize import minimize
 
 from tieline.core.numerics import one_thread
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    line,
+    near,
+    none_of,
+    qualified,
+    within,
+)
 from tieline.lab.claims.paper0.limit import crossing_pair
-from tieline.lab.claims.problems import mixture, pupil
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import mixture, pupil
 from tieline.lab.limits.recovery import (
     match_experts,
     misrouting_bound,
@@ -34,7 +46,7 @@ from tieline.lab.limits.saddle import (
     offset_curvature,
     perturbed_curvature,
 )
-from tieline.lab.limits.shape import moved, sampled_wall_derivative, wall_variation
+from tieline.lab.limits.shape_derivative import moved, sampled_wall_derivative, wall_variation
 from tieline.lab.limits.two_cells import (
     TwoCells,
     gaussian_inputs,

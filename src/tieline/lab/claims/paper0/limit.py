@@ -5,23 +5,27 @@ import math
 
 import torch
 
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
+    line,
     near,
     none_of,
     qualified,
     sampled,
     within,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
-from tieline.lab.claims.problems import density, drawn_router, mixture, pair_mass
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import density, drawn_router, mixture, pair_mass
 from tieline.lab.geometry import top_gap
-from tieline.lab.limits.gamma import free_scale, gamma_convergence, wall_grid
+from tieline.lab.limits.gamma_limit import free_scale, gamma_convergence, wall_grid
 from tieline.lab.limits.risk import coarea_constant, risk_gap
-from tieline.lab.limits.slope import (
+from tieline.lab.limits.temperature_slope import (
     gaussian_slope,
     margin_constant,
     sampled_slope,

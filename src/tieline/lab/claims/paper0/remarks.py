@@ -5,11 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    near,
+    none_of,
+    qualified,
+)
 from tieline.lab.claims.paper0.landscape import TEACHER, least_risk_student, wall_at
-from tieline.lab.claims.problems import pupil
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import pupil
 from tieline.lab.limits.risk import risk_decomposition
 from tieline.lab.limits.two_cells import gaussian_profile, gaussian_risk
 from tieline.lab.power_law import exponent

@@ -6,10 +6,21 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import gap, topk_mask
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, within
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
-from tieline.lab.claims.problems import router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    line,
+    near,
+    none_of,
+    within,
+)
+from tieline.lab.claims.routing_problems import router
 from tieline.lab.geometry import (
     exit_bounds,
     exit_curve,

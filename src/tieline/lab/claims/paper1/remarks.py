@@ -6,11 +6,20 @@ import torch
 from scipy.integrate import quad
 
 from tieline.core.ranking import kth_largest
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots
-from tieline.lab.claims.problems import router
-from tieline.lab.claims.registry import claim
-from tieline.lab.claims.trained import router_states
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.demo_router_inputs import router_states
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    near,
+    none_of,
+    qualified,
+)
+from tieline.lab.claims.routing_problems import router
 from tieline.lab.geometry import occupation_bounds, tube_ratio
 from tieline.lab.power_law import exponent
 

@@ -23,10 +23,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import require
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureSeries, Real, chart, line
-from tieline.lab.claims.registry import claim
-from tieline.lab.claims.trained import need_training
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.demo_router_inputs import need_training
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    FigureSeries,
+    Real,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    line,
+    near,
+    none_of,
+    qualified,
+)
 from tieline.lab.geometry import (
     difference_by_step,
     gaussian_budget_epsilon,

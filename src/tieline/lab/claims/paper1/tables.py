@@ -8,16 +8,15 @@ The others need accelerators. Every command runs as it stands, also with `--dry-
 import math
 from collections.abc import Mapping, Sequence
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence
-from tieline.lab.claims.comparisons import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Check, Evidence, at_least, at_most, corrected, near, none_of
+from tieline.lab.claims.gate_comparisons import (
     GATE_SECONDS,
     IMAGE_GROUP,
     TEXT_GROUP,
     higher_accuracy,
     lower_perplexity,
 )
-from tieline.lab.claims.registry import claim
 
 DIRECTION = (
     "direction alone, of small models in paired runs; arithmetic of the printed table beside it"

@@ -10,19 +10,23 @@ from scipy.special import betainc
 from torch import Tensor
 
 from tieline.core.ranking import gap, kth_largest, sets_differ, stable_topk, topk_mask
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
+    line,
     near,
     none_of,
     qualified,
     sampled,
     within,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, orthonormal, router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import BIAS, extrapolated, in_ball, orthonormal, router
 from tieline.lab.geometry import (
     distance_to_tie,
     nearest_tie_point,

@@ -8,19 +8,23 @@ from scipy import integrate, optimize, special
 from torch import Tensor
 
 from tieline.core.ranking import gap
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
+    line,
     near,
     none_of,
     qualified,
     sampled,
     within,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.problems import BIAS, extrapolated, in_ball, router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import BIAS, extrapolated, in_ball, router
 from tieline.lab.geometry import (
     ball_volume,
     band_ratio,

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Real, Verdict
-from tieline.lab.claims.mixtures import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    Real,
+    at_least,
+    at_most,
+    corrected,
+    near,
+    none_of,
+    qualified,
+)
+from tieline.lab.claims.mixture_splits import (
     dependent,
     drawn,
     inputs,
@@ -17,7 +26,6 @@ from tieline.lab.claims.mixtures import (
     split_checks,
     split_scale,
 )
-from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.lab.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
 from tieline.lab.estimation.identifiability import information

@@ -9,10 +9,19 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.mixtures import drawn, inputs, largest_gap, split_scale, without_row
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    line,
+    near,
+    qualified,
+)
+from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 
 SIZES = (10**2, 10**4, 10**6, 10**8)

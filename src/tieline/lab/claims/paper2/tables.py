@@ -1,8 +1,8 @@
 """Tables 2 to 5: what can be checked of the experiments without accelerators."""
 
-from tieline.lab.claims.checks import at_least, corrected, near, none_of
-from tieline.lab.claims.claim import ClaimRun, Evidence
-from tieline.lab.claims.comparisons import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Evidence, at_least, corrected, near, none_of
+from tieline.lab.claims.gate_comparisons import (
     GATE_SECONDS,
     IMAGE_GROUP,
     TEXT_GROUP,
@@ -11,7 +11,6 @@ from tieline.lab.claims.comparisons import (
     lower_perplexity,
 )
 from tieline.lab.claims.paper1.tables import DECIDED_BY, DIRECTION, mean_checks
-from tieline.lab.claims.registry import claim
 
 DOMAINS = (
     "needs accelerators, a pretrained ViT-S/16 and PACS at 224×224: `tieline train "

@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
-from tieline.lab.claims.mixtures import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    at_least,
+    at_most,
+    corrected,
+    near,
+    qualified,
+)
+from tieline.lab.claims.mixture_splits import (
     FLOOR,
     drawn,
     flat_bound,
@@ -23,7 +31,7 @@ from tieline.lab.claims.mixtures import (
     split_ratio,
     split_scale,
 )
-from tieline.lab.claims.rate_evidence import (
+from tieline.lab.claims.rate_studies import (
     counted,
     each_falling,
     each_parametric,
@@ -39,7 +47,6 @@ from tieline.lab.claims.rate_evidence import (
     small_study,
     up_to_symmetry,
 )
-from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.rates import RateStudy

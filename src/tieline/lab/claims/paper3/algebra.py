@@ -7,10 +7,17 @@ import numpy as np
 import torch
 
 from tieline.core.ranking import ranked_scores
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence
-from tieline.lab.claims.problems import bisect, dense, dense_regions, drawn, layer
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    corrected,
+    near,
+    none_of,
+    qualified,
+)
+from tieline.lab.claims.routing_problems import bisect, dense, dense_regions, drawn, layer
 from tieline.lab.tropical import (
     TropicalPolynomial,
     elementary_symmetric,

@@ -6,10 +6,28 @@ import math
 import numpy as np
 from scipy.spatial import ConvexHull
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, dots, line
-from tieline.lab.claims.problems import Layer, dense, dense_regions, drawn, layer, numpy_router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    line,
+    near,
+    none_of,
+    qualified,
+    within,
+)
+from tieline.lab.claims.routing_problems import (
+    Layer,
+    dense,
+    dense_regions,
+    drawn,
+    layer,
+    numpy_router,
+)
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     DegenerateError,

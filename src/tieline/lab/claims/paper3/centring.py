@@ -20,19 +20,24 @@ from torch import Tensor
 
 from tieline.core.ranking import topk_mask
 from tieline.core.statistics import mean_interval
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    Real,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
     estimated,
+    line,
     near,
     none_of,
     qualified,
     within,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Real, Verdict, chart, dots, line
-from tieline.lab.claims.problems import drawn
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.routing_problems import drawn
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     ball_meets_tie,

@@ -5,10 +5,21 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, none_of, qualified, within
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.problems import bisect, crofton, dense_regions, drawn
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    line,
+    near,
+    none_of,
+    qualified,
+    within,
+)
+from tieline.lab.claims.routing_problems import bisect, crofton, dense_regions, drawn
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
 

@@ -6,10 +6,18 @@ import math
 import numpy as np
 from scipy.optimize import linprog
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
-from tieline.lab.claims.problems import crofton, dense_regions, drawn
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    line,
+    near,
+    qualified,
+)
+from tieline.lab.claims.routing_problems import crofton, dense_regions, drawn
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import paper_effective_bound, zaslavsky
 

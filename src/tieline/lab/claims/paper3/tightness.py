@@ -5,10 +5,18 @@ import math
 
 import numpy as np
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict, chart, line
-from tieline.lab.claims.problems import drawn, layer, numpy_router
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    line,
+    near,
+    qualified,
+)
+from tieline.lab.claims.routing_problems import drawn, layer, numpy_router
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     attainability,

@@ -9,9 +9,17 @@ from torch.func import jacrev, vmap
 
 from tieline.lab.attention.moe import attention_as_moe
 from tieline.lab.attention.sigmoid import HeadWeights
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict
-from tieline.lab.claims.mixtures import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    at_least,
+    at_most,
+    corrected,
+    near,
+    qualified,
+)
+from tieline.lab.claims.mixture_splits import (
     dependent,
     drawn,
     inputs,
@@ -22,7 +30,6 @@ from tieline.lab.claims.mixtures import (
     twisted,
     without_row,
 )
-from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.lab.estimation.derivative_tests import (
     Atom,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tieline.core.numerics import one_thread
-from tieline.lab.claims.claim import ClaimRun, Fits
+from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.claims.evidence import Fits
 from tieline.lab.estimation.model import ridge_function
 from tieline.lab.estimation.solvers import LeastSquares, levenberg_marquardt
 from tieline.lab.power_law import PowerLaw, fit_rate

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import torch
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.claim import ClaimRun, Evidence, Verdict
-from tieline.lab.claims.mixtures import drawn, inputs, largest_gap, split_scale, without_row
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import Evidence, at_least, at_most, corrected, near, qualified
+from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
 from tieline.lab.estimation import MoEModel, MoEParameters
 
 

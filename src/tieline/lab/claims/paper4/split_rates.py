@@ -8,9 +8,21 @@ with and without a split, so that upper quantiles decide. Fits are those of `pai
 line.
 """
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, estimated, qualified
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Fits, Verdict, chart, dots, line
-from tieline.lab.claims.mixtures import drawn, inputs, largest_gap, split_scale, without_row
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    Fits,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    estimated,
+    line,
+    qualified,
+)
+from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
 from tieline.lab.claims.paper4.pair_fits import (
     AtomPair,
     PairStudy,
@@ -21,8 +33,7 @@ from tieline.lab.claims.paper4.pair_fits import (
     sparse_atom,
     split_loss,
 )
-from tieline.lab.claims.rate_evidence import WINDOW, nearest_best
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.rate_studies import WINDOW, nearest_best
 from tieline.lab.estimation import MoEModel
 from tieline.lab.power_law import PowerLaw
 

@@ -13,16 +13,21 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
     at_least,
     at_most,
+    chart,
     corrected,
+    dots,
     estimated,
+    line,
     near,
     qualified,
 )
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, Verdict, chart, dots, line
-from tieline.lab.claims.mixtures import (
+from tieline.lab.claims.mixture_splits import (
     FLOOR,
     drawn,
     inputs,
@@ -38,7 +43,7 @@ from tieline.lab.claims.paper4.pair_fits import (
     repaired_distance,
     split_atoms,
 )
-from tieline.lab.claims.rate_evidence import (
+from tieline.lab.claims.rate_studies import (
     each_falling,
     each_parametric,
     law_of,
@@ -48,7 +53,6 @@ from tieline.lab.claims.rate_evidence import (
     slow,
     small_study,
 )
-from tieline.lab.claims.registry import claim
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.lab.estimation.rates import RateStudy
 from tieline.lab.power_law import exponent

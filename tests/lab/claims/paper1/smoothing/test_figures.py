@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from tests.lab.claims.registry.test_claims_can_fail import scaled
+from tests.lab.claims.claim.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
-from tieline.lab.claims import trained
-from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.claims import demo_router_inputs
+from tieline.lab.claims.claim import ClaimRun, all_claims
+from tieline.lab.claims.ledger import run_claim
 from tieline.lab.claims.paper1 import smoothing as courses
 from tieline.lab.claims.paper1.smoothing import RoutingCourse
-from tieline.lab.claims.registry import all_claims
-from tieline.lab.claims.runner import run_claim
 from tieline.routing import losses as collect
 
 STEPS = torch.arange(10, 330, 10)
@@ -97,7 +96,7 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 
 
 def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(trained, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_router_inputs, "find_spec", lambda name: None)
     with pytest.raises(TielineError, match=r"needs transformers: pip install 'tieline\[train\]'"):
         courses.course(ClaimRun(True, 0), "smooth50")
 

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
 from tieline.core.records import from_plain, to_plain
-from tieline.lab.claims.claim import (
-    Claim,
-    ClaimOutcome,
-    ClaimRun,
-    Evidence,
-    FigureData,
-    Fits,
-    Verdict,
-    chart,
-    dots,
-    line,
-)
+from tieline.lab.claims.claim import Claim, ClaimOutcome, ClaimRun, Verdict
+from tieline.lab.claims.evidence import Evidence, FigureData, Fits, chart, dots, line
 
 RESULTS = st.lists(st.sampled_from([True, False, None]), max_size=3)
 

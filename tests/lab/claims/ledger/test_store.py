@@ -8,9 +8,9 @@ import pytest
 from tests.lab.claims.zoo import evidence, make_claim
 from tieline.core.errors import TielineError
 from tieline.core.records import to_plain
-from tieline.lab.claims import runner
+from tieline.lab.claims import ledger
 from tieline.lab.claims.claim import ClaimOutcome, ClaimRun
-from tieline.lab.claims.runner import ResultStore, fingerprint
+from tieline.lab.claims.ledger import ResultStore, fingerprint
 
 RUN = ClaimRun(True, 0)
 
@@ -36,7 +36,7 @@ def test_another_mode_seed_claim_or_code_has_no_result(kept, monkeypatch):
     assert store.load(claim, ClaimRun(False, 0)) is None
     assert store.load(claim, ClaimRun(True, 1)) is None
     assert store.load(replace(claim, id="p0-other"), RUN) is None
-    monkeypatch.setattr(runner, "fingerprint", lambda paper: "changed")
+    monkeypatch.setattr(ledger, "fingerprint", lambda paper: "changed")
     assert store.load(claim, RUN) is None
 
 
@@ -77,9 +77,9 @@ def test_the_key_names_its_parts(kept):
 
 def test_the_fingerprint_sees_what_computes_and_not_what_shows():
     assert fingerprint(0) != fingerprint(1)
-    assert runner._matters(("measure", "boundary.py"), "paper0")
-    assert runner._matters(("lab", "claims", "claim.py"), "paper0")
-    assert runner._matters(("lab", "claims", "paper0", "model.py"), "paper0")
-    assert not runner._matters(("lab", "claims", "paper1", "ties.py"), "paper0")
-    assert not runner._matters(("report", "page.py"), "paper0")
-    assert not runner._matters(("cli", "app.py"), "paper0")
+    assert ledger._matters(("measure", "boundary.py"), "paper0")
+    assert ledger._matters(("lab", "claims", "claim.py"), "paper0")
+    assert ledger._matters(("lab", "claims", "paper0", "model.py"), "paper0")
+    assert not ledger._matters(("lab", "claims", "paper1", "ties.py"), "paper0")
+    assert not ledger._matters(("report", "page.py"), "paper0")
+    assert not ledger._matters(("cli", "app.py"), "paper0")

@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from tests.lab.claims.registry.test_rate_claims import CLAIMS as RATES
-from tieline.lab.claims.registry import PAPERS, all_claims
+from tests.lab.claims.claim.test_rate_claims import CLAIMS as RATES
+from tieline.lab.claims.claim import PAPERS, all_claims
 
 ELSEWHERE = {*RATES, "p5-heads"}
 """Claims whose planted errors are slopes, and students, of other tests."""

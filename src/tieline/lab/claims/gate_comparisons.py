@@ -45,9 +45,9 @@ from typing import Any
 
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import mean_interval
-from tieline.lab.claims.checks import estimated, unmeasured
-from tieline.lab.claims.claim import Check, ClaimRun, Real
-from tieline.lab.claims.trained import need_training
+from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.claims.demo_router_inputs import need_training
+from tieline.lab.claims.evidence import Check, Real, estimated, unmeasured
 from tieline.lab.training.checkpoint import read_json
 from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.recipes import DOMAIN_GATES, DOMAINS, pacs_small, recipe_config

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tieline.lab.claims.mixtures import largest_gap
-from tieline.lab.claims.rate_evidence import nearest_best_losses
+from tieline.lab.claims.mixture_splits import largest_gap
+from tieline.lab.claims.rate_studies import nearest_best_losses
 from tieline.lab.estimation import MoEModel, MoEParameters
 
 WIDTHS = {"partial": 4, "quadratic": 6}

@@ -10,9 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from tieline.lab.claims.claim import ClaimRun
-from tieline.lab.claims.registry import all_claims
-from tieline.lab.claims.runner import run_claim
+from tieline.lab.claims.claim import ClaimRun, all_claims
+from tieline.lab.claims.ledger import run_claim
 
 RUN = ClaimRun(True, 0)
 

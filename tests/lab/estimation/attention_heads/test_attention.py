@@ -3,7 +3,7 @@
 import pytest
 
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.attention import KINDS, compare_attention
+from tieline.lab.estimation.attention_heads import KINDS, compare_attention
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tieline.core.errors import TielineError
-from tieline.lab.claims.claim import Verdict
-from tieline.lab.claims.registry import PAPERS, all_claims, claim, docstring_texts, select
+from tieline.lab.claims.claim import PAPERS, Verdict, all_claims, claim, docstring_texts, select
 
 STATEMENTS = {
     0: "sec2-gauge def3.1 rem3.2 rem3.3 asm3.4 eq3.8 prop3.5 lem3.6 eq3.9 prop3.7 ex3.8 lem4.1 "

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tieline.core.statistics import Estimate
-from tieline.lab.claims.checks import (
+from tieline.lab.claims.evidence import (
     at_least,
     at_most,
     corrected,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import TielineError
-from tieline.lab.claims.comparisons import GateScore, gate_table, read_scores
+from tieline.lab.claims.gate_comparisons import GateScore, gate_table, read_scores
 from tieline.lab.training.training_run import run_training
 
 

@@ -18,10 +18,19 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.lab.claims.checks import at_least, at_most, none_of, within
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, dots, line
-from tieline.lab.claims.registry import claim
-from tieline.lab.claims.trained import RouterStates, router_states
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.demo_router_inputs import RouterStates, router_states
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    dots,
+    line,
+    none_of,
+    within,
+)
 from tieline.lab.geometry.exit_time import exit_curve, top_k_cell
 from tieline.lab.geometry.structured import (
     PerturbationLaw,

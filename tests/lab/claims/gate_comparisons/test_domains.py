@@ -7,8 +7,8 @@ import pytest
 
 from tests.lab.training.image_tasks.test_task_images import TINY, domains
 from tieline.core.errors import TielineError
-from tieline.lab.claims import comparisons as study
-from tieline.lab.claims.comparisons import DomainScore, domain_table, leave_one_out
+from tieline.lab.claims import gate_comparisons as study
+from tieline.lab.claims.gate_comparisons import DomainScore, domain_table, leave_one_out
 from tieline.lab.training import image_tasks as task_images
 from tieline.lab.training.recipes import pacs_small
 

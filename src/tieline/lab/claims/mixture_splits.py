@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tieline.lab.claims.checks import at_least, at_most, corrected, qualified
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence
+from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.claims.evidence import Check, Evidence, at_least, at_most, corrected, qualified
 from tieline.lab.estimation import (
     MoEModel,
     MoEParameters,

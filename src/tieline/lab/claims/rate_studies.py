@@ -34,8 +34,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.numerics import one_thread
-from tieline.lab.claims.checks import at_least, corrected, estimated, qualified, unmeasured, within
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, FigureData, Fits, chart, dots
+from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.claims.evidence import (
+    Check,
+    Evidence,
+    FigureData,
+    Fits,
+    at_least,
+    chart,
+    corrected,
+    dots,
+    estimated,
+    qualified,
+    unmeasured,
+    within,
+)
 from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.model import MoEModel, MoEParameters

@@ -11,9 +11,8 @@ import torch
 
 from tests.lab.claims.zoo import make_claim
 from tieline.core.errors import TielineError
-from tieline.lab.claims.claim import ClaimRun, Verdict
-from tieline.lab.claims.registry import select
-from tieline.lab.claims.runner import ResultStore, _groups, run_claim, run_claims
+from tieline.lab.claims.claim import ClaimRun, Verdict, select
+from tieline.lab.claims.ledger import ResultStore, _groups, run_claim, run_claims
 
 RUN = ClaimRun(True, 0)
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7", "p1-table1"]

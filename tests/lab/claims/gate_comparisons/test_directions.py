@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from tests.lab.claims.comparisons.test_domains import SCORE
+from tests.lab.claims.gate_comparisons.test_domains import SCORE
 from tests.lab.training.image_tasks.test_task_images import TINY, domains
-from tieline.lab.claims import comparisons
-from tieline.lab.claims.claim import ClaimRun, Verdict
-from tieline.lab.claims.comparisons import (
+from tieline.lab.claims import gate_comparisons
+from tieline.lab.claims.claim import ClaimRun, Verdict, all_claims
+from tieline.lab.claims.gate_comparisons import (
     IMAGE_PAIRS,
     NO_DATA,
     NOT_TRAINED,
     gains,
     higher_accuracy,
 )
+from tieline.lab.claims.ledger import run_claim
 from tieline.lab.claims.paper1 import tables
-from tieline.lab.claims.registry import all_claims
-from tieline.lab.claims.runner import run_claim
 from tieline.lab.training import image_tasks as task_images
 from tieline.lab.training.image_data import PACS
 from tieline.lab.training.recipes import pacs_small
@@ -43,7 +42,7 @@ def plant(monkeypatch, averages, spread=0.1, balanced=0.3):
         one = replace(SCORE, gate=gate, seed=seed, balanced=balanced)
         return tuple(replace(one, accuracy=(found + gap) / 100) for gap in (-6, 1, 2, 3))
 
-    monkeypatch.setattr(comparisons, "_scores", scores)
+    monkeypatch.setattr(gate_comparisons, "_scores", scores)
 
 
 def verdict():
@@ -92,11 +91,11 @@ def test_models_at_chance_decide_nothing(monkeypatch):
 @pytest.mark.usefixtures("pacs_is_here")
 def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
     monkeypatch.setattr(
-        comparisons, "_average", lambda gate, seed: 10.0 * seed + (gate == "smooth")
+        gate_comparisons, "_average", lambda gate, seed: 10.0 * seed + (gate == "smooth")
     )
     assert gains(ClaimRun(False, 2), "smooth", "soft") == [1.0] * IMAGE_PAIRS
     seen = []
-    monkeypatch.setattr(comparisons, "_average", lambda gate, seed: seen.append(seed) or 1.0)
+    monkeypatch.setattr(gate_comparisons, "_average", lambda gate, seed: seen.append(seed) or 1.0)
     gains(ClaimRun(False, 0), "smooth", "soft")
     gains(ClaimRun(False, 1), "smooth", "soft")
     assert sorted(set(seen)) == list(range(2 * IMAGE_PAIRS))
@@ -104,7 +103,7 @@ def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
 
 def test_the_fast_mode_and_absent_data_leave_it_open(tmp_path, monkeypatch):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    monkeypatch.setattr(comparisons, "_scores", None)  # nothing is trained
+    monkeypatch.setattr(gate_comparisons, "_scores", None)  # nothing is trained
     for run, reason in ((ClaimRun(True, 0), NOT_TRAINED), (FULL, NO_DATA)):
         check = higher_accuracy(run, "smooth", "soft", 1.74)
         assert (check.open, check.passed, check.reference) == (reason, False, 1.74)
@@ -129,11 +128,11 @@ def test_an_average_is_trained_once_and_is_that_of_four_domains(monkeypatch):
         return pacs_small(gate, out).replace(**changes)
 
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
-    monkeypatch.setattr(comparisons, "pacs_small", small)
-    monkeypatch.setattr(comparisons, "STEPS", 2)
-    comparisons._scores.cache_clear()
-    first = comparisons._average("soft", 0)
-    assert comparisons._average("soft", 0) == first
-    comparisons._scores.cache_clear()
+    monkeypatch.setattr(gate_comparisons, "pacs_small", small)
+    monkeypatch.setattr(gate_comparisons, "STEPS", 2)
+    gate_comparisons._scores.cache_clear()
+    first = gate_comparisons._average("soft", 0)
+    assert gate_comparisons._average("soft", 0) == first
+    gate_comparisons._scores.cache_clear()
     assert len(trained) == len({out for _, out in trained}) == 4
     assert (first / 100 * 40) % 1 == pytest.approx(0, abs=1e-9)  # ten images a domain

@@ -16,10 +16,9 @@ import torch
 from scipy.optimize import brentq, least_squares
 from torch import Tensor
 
-from tieline.lab.claims.checks import at_least, at_most, near
-from tieline.lab.claims.claim import ClaimRun, Evidence, chart, line
-from tieline.lab.claims.mixtures import FLOOR, drawn, inputs, largest_gap
-from tieline.lab.claims.registry import claim
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Evidence, at_least, at_most, chart, line, near
+from tieline.lab.claims.mixture_splits import FLOOR, drawn, inputs, largest_gap
 from tieline.lab.estimation import (
     MoEModel,
     MoEParameters,

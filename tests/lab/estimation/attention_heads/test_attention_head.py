@@ -5,7 +5,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.attention.sigmoid import sigmoid_attention, softmax_attention
-from tieline.lab.estimation.attention import AttentionHead
+from tieline.lab.estimation.attention_heads import AttentionHead
 
 ATTENTION = {"softmax": softmax_attention, "sigmoid": sigmoid_attention}
 HEADS = [AttentionHead(kind, 4, 3, row) for kind in ATTENTION for row in (0, 2)]

@@ -6,12 +6,11 @@ from itertools import product
 
 import pytest
 
-from tieline.lab.claims.claim import ClaimRun, Verdict
+from tieline.lab.claims.claim import ClaimRun, Verdict, all_claims
+from tieline.lab.claims.ledger import run_claim
 from tieline.lab.claims.paper2 import theorems as paper2
 from tieline.lab.claims.paper4 import theorems as paper4
-from tieline.lab.claims.rate_evidence import small_plan
-from tieline.lab.claims.registry import all_claims
-from tieline.lab.claims.runner import run_claim
+from tieline.lab.claims.rate_studies import small_plan
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.rates import RateRow, RateStudy
 from tieline.lab.estimation.solvers import Status

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from tieline.analysis.smooth import NOISE, Calibration
-from tieline.lab.claims.checks import at_least, at_most, near
-from tieline.lab.claims.claim import Check, ClaimRun, Evidence, chart, line
-from tieline.lab.claims.registry import claim
-from tieline.lab.limits.continuity import (
+from tieline.lab.claims.claim import ClaimRun, claim
+from tieline.lab.claims.evidence import Check, Evidence, at_least, at_most, chart, line, near
+from tieline.lab.limits.continuity_cost import (
     added_cost,
     continuity_bound,
     hard_sensitivity,
