@@ -29,7 +29,7 @@ test-nightly: $(READY)
 DEVICE ?= $(shell $(BIN)/python -c "import torch; a = torch.accelerator; print(a.current_accelerator().type if a.is_available() else 'fake')")
 test-gpu: $(READY)
 	$(BIN)/python -m pytest --device fake tests/device
-	$(BIN)/python -m pytest --device $(DEVICE) tests/routing/test_losses.py tests/routing/test_grouped.py -ra
+	$(BIN)/python -m pytest --device $(DEVICE) tests/routing/test_losses.py tests/routing/dispatch/test_grouped_dispatch.py -ra
 
 # Breaks the source in known ways, one after the other; every one must make a test fail.
 mutants: $(READY)

@@ -80,14 +80,14 @@ MUTANTS: list[Mutant] = [
         "routing-1",
         "ramp = rise / (rise + (1 - x) ** b)",
         "ramp = rise / (rise + (1 - x) ** a)",
-        "routing/smooth/test_smooth.py",
+        "routing/smooth_gates/test_smooth_topk.py",
         "swapped exponent: right for a = b only",
     ),
     _m(
         "routing-2",
-        "width = torch.minimum(epsilon, threshold - kth_largest(selection, k_max + 1))",
-        "width = torch.minimum(epsilon, threshold - kth_largest(selection, k_max))",
-        "routing/smooth/test_smooth.py routing/test_gates.py",
+        "room = threshold - kth_largest(selection, k_max + 1)",
+        "room = threshold - kth_largest(selection, k_max)",
+        "routing/smooth_gates/test_smooth_topk.py routing/test_gates.py",
         "off by one in the rank that narrows the band",
     ),
     _m(

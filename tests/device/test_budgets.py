@@ -13,7 +13,7 @@ from tieline import Model, RoutingMonitor, auxiliary_loss, capture, collect_rout
 from tieline.core.errors import TielineError
 from tieline.models import find_routers
 from tieline.routing import static_rows
-from tieline.routing.dispatch import ACTIVATIONS
+from tieline.routing.activations import ACTIVATIONS
 from tieline.routing.gates import ExpertChoice, GShardTopK
 
 SIZES = {"d_model": 32, "n_experts": 8, "k": 2, "d_hidden": 16}

@@ -20,8 +20,8 @@ from tieline.routing import (
     Smear,
     SoftMoE,
     baseline,
+    expert_capacity,
 )
-from tieline.routing.gates import capacity
 
 eight_scores = seeds.map(dyadic_scores)
 SIZES = {"d_model": 6, "n_experts": 4, "k": 2, "d_hidden": 5}
@@ -63,7 +63,7 @@ def test_expert_choice_is_its_definition(seed, tokens, k):
     weights = ExpertChoice(k)(scores)
     expected = torch.tensor(expert_choice(scores.tolist(), k), dtype=torch.float64)
     torch.testing.assert_close(weights, expected)
-    assert ((weights != 0).sum(0) == capacity(tokens, 4, k)).all()
+    assert ((weights != 0).sum(0) == expert_capacity(tokens, 4, k)).all()
 
 
 @given(eight_scores, st.integers(1, 4), st.sampled_from([0.25, 0.5, 1.0, 1.5, math.inf]))
@@ -71,7 +71,7 @@ def test_gshard_seats_first_choices_first_and_drops_the_rest(scores, k, factor):
     gate = GShardTopK(k, capacity_factor=factor).eval()
     weights, full = gate(scores), TopK(k)(scores)
     finite = factor if math.isfinite(factor) else 8.0
-    seated = seats(scores.tolist(), k, capacity(*scores.shape, k, finite))
+    seated = seats(scores.tolist(), k, expert_capacity(*scores.shape, k, finite))
     for t, e in (full != 0).nonzero().tolist():
         expected = full[t, e] if (t, e) in seated else torch.zeros(())
         assert weights[t, e] == expected

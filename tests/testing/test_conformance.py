@@ -5,7 +5,7 @@ import torch
 
 from tieline.core.errors import ParameterError
 from tieline.testing import RULES, assert_router, check_router
-from tieline.testing.conformance import load_router
+from tieline.testing.conformance import import_router
 
 SIZES = ((8, 2), (16, 4))
 NAMES = (
@@ -160,10 +160,10 @@ def test_ids_alone_are_enough():
 
 
 def test_routers_are_loaded_by_path():
-    assert load_router("tests.testing.test_conformance:sound") is sound
+    assert import_router("tests.testing.test_conformance:sound") is sound
     for path in ("torch", "no_such_module:f", "torch:no_such_name", "torch:__version__"):
         with pytest.raises(ParameterError):
-            load_router(path)
+            import_router(path)
 
 
 def grouped_router(logits, k, bias, groups, k_groups):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tieline.core.errors import ParameterError
-from tieline.testing.plugin import read_sizes
+from tieline.testing.plugin import parse_sizes
 
 pytest_plugins = ("pytester",)
 
@@ -79,6 +79,6 @@ def test_the_plug_in_loads_no_heavy_library():
 
 
 def test_sizes_are_read():
-    assert read_sizes("64x8,2x1") == [(64, 8), (2, 1)]
+    assert parse_sizes("64x8,2x1") == [(64, 8), (2, 1)]
     with pytest.raises(ParameterError, match="64x8"):
-        read_sizes("64*8")
+        parse_sizes("64*8")

@@ -33,7 +33,7 @@ from tieline.models.router_output import live_output, read_output
 from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
 from tieline.routing.layer import MoE
-from tieline.routing.smooth import BandGate
+from tieline.routing.smooth_gates import BandGate
 from tieline.trace.record import LayerFacts, LayerTrace, Units
 
 Scores = Float[Tensor, "tokens experts"]

@@ -54,8 +54,7 @@ from tieline.models.model_stream import StreamedModel
 from tieline.models.parallel import check_parallel
 from tieline.models.smoothed_model import Smoothing, apply_smoothing, smoothing_record, with_widths
 from tieline.models.smoothed_router import GateName, LayerPlan, default_k_max, plan_layers
-from tieline.routing.projected import group_projection
-from tieline.routing.smooth import smooth_columns
+from tieline.routing.smooth_gates import group_projection, smooth_columns
 from tieline.run.calibration import measure_scores, noise_perturbation
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import Corpus

@@ -28,8 +28,7 @@ from tieline.models.formats import FORMATS
 from tieline.models.router_rule import at_least_single, selection_scores
 from tieline.models.smoothed_router import GateName, LayerPlan, gate_groups
 from tieline.routing.gates import Groups
-from tieline.routing.projected import group_projection
-from tieline.routing.smooth import smooth_columns, smoothstep
+from tieline.routing.smooth_gates import group_projection, smooth_columns, smoothstep
 
 
 class RampForm(NamedTuple):

@@ -37,8 +37,7 @@ from tieline.models.class_changes import subclass, swapped_class
 from tieline.models.families import RouterFamily
 from tieline.models.layouts import Choice
 from tieline.models.parallel import is_cut
-from tieline.routing.dispatch import dispatch
-from tieline.routing.grouped import grouped_dispatch
+from tieline.routing.dispatch import dispatch, grouped_dispatch
 
 KERNEL = "tieline"
 """The name by which transformers knows the kernel."""

@@ -39,8 +39,7 @@ from tieline.models.router_rule import (
     weights_and_output,
 )
 from tieline.routing.gates import Groups
-from tieline.routing.projected import projected_columns
-from tieline.routing.smooth import Columns, smooth_columns
+from tieline.routing.smooth_gates import Columns, projected_columns, smooth_columns
 
 GateName = Literal["projected", "ramp"]
 """The shares of `routing.ProjectedTopK`, or those of `routing.SmoothTopK`."""

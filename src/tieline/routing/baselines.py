@@ -19,7 +19,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ShapeError, require
-from tieline.routing.dispatch import ActivationName, dispatch
+from tieline.routing.activations import ActivationName
+from tieline.routing.dispatch import dispatch
 from tieline.routing.gates import Softmax
 from tieline.routing.layer import ROUTERS, Experts, check_fit, moe
 from tieline.routing.routers import Router

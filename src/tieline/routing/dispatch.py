@@ -10,37 +10,32 @@ Each expert is a few products into buffers that are reused for the next one. The
 the hidden activation, which is narrower than the output. The gradient of all experts is one tensor:
 indexing `W[e]` under autograd would allocate one of full size per expert.
 
-Activations are plain, h = φ(a) with a of shape (1, n, H), or gated, h = φ(a_1) · a_2 with a of
-shape (2, n, H): elementwise operations on strided halves cost five times those on contiguous ones.
-A pass that will be differentiated keeps φ and φ' instead of a: the exponential, which costs as much
-as four products, is then taken once and not three times.
+`dispatch` knows h and its slope (`activations`). `grouped_dispatch` takes any function between and
+after the two maps, under autograd, and is slower:
+
+    y_t = Σ_{e : w_te ≠ 0} w_te · g(W_out[e] h(W_in[e] x_t + b_in[e]) + b_out[e])
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.routing.buffers import take_buffer
+from tieline.routing.activations import ACTIVATIONS, Activation
+from tieline.routing.buffer_pool import take_buffer
 from tieline.routing.static_rows import can_group, grouped_experts
 
-__all__ = ["ACTIVATIONS", "Activation", "ActivationName", "Slots", "compute_dtype", "dispatch"]
+__all__ = ["Slots", "dispatch", "grouped_dispatch", "grouped_linear"]
 
 RUN_ELEMENTS = 1 << 17
 """Elements of a result that are summed at a time: half a megabyte of float32."""
 
-ActivationName = Literal["swiglu", "geglu", "relu", "gelu"]
-Pre = Float[Tensor, "branches rows hidden"]
-Hidden = Float[Tensor, "rows hidden"]
-
-_aten = torch.ops.aten
-_ONE = torch.tensor(1.0)  # a tensor without axes is a number to every device and dtype
+Rows = Callable[[Tensor], Tensor]
 
 
 class Slots(NamedTuple):
@@ -61,11 +56,11 @@ class Slots(NamedTuple):
         # int32 keys is a third cheaper than one of int64
         expert_s, token_s = (weights != 0).T.nonzero().unbind(1)
         index_s = torch.stack([expert_s, token_s, token_s.int().argsort(stable=True)])
-        return cls.again(index_s, weights.shape[1])
+        return cls.from_index(index_s, weights.shape[1])
 
     @classmethod
-    def again(cls, index_s: Tensor, n_experts: int) -> "Slots":
-        """The same slots in the backward pass."""
+    def from_index(cls, index_s: Tensor, n_experts: int) -> "Slots":
+        """The slots of an index (3, S), in the backward pass."""
         return cls(index_s, torch.bincount(index_s[0], minlength=n_experts).tolist())
 
     def gate(self, weights: Tensor) -> Tensor:
@@ -94,100 +89,6 @@ class Slots(NamedTuple):
         return out
 
 
-@dataclass(frozen=True)
-class Activation:
-    """φ with its derivative, alone or gated by a second branch.
-
-    Attributes:
-        branches: 1 for h = φ(a), 2 for h = φ(a_1) · a_2.
-        function: φ, under autograd.
-        value: `value(a, out)` writes φ(a).
-        with_slope_: `with_slope_(a, slope, scratch)` turns a into φ(a) and writes φ'(a).
-    """
-
-    branches: int
-    function: Callable[[Tensor], Tensor]
-    value: Callable[[Tensor, Tensor], object]
-    with_slope_: Callable[[Tensor, Tensor, Tensor], object]
-
-    def hidden_rows(self, rows: Float[Tensor, "rows branches_hidden"]) -> Hidden:
-        """The hidden rows h of input maps whose branches stand side by side, under autograd."""
-        first, *second = rows.unflatten(1, (self.branches, -1)).unbind(1)
-        return self.function(first) * second[0] if second else self.function(first)
-
-    def forward_(self, pre: Pre, hidden: Hidden) -> None:
-        """Write h(pre) into `hidden`."""
-        self.value(pre[0], hidden)
-        if self.branches == 2:
-            hidden.mul_(pre[1])
-
-    def forward_for_backward_(self, pre: Pre, slope: Hidden, hidden: Hidden) -> None:
-        """Write h into `hidden`, φ' into `slope`, and φ over the first branch of `pre`."""
-        self.with_slope_(pre[0], slope, hidden)
-        self.again_(pre, hidden)
-
-    def again_(self, kept: Pre, hidden: Hidden) -> None:
-        """Write h into `hidden` from (φ,) or (φ, a_2)."""
-        if self.branches == 2:
-            torch.mul(kept[0], kept[1], out=hidden)
-        else:
-            hidden.copy_(kept[0])
-
-    def backward_(self, kept: Pre, slope: Hidden, grad: Hidden, out: Pre) -> None:
-        """Write dL/da into `out` from `grad` = dL/dh, which is used up."""
-        if self.branches == 2:
-            torch.mul(grad, kept[0], out=out[1])
-            grad.mul_(kept[1])
-        torch.mul(grad, slope, out=out[0])
-
-
-def _silu(a: Tensor, out: Tensor) -> None:
-    """Write a · sigmoid(a)."""
-    _aten.silu.out(a, out=out)
-
-
-def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
-    """With s the sigmoid of a and φ = a·s: φ' = s + φ·(1 - s).
-
-    Not s - s·φ + φ, which loses the digits of s where φ is large: all of them for a = 300 in
-    bfloat16. Here 1 - s is an exact zero there.
-    """
-    torch.sigmoid(a, out=slope)
-    a.mul_(slope)
-    torch.sub(_ONE, slope, out=scratch)
-    slope.addcmul_(a, scratch)
-
-
-def _gelu(a: Tensor, out: Tensor) -> None:
-    """Write a · Φ(a)."""
-    _aten.gelu.out(a, out=out)
-
-
-def _gelu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
-    """Turn a into its GELU and write the derivative."""
-    _aten.gelu_backward.grad_input(scratch.fill_(1), a, grad_input=slope)
-    _aten.gelu.out(a, out=a)
-
-
-def _relu(a: Tensor, out: Tensor) -> None:
-    """Write max(a, 0)."""
-    torch.clamp_min(a, 0, out=out)
-
-
-def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
-    """Turn a into max(a, 0) and write 1 where a > 0."""
-    torch.gt(a, 0, out=slope)
-    a.clamp_min_(0)
-
-
-ACTIVATIONS = {
-    "swiglu": Activation(2, F.silu, _silu, _silu_with_slope_),
-    "geglu": Activation(2, F.gelu, _gelu, _gelu_with_slope_),
-    "relu": Activation(1, F.relu, _relu, _relu_with_slope_),
-    "gelu": Activation(1, F.gelu, _gelu, _gelu_with_slope_),
-}
-
-
 def dispatch(
     x: Float[Tensor, "tokens dim"],
     weights: Float[Tensor, "tokens experts"],
@@ -213,8 +114,8 @@ def dispatch(
         most: largest number of experts of a token, None for no bound; it saves accelerators memory
             (`static_rows`) and is not used on the CPU.
     """
-    _check_shapes(x, weights, w_in, w_out, b_in, activation)
-    dtype = compute_dtype(x)
+    _check_dispatch_shapes(x, weights, w_in, w_out, b_in, activation)
+    dtype = _product_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
     b_in = None if b_in is None else b_in.to(dtype)
     if can_group(x, w_in, w_out):
@@ -226,13 +127,13 @@ def dispatch(
     return torch.ops.tieline.experts(x, weights.to(dtype), w_in, w_out, b_in, activation, keep)[0]
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def _product_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the products: that of autocast if enabled, else that of the tokens."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _check_shapes(
+def _check_dispatch_shapes(
     x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, activation: str
 ) -> None:
     """Raise unless tokens, weights and maps fit each other and the activation."""
@@ -257,12 +158,12 @@ def _check_shapes(
     )
 
 
-def _by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
+def _maps_by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
     """Per expert its input map (B, H, D) or bias (B, H); None where there is none."""
     return (None,) * n_experts if w is None else w.unflatten(1, (branches, -1)).unbind(0)
 
 
-def _project_in_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+def _apply_input_map_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
     """out[j] = x w[j]ᵀ (+ b[j]) for every branch j at once."""
     batched = x.expand(out.shape[0], -1, -1)
     if b is None:
@@ -290,14 +191,14 @@ def _experts_op(
     kept = kept_s.split(counts) if keep else [kept_s[:n] for n in counts]
     columns = [c.split(counts) for c in (slots.index_s[1], slots.gate(weights), y_s)]
     x_e, h_e = x.new_empty(largest, x.shape[1]), x.new_empty(largest, w_out.shape[2])
-    maps = [_by_expert(w, act.branches, len(counts)) for w in (w_in, b_in)]
+    maps = [_maps_by_expert(w, act.branches, len(counts)) for w in (w_in, b_in)]
     experts = zip(counts, kept, *columns, *maps, w_out.mT.unbind(0), strict=True)
     for n, kept_e, token, gate, y_e, w, b, w_out_t in experts:
         if n:
             rows, h, a = x_e[:n], h_e[:n], kept_e.view(-1, n, w_out.shape[2])
             pre, slope = a[:-1], a[-1]
             torch.index_select(x, 0, token, out=rows)
-            _project_in_(rows, w, b, pre)  # type: ignore[arg-type]
+            _apply_input_map_(rows, w, b, pre)  # type: ignore[arg-type]
             act.forward_for_backward_(pre, slope, h) if keep else act.forward_(pre, h)
             torch.mm(h.mul_(gate), w_out_t, out=y_e)
     y = slots.sum_by_token(y_s, x.shape[0])
@@ -308,6 +209,7 @@ def _experts_op(
 
 @_experts_op.register_fake
 def _experts_fake(x, weights, w_in, w_out, b_in, activation, keep):
+    """Shapes of the results of `_experts_op`, for compilers."""
     n_slots = torch.library.get_ctx().new_dynamic_size() if keep else 0
     index_s = weights.new_empty((3, n_slots), dtype=torch.int64)
     kept_s = x.new_empty(n_slots, w_in.shape[1] + w_out.shape[2])
@@ -327,13 +229,13 @@ def _experts_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
-    act, slots = ACTIVATIONS[activation], Slots.again(index_s, w_in.shape[0])
+    act, slots = ACTIVATIONS[activation], Slots.from_index(index_s, w_in.shape[0])
     counts, gate_s = slots.counts, slots.gate(weights)
-    grads = _Gradients.of(x, gate_s, w_in, w_out, b_in)
+    grads = _ExpertGradients.of(x, gate_s, w_in, w_out, b_in)
     work = _ExpertScratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
     columns = [c.split(counts) for c in (index_s[1], gate_s, kept_s, grads.gate_s, grads.x_s)]
     biases = grads.b_in if b_in is not None else None
-    maps = [_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
+    maps = [_maps_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
     experts = zip(counts, *columns, *maps, w_out.unbind(0), grads.w_out.unbind(0), strict=True)
     for e, expert in enumerate(experts):
         n, token, gate, kept, grad_gate, grad_x, w, grad_w, grad_b, w_o, grad_w_o = expert
@@ -351,7 +253,7 @@ def _experts_backward(
     return grad_x, grad_weights, grads.w_in, grads.w_out, grads.b_in
 
 
-class _Gradients(NamedTuple):
+class _ExpertGradients(NamedTuple):
     """Results of the backward pass: per slot for tokens and gate, per expert for parameters."""
 
     x_s: Tensor
@@ -363,7 +265,8 @@ class _Gradients(NamedTuple):
     @classmethod
     def of(
         cls, x: Tensor, gate_s: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None
-    ) -> "_Gradients":
+    ) -> "_ExpertGradients":
+        """Memory for the gradients of these tensors, not yet written."""
         x_s = take_buffer((gate_s.shape[0], x.shape[1]), x)
         grad_in, grad_out = (take_buffer(tuple(w.shape), x) for w in (w_in, w_out))
         bias = x.new_empty(0) if b_in is None else torch.empty_like(b_in)
@@ -387,10 +290,12 @@ class _ExpertScratch(NamedTuple):
 
     @classmethod
     def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
+        """Buffers for up to n rows, of the dtype and device of `like`."""
         sizes = (dim, dim, hidden, hidden, branches * hidden)
         return cls(*(like.new_empty(n, columns) for columns in sizes))
 
     def rows(self, n: int) -> "_ExpertScratch":
+        """The first n rows of each buffer."""
         x, grad, hidden, grad_hidden, grad_pre = self
         planes = grad_pre[:n].view(-1, n, hidden.shape[1])
         return _ExpertScratch(x[:n], grad[:n], hidden[:n], grad_hidden[:n], planes)
@@ -408,7 +313,7 @@ def _output_backward(
     """From dL/dy of one expert's rows to dL/d(pre), with the gradients of gate and output map."""
     hidden, grad_hidden, pre = rows.hidden, rows.grad_hidden, kept[:-1]
     torch.mm(rows.grad, w_out, out=grad_hidden)
-    act.again_(pre, hidden)
+    act.hidden_from_kept_(pre, hidden)
     product = torch.mul(grad_hidden, hidden, out=rows.grad_pre[0])  # free until backward_
     torch.sum(product, dim=1, keepdim=True, out=grad_gate)
     torch.mm(rows.grad.T, hidden.mul_(gate), out=grad_w_out)
@@ -430,17 +335,20 @@ def _input_backward(
 
 @_experts_backward.register_fake
 def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, kept_s, index_s, activation):
+    """Shapes of the gradients of the experts, for compilers."""
     grads = [torch.empty_like(t) for t in (x, weights, w_in, w_out)]
     return (*grads, x.new_empty(0) if b_in is None else torch.empty_like(b_in))
 
 
-def _save_for_backward(ctx, inputs, output) -> None:
+def _save_experts(ctx, inputs, output) -> None:
+    """Keep the inputs of `_experts_op` and what it saved."""
     *tensors, ctx.activation, _ = inputs
     ctx.set_materialize_grads(False)  # or what is saved gets a gradient of zeros of its own size
     ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _backward_of_experts(ctx, grad, *_):
+    """Gradients of the inputs of `_experts_op`; None for those that are no tensors."""
     if grad is None:  # nobody used y
         return (None,) * 7
     inputs = ctx.saved_tensors
@@ -448,4 +356,148 @@ def _backward_of_experts(ctx, grad, *_):
     return (*grads[:4], None if inputs[4] is None else grads[4], None, None)
 
 
-_experts_op.register_autograd(_backward_of_experts, setup_context=_save_for_backward)
+_experts_op.register_autograd(_backward_of_experts, setup_context=_save_experts)
+
+
+def grouped_dispatch(
+    x: Float[Tensor, "tokens dim"],
+    weights: Float[Tensor, "tokens experts"],
+    w_in: Float[Tensor, "experts inner dim"],
+    w_out: Float[Tensor, "experts dim hidden"],
+    b_in: Float[Tensor, "experts inner"] | None = None,
+    b_out: Float[Tensor, "experts dim"] | None = None,
+    *,
+    hidden: Rows,
+    finish: Rows | None = None,
+    most: int | None = None,
+) -> Float[Tensor, "tokens dim"]:
+    """Mixture output y (T, D) of the experts with non-zero weight, exact zeros for the others.
+
+    The maps may have any strides. `hidden` is h, from rows of the input map (S, inner) to rows
+    (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm. `most` is the
+    largest number of experts of a token, None for no bound; only accelerators use it.
+    """
+    dtype = _product_dtype(x)
+    x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
+    b_in, b_out = (None if b is None else b.to(dtype) for b in (b_in, b_out))
+    if can_group(x, w_in, w_out):
+        return grouped_experts(
+            x, weights, w_in, w_out, b_in, b_out, hidden=hidden, finish=finish, most=most
+        )
+    index_s = Slots.of(weights.detach()).index_s
+    expert_s, token_s = index_s[0], index_s[1]
+    rows = grouped_linear(x.index_select(0, token_s), w_in, b_in, expert_s)
+    rows = grouped_linear(hidden(rows).to(dtype), w_out, b_out, expert_s)
+    rows = rows if finish is None else finish(rows)
+    rows = (rows * weights[token_s, expert_s].unsqueeze(1)).to(dtype)
+    return torch.ops.tieline.sum_by_token(rows, index_s, x.shape[0])
+
+
+def grouped_linear(
+    rows: Float[Tensor, "slots inputs"],
+    w: Float[Tensor, "experts outputs inputs"],
+    b: Float[Tensor, "experts outputs"] | None,
+    expert_s: Int[Tensor, " slots"],
+) -> Float[Tensor, "slots outputs"]:
+    """W[e_s] r_s (+ b[e_s]) for every slot s, where slots are in order of expert."""
+    return torch.ops.tieline.grouped_linear(rows, w, b, expert_s)
+
+
+def _slots_per_expert(expert_s: Tensor, n_experts: int) -> list[int]:
+    """Number of slots of each expert."""
+    return torch.bincount(expert_s, minlength=n_experts).tolist()
+
+
+@torch.library.custom_op("tieline::grouped_linear", mutates_args=())
+def _grouped_linear_op(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tensor:
+    """`grouped_linear` as one product per expert, opaque to compilers."""
+    counts, out = _slots_per_expert(expert_s, len(w)), take_buffer((len(rows), w.shape[1]), rows)
+    biases = [None] * len(w) if b is None else b.unbind(0)
+    for n, x_e, y_e, w_e, b_e in zip(
+        counts, rows.split(counts), out.split(counts), w.unbind(0), biases, strict=True
+    ):
+        if not n:
+            continue
+        if b_e is None:
+            torch.mm(x_e, w_e.T, out=y_e)
+        else:
+            torch.addmm(b_e, x_e, w_e.T, out=y_e)
+    return out
+
+
+@_grouped_linear_op.register_fake
+def _grouped_linear_fake(rows, w, b, expert_s):
+    """Shape of the result of `grouped_linear`, for compilers."""
+    return rows.new_empty(rows.shape[0], w.shape[1])
+
+
+@torch.library.custom_op("tieline::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad: Tensor, rows: Tensor, w: Tensor, expert_s: Tensor, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in the rows, the maps, and the biases (empty without)."""
+    counts = _slots_per_expert(expert_s, len(w))
+    grad_rows, grad_w = take_buffer(tuple(rows.shape), rows), take_buffer(tuple(w.shape), rows)
+    grad_b = rows.new_zeros(w.shape[:2] if bias else 0)
+    slices = [tensor.split(counts) for tensor in (grad, rows, grad_rows)]
+    for e, (n, grad_e, x_e, grad_x_e) in enumerate(zip(counts, *slices, strict=True)):
+        if not n:
+            grad_w[e].zero_()
+            continue
+        torch.mm(grad_e, w[e], out=grad_x_e)
+        torch.mm(grad_e.T, x_e, out=grad_w[e])
+        if bias:
+            torch.sum(grad_e, dim=0, out=grad_b[e])
+    return grad_rows, grad_w, grad_b
+
+
+@_grouped_linear_backward.register_fake
+def _grouped_linear_backward_fake(grad, rows, w, expert_s, bias):
+    """Shapes of the gradients of `grouped_linear`, for compilers."""
+    grad_b = rows.new_empty(w.shape[:2] if bias else 0)
+    return rows.new_empty(rows.shape), rows.new_empty(w.shape), grad_b
+
+
+def _save_grouped_linear(ctx, inputs, output) -> None:
+    """Keep rows, maps and experts of the slots for the backward pass."""
+    rows, w, b, expert_s = inputs
+    ctx.bias = b is not None
+    ctx.save_for_backward(rows, w, expert_s)
+
+
+def _backward_of_grouped_linear(ctx, grad):
+    """Gradients of rows, maps and biases of `grouped_linear`."""
+    grads = torch.ops.tieline.grouped_linear_backward(
+        grad.contiguous(), *ctx.saved_tensors, ctx.bias
+    )
+    return grads[0], grads[1], grads[2] if ctx.bias else None, None
+
+
+_grouped_linear_op.register_autograd(
+    _backward_of_grouped_linear, setup_context=_save_grouped_linear
+)
+
+
+@torch.library.custom_op("tieline::sum_by_token", mutates_args=())
+def _sum_by_token_op(rows: Tensor, index_s: Tensor, n_tokens: int) -> Tensor:
+    """Σ over the slots of each token, in order of expert; `index_s` is that of `Slots`."""
+    return Slots(index_s, []).sum_by_token(rows.contiguous(), n_tokens)
+
+
+@_sum_by_token_op.register_fake
+def _sum_by_token_fake(rows, index_s, n_tokens):
+    """Shape of the sums, for compilers."""
+    return rows.new_empty(n_tokens, rows.shape[1])
+
+
+def _save_sum_by_token(ctx, inputs, output) -> None:
+    """Keep the token of each slot."""
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_of_sum_by_token(ctx, grad):
+    """The gradient of a slot is that of its token."""
+    return grad.index_select(0, ctx.saved_tensors[0][1]), None, None
+
+
+_sum_by_token_op.register_autograd(_backward_of_sum_by_token, setup_context=_save_sum_by_token)

@@ -50,7 +50,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "TopK",
-    "capacity",
+    "expert_capacity",
 ]
 
 Scores = Float[Tensor, "*batch experts"]
@@ -231,11 +231,11 @@ class SelectiveGate(Gate):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        _check_k(k)
+        _check_choice_size(k)
         require(scoring in ("softmax", "sigmoid"), f"unknown scoring {scoring!r}")
         require(order in ("before", "after"), f"order must be 'before' or 'after', got {order!r}")
         require(0 < scale < math.inf, f"scale must be positive and finite, got {scale!r}")
-        _check_bias(selection_bias)
+        _check_selection_bias(selection_bias)
         if groups is not None and selection_bias is not None:
             groups.check(len(selection_bias), k)
         self.k, self.scoring, self.order, self.scale = k, scoring, order, scale
@@ -266,13 +266,16 @@ class SelectiveGate(Gate):
 
     @property
     def _logits_will_do(self) -> bool:
+        """Whether ranking the logits gives the order of the selection scores."""
         sums_groups = self.groups is not None and self.groups.score == "top2sum"
         return self.scoring == "softmax" and self.selection_bias is None and not sums_groups
 
     def _scored(self, scores: Scores) -> Scores:
+        """score(z)."""
         return scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
 
     def _combine(self, scores: Scores, share: Share) -> Weights:
+        """score(z) · share, divided by its sum if the gate renormalises."""
         if not self.renormalize:
             return self.scale * self._scored(scores) * share
         # Masking before the softmax makes it relative to the largest score in use: no overflow, no
@@ -285,6 +288,7 @@ class SelectiveGate(Gate):
         return mass if self.scale == 1 else self.scale * mass
 
     def _check_experts(self, experts: int) -> None:
+        """Raise unless k, bias and groups fit this number of experts."""
         require(self.k <= experts, f"need k <= experts, got k={self.k} of {experts}", ShapeError)
         bias = experts if self.selection_bias is None else len(self.selection_bias)
         require(
@@ -327,6 +331,7 @@ class TopK(SelectiveGate):
         return topk_mask(self._within_groups(selection.detach()), self.k).to(selection)
 
     def _within_groups(self, selection: Scores) -> Scores:
+        """The selection scores with minus infinity outside the chosen groups."""
         if self.groups is None:
             return selection
         kept = topk_mask(self.groups.scores(selection), self.groups.chosen)
@@ -343,7 +348,7 @@ def laws_of_choice(gate: SelectiveGate) -> frozenset[Law]:
     return frozenset(laws)
 
 
-def capacity(tokens: int, n_experts: int, k: int, factor: float = 1.0) -> int:
+def expert_capacity(tokens: int, n_experts: int, k: int, factor: float = 1.0) -> int:
     """C = ⌈factor · kT/E⌉, at least 1 and at most T: tokens that one expert may hold."""
     return min(tokens, max(1, math.ceil(factor * k * tokens / n_experts)))
 
@@ -362,7 +367,7 @@ class ExpertChoice(Gate):
 
     def __init__(self, k: int) -> None:
         super().__init__()
-        _check_k(k)
+        _check_choice_size(k)
         self.k = k
 
     def weights(self, scores: Scores) -> Weights:
@@ -372,7 +377,7 @@ class ExpertChoice(Gate):
         probability = scores.reshape(-1, experts).softmax(dim=-1)
         if not len(probability):
             return probability.view_as(scores)
-        held = capacity(len(probability), experts, self.k)
+        held = expert_capacity(len(probability), experts, self.k)
         taken = topk_mask(probability.T, held).T
         return (probability * taken).view_as(scores)
 
@@ -420,7 +425,7 @@ class GShardTopK(TopK):
         """Whether each of the k requested experts has room for the token (T, E)."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape
-        held = capacity(tokens, experts, self.k, self.capacity_factor)
+        held = expert_capacity(tokens, experts, self.k, self.capacity_factor)
         choices = stable_topk(scores, self.k).indices.T.reshape(-1, 1)  # rank first, then token
         requested = torch.zeros(len(choices), experts, dtype=torch.int64, device=scores.device)
         requested.scatter_(1, choices, 1)
@@ -432,12 +437,12 @@ class GShardTopK(TopK):
         return f"{super().extra_repr()}, capacity_factor={self.capacity_factor}, noise={self.noise}"
 
 
-def _check_k(k: int) -> None:
+def _check_choice_size(k: int) -> None:
     """Raise unless k >= 1."""
     require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
 
 
-def _check_bias(bias: Tensor | None) -> None:
+def _check_selection_bias(bias: Tensor | None) -> None:
     """Raise unless a selection bias is a finite vector."""
     if bias is not None:
         require(

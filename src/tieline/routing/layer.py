@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import require
-from tieline.routing.dispatch import ACTIVATIONS, ActivationName, dispatch
+from tieline.routing.activations import ACTIVATIONS, ActivationName
+from tieline.routing.dispatch import dispatch
 from tieline.routing.gates import (
     ExpertChoice,
     Gate,
@@ -23,9 +24,8 @@ from tieline.routing.gates import (
     Softmax,
     TopK,
 )
-from tieline.routing.projected import ProjectedTopK
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
-from tieline.routing.smooth import BandGate, SmoothTopK
+from tieline.routing.smooth_gates import BandGate, ProjectedTopK, SmoothTopK
 
 __all__ = ["GATES", "ROUTERS", "Experts", "MoE", "Routing", "SharedExpert", "check_fit", "moe"]
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tieline.core.errors import TielineError, require
 from tieline.core.numerics import is_recomputing
 from tieline.routing.layer import MoE, Routing
-from tieline.routing.smooth import BandGate
+from tieline.routing.smooth_gates import BandGate
 
 __all__ = [
     "Counts",

@@ -20,10 +20,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tieline.testing.battery import LogitCase, logit_cases
     from tieline.testing.conformance import Conformance, assert_router, check_router
-    from tieline.testing.habits import RouterHabits, router_habits
-    from tieline.testing.rules import RULES, RouterRule, rule_named
+    from tieline.testing.logit_battery import LogitCase, logit_cases
+    from tieline.testing.reference_rules import RULES, RouterRule, rule_named
+    from tieline.testing.tie_habits import RouterHabits, router_habits
     from tieline.testing.transformers_router import family_router
 
 __all__ = [
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 MODULES = {
-    "LogitCase": "battery",
-    "logit_cases": "battery",
+    "LogitCase": "logit_battery",
+    "logit_cases": "logit_battery",
     "Conformance": "conformance",
     "assert_router": "conformance",
     "check_router": "conformance",
-    "RouterHabits": "habits",
+    "RouterHabits": "tie_habits",
     "family_router": "transformers_router",
-    "router_habits": "habits",
-    "RULES": "rules",
-    "RouterRule": "rules",
-    "rule_named": "rules",
+    "router_habits": "tie_habits",
+    "RULES": "reference_rules",
+    "RouterRule": "reference_rules",
+    "rule_named": "reference_rules",
 }
 """The module of each name, imported on first use: pytest loads the plug-in in every run."""
 

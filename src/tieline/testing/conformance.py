@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tieline.core.errors import ParameterError, first_line, require
 from tieline.core.ranking import sets_differ
-from tieline.testing.battery import SIZES, LogitCase, logit_cases
-from tieline.testing.rules import SINGLE, RouterRule
+from tieline.testing.logit_battery import SIZES, LogitCase, logit_cases
+from tieline.testing.reference_rules import SINGLE, RouterRule
 
 Router = Callable[..., Any]
 
@@ -147,16 +147,16 @@ def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict
         answer = router(given, case.k, **router_keywords(rule, case))
     except Exception as problem:
         name = f"{type(problem).__name__}: {first_line(problem)}"
-        return _verdict(case, "raised", name)
+        return _case_verdict(case, "raised", name)
     routed = read_answer(answer, case)
     if isinstance(routed, str):
-        return _verdict(case, "invalid form", routed)
+        return _case_verdict(case, "invalid form", routed)
     judged = judge_case(rule, case, routed)
     if judged.verdict != "conforms":
         return judged
     if not torch.equal(given.nan_to_num(nan=0.5), case.logits.nan_to_num(nan=0.5)):
         return replace(judged, verdict="changed input", reason="the logits were overwritten")
-    return _check_alone(router, rule, case, routed, judged)
+    return _judge_alone(router, rule, case, routed, judged)
 
 
 def read_answer(answer: Any, case: LogitCase) -> RouterAnswer | str:
@@ -177,23 +177,23 @@ def read_answer(answer: Any, case: LogitCase) -> RouterAnswer | str:
 
 def judge_case(rule: RouterRule, case: LogitCase, routed: RouterAnswer) -> CaseVerdict:
     """Return the verdict on ids and weights that were returned for a case."""
-    members = _members(routed.ids, case)
+    members = _chosen_mask(routed.ids, case)
     outside = ((routed.ids < 0) | (routed.ids >= case.logits.shape[1])).any(dim=1)
     invalid = outside | (members.sum(dim=1) < case.k)
     if bool(invalid.any()):
-        token = _first(invalid)
+        token = _first_token(invalid)
         chosen = f"token {token} chose {routed.ids[token].tolist()}"
-        return _verdict(case, "invalid ids", chosen)
+        return _case_verdict(case, "invalid ids", chosen)
     if case.asks == "valid":
-        return _verdict(case, "conforms", "")
+        return _case_verdict(case, "conforms", "")
     scores, band = rule.scores(case.logits, case.bias), rule.band(case.logits, case.k, case.bias)
     beyond = rule.regret(members, scores, band) > 2 * band
     if bool(beyond.any()):
-        reason = _choice_reason(rule, case, routed, _first(beyond))
-        return _verdict(case, "wrong choice", reason)
-    reference = _members(rule.choice(case.logits, case.k, case.bias), case)
+        reason = _choice_reason(rule, case, routed, _first_token(beyond))
+        return _case_verdict(case, "wrong choice", reason)
+    reference = _chosen_mask(rule.choice(case.logits, case.k, case.bias), case)
     judged = replace(
-        _verdict(case, "conforms", ""), ties=int(sets_differ(members, reference).sum())
+        _case_verdict(case, "conforms", ""), ties=int(sets_differ(members, reference).sum())
     )
     return judged if routed.weights is None else _judge_weights(rule, case, routed, judged)
 
@@ -221,7 +221,7 @@ def _judge_weights(
     return replace(judged, verdict="wrong weights", reason=reason)
 
 
-def _check_alone(
+def _judge_alone(
     router: Router, rule: RouterRule, case: LogitCase, routed: RouterAnswer, judged: CaseVerdict
 ) -> CaseVerdict:
     """The verdict after one token of the case was routed alone."""
@@ -247,7 +247,7 @@ def router_keywords(rule: RouterRule, case: LogitCase) -> dict[str, Any]:
     return keywords
 
 
-def _members(ids: Tensor, case: LogitCase) -> Tensor:
+def _chosen_mask(ids: Tensor, case: LogitCase) -> Tensor:
     """Chosen experts as booleans (T, E); ids out of range are moved inside."""
     inside = ids.long().clamp(0, case.logits.shape[1] - 1)
     return torch.zeros(case.logits.shape, dtype=torch.bool).scatter(1, inside, True)
@@ -269,17 +269,18 @@ def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, toke
     )
 
 
-def _first(mask: Tensor) -> int:
+def _first_token(mask: Tensor) -> int:
     """The first token of a mask."""
     return int(mask.nonzero()[0])
 
 
-def _verdict(case: LogitCase, verdict: Verdict, reason: str) -> CaseVerdict:
+def _case_verdict(case: LogitCase, verdict: Verdict, reason: str) -> CaseVerdict:
+    """A verdict on a case, without ties and weights."""
     tokens, experts = case.logits.shape
     return CaseVerdict(case.name, experts, case.k, verdict, reason, tokens)
 
 
-def load_router(path: str) -> Router:
+def import_router(path: str) -> Router:
     """Import "package.module:function"; a function of a class or object may be dotted."""
     module, colon, name = path.partition(":")
     require(bool(colon and module and name), f"a router is package.module:function, got {path!r}")

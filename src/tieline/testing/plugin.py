@@ -11,7 +11,7 @@ Without test files on the command line the battery runs alone, else after them.
 from pathlib import Path
 from typing import Any
 
-BATTERY = str(Path(__file__).with_name("router_battery.py"))
+BATTERY = str(Path(__file__).with_name("collected_tests.py"))
 """The file whose tests are the battery."""
 
 
@@ -53,17 +53,17 @@ def pytest_generate_tests(metafunc: Any) -> None:
     import pytest
 
     from tieline.core.errors import TielineError
-    from tieline.testing.battery import PATTERNS, SIZES, logit_cases
-    from tieline.testing.conformance import load_router
-    from tieline.testing.rules import rule_named
+    from tieline.testing.conformance import import_router
+    from tieline.testing.logit_battery import PATTERNS, SIZES, logit_cases
+    from tieline.testing.reference_rules import rule_named
 
     option = metafunc.config.getoption
     try:
         rule = rule_named(option("--tieline-rule"))
-        sizes = read_sizes(option("--tieline-sizes")) or SIZES
+        sizes = parse_sizes(option("--tieline-sizes")) or SIZES
         names = [name for name in option("--tieline-cases").split(",") if name]
         cases = list(logit_cases(rule, sizes, names=names or PATTERNS))
-        routers = {path: load_router(path) for path in option("--tieline-router")}
+        routers = {path: import_router(path) for path in option("--tieline-router")}
     except TielineError as problem:
         raise pytest.UsageError(str(problem)) from problem
     values = [(router, rule, case) for router in routers.values() for case in cases]
@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
     metafunc.parametrize("tieline_case", values, ids=ids)
 
 
-def read_sizes(text: str) -> list[tuple[int, int]]:
+def parse_sizes(text: str) -> list[tuple[int, int]]:
     """Read "64x8,256x8" as pairs of numbers of experts and of chosen ones."""
     from tieline.core.errors import ParameterError
 

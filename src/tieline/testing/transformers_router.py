@@ -25,7 +25,7 @@ from tieline.models.router_rule import (
     score_units,
 )
 from tieline.testing.conformance import Router
-from tieline.testing.rules import RouterRule
+from tieline.testing.reference_rules import RouterRule
 
 
 def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
@@ -43,9 +43,10 @@ def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
     width = attrgetter(family.weight or "")(module).shape[1]
 
     def route(logits: Tensor, k: int, bias: Tensor | None = None, **groups: int) -> Any:
+        """Ids and weights that the module chooses for these logits."""
         x = nn.functional.pad(logits, (0, width - logits.shape[1]))
         with torch.no_grad(), _products_skipped():
-            output = module(x, **_set_bias(family, module, bias))
+            output = module(x, **_set_selection_bias(family, module, bias))
         chosen = family.layout.choice(output, k)
         return chosen.ids, chosen.weights
 
@@ -91,17 +92,19 @@ def _products_skipped() -> Iterator[None]:
         yield
 
 
-def _set_bias(family: RouterFamily, module: nn.Module, bias: Tensor | None) -> dict[str, Tensor]:
+def _set_selection_bias(
+    family: RouterFamily, module: nn.Module, bias: Tensor | None
+) -> dict[str, Tensor]:
     """Write the selection bias into the router; returns it where it is an argument."""
     if bias is None:
         return {}
     if family.bias_argument is not None:
         return {family.bias_argument: bias}
-    stored = module.get_parameter if _is_parameter(module, family) else module.get_buffer
+    stored = module.get_parameter if _bias_is_parameter(module, family) else module.get_buffer
     stored(family.bias or "").copy_(bias.reshape(stored(family.bias or "").shape))
     return {}
 
 
-def _is_parameter(module: nn.Module, family: RouterFamily) -> bool:
+def _bias_is_parameter(module: nn.Module, family: RouterFamily) -> bool:
     """Whether the selection bias is a parameter rather than a buffer."""
     return family.bias in dict(module.named_parameters())

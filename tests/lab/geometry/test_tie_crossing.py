@@ -9,7 +9,7 @@ from tests.measure.routers import inputs, router
 from tieline.core.ranking import topk_mask
 from tieline.lab.geometry.tie_crossing import difference_by_step, step_exponent, walk_across
 from tieline.lab.geometry.ties import nearest_tie_point
-from tieline.routing.smooth import SmoothTopK
+from tieline.routing.smooth_gates import SmoothTopK
 
 WEIGHT, BIAS = router(6, 8, 2)
 EXPERTS = torch.arange(18, dtype=torch.float64).reshape(6, 3).sin()

@@ -116,7 +116,7 @@ def test_measured_noise_is_that_of_the_precision(model, reference):
 
 def test_the_budget_of_groups_is_found_by_halving():
     scores = torch.rand(400, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    from tieline.routing.smooth import smooth_columns
+    from tieline.routing.smooth_gates import smooth_columns
 
     groups = Groups(4, 2)
     epsilon = budget_epsilon(scores, 2, 4, 2.6, groups)

@@ -9,8 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_equals_eager(backend):
-    command = [sys.executable, "-m", "tests.routing.compiled", backend]
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("aot_eager", "--some"),
+        pytest.param(("aot_eager",), marks=pytest.mark.slow),
+        pytest.param(("inductor",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_compiled_equals_eager(options):
+    command = [sys.executable, "-m", "tests.routing.compiled", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

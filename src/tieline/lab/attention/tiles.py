@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieline.routing.buffers import take_buffer
+from tieline.routing.buffer_pool import take_buffer
 
 __all__ = ["TILE", "in_shares", "sigmoid_tiles"]
 

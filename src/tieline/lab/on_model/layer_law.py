@@ -37,7 +37,7 @@ from tieline.models.router_output import Choice, read_output
 from tieline.models.router_rule import at_least_single, column_weights, selection_scores
 from tieline.models.smoothed_router import LayerPlan, gate_groups
 from tieline.routing.gates import Groups
-from tieline.routing.projected import projected_columns
+from tieline.routing.smooth_gates import projected_columns
 from tieline.run.condition import noise_generator
 from tieline.run.forward import forward
 

@@ -24,7 +24,7 @@ from tieline.models.router_rule import (
 )
 from tieline.models.smoothed_model import smooth_, unsmooth_
 from tieline.models.smoothed_router import RouterSmoothing, router_smoothing
-from tieline.routing.smooth import Columns
+from tieline.routing.smooth_gates import Columns
 
 NEGLIGIBLE = 1e-9
 """Shares below are left out: float32 cannot tell the output from that with them."""

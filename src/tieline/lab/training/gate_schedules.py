@@ -15,7 +15,7 @@ from tieline.core.errors import require
 from tieline.lab.training.config import GateConfig
 from tieline.routing.layer import MoE
 from tieline.routing.losses import Counts, LayerRouting
-from tieline.routing.smooth import BandGate
+from tieline.routing.smooth_gates import BandGate
 
 
 @dataclass

@@ -38,9 +38,8 @@ from tieline.models.smoothed_model import smooth_
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe
 from tieline.routing.losses import collect_routing
-from tieline.routing.projected import ProjectedTopK
 from tieline.routing.routers import LinearRouter
-from tieline.routing.smooth import BandGate, SmoothTopK
+from tieline.routing.smooth_gates import BandGate, ProjectedTopK, SmoothTopK
 
 
 class SwitchConfig(MixtralConfig):

@@ -93,7 +93,7 @@ PLANTED = {
     "p5-law": ("continuous_gates.laplace_ramp", steeper),
     "p5-frontier": ("continuous_gates.least_moved", scaled(1.2)),
     "p5-gates": ("continuous_gates.continuity_bound", scaled(1.2)),
-    "p5-lipschitz": ("continuous_gates.project", wider),
+    "p5-lipschitz": ("continuous_gates.seat_projection", wider),
     "p5-sphere": ("router_laws.centre", scaled(1.1)),
     # half of what is added to the norm of a token
     "p5-zero": (

@@ -19,7 +19,7 @@ from tieline.lab.limits.continuity_cost import (
 )
 from tieline.lab.on_model.layer_law import LawPoint, LayerLaw, layer_laws
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
-from tieline.routing import ProjectedTopK, SmoothTopK, TopK, project
+from tieline.routing import ProjectedTopK, SmoothTopK, TopK, seat_projection
 from tieline.run.corpus import stacked_batches
 from tieline.run.forward import only_running
 
@@ -178,7 +178,8 @@ def lipschitz(run: ClaimRun) -> Evidence:
         lines = run.normal(200, 16, stream=order)
         ends = tie.double() + step * lines
         moved = (
-            project(ends, 2, epsilon) - project(tie.double().expand_as(ends), 2, epsilon)
+            seat_projection(ends, 2, epsilon)
+            - seat_projection(tie.double().expand_as(ends), 2, epsilon)
         ).norm(dim=1)
         steepest = max(steepest, (moved / (step * lines.norm(dim=1))).max().item() * epsilon)
         bounded = SmoothTopK(2, epsilon=epsilon, k_max=3).share(ends)

@@ -42,7 +42,7 @@ class BufferPool:
         size = math.prod(shape) * dtype.itemsize
         if size < SMALLEST_POOLED or self.capacity == 0:
             return torch.empty(shape, dtype=dtype)
-        block = self._pop(size)
+        block = self._pop_idle(size)
         block = _new_block(size) if block is None else block
         # The tensor holds this view alone; the view's death tells that the storage is gone.
         view = block[:size]
@@ -56,7 +56,8 @@ class BufferPool:
             while self._idle and self.idle_bytes > capacity:
                 self._idle.pop(0)
 
-    def _pop(self, size: int) -> np.ndarray | None:
+    def _pop_idle(self, size: int) -> np.ndarray | None:
+        """Take the smallest idle block that fits; None if there is none."""
         with self._lock:
             fits = [b for b in self._idle if size <= b.nbytes <= SLACK * size]
             if not fits:
@@ -66,6 +67,7 @@ class BufferPool:
             return best
 
     def _give_back(self, block: np.ndarray) -> None:
+        """Keep a block for the next request, up to the capacity."""
         with self._lock:
             self._idle.append(block)
             self.shrink(self.capacity)

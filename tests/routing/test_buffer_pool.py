@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tieline import Experts, TielineError
-from tieline.routing import buffers
-from tieline.routing.buffers import BufferPool, set_pool_capacity, take_buffer
+from tieline.routing import buffer_pool
+from tieline.routing.buffer_pool import BufferPool, set_pool_capacity, take_buffer
 
 MEGABYTE = 1 << 20
 
@@ -74,6 +74,6 @@ def test_the_capacity_is_checked_and_zero_turns_the_pool_off():
         with pytest.raises(TielineError, match="got -1"):
             set_pool_capacity(-1)
         set_pool_capacity(0)
-        assert buffers._POOL.idle_bytes == 0
+        assert buffer_pool._POOL.idle_bytes == 0
     finally:
         set_pool_capacity(256 << 20)

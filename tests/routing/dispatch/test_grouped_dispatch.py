@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import seeds
 from tieline import Experts
-from tieline.routing.grouped import grouped_dispatch, grouped_linear
+from tieline.routing.dispatch import grouped_dispatch, grouped_linear
 
 
 def swiglu(rows):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.strategies import score_matrices
 from tieline.core.errors import ShapeError
 from tieline.routing import Groups, SmoothTopK
-from tieline.routing.smooth import smooth_columns
+from tieline.routing.smooth_gates import smooth_columns
 
 
 @settings(deadline=None, max_examples=60)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import stable_topk
-from tieline.testing.battery import LogitCase, logit_cases
 from tieline.testing.conformance import Router, RouterAnswer, read_answer, router_keywords
-from tieline.testing.rules import RouterRule
+from tieline.testing.logit_battery import LogitCase, logit_cases
+from tieline.testing.reference_rules import RouterRule
 
-NAMES = (
+HABIT_CASES = (
     "normal",
     "equal",
     "coarse-grid",
@@ -59,27 +59,28 @@ def router_habits(router: Router, rule: RouterRule, experts: int, k: int) -> Rou
     """Return the habits of a router that conforms on this size; k must be below `experts`."""
     cases = {
         case.name: case if case.bias is None else replace(case, bias=torch.zeros_like(case.bias))
-        for case in logit_cases(rule, [(experts, k)], names=NAMES)
+        for case in logit_cases(rule, [(experts, k)], names=HABIT_CASES)
     }  # equal logits tie only under equal biases
 
-    def routed(name: str) -> RouterAnswer | None:
-        return _answer(router, rule, cases[name])
+    def answer_to(name: str) -> RouterAnswer | None:
+        """The router's answer on the case of this name."""
+        return _router_answer(router, rule, cases[name])
 
-    ties = [(cases[name], routed(name)) for name in ("equal", "coarse-grid")]
-    with_nan = routed("one-nan")
+    ties = [(cases[name], answer_to(name)) for name in ("equal", "coarse-grid")]
+    with_nan = answer_to("one-nan")
     return RouterHabits(
         _tie_habit(rule, ties),
-        _tie_habit(rule, [(cases["signed-zeros"], routed("signed-zeros"))]),
+        _tie_habit(rule, [(cases["signed-zeros"], answer_to("signed-zeros"))]),
         _has_same_bits(router, rule, cases["normal"]),
-        _is_ordered(rule, cases["normal"], routed("normal")),
-        _weight_habit(routed("all-masked")),
-        _weight_habit(routed("plus-infinity")),
+        _is_ordered(rule, cases["normal"], answer_to("normal")),
+        _weight_habit(answer_to("all-masked")),
+        _weight_habit(answer_to("plus-infinity")),
         _share_with_nan(cases["one-nan"], with_nan),
         _weight_habit(with_nan),
     )
 
 
-def _answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterAnswer | None:
+def _router_answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterAnswer | None:
     """The router's answer on a case; None if it raised or returned another form."""
     try:
         answer = router(case.logits.clone(), case.k, **router_keywords(rule, case))
@@ -110,10 +111,10 @@ def _higher_choice(rule: RouterRule, case: LogitCase) -> Tensor:
 
 def _has_same_bits(router: Router, rule: RouterRule, case: LogitCase) -> bool:
     """Whether every token alone gets the ids and weights that it has in the batch."""
-    together = _answer(router, rule, case)
+    together = _router_answer(router, rule, case)
     for token in range(len(case.logits)):
-        one = replace(case, logits=case.logits[token : token + 1])
-        alone = _answer(router, rule, one)
+        row = replace(case, logits=case.logits[token : token + 1])
+        alone = _router_answer(router, rule, row)
         if together is None or alone is None:
             return False
         same = torch.equal(alone.ids[0], together.ids[token])

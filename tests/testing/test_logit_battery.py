@@ -3,7 +3,7 @@ import torch
 
 from tieline.core.errors import ParameterError
 from tieline.testing import RULES, logit_cases
-from tieline.testing.battery import MANY_ROWS, PATTERNS, SIZES
+from tieline.testing.logit_battery import MANY_ROWS, PATTERNS, SIZES
 
 
 def cases(experts=8, k=2, rule="softmax"):

@@ -1,8 +1,8 @@
 """The tests that `pytest --tieline-router` collects: one per case of the battery."""
 
-from tieline.testing.battery import LogitCase
 from tieline.testing.conformance import Router, check_case
-from tieline.testing.rules import RouterRule
+from tieline.testing.logit_battery import LogitCase
+from tieline.testing.reference_rules import RouterRule
 
 
 def test_router(tieline_case: tuple[Router, RouterRule, LogitCase]) -> None:

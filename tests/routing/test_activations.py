@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tieline.routing.dispatch import ACTIVATIONS
+from tieline.routing.activations import ACTIVATIONS
 
 REFERENCE = {
     "swiglu": lambda a: F.silu(a[0]) * a[1],
@@ -19,7 +19,7 @@ def run(name, pre, grad):
     kept, slope, hidden = pre.clone(), torch.empty_like(grad), torch.empty_like(grad)
     act.forward_for_backward_(kept, slope, hidden)
     again, out = torch.empty_like(hidden), torch.empty_like(pre)
-    act.again_(kept, again)
+    act.hidden_from_kept_(kept, again)
     act.backward_(kept, slope, grad.clone(), out)
     return hidden, again, out
 

@@ -136,7 +136,7 @@ class RouterRule:
         if self.ranked == "logits" and bias is None:
             return torch.zeros_like(size)
         if self.ranked == "softmax":
-            size = size * (1 + _depth(logits, k))
+            size = size * (1 + _threshold_depth(logits, k))
         if bias is not None:
             size = size + bias.double().abs().amax() + self.scores(logits).abs().amax(dim=1)
         return ROUNDINGS * self.roundoff * size.nan_to_num(0.0, posinf=0.0) + SINGLE.tiny
@@ -174,7 +174,7 @@ class RouterRule:
         return topk_mask(-cost, self.k_groups), possible
 
 
-def _depth(logits: Logits, k: int) -> PerToken:
+def _threshold_depth(logits: Logits, k: int) -> PerToken:
     """z_[1] - z_[k]: roundings that the exponential of the threshold loses."""
     top = top_values(logits.double().nan_to_num(nan=-torch.inf), k)
     return (top[:, 0] - top[:, -1]).nan_to_num(0.0, posinf=0.0)
@@ -213,11 +213,11 @@ def rule_named(text: str) -> RouterRule:
     for change in changes:
         key, _, value = change.partition("=")
         require(key in kinds, f"a rule has no field {key!r:.40}; there are {', '.join(kinds)}")
-        values[key] = _value(key, value, type(getattr(rule, key)))
+        values[key] = _rule_field_value(key, value, type(getattr(rule, key)))
     return replace(rule, **values)  # type: ignore[arg-type]
 
 
-def _value(field: str, text: str, kind: type) -> object:
+def _rule_field_value(field: str, text: str, kind: type) -> object:
     """The value of a field of a rule, read from text."""
     if kind is bool:
         require(text in ("true", "false"), f"{field} is true or false, got {text!r:.40}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tieline.analysis.oracles import tie_free_scores, tie_heavy_scores
 from tieline.core.errors import require
-from tieline.testing.rules import RouterRule
+from tieline.testing.reference_rules import RouterRule
 
 SIZES = (
     (2, 1),
@@ -71,61 +71,66 @@ Draw = Callable[[int, int, int, torch.Generator], Tensor]
 """Logits of T tokens and E experts for a k, from a source of random numbers."""
 
 
-def _normal(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _normal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Independent N(0, 1) logits."""
     return torch.randn(tokens, experts, generator=draw)
 
 
-def _negative(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    return _normal(tokens, experts, k, draw) - 50
+def _negative_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Normal logits around -50."""
+    return _normal_logits(tokens, experts, k, draw) - 50
 
 
-def _huge(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _huge_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Logits whose softmax underflows except for one or two."""
-    return 1e4 * _normal(tokens, experts, k, draw)
+    return 1e4 * _normal_logits(tokens, experts, k, draw)
 
 
-def _near_overflow(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _near_overflow_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Between 2·10³⁸ and 3·10³⁸, of both signs."""
     signs = torch.randint(0, 2, (tokens, experts), generator=draw) * 2 - 1
     return signs * (torch.rand(tokens, experts, generator=draw) + 2) * 1e38
 
 
-def _subnormal(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    return 1e-40 * _normal(tokens, experts, k, draw)
+def _subnormal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Normal logits times 10⁻⁴⁰."""
+    return 1e-40 * _normal_logits(tokens, experts, k, draw)
 
 
-def _equal(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """All scores of a token equal: zero, positive or negative."""
     levels = torch.tensor([0.0, 3.7, -11.25]).repeat(tokens // 3 + 1)[:tokens]
     return levels[:, None].expand(tokens, experts).clone()
 
 
-def _nearly_equal(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _nearly_equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """1 plus a few units in the last place."""
     steps = torch.randint(0, 4 * experts, (tokens, experts), generator=draw)
     return 1 + steps * torch.finfo(torch.float32).eps
 
 
-def _bf16_grid(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-    return _normal(tokens, experts, k, draw).bfloat16().float()
+def _bf16_grid_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Normal logits rounded to bfloat16."""
+    return _normal_logits(tokens, experts, k, draw).bfloat16().float()
 
 
-def _coarse_grid(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _coarse_grid_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Quarters, so that most tokens tie."""
-    return (4 * _normal(tokens, experts, k, draw)).round() / 4
+    return (4 * _normal_logits(tokens, experts, k, draw)).round() / 4
 
 
-def _signed_zeros(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _signed_zeros_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Zeros of both signs, a third of them replaced by numbers."""
     signs = torch.randint(0, 2, (tokens, experts), generator=draw) * 2.0 - 1
     numbers = torch.rand(tokens, experts, generator=draw) < 1 / 3
-    return torch.where(numbers, _normal(tokens, experts, k, draw), signs * 0.0)
+    return torch.where(numbers, _normal_logits(tokens, experts, k, draw), signs * 0.0)
 
 
-def _tied(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _tied_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Half of the tokens with a tie of two experts, or of four, across the threshold."""
     seed = int(torch.randint(0, 2**31, (), generator=draw))
     if k == experts:
-        return _coarse_grid(tokens, experts, k, draw)
+        return _coarse_grid_logits(tokens, experts, k, draw)
     halves = [
         tie_heavy_scores(tokens - tokens // 2, experts, k, seed=seed).scores,
         tie_heavy_scores(tokens // 2, experts, k, order=min(3, experts - 1), seed=seed).scores,
@@ -133,46 +138,49 @@ def _tied(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     return torch.cat(halves)
 
 
-def _spaced(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _spaced_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """No two scores nearer than a 512th, all within a range that softmax can hold."""
     seed = int(torch.randint(0, 2**31, (), generator=draw))
     return tie_free_scores(tokens, experts, k, gap=2.0**-9, seed=seed).scores
 
 
-def _masked(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _masked_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Minus infinity for a random set of experts, k or more left."""
     order = torch.rand(tokens, experts, generator=draw).argsort(dim=1)
     left = torch.randint(k, experts + 1, (tokens, 1), generator=draw)
-    return _normal(tokens, experts, k, draw).masked_fill(order >= left, -torch.inf)
+    return _normal_logits(tokens, experts, k, draw).masked_fill(order >= left, -torch.inf)
 
 
-def _too_few_left(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _too_few_left_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Minus infinity for all but 1 to k - 1 experts; for k = 1, all but one."""
     order = torch.rand(tokens, experts, generator=draw).argsort(dim=1)
     left = torch.randint(1, max(k, 2), (tokens, 1), generator=draw)
-    return _normal(tokens, experts, k, draw).masked_fill(order >= left, -torch.inf)
+    return _normal_logits(tokens, experts, k, draw).masked_fill(order >= left, -torch.inf)
 
 
-def _all_masked(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _all_masked_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """Minus infinity for every expert."""
     return torch.full((tokens, experts), -torch.inf)
 
 
-def _one(value: float) -> Draw:
+def _logits_with_one(value: float) -> Draw:
     """Normal logits with one entry of each token replaced."""
 
-    def logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    def logits_with_value(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+        """Normal logits with the value at a random expert of each token."""
         where = torch.randint(0, experts, (tokens, 1), generator=draw)
-        return _normal(tokens, experts, k, draw).scatter(1, where, value)
+        return _normal_logits(tokens, experts, k, draw).scatter(1, where, value)
 
-    return logits
+    return logits_with_value
 
 
-def _all_nan(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+def _all_nan_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
+    """NaN for every expert."""
     return torch.full((tokens, experts), torch.nan)
 
 
 @dataclass(frozen=True)
-class _Pattern:
+class _LogitPattern:
     """How the logits of a case are drawn, and what is asked of them."""
 
     draw: Draw
@@ -180,28 +188,28 @@ class _Pattern:
     tokens: int = ROWS
 
 
-PATTERNS: dict[str, _Pattern] = {
-    "normal": _Pattern(_normal),
-    "negative": _Pattern(_negative),
-    "huge": _Pattern(_huge),
-    "near-overflow": _Pattern(_near_overflow),
-    "subnormal": _Pattern(_subnormal),
-    "equal": _Pattern(_equal),
-    "nearly-equal": _Pattern(_nearly_equal),
-    "tied": _Pattern(_tied),
-    "spaced": _Pattern(_spaced),
-    "bf16-grid": _Pattern(_bf16_grid),
-    "coarse-grid": _Pattern(_coarse_grid),
-    "signed-zeros": _Pattern(_signed_zeros),
-    "masked": _Pattern(_masked),
-    "too-few-left": _Pattern(_too_few_left),
-    "all-masked": _Pattern(_all_masked, asks="valid"),
-    "plus-infinity": _Pattern(_one(torch.inf), asks="valid"),
-    "one-nan": _Pattern(_one(torch.nan), asks="valid"),
-    "all-nan": _Pattern(_all_nan, asks="valid"),
-    "no-rows": _Pattern(_normal, tokens=0),
-    "one-row": _Pattern(_normal, tokens=1),
-    "many-rows": _Pattern(_normal, tokens=MANY_ROWS),
+PATTERNS: dict[str, _LogitPattern] = {
+    "normal": _LogitPattern(_normal_logits),
+    "negative": _LogitPattern(_negative_logits),
+    "huge": _LogitPattern(_huge_logits),
+    "near-overflow": _LogitPattern(_near_overflow_logits),
+    "subnormal": _LogitPattern(_subnormal_logits),
+    "equal": _LogitPattern(_equal_logits),
+    "nearly-equal": _LogitPattern(_nearly_equal_logits),
+    "tied": _LogitPattern(_tied_logits),
+    "spaced": _LogitPattern(_spaced_logits),
+    "bf16-grid": _LogitPattern(_bf16_grid_logits),
+    "coarse-grid": _LogitPattern(_coarse_grid_logits),
+    "signed-zeros": _LogitPattern(_signed_zeros_logits),
+    "masked": _LogitPattern(_masked_logits),
+    "too-few-left": _LogitPattern(_too_few_left_logits),
+    "all-masked": _LogitPattern(_all_masked_logits, asks="valid"),
+    "plus-infinity": _LogitPattern(_logits_with_one(torch.inf), asks="valid"),
+    "one-nan": _LogitPattern(_logits_with_one(torch.nan), asks="valid"),
+    "all-nan": _LogitPattern(_all_nan_logits, asks="valid"),
+    "no-rows": _LogitPattern(_normal_logits, tokens=0),
+    "one-row": _LogitPattern(_normal_logits, tokens=1),
+    "many-rows": _LogitPattern(_normal_logits, tokens=MANY_ROWS),
 }
 """All cases by name."""
 
@@ -229,10 +237,10 @@ def logit_cases(
         require(1 <= k <= experts, f"need 1 <= k <= experts, got {k=} of {experts}")
         for name in names if rule.serves(experts, k) else ():
             if name != "many-rows" or (experts, k) == (many or sizes[0]):
-                yield _case(rule, name, experts, k, seed)
+                yield _draw_case(rule, name, experts, k, seed)
 
 
-def _case(rule: RouterRule, name: str, experts: int, k: int, seed: int) -> LogitCase:
+def _draw_case(rule: RouterRule, name: str, experts: int, k: int, seed: int) -> LogitCase:
     """The case of one name and size."""
     pattern, order = PATTERNS[name], list(PATTERNS).index(name)
     draw = torch.Generator().manual_seed(seed + 1000 * order + 100_003 * experts + 7 * k)
