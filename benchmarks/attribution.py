@@ -27,15 +27,15 @@ from benchmarks.planted import BUGS, CALIBRATION, SHOWN, SOUND, broken, model_of
 from tieline.analysis.alignment import align
 from tieline.analysis.attribution import (
     Expected,
-    allowed,
+    allowed_noise,
     attribute_causes,
     judge_size,
     noise_tolerance,
 )
-from tieline.analysis.comparison import Compared
-from tieline.analysis.model_side import Side, trace_model
+from tieline.analysis.compared_sides import ModelSide, trace_model
+from tieline.analysis.comparison import ComparedRuns
 from tieline.analysis.noise_shapes import find_patterns
-from tieline.analysis.reference_runs import reference_runs
+from tieline.analysis.sound_runs import sound_runs
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band
@@ -53,14 +53,14 @@ class Case:
         self.name, self.seed = name, seed
         self.model = model_of(name, seed)
         self.documents = sequences(tokens, LENGTHS[seed % 3], seed)
-        self.clean = trace_model(Side(self.model), self.documents)
+        self.clean = trace_model(ModelSide(self.model), self.documents)
         self._references = {}
 
     def references(self, name):
         """Sound runs of the model in a format, aligned with the clean run."""
         if name not in self._references:
-            runs = reference_runs(
-                [Side(self.model)], [self.clean], self.documents, Expected(name, "as asked"), 8
+            runs = sound_runs(
+                [ModelSide(self.model)], [self.clean], self.documents, Expected(name, "as asked"), 8
             )
             self._references[name] = [align(self.clean, run, partial=True) for run in runs]
         return self._references[name]
@@ -71,12 +71,14 @@ class Case:
             aligned = align(self.clean, trace)
         except TraceError as problem:
             return dict.fromkeys(WAYS, str(problem))
-        plain = Compared(aligned)
+        plain = ComparedRuns(aligned)
         found = {"traces": causes(plain, None)}
         if expected is not None:
             found["traces, --expect"] = causes(plain, expected)
             tolerance = noise_tolerance(Expected(expected, "as asked"))
-            better = Compared(aligned, references=self.references(expected), tolerance=tolerance)
+            better = ComparedRuns(
+                aligned, references=self.references(expected), tolerance=tolerance
+            )
             found["model, --expect"] = causes(better, expected)
         return found
 
@@ -190,7 +192,7 @@ def calibrate(seeds):
         for how, expected in SOUND.items():
             trace = sound(case.model, case.documents, how, seed)
             aligned = align(case.clean, trace)
-            for effect, size in _effects(Compared(aligned), expected):
+            for effect, size in _effects(ComparedRuns(aligned), expected):
                 effects[effect].append((round(size, 3), name, seed, how))
         print(f"... {name} {seed}", file=sys.stderr, flush=True)
     for effect, found in sorted(effects.items()):
@@ -219,8 +221,8 @@ def _effects(found, expected):
     for one, other in itertools.pairwise(sizes):
         yield "spike", np.nan_to_num(one / other)
     if expected is not None and shapes[0].relative:
-        yield "c of the first layer", 6 * shapes[0].relative / allowed(expected, 0)
-        ratios = [(x.relative or 0) / allowed(expected, i) for i, x in enumerate(shapes)]
+        yield "c of the first layer", 6 * shapes[0].relative / allowed_noise(expected, 0)
+        ratios = [(x.relative or 0) / allowed_noise(expected, i) for i, x in enumerate(shapes)]
         yield "size over limit", max(ratios)
     attributed = [x.attribution for x in found.layers if x.attribution]
     first = sum(x.explained + x.unexplained for x in attributed)

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planted import SHOWN
+from tieline.analysis.compared_sides import ModelSide
 from tieline.analysis.diff import diff_models
-from tieline.analysis.model_side import Side
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.experts import use_experts
@@ -98,9 +98,9 @@ def main():
         other = copy.deepcopy(model)
         use_experts(model, "eager")
         use_experts(other, "grouped_mm")
-        compare(name, "eager, grouped_mm", Side(model), Side(other), sequences)
+        compare(name, "eager, grouped_mm", ModelSide(model), ModelSide(other), sequences)
         use_experts(other, "eager")
-        compare(name, "fp32, bf16 emulated", Side(model), Side(other, "bf16"), sequences)
+        compare(name, "fp32, bf16 emulated", ModelSide(model), ModelSide(other, "bf16"), sequences)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieline.analysis.model_side import Side, trace_model
+from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.models import find_routers
 from tieline.models.demo import demo_text
 from tieline.models.emulate import emulate, state_noise
@@ -160,13 +160,15 @@ def sound(model, documents, how, seed):
     if how.startswith("state noise"):
         generator = torch.Generator().manual_seed(seed)
         with state_noise(model, float(how.split()[-1]), generator, "all"):
-            trace = trace_model(Side(model), documents)
+            trace = trace_model(ModelSide(model), documents)
         return replace(trace, provenance=trace.provenance | {"emulated": how})
     expected, parts = SOUND[how], "others" if "routers in" in how else "all"
     if "grouped_mm" in how:
         use_experts(model, "grouped_mm")
     try:
-        return trace_model(Side(model, None if expected == "fp32" else expected, parts), documents)
+        return trace_model(
+            ModelSide(model, None if expected == "fp32" else expected, parts), documents
+        )
     finally:
         use_experts(model, "eager")
 
@@ -190,14 +192,14 @@ def broken(model, documents, bug, precision, seed):
         return None
     if "tokens shifted" in bug:
         moved = [torch.cat((ids[:1], ids[:-1])) for ids in documents]
-        trace = trace_model(Side(model, precision), moved)
+        trace = trace_model(ModelSide(model, precision), moved)
         return replace(trace, tokens=torch.cat(documents).to(trace.tokens)), None
     with ExitStack() as stack:
         if "mask" in bug:
             stack.enter_context(_leaking_mask(model))
         if "router in fp8" in bug:
             return _one_fp8(model, documents, precision, names, place), names[place]
-        trace = trace_model(Side(model, precision), documents)
+        trace = trace_model(ModelSide(model, precision), documents)
     if "stale choice" in bug:
         trace = _stale_choice(trace, place)
         return None if trace is None else (trace, names[place])
@@ -294,7 +296,7 @@ def _one_fp8(model, documents, precision, names, place):
         if precision is not None:
             stack.enter_context(emulate(model, precision, "all", keep=[names[place]]))
         stack.enter_context(emulate(model, "fp8_e4m3", "router", keep=others))
-        trace = trace_model(Side(model), documents)
+        trace = trace_model(ModelSide(model), documents)
     told = {} if precision is None else {"emulated": precision}
     return replace(trace, provenance=trace.provenance | told)
 

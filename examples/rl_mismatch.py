@@ -18,7 +18,8 @@ import torch
 from safetensors.numpy import save_file
 
 from tieline import Model, diff
-from tieline.analysis.diff import Side, diff_models
+from tieline.analysis.compared_sides import ModelSide
+from tieline.analysis.diff import diff_models
 from tieline.models.demo import demo_text
 from tieline.run.corpus import tokenise
 from tieline.trace import import_trace
@@ -30,7 +31,9 @@ parser.add_argument("tokens", type=int, nargs="?", default=8192, help="of the te
 tokens = parser.parse_args().tokens
 loaded = Model.open()
 rollout = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
-found = diff_models(Side(loaded.module), Side(copy.deepcopy(loaded.module), "bf16"), rollout)
+found = diff_models(
+    ModelSide(loaded.module), ModelSide(copy.deepcopy(loaded.module), "bf16"), rollout
+)
 assert found.traces is not None
 trainer, engine = found.traces
 

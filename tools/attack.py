@@ -59,7 +59,7 @@ LIBRARIES += (
     "tieline.lab.claims",
     "tieline.lab.training.training_run",
 )
-LIBRARIES += ("tieline.analysis.convert", "tieline.report", "tieline.lab.report", "plotly")
+LIBRARIES += ("tieline.analysis.route_files", "tieline.report", "tieline.lab.report", "plotly")
 
 
 @dataclass

@@ -47,7 +47,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import tieline
-from tieline.analysis.convert import convert
+from tieline.analysis.route_files import convert
 from tieline.core.errors import TielineError
 from tieline.core.records import read_result
 from tieline.core.text import printable

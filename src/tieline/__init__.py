@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from tieline.analysis.check import check
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
-    from tieline.analysis.load import load
     from tieline.analysis.monitor import RoutingMonitor
     from tieline.analysis.monitor_trainer import monitor_trainer
     from tieline.analysis.recompute import recompute_check
     from tieline.analysis.rollout import RolloutMismatch
+    from tieline.analysis.route_files import load
     from tieline.analysis.smooth import smooth
     from tieline.core.ranking import gap, stable_topk
     from tieline.lab.on_model.reroute import reroute
@@ -120,7 +120,7 @@ HOMES = {
     "reroute": "tieline.lab.on_model.reroute",
     "smooth": "tieline.analysis.smooth",
     "upcycle": "tieline.lab.on_model.upcycle",
-    "load": "tieline.analysis.load",
+    "load": "tieline.analysis.route_files",
     "capture": "tieline.models.capture",
     "register_family": "tieline.models.families",
     "replay": "tieline.models.replay",

@@ -128,12 +128,12 @@ def test_two_models_are_run_on_the_same_text(run):
 
 
 def test_a_model_beside_an_engine_file_runs_on_the_tokens_of_the_file(run, tmp_path):
-    from tieline.analysis.model_side import Side, trace_model
+    from tieline.analysis.compared_sides import ModelSide, trace_model
     from tieline.models.model import Model
 
     loaded = Model.open()
     ids = torch.arange(3, 99).reshape(2, 48)
-    trace = trace_model(Side(loaded.module), list(ids))
+    trace = trace_model(ModelSide(loaded.module), list(ids))
     keys = {name: getattr(trace, name).numpy() for name in ("tokens", "documents", "positions")}
     save_file({"routed_experts": array_of(trace), **keys}, tmp_path / "engine.safetensors")
     code, out, err = run("demo", tmp_path / "engine.safetensors", "--max-flip", 0, "--json")

@@ -9,7 +9,7 @@ import pytest
 import tieline as tl
 from tests.trace.test_soundness import sound
 from tieline.trace.readers import Routes
-from tieline.trace.repetition import repeated_rows, repetitions
+from tieline.trace.repetition import repeated_rows, repetition_findings
 
 REAL = Path(os.environ.get("TIELINE_DATA", "missing")) / "real-routes"
 needs_logs = pytest.mark.skipif(
@@ -31,12 +31,12 @@ def test_a_warm_up_in_front_of_few_ids_is_found_and_counted(k, layers):
     ids, _ = sound(400, layers, k)
     dummy = np.broadcast_to(np.arange(3, 3 + k), (300, layers, k))
     both = np.concatenate([dummy, ids])
-    finding = cases(repetitions(routes(both)))["warm-up"]
+    finding = cases(repetition_findings(routes(both)))["warm-up"]
     assert (finding.severity, finding.count, finding.total) == ("unsound", 300, 700)
     assert finding.reason == "warm-up"
     assert "--drop warm-up" in finding.cause
     assert repeated_rows(routes(both)).tolist() == [True] * 300 + [False] * 400
-    assert repetitions(routes(ids)) == []
+    assert repetition_findings(routes(ids)) == []
 
 
 def test_sticky_choices_and_a_repeated_token_are_no_warm_up():
@@ -45,13 +45,13 @@ def test_sticky_choices_and_a_repeated_token_are_no_warm_up():
     ids = np.zeros(2000, int)
     for row in range(1, 2000):
         ids[row] = ids[row - 1] if stay[row] else rng.integers(8)
-    assert repetitions(routes(ids[:, None, None])) == []
+    assert repetition_findings(routes(ids[:, None, None])) == []
     ids, tokens = sound(400, 1, 4)
     ids[100:180], tokens[100:180] = ids[100], tokens[100]
-    assert repetitions(routes(ids, tokens=tokens)) == []
-    (finding,) = repetitions(routes(ids))
+    assert repetition_findings(routes(ids, tokens=tokens)) == []
+    (finding,) = repetition_findings(routes(ids))
     assert finding.severity == "suspicious"
-    (finding,) = repetitions(routes(ids, tokens=np.arange(400)))
+    (finding,) = repetition_findings(routes(ids, tokens=np.arange(400)))
     assert finding.severity == "unsound"
 
 
@@ -59,9 +59,11 @@ def test_equal_weights_tell_a_warm_up_from_a_repeated_choice():
     ids, _ = sound(1000, 1, 4)
     ids[:80] = ids[0]
     weights = np.random.default_rng(0).random(ids.shape)
-    assert cases(repetitions(routes(ids, weights=weights)))["warm-up"].severity == "suspicious"
+    assert (
+        cases(repetition_findings(routes(ids, weights=weights)))["warm-up"].severity == "suspicious"
+    )
     weights[:80] = weights[0]
-    assert cases(repetitions(routes(ids, weights=weights)))["warm-up"].severity == "unsound"
+    assert cases(repetition_findings(routes(ids, weights=weights)))["warm-up"].severity == "unsound"
 
 
 def test_exact_ties_of_all_experts_are_named():
@@ -69,27 +71,27 @@ def test_exact_ties_of_all_experts_are_named():
     weights = np.random.default_rng(0).random(ids.shape)
     rows = np.random.default_rng(1).choice(400, 40, replace=False)
     ids[rows], weights[rows] = [[3, 2, 1, 0]], 0.25
-    (finding,) = repetitions(routes(ids, weights=weights))
+    (finding,) = repetition_findings(routes(ids, weights=weights))
     assert (finding.case, finding.count, finding.severity) == ("tied-rows", 40, "unsound")
     assert "exact tie" in finding.message
     assert np.flatnonzero(repeated_rows(routes(ids, weights=weights))).tolist() == sorted(rows)
     uniform = np.full(ids.shape, 0.25)  # a model that weights all experts alike
-    assert repetitions(routes(sound(400, 1, 4)[0], weights=uniform)) == []
+    assert repetition_findings(routes(sound(400, 1, 4)[0], weights=uniform)) == []
 
 
 def test_a_stale_layer_and_copied_layers():
     ids, _ = sound(400, 4, 3)
     stale = ids.copy()
     stale[100:200, 2] = stale[100, 2]
-    (finding,) = repetitions(routes(stale))
+    (finding,) = repetition_findings(routes(stale))
     assert (finding.case, finding.count) == ("layer-run", 100)
     assert "layers.2" in finding.message
     copied = ids.copy()
     copied[:, 3] = copied[:, 1, ::-1]
-    (finding,) = repetitions(routes(copied))
+    (finding,) = repetition_findings(routes(copied))
     assert finding.kind == "copied-layers"
     assert "layers.3 = layers.1" in finding.message
-    assert repetitions(routes(ids)) == []
+    assert repetition_findings(routes(ids)) == []
 
 
 @needs_logs
@@ -102,7 +104,7 @@ def test_a_stale_layer_and_copied_layers():
     ],
 )
 def test_logs_of_real_engines_hold_warm_up_and_exact_ties(tmp_path, name, case, count):
-    from tieline.analysis.convert import convert
+    from tieline.analysis.route_files import convert
 
     file = REAL / f"{name}-layer0.jsonl.gz"
     result = tl.check(file)
@@ -116,9 +118,9 @@ def test_logs_of_real_engines_hold_warm_up_and_exact_ties(tmp_path, name, case, 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stale_layer_beside_one_other_with_k_1(seed):
     ids, _ = sound(800, 2, 1, 16, seed=seed)
-    assert repetitions(routes(ids)) == []
+    assert repetition_findings(routes(ids)) == []
     ids[300:560, 1] = ids[300, 1]
-    finding = cases(repetitions(routes(ids)))["layer-run"]
+    finding = cases(repetition_findings(routes(ids)))["layer-run"]
     assert (finding.severity, finding.evidence["layer"]) == ("unsound", "layers.1")
 
 
@@ -126,4 +128,4 @@ def test_an_expert_that_most_tokens_choose_is_no_stale_layer():
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 16, (3000, 2, 1))
     ids[:, 1, 0] = np.where(rng.random(3000) < 0.8, 3, ids[:, 1, 0])
-    assert repetitions(routes(ids)) == []
+    assert repetition_findings(routes(ids)) == []

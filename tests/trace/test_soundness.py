@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace.readers import ReadOptions, Routes, read_routes
-from tieline.trace.soundness import codes_of, findings, log10_chance
-from tieline.trace.token_fit import token_findings
+from tieline.trace.soundness import codes_of, log10_chance, soundness_findings
+from tieline.trace.token_fit import token_fit_findings
 
 ROWS, LAYERS, K, EXPERTS = 300, 5, 3, 32
 
@@ -25,7 +25,7 @@ IDS, TOKENS = sound()
 
 
 def check(ids, n_experts=None, **known):
-    return findings(Routes(ids, "array", "a", **known), n_experts)
+    return soundness_findings(Routes(ids, "array", "a", **known), n_experts)
 
 
 def only(found, severity="unsound"):
@@ -45,7 +45,7 @@ def only(found, severity="unsound"):
 def test_sound_files_are_called_sound(seed, rows, layers, k, experts, skew, told):
     ids, tokens = sound(rows, layers, k, experts, seed, skew=skew)
     found = check(ids, experts if told else None, tokens=tokens if told else None)
-    found += token_findings(Routes(ids, "array", "a", tokens=tokens))
+    found += token_fit_findings(Routes(ids, "array", "a", tokens=tokens))
     assert {finding.severity for finding in found} <= {"note"}, found
 
 
@@ -181,7 +181,7 @@ def test_rows_that_do_not_fit_their_tokens():
         return check_routes(read_routes(ids, ReadOptions(tokens=documents, start=start)))
 
     def check_routes(routes):
-        return {x.severity: x for x in findings(routes) if x.kind == "row-count"}
+        return {x.severity: x for x in soundness_findings(routes) if x.kind == "row-count"}
 
     assert told(IDS, TOKENS) == {}
     assert "the last token of 1" in told(IDS[:-1], TOKENS)["note"].message
@@ -206,6 +206,6 @@ def test_experts_that_nobody_chose():
 
 
 def test_one_id_everywhere_is_an_array_that_nothing_was_written_to():
-    (finding,) = findings(Routes(np.full((40, 2, 2), 3), "array", "a"))
+    (finding,) = soundness_findings(Routes(np.full((40, 2, 2), 3), "array", "a"))
     assert (finding.case, finding.severity, finding.count) == ("no-layer", "unsound", 2)
     assert "no token was routed" in finding.message

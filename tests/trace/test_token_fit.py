@@ -5,14 +5,14 @@ import pytest
 
 from tests.trace.test_soundness import sound
 from tieline.trace.readers import Routes
-from tieline.trace.token_fit import TokenProfiles, token_findings
+from tieline.trace.token_fit import TokenProfiles, token_fit_findings
 
 DOCUMENTS = np.repeat(range(6), 80)
 
 
 def fit_cases(ids, tokens, documents=None):
     routes = Routes(ids, "array", "a", tokens=tokens, documents=documents)
-    return {finding.case: finding for finding in token_findings(routes)}
+    return {finding.case: finding for finding in token_fit_findings(routes)}
 
 
 @pytest.mark.parametrize("lag", [-3, -1, 1, 2])

@@ -12,9 +12,9 @@ Tokens: by document and position, B shifted by -1, 0 or 1.
 
 Experts: by number, or by the renumbering that `expert_matching` finds in the choices.
 
-`search` judges every shift and pairing on a sample of tokens, by how far the chosen experts agree
-beyond chance once experts are renumbered. The plainest hypothesis stands unless another at least
-halves the disagreement.
+`best_alignment` judges every shift and pairing on a sample of tokens, by how far the chosen experts
+agree beyond chance once experts are renumbered. The plainest hypothesis stands unless another at
+least halves the disagreement.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.analysis.diff_records import Alignment, LayerPair
-from tieline.analysis.expert_matching import ExpertPermutation, have_equal_scores, match_experts
+from tieline.analysis.expert_matching import (
+    ExpertPermutation,
+    estimate_permutation,
+    have_equal_scores,
+)
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
@@ -48,9 +52,9 @@ class Pairing(NamedTuple):
     pairs: tuple[tuple[int, int], ...]
 
 
-def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
+def layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
     """Return all distinct pairings of the layers, the simplest first."""
-    of_a, of_b = layer_numbers(names_a), layer_numbers(names_b)
+    of_a, of_b = numbers_in_layer_names(names_a), numbers_in_layer_names(names_b)
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[Pairing] = []
     if of_a is not None and of_b is not None:
@@ -67,7 +71,7 @@ def pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairing]:
     return [pairing for pairing in candidates if distinct.get(pairing.pairs) is pairing]
 
 
-def layer_numbers(names: Sequence[str]) -> list[int] | None:
+def numbers_in_layer_names(names: Sequence[str]) -> list[int] | None:
     """The number of each layer; None if the names do not give different ones."""
     names_split = [name.split(".") for name in names]
     for depth in range(min(map(len, names_split), default=0)):
@@ -79,7 +83,7 @@ def layer_numbers(names: Sequence[str]) -> list[int] | None:
     return None
 
 
-class RoutedSide(NamedTuple):
+class RoutedTrace(NamedTuple):
     """A trace in which every token is routed in every layer, with counts of what was left out."""
 
     trace: RoutingTrace
@@ -102,14 +106,14 @@ class IdCheck(NamedTuple):
     first: int | None
 
 
-def routed_side(trace: RoutingTrace, side: str) -> RoutedSide:
+def routed_side(trace: RoutingTrace, side: str) -> RoutedTrace:
     """Drop dense layers and unrouted tokens, and count those that an importer dropped before."""
     provenance = trace.provenance
     count, names = provenance.get("tokens_left_out"), provenance.get("layers_left_out")
     tokens = count if isinstance(count, int) else 0
     layers = tuple(map(str, names)) if isinstance(names, list) else ()
     if isinstance(trace.layers, LazyLayers):  # a file holds no -1: it is refused when it is read
-        return RoutedSide(trace, tokens, layers)
+        return RoutedTrace(trace, tokens, layers)
     routed = [_routed_rows(layer, side) for layer in trace.layers]
     dense = [index for index, rows in enumerate(routed) if not rows.any()]
     kept = [index for index in range(len(routed)) if index not in dense]
@@ -119,7 +123,7 @@ def routed_side(trace: RoutingTrace, side: str) -> RoutedSide:
     layers += tuple(trace.layers[index].name for index in dense)
     trace = select_layers(trace, kept) if dense else trace
     missing = int((~everywhere).sum())
-    return RoutedSide(
+    return RoutedTrace(
         select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers
     )
 
@@ -150,12 +154,13 @@ def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
     keys = codes * span + np.concatenate(positions) - low
     split = len(documents[0])
     for side, trace, side_keys in (("A", a, keys[:split]), ("B", b, keys[split:])):
-        _check_unique(side, trace, side_keys)
+        _require_unique_tokens(side, trace, side_keys)
     matched = np.intersect1d(keys[:split], keys[split:], assume_unique=True, return_indices=True)
     return CommonTokens(torch.from_numpy(matched[1]), torch.from_numpy(matched[2]))
 
 
-def _check_unique(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
+def _require_unique_tokens(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
+    """Raise if a document and position occur twice on one side."""
     order = np.argsort(keys, kind="stable")
     twice = np.flatnonzero(np.diff(keys[order]) == 0)
     if len(twice):
@@ -181,7 +186,7 @@ CLEAR = 0.75
 """Agreement beyond chance from which no other hypothesis is tried."""
 
 
-class Hypothesis(NamedTuple):
+class AlignmentHypothesis(NamedTuple):
     """One alignment and how well the choices agree under it, beyond chance: 1 for the same."""
 
     shift: int
@@ -189,7 +194,7 @@ class Hypothesis(NamedTuple):
     agreement: float
 
 
-class Sampled(NamedTuple):
+class SampledChoices(NamedTuple):
     """Chosen experts, and their number, of every layer at the sampled tokens of one shift."""
 
     in_a: list[tuple[np.ndarray, int]]
@@ -198,22 +203,22 @@ class Sampled(NamedTuple):
 
 def sample_choices(
     a: RoutingTrace, b: RoutingTrace, common: dict[int, CommonTokens]
-) -> dict[int, Sampled]:
+) -> dict[int, SampledChoices]:
     """For each shift, the choices of both sides; every layer is read once."""
-    picked = {shift: _sample_tokens(tokens) for shift, tokens in common.items()}
-    sampled = {shift: Sampled([], []) for shift in common}
+    samples = {shift: _sample_tokens(tokens) for shift, tokens in common.items()}
+    sampled = {shift: SampledChoices([], []) for shift in common}
     for layer in a.layers:
-        for shift, tokens in picked.items():
-            sampled[shift].in_a.append(_chosen_experts(layer, tokens.in_a))
+        for shift, tokens in samples.items():
+            sampled[shift].in_a.append(_choices_at_tokens(layer, tokens.in_a))
     for layer in b.layers:
-        for shift, tokens in picked.items():
-            sampled[shift].in_b.append(_chosen_experts(layer, tokens.in_b))
+        for shift, tokens in samples.items():
+            sampled[shift].in_b.append(_choices_at_tokens(layer, tokens.in_b))
     return sampled
 
 
-def search(
-    sampled: dict[int, Sampled], candidates: Sequence[Pairing], base_shift: int
-) -> Hypothesis:
+def best_alignment(
+    sampled: dict[int, SampledChoices], candidates: Sequence[Pairing], base_shift: int
+) -> AlignmentHypothesis:
     """Choose the best hypothesis.
 
     Args:
@@ -234,12 +239,14 @@ def search(
     return best if 1 - best.agreement < 0.5 * (1 - plain.agreement) else plain
 
 
-def _judge_hypothesis(choices: Sampled, shift: int, pairing: Pairing) -> Hypothesis:
+def _judge_hypothesis(choices: SampledChoices, shift: int, pairing: Pairing) -> AlignmentHypothesis:
     """Mean agreement beyond chance over the pairs where it is defined."""
     sides = [(*choices.in_a[i], *choices.in_b[j]) for i, j in pairing.pairs]
-    agreements = [match_experts(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides]
+    agreements = [
+        estimate_permutation(a, b, max(e_a, e_b)).beyond_chance for a, e_a, b, e_b in sides
+    ]
     defined = [agreement for agreement in agreements if agreement is not None]
-    return Hypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
+    return AlignmentHypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
 
 
 def _sample_tokens(common: CommonTokens) -> CommonTokens:
@@ -249,7 +256,8 @@ def _sample_tokens(common: CommonTokens) -> CommonTokens:
     return CommonTokens(common.in_a[step], common.in_b[step])
 
 
-def _chosen_experts(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
+def _choices_at_tokens(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
+    """Chosen experts (tokens, k) of a layer, and its number of experts."""
     facts = layer.facts
     return layer.experts[tokens, : facts.k].long().numpy(), facts.n_experts
 
@@ -258,7 +266,9 @@ RELATED = 0.1
 """Agreement beyond chance below which runs without known token ids count as unrelated."""
 
 
-def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial: bool) -> int:
+def require_equal_sizes(
+    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial: bool
+) -> int:
     """Return the number of experts; raises if the counts differ, or k differs without `partial`.
 
     A number of experts that was inferred from the largest id may be too small.
@@ -287,12 +297,14 @@ def check_sizes(a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], partial
     return max(counts)
 
 
-def check_ids(
+def token_id_shift(
     a: RoutingTrace, b: RoutingTrace, common: Mapping[int, CommonTokens], ids: Mapping[int, IdCheck]
 ) -> int:
     """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
     require(
-        any(len(tokens.in_a) for tokens in common.values()), _no_common_tokens(a, b), TraceError
+        any(len(tokens.in_a) for tokens in common.values()),
+        _no_common_tokens_message(a, b),
+        TraceError,
     )
     if all(check.checked == 0 for check in ids.values()):
         return 0 if len(common[0].in_a) else next(s for s, x in common.items() if len(x.in_a))
@@ -308,17 +320,18 @@ def check_ids(
     )
 
 
-def check_layers(a: RoutingTrace, b: RoutingTrace, pairing: Pairing) -> None:
+def require_paired_layers(a: RoutingTrace, b: RoutingTrace, pairing: Pairing) -> None:
     """Raise if most layers have no partner."""
     fewest = min(len(a.layers), len(b.layers))
     require(
         2 * len(pairing.pairs) >= fewest,
-        f"only {len(pairing.pairs)} layers of A ({_names(a)}) and B ({_names(b)}) match",
+        f"only {len(pairing.pairs)} layers of A ({_layer_name_range(a)}) and B "
+        f"({_layer_name_range(b)}) match",
         TraceError,
     )
 
 
-def check_tokens(
+def require_common_tokens(
     a: RoutingTrace, b: RoutingTrace, common: CommonTokens, unrouted: tuple[int, int], partial: bool
 ) -> None:
     """Refuse if one side lacks more tokens than one per document and those it did not route."""
@@ -338,7 +351,7 @@ def check_tokens(
         )
 
 
-def check_related(
+def require_related_runs(
     pairs: Sequence[LayerPair], beyond: Sequence[float | None], verified: bool
 ) -> None:
     """Refuse runs that agree no more than unrelated ones, unless token ids prove the tokens."""
@@ -354,11 +367,13 @@ def check_related(
     )
 
 
-def _no_common_tokens(a: RoutingTrace, b: RoutingTrace) -> str:
-    return f"A and B have no token in common: {_extent('A', a)}; {_extent('B', b)}"
+def _no_common_tokens_message(a: RoutingTrace, b: RoutingTrace) -> str:
+    """The error for runs whose documents and positions do not overlap."""
+    return f"A and B have no token in common: {_token_extent('A', a)}; {_token_extent('B', b)}"
 
 
-def _extent(side: str, trace: RoutingTrace) -> str:
+def _token_extent(side: str, trace: RoutingTrace) -> str:
+    """Range of documents and positions of one side, as a phrase."""
     if trace.n_tokens == 0:
         return f"{side} is empty"
     columns = (("documents", trace.documents), ("positions", trace.positions))
@@ -366,7 +381,8 @@ def _extent(side: str, trace: RoutingTrace) -> str:
     return f"{side} has {', '.join(ranges)}"
 
 
-def _names(trace: RoutingTrace) -> str:
+def _layer_name_range(trace: RoutingTrace) -> str:
+    """First and last layer name of a trace."""
     names = [layer.name for layer in trace.layers]
     return f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
 
@@ -399,8 +415,8 @@ class Aligned(NamedTuple):
         """The layers of a pair: the same tokens, experts numbered as in A, the same k."""
         i, j = self.pairing.pairs[index]
         about = self.alignment.pairs[index]
-        first = _compared_part(self.a.layers[i], self.common.in_a, about)
-        second = _compared_part(self.b.layers[j], self.common.in_b, about)
+        first = _compared_layer(self.a.layers[i], self.common.in_a, about)
+        second = _compared_layer(self.b.layers[j], self.common.in_b, about)
         numbers = torch.from_numpy(self.numbers[index])
         bias = None if second.bias is None else second.bias[torch.argsort(numbers)]
         return first, replace(second, experts=numbers[second.experts], bias=bias)
@@ -417,23 +433,25 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     """
     side_a, side_b = routed_side(a, "A"), routed_side(b, "B")
     a, b = side_a.trace, side_b.trace
-    broken_a, broken_b = _check_values(a, "A"), _check_values(b, "B")
+    broken_a, broken_b = _unranked_by_layer(a, "A"), _unranked_by_layer(b, "B")
     common = {shift: common_tokens(a, b, shift) for shift in SHIFTS}
     ids = {shift: equal_ids(a, b, tokens) for shift, tokens in common.items()}
-    base = check_ids(a, b, common, ids)
+    base = token_id_shift(a, b, common, ids)
     common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
-    candidates = pairings([x.name for x in a.layers], [x.name for x in b.layers])
-    best = search(sample_choices(a, b, common), candidates, base)
+    candidates = layer_pairings([x.name for x in a.layers], [x.name for x in b.layers])
+    best = best_alignment(sample_choices(a, b, common), candidates, base)
     verified = ids[base].checked > 0
     tokens = common[best.shift]
-    check_layers(a, b, best.pairing)
-    check_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
+    require_paired_layers(a, b, best.pairing)
+    require_common_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
     matches, records = [], []
     for pair in best.pairing.pairs:  # one pair after the other: a file is read once for all three
-        matches.append(_match_pair(a, b, tokens, pair, check_sizes(a, b, pair, partial)))
+        matches.append(
+            _permutation_of_pair(a, b, tokens, pair, require_equal_sizes(a, b, pair, partial))
+        )
         records.append(_pair_record(a, b, pair, matches[-1]))
     pairs = tuple(records)
-    check_related(pairs, [match.beyond_chance for match in matches], verified)
+    require_related_runs(pairs, [match.beyond_chance for match in matches], verified)
     account = _alignment_record((side_a, side_b), tokens, best.shift, best.pairing, pairs)
     denied = verified and best.shift != base
     account = replace(account, ids_checked=ids[base].checked, against_ids=denied)
@@ -442,7 +460,7 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     return Aligned(a, b, tokens, best.pairing, numbers, account, unranked)
 
 
-def _compared_part(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
+def _compared_layer(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -> LayerTrace:
     """Select the compared tokens, the first k experts, scores and weights of a layer."""
     facts = replace(layer.facts, k=about.k, n_experts=about.n_experts)
     weights = None if layer.weights is None else layer.weights[:, : about.k]
@@ -454,7 +472,7 @@ def _compared_part(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) ->
     return take_tokens(lean, tokens)
 
 
-def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
+def _unranked_by_layer(trace: RoutingTrace, side: str) -> dict[int, int]:
     """Refuse impossible values; what is read from a file was checked when it was read.
 
     Returns the layers in which tokens chose an expert of a lower score than one left out, with the
@@ -464,7 +482,7 @@ def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
         return {}
     broken = {}
     for index, layer in enumerate(trace.layers):
-        count = _unranked(layer)
+        count = _count_unranked_tokens(layer)
         if count:
             broken[index] = count
             layer = replace(layer, scores=None)
@@ -472,7 +490,7 @@ def _check_values(trace: RoutingTrace, side: str) -> dict[int, int]:
     return broken
 
 
-def _unranked(layer: LayerTrace) -> int:
+def _count_unranked_tokens(layer: LayerTrace) -> int:
     """Tokens that chose an expert whose score is lower than that of one they did not choose."""
     k = layer.facts.k
     if layer.scores is None or layer.scores.shape[1] == k or not layer.scores.isfinite().any():
@@ -480,19 +498,23 @@ def _unranked(layer: LayerTrace) -> int:
     return int((layer.scores[:, :k].amin(1) < layer.scores[:, k:].amax(1)).sum())
 
 
-def _match_pair(
+def _permutation_of_pair(
     a: RoutingTrace, b: RoutingTrace, common: CommonTokens, pair: tuple[int, int], experts: int
 ) -> ExpertPermutation:
+    """Estimated renumbering of the experts of two paired layers."""
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     chosen_a = first.experts[common.in_a, : first.facts.k].long().numpy()
     chosen_b = second.experts[common.in_b, : second.facts.k].long().numpy()
     scored = first if first.has_gaps else second  # numbers agree where experts are tied
-    return match_experts(chosen_a, chosen_b, experts, lambda i, j: have_equal_scores(scored, i, j))
+    return estimate_permutation(
+        chosen_a, chosen_b, experts, lambda i, j: have_equal_scores(scored, i, j)
+    )
 
 
 def _pair_record(
     a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: ExpertPermutation
 ) -> LayerPair:
+    """Agreement and renumbering of two paired layers, as a record."""
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     moved = np.flatnonzero(match.to_b != np.arange(len(match.to_b)))
     return LayerPair(
@@ -510,12 +532,13 @@ def _pair_record(
 
 
 def _alignment_record(
-    sides: tuple[RoutedSide, RoutedSide],
+    sides: tuple[RoutedTrace, RoutedTrace],
     common: CommonTokens,
     shift: int,
     pairing: Pairing,
     pairs: tuple[LayerPair, ...],
 ) -> Alignment:
+    """How two runs were aligned, with what was left over on each side."""
     a, b = (side.trace for side in sides)
     paired_a, paired_b = {i for i, _ in pairing.pairs}, {j for _, j in pairing.pairs}
     return Alignment(

@@ -22,7 +22,7 @@ for every format: c depends on the model, hardly on the format. Noise beyond 6 �
 than the format explains. Later layers add the noise of those before and are allowed four times as
 much each, up to sixteen times. Sums in float32 depend on their order and length; their ε is allowed
 64 times as much. Where a model is at hand, it runs five times more with its numbers rounded, and
-`reference_excess` judges; beside a single reference run noise may be 1.6 times as large.
+`excess_over_sound_runs` judges; beside a single reference run noise may be 1.6 times as large.
 
 attribute_causes   the answers and the conclusion
 expected_format    the format that the caller names, else the one that both sides recorded
@@ -53,8 +53,8 @@ from tieline.analysis.diff_records import (
     SizeAnswer,
     YesNo,
 )
+from tieline.analysis.excess_over_sound_runs import Excess
 from tieline.analysis.noise_shapes import NoiseShape, find_known_patterns, find_patterns
-from tieline.analysis.reference_excess import Excess
 from tieline.core.setting_fields import require_setting
 from tieline.core.statistics import Estimate
 from tieline.models.formats import OF_ROUTERS
@@ -144,11 +144,11 @@ def recorded_format(side: Mapping[str, object]) -> str | None:
 
 
 def noise_tolerance(expected: Expected | None) -> float:
-    """τ of the expected format (`reference_excess`)."""
+    """τ of the expected format (`excess_over_sound_runs`)."""
     return COARSE if expected is None else TOLERANCES.get(expected.name, COARSE)
 
 
-def allowed(name: str, depth: int) -> float:
+def allowed_noise(name: str, depth: int) -> float:
     """Largest relative noise that a format explains `depth` layers after the first routed one."""
     error = ROUNDING[name] * (SUMS if name == "fp32" else 1.0)
     return LARGEST * error * min(GROWTH**depth, MOST_GROWTH)
@@ -159,7 +159,7 @@ def sizes_like(relative: float) -> tuple[str, ...]:
 
     The finest and the coarsest of them, or one; ("less",) or ("more",) if no format fits.
     """
-    if relative <= allowed("fp32", 0):
+    if relative <= allowed_noise("fp32", 0):
         return ("fp32",)
     fits = [
         name
@@ -187,12 +187,12 @@ def judge_size(
     if excess and expected is not None:
         return _size_of_excess(shapes, excess[0], expected)
     if not measured:
-        too_many = None if excess is not None else _too_many_flips(shapes, expected)
+        too_many = None if excess is not None else _flips_beyond_format(shapes, expected)
         return too_many or SizeAnswer("cannot tell", "no scores")
     loudest = max(measured, key=lambda pair: pair[1].relative or 0.0)[1]
     first = next((x for _, x in measured if x.relative), None)
     if first is None:
-        return _too_many_flips(shapes, expected) or SizeAnswer("yes", "equal")
+        return _flips_beyond_format(shapes, expected) or SizeAnswer("yes", "equal")
     noise = SizeAnswer(
         "cannot tell",
         "not stated",
@@ -208,7 +208,7 @@ def judge_size(
     else:
         known = {"expected": expected.name, "origin": expected.origin}
         answer = replace(noise, answer="yes", kind="reference", **known)
-    too_many = _too_many_flips(shapes, expected) if answer.answer == "yes" else None
+    too_many = _flips_beyond_format(shapes, expected) if answer.answer == "yes" else None
     return too_many or answer
 
 
@@ -218,7 +218,9 @@ MOST_UNKNOWN = 0.85
 in 8 and 4 bits, or if no format is stated, most of them."""
 
 
-def _too_many_flips(shapes: Sequence[NoiseShape], expected: Expected | None) -> SizeAnswer | None:
+def _flips_beyond_format(
+    shapes: Sequence[NoiseShape], expected: Expected | None
+) -> SizeAnswer | None:
     """The answer where flips alone are too many for the format; None where they are not.
 
     Without scores by a stated share. With scores and float32 by the 99.5 % quantile of a Poisson
@@ -241,7 +243,7 @@ def _float32_flips(shape: NoiseShape, depth: int) -> float:
     """Share of the tokens that float32 flips at most, `depth` layers after the first."""
     if shape.density is None:
         return 1.0
-    flips = shape.density * allowed("fp32", depth) / math.sqrt(math.pi)
+    flips = shape.density * allowed_noise("fp32", depth) / math.sqrt(math.pi)
     return float(stats.poisson.ppf(0.995, flips)) / shape.total
 
 
@@ -274,11 +276,11 @@ def _judge_against(
         return replace(
             noise, answer=answer, kind="reference", judged=judged.name, ratio=judged.beyond
         )
-    over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed(expected.name, i)]
+    over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed_noise(expected.name, i)]
     if not over:
         return replace(noise, answer="yes", kind="format")
     depth, judged = over[0]
-    most = allowed(expected.name, depth)
+    most = allowed_noise(expected.name, depth)
     return replace(
         noise,
         answer="no",
@@ -330,7 +332,7 @@ def judge_outputs(
         errors = logits.kl_error, reference.standard_error
         far = FAR_UNKNOWN if None in errors else FAR
         limit = far * (reference.value + ERRORS * (errors[1] or 0.0)) + ERRORS * (errors[0] or 0.0)
-        limit = max(limit, kl_of_noise(allowed("fp32", 2)))
+        limit = max(limit, kl_of_noise(allowed_noise("fp32", 2)))
         answer: YesNo = "no" if logits.kl > limit else "yes"
         return OutputAnswer(answer, logits.kl, limit, reference.value, loss, name)
     relative = _largest_noise(size, name)
@@ -344,11 +346,11 @@ def judge_outputs(
 def _largest_noise(size: SizeAnswer, expected: str | None) -> float | None:
     """Relative noise that the outputs may have; None where nothing says it."""
     if expected is not None:
-        return allowed(expected, 2)
+        return allowed_noise(expected, 2)
     if size.kind == "no scores":
         return None
     measured = max(size.largest or 0.0, size.relative or 0.0)
-    return max(GROWTH * measured, allowed("fp32", 2))
+    return max(GROWTH * measured, allowed_noise("fp32", 2))
 
 
 TOLERATED, FEW = 0.25, 5
@@ -401,7 +403,7 @@ def attribute_causes(
     logits, reference = predictions or (None, None)
     outputs = judge_outputs(logits, reference, size, expected)
     as_expected = size.answer if expected is not None or size.answer == "no" else "cannot tell"
-    conclusion = _conclude(flipped, choice.answer, flips.answer, as_expected, patterns)
+    conclusion = _diff_conclusion(flipped, choice.answer, flips.answer, as_expected, patterns)
     if outputs is not None and outputs.answer == "no" and conclusion not in ACCUSING:
         conclusion = "outputs differ"
     return Causes(
@@ -416,9 +418,10 @@ def attribute_causes(
     )
 
 
-def _conclude(
+def _diff_conclusion(
     flipped: bool, choice: YesNo, flips: YesNo, size: YesNo, patterns: Sequence[Pattern]
 ) -> Conclusion:
+    """The conclusion of the answers to the three questions."""
     if choice == "no":
         return "choice against scores"
     if patterns:
@@ -435,6 +438,7 @@ def _conclude(
 
 
 def _judge_choice(layers: Sequence[LayerDiff], unranked: Sequence[tuple[int, int]]) -> ChoiceAnswer:
+    """Whether each router chooses the largest of its own scores."""
     for layer, counts in zip(layers, unranked, strict=True):
         for side, count in zip("AB", counts, strict=True):
             if count:
@@ -450,6 +454,7 @@ def _lacks_scores(layer: LayerDiff, side: str) -> bool:
 
 
 def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswer:
+    """Whether first flips are as wide as the noise of their own token."""
     attributions = [layer.attribution for layer in layers if layer.attribution is not None]
     blind = next((x for x in layers if x.attribution is None and x.flip.count), None)
     first = sum(x.explained + x.unexplained for x in attributions)
@@ -498,6 +503,7 @@ def _excess_patterns(shapes: Sequence[NoiseShape], excess: Sequence[Excess]) -> 
 
 
 def _judge_shape(shapes: Sequence[NoiseShape], patterns: tuple[Pattern, ...]) -> ShapeAnswer:
+    """Whether the noise lacks any pattern that rounding does not make."""
     if patterns:
         return ShapeAnswer("no", patterns)
     measured = any(shape.relative is not None for shape in shapes)

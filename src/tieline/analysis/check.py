@@ -20,14 +20,14 @@ from tieline.core.setting_fields import SettingError, takes_settings
 from tieline.models.model import Model
 from tieline.run.ranks import Ranks
 from tieline.run.recorder import recorded_routes
-from tieline.trace.agreement import compare
+from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents
 from tieline.trace.record import RoutingTrace
-from tieline.trace.repetition import repetitions
-from tieline.trace.soundness import RouteFinding, findings, route_table
+from tieline.trace.repetition import repetition_findings
+from tieline.trace.soundness import RouteFinding, route_table, soundness_findings
 from tieline.trace.store import load_trace
-from tieline.trace.token_fit import token_findings
+from tieline.trace.token_fit import token_fit_findings
 
 SAMPLE_TOKENS = 2048
 """Tokens that a model routes to be compared with a file."""
@@ -137,7 +137,7 @@ def check(
     for source_routes in read:
         own_findings = _file_findings(source_routes, n_experts)
         if other is not None:
-            own_findings += compare(source_routes, other, n_experts)
+            own_findings += agreement_findings(source_routes, other, n_experts)
         if loaded is not None:
             own_findings, count = _model_findings(source_routes, own_findings, loaded.module)
             compared += count
@@ -156,13 +156,13 @@ def check(
 
 def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     """What the routes themselves show; a repeated row is named once, by its likely cause."""
-    repeated = repetitions(routes, n_experts)
+    repeated = repetition_findings(routes, n_experts)
     named = any(finding.kind == "repeated-rows" for finding in repeated)
-    plain = findings(routes, n_experts)
+    plain = soundness_findings(routes, n_experts)
     if any(finding.case in ("all-ids", "no-layer") for finding in plain):
         return plain
     others = [x for x in plain if not (named and x.kind == "repeated-rows")]
-    return others + repeated + token_findings(routes, n_experts)
+    return others + repeated + token_fit_findings(routes, n_experts)
 
 
 def _checked_routes(source: Any, options: ReadOptions) -> Routes:
@@ -201,11 +201,11 @@ def _model_findings(
 ) -> tuple[list[RouteFinding], int]:
     """Findings with those of a comparison with the model's own routes, and the tokens compared."""
     if any(f.kind == "all-zero" and f.count == f.total for f in own_findings) or routes.problems:
-        return list(own_findings), 0  # there is nothing to compare
+        return list(own_findings), 0  # there is nothing to agreement_findings
     reference = model_routes(routes, model)
     experts = reference.n_experts
     again = _file_findings(routes, experts) if routes.n_experts is None else list(own_findings)
-    return again + compare(routes, reference, experts), len(reference.experts)
+    return again + agreement_findings(routes, reference, experts), len(reference.experts)
 
 
 def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Routes:

@@ -4,12 +4,12 @@ A token flips in a layer if its sets of chosen experts differ: S_A ≠ S_B. Each
 its flips, the weight that moves, the noise of its scores (`score_noise`), the p-values of its first
 flips and the shape of its noise (`noise_shapes`).
 
-compare      align B with A and compare them layer by layer
+compare_runs      align B with A and compare them layer by layer
 token_diff   flips over all layers: first divergent layer, compounding
 diff_result    the `RoutingDiff` with its causes, observations and metrics
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,11 +37,11 @@ from tieline.analysis.diff_records import (
     TokenDiff,
     WeightMoved,
 )
-from tieline.analysis.diff_serving import measured_serving
+from tieline.analysis.excess_over_sound_runs import ComparedTokens, Excess, RunLayer, find_excess
+from tieline.analysis.expert_swaps import expected_swaps, swap_margins, swap_uniformity
 from tieline.analysis.inspect_findings import SEVERITIES
 from tieline.analysis.inspect_records import Observation, Severity
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
-from tieline.analysis.reference_excess import Excess, RunLayer, Tokens, find_excess
 from tieline.analysis.score_noise import (
     FALSE_DISCOVERIES,
     FlipTest,
@@ -51,10 +51,17 @@ from tieline.analysis.score_noise import (
     gap_density,
     layer_noise,
 )
-from tieline.analysis.serving import recommend
-from tieline.analysis.single_swaps import expected_swaps, swap_margins, swap_uniformity
+from tieline.analysis.serving import (
+    Serving,
+    equal_layers,
+    exact_ties,
+    recommend,
+    replay_bytes,
+    router_state,
+)
+from tieline.analysis.settings import SERVED
 from tieline.core.ranking import n_changed
-from tieline.core.statistics import Estimate, clustered_share
+from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 FEWEST_RUNS = 3
@@ -81,7 +88,7 @@ def weight_moved(
     if a.weights is None or b.weights is None or len(flipped) == 0:
         return None
     (weights_a, experts_a), (weights_b, experts_b) = a.combined(), b.combined()
-    of_a, of_b = _normalised(weights_a), _normalised(weights_b)
+    of_a, of_b = _weights_summing_to_one(weights_a), _weights_summing_to_one(weights_b)
     same = experts_a[:, :, None] == experts_b[:, None, :]
     shared = (same * of_b[:, None, :]).sum(2)
     entering = (of_b * ~same.any(1)).sum(1)
@@ -91,7 +98,7 @@ def weight_moved(
     return WeightMoved(moved.mean().item(), p99, moved.max().item(), of_flipped)
 
 
-def _normalised(weights: Tensor) -> Tensor:
+def _weights_summing_to_one(weights: Tensor) -> Tensor:
     """Weights that sum to one; equal ones where all have underflowed."""
     total = weights.double().sum(1, keepdim=True)
     return torch.where(total == 0, 1.0 / weights.shape[1], weights.double() / total)
@@ -142,7 +149,7 @@ def token_diff(
     )
 
 
-def metrics(
+def diff_metrics(
     layers: Sequence[LayerDiff], tokens: TokenDiff, logits: LogitsDiff | None
 ) -> dict[str, float]:
     """The named numbers of `RoutingDiff.metrics`."""
@@ -174,7 +181,7 @@ class _LayerJudgement(NamedTuple):
     swaps: dict[str, Any]
 
 
-class Compared:
+class ComparedRuns:
     """The layers of two aligned runs, and which tokens flip in which.
 
     Attributes:
@@ -216,41 +223,44 @@ class Compared:
         self.near: list[np.ndarray] = []
         flips, layers, judged = [], [], []
         for index in range(len(aligned.alignment.pairs)):
-            flipped, layer, judgement = self._layer(index)
+            flipped, layer, judgement = self._compare_layer(index)
             flips.append(flipped)
             layers.append(layer)
             judged.append(judgement)
         self.flips = torch.stack(flips)
-        self.layers = self._attributed(layers, judged)
+        self.layers = self._with_attributions(layers, judged)
         self.tokens = token_diff(self.flips, self.documents, [x.name for x in self.layers])
         self.excess: tuple[Excess, ...] | None = None
         runs = [x for y in references if len(x := run_layers(y, self._keys)) == len(layers)]
         if len(runs) >= FEWEST_RUNS:
-            self.excess = self._excess(runs, tolerance)
+            self.excess = self._excess_over_sound_runs(runs, tolerance)
         elif runs:
-            self.shapes = _beyond_one_run(self.shapes, self.run, runs[0])
+            self.shapes = _shapes_beyond_one_run(self.shapes, self.run, runs[0])
 
-    def _excess(self, runs: Sequence[list[RunLayer]], tolerance: float) -> tuple[Excess, ...]:
+    def _excess_over_sound_runs(
+        self, runs: Sequence[list[RunLayer]], tolerance: float
+    ) -> tuple[Excess, ...]:
         """Where B exceeds the reference runs, on the tokens that these have."""
         rows = np.flatnonzero(np.all([run[0].flipped >= 0 for run in runs], axis=0))
         traces = [self.aligned.pair(i)[0] for i in range(len(self.layers))]
         ids = self.aligned.a.tokens
-        tokens = Tokens(
+        tokens = ComparedTokens(
             self._keys.documents[rows],
             self._keys.positions[rows],
             None if ids is None else ids[self.aligned.common.in_a].numpy()[rows],
             [x.experts[:, : x.facts.k].numpy()[rows] for x in traces],
             [x.experts.numpy()[rows] for x in traces],
         )
-        taken = [[x.at(rows) for x in run] for run in (self.run, *runs)]
+        taken = [[x.at_tokens(rows) for x in run] for run in (self.run, *runs)]
         return find_excess(taken[0], taken[1:], tokens, tolerance)
 
-    def _layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
+    def _compare_layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
+        """Flips of a pair of layers, its record, and its tested flips if scores allow."""
         a, b = self.aligned.pair(index)
         flipped, changed = set_flips(a, b)
         weight = weight_moved(a, b, flipped)
         status = _unranked_status(self.aligned.unranked[index]) or comparable(a, b)
-        judged = self._judge(a, b, flipped.numpy(), status)
+        judged = self._judge_layer(a, b, flipped.numpy(), status)
         self._earlier = self._earlier | flipped.numpy()
         return (
             flipped,
@@ -269,7 +279,7 @@ class Compared:
             judged,
         )
 
-    def _judge(
+    def _judge_layer(
         self, a: LayerTrace, b: LayerTrace, flipped: np.ndarray, status: str
     ) -> _LayerJudgement | None:
         """Test the first flips of a layer and measure the shape of its noise."""
@@ -279,9 +289,9 @@ class Compared:
         counts: dict[str, Any] = {"flips": float(flipped.mean()), "total": len(flipped)}
         if status != "ok":
             self.shapes.append(NoiseShape(a.name, None, 0, lag=lag, **counts))
-            self.run.append(RunLayer.of(None, flipped))
+            self.run.append(RunLayer.from_noise(None, flipped))
             self._before = None
-            self.near += _near_shares(a, b, flipped & fresh)
+            self.near += _share_nearer_than_flips(a, b, flipped & fresh)
             return None
         noise = layer_noise(a, b)
         bias = _bias_difference(a, b)
@@ -289,13 +299,13 @@ class Compared:
         counts["density"] = gap_density(a, noise.spread)
         self.shapes.append(shape._replace(lag=lag, **counts))
         self._before = (noise.level, chosen_a)
-        self.run.append(RunLayer.of(noise, flipped))
+        self.run.append(RunLayer.from_noise(noise, flipped))
         test = flip_test(a, b, noise, flipped, fresh)
         later = int((flipped & ~fresh).sum())
         swaps = _swap_statistics(a, b, self._keys.documents)
         return _LayerJudgement(test, noise.size(fresh) or 0.0, noise.relative(fresh), later, swaps)
 
-    def _attributed(
+    def _with_attributions(
         self, layers: list[LayerDiff], judged: list[_LayerJudgement | None]
     ) -> list[LayerDiff]:
         """The layers with their attribution: false discoveries are controlled over all of them."""
@@ -303,11 +313,14 @@ class Compared:
         rejected = discoveries(np.concatenate([np.zeros(0), *p_values]), FALSE_DISCOVERIES)
         by_layer = iter(np.split(rejected, np.cumsum([len(p) for p in p_values])))
         return [
-            layer if x is None else replace(layer, attribution=self._attribution(x, next(by_layer)))
+            layer
+            if x is None
+            else replace(layer, attribution=self._layer_attribution(x, next(by_layer)))
             for layer, x in zip(layers, judged, strict=True)
         ]
 
-    def _attribution(self, judged: _LayerJudgement, unexplained: np.ndarray) -> Attribution:
+    def _layer_attribution(self, judged: _LayerJudgement, unexplained: np.ndarray) -> Attribution:
+        """First flips of a layer that its noise explains, and those that it does not."""
         test, count = judged.test, int(unexplained.sum())
         tokens, widths = test.tokens[unexplained], test.margins[unexplained]
         order = np.argsort(-widths, kind="stable")[:MOST_NAMED]
@@ -350,7 +363,7 @@ def _unranked_status(counts: tuple[int, int]) -> str:
     return ""
 
 
-def _near_shares(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
+def _share_nearer_than_flips(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
     """Share of all tokens with a smaller gap, for each first flip; by the side that has scores."""
     able = [layer for layer in (a, b) if layer.has_gaps]
     if not able or not first.any():
@@ -386,11 +399,13 @@ def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
         a, b = aligned.pair(number)
         if comparable(a, b) != "ok":
             return []
-        layers.append(RunLayer.of(layer_noise(a, b), set_flips(a, b)[0].numpy()).at(taken))
+        layers.append(
+            RunLayer.from_noise(layer_noise(a, b), set_flips(a, b)[0].numpy()).at_tokens(taken)
+        )
     return layers
 
 
-def _beyond_one_run(
+def _shapes_beyond_one_run(
     shapes: Sequence[NoiseShape], run: Sequence[RunLayer], reference: Sequence[RunLayer]
 ) -> list[NoiseShape]:
     """The shapes with the noise of B over that of a single reference run, its median."""
@@ -403,14 +418,14 @@ def _beyond_one_run(
     return beyond
 
 
-def compare(
+def compare_runs(
     a: RoutingTrace,
     b: RoutingTrace,
     *,
     partial: bool = False,
     references: Sequence[RoutingTrace] = (),
     expected: Expected | None = None,
-) -> Compared:
+) -> ComparedRuns:
     """Align B with A and compare them layer by layer.
 
     Args:
@@ -422,7 +437,7 @@ def compare(
         expected: that format.
     """
     base = a if recorded_format(a.provenance) == "fp32" else b
-    return Compared(
+    return ComparedRuns(
         align(a, b, partial=partial),
         references=[align(base, reference, partial=True) for reference in references],
         tolerance=noise_tolerance(expected),
@@ -430,7 +445,7 @@ def compare(
 
 
 def diff_result(
-    compared: Compared,
+    compared: ComparedRuns,
     logits: LogitsDiff | None,
     timings: dict[str, float],
     expected: Expected | None = None,
@@ -460,8 +475,8 @@ def diff_result(
     traces = (aligned.a, aligned.b)
     serving = measured_serving(traces, compared.flips.any(0), compared.documents, logits)
     return RoutingDiff(
-        observations=observe(alignment, layers, compared.tokens, logits, causes),
-        metrics=metrics(layers, compared.tokens, logits),
+        observations=diff_observations(alignment, layers, compared.tokens, logits, causes),
+        metrics=diff_metrics(layers, compared.tokens, logits),
         alignment=alignment,
         layers=layers,
         tokens=compared.tokens,
@@ -475,13 +490,66 @@ def diff_result(
     )
 
 
+def served_precision(side: Mapping[str, object]) -> str | None:
+    """Return the served precision in which the whole of a side was computed; None for others."""
+    if " " in str(side.get("emulated", "")):
+        return None  # a part of the model alone
+    recorded = recorded_format(side)
+    return next((name for name, emulated in SERVED.items() if emulated == recorded), None)
+
+
+def measured_serving(
+    traces: tuple[RoutingTrace, RoutingTrace],
+    flipped: Bool[Tensor, " tokens"],
+    documents: Int[Tensor, " tokens"],
+    logits: LogitsDiff | None,
+) -> Serving | None:
+    """Return what the served precision of one side does beside the other in float32.
+
+    None unless one side is in float32, the other in a served precision, routers are not smoothed,
+    and predictions were compared. The KL is that of A to B, whichever is served.
+
+    Args:
+        traces: the routing of A and of B.
+        flipped: tokens that flip in at least one layer.
+        documents: document of each token.
+        logits: how far the final distributions are apart.
+    """
+    sides = [trace.provenance for trace in traces]
+    exact = [recorded_format(side) == "fp32" for side in sides]
+    if logits is None or sum(exact) != 1:
+        return None
+    precision = served_precision(sides[exact.index(False)])
+    if precision is None:
+        return None
+    plain, sign = traces[exact.index(True)], 1.0 if exact[0] else -1.0
+    if any(layer.smoothed for layer in plain.layers):
+        return None  # compared are the k experts of top-k, not those with any weight
+    sequences = len(documents.unique())
+    return Serving(
+        precision=precision,
+        changed=Estimate(
+            flipped.double().mean().item(), clustered_error(flipped.double(), documents)
+        ),
+        kl=Estimate(logits.kl, logits.kl_error),
+        loss=Estimate(sign * (logits.loss_b - logits.loss_a), logits.loss_error),
+        tokens=len(flipped),
+        sequences=sequences,
+        layers=len(plain.layers),
+        replay_bytes=sum(replay_bytes(layer, weights=False) for layer in plain.layers),
+        routers=router_state(plain.layers),
+        equal_layers=equal_layers(plain.layers),
+        exact_ties=exact_ties(plain.layers),
+    )
+
+
 UNRELATED = 0.1
 """Agreement beyond chance below which a pair of layers counts as unrelated."""
 COMPOUNDING = 2.0
 """Flip rate after an earlier flip over that of other tokens from which flips compound."""
 
 
-def observe(
+def diff_observations(
     alignment: Alignment,
     layers: Sequence[LayerDiff],
     tokens: TokenDiff,
@@ -539,6 +607,7 @@ def _unexplained_flips(layers: Sequence[LayerDiff], causes: Causes) -> list[Obse
 
 
 def _unattributed_flips(layers: Sequence[LayerDiff]) -> list[Observation]:
+    """Flips in layers whose scores do not allow a judgement, by reason."""
     counts: dict[str, int] = {}
     for layer in layers:
         if layer.attribution is None and layer.flip.count:
@@ -551,6 +620,7 @@ def _unattributed_flips(layers: Sequence[LayerDiff]) -> list[Observation]:
 
 
 def _unrelated_layers(alignment: Alignment) -> list[Observation]:
+    """Pairs of layers that agree hardly more than chance."""
     return [
         Observation("unrelated", "warning", pair.agreement, pair.name_a)
         for pair in alignment.pairs
@@ -559,6 +629,7 @@ def _unrelated_layers(alignment: Alignment) -> list[Observation]:
 
 
 def _kl_observations(logits: LogitsDiff) -> list[Observation]:
+    """KL of the predictions, and that of tokens with a flip over the others."""
     observations = [Observation("kl", "info", logits.kl)]
     if logits.kl_flipped is not None and logits.kl_unflipped:
         ratio = logits.kl_flipped / logits.kl_unflipped

@@ -12,20 +12,24 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from jaxtyping import Int
 from torch import Tensor
 
 from tieline.analysis.attribution import expected_format, read_format
-from tieline.analysis.comparison import compare, diff_result
+from tieline.analysis.compared_sides import (
+    ModelSide,
+    NamedSide,
+    read_dtype,
+    renumbered_documents,
+    trace_model,
+)
+from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspect_records import Observation
-from tieline.analysis.load import read_routes, source_kind
-from tieline.analysis.model_side import Side, renumbered_documents, trace_model
-from tieline.analysis.reference_runs import REFERENCE_TOKENS, reference_runs
 from tieline.analysis.settings import DiffOptions, DiffSettings
+from tieline.analysis.sound_runs import REFERENCE_TOKENS, sound_runs
 from tieline.analysis.token_distances import (
     DistanceObserver,
     Rows,
@@ -36,10 +40,7 @@ from tieline.analysis.token_distances import (
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.engines.registry import split_side
-from tieline.models.experts import use_experts
-from tieline.models.formats import FORMATS
-from tieline.models.model import Model, ModelSource
+from tieline.models.model import ModelSource
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
 from tieline.run.estimate import announce_total, plan_work
@@ -52,8 +53,6 @@ from tieline.trace.selection import token_sequences
 
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""
-
-EMULATED = "-emulated"
 
 
 @takes_settings(DiffSettings)
@@ -83,7 +82,7 @@ def diff(
         progress: called with stage, done and total while the work goes on.
     """
     settings = DiffSettings.of(settings, options)
-    sides = (_named_side("A", a, settings), _named_side("B", b, settings))
+    sides = (_side_with_settings("A", a, settings), _side_with_settings("B", b, settings))
     kinds = [side.checked_kind() for side in sides]
     _check_parallel(settings.parallel, kinds, sides)
     if settings.expect is not None:
@@ -101,7 +100,7 @@ def diff(
     return replace(result, provenance=facts)
 
 
-def _named_side(name: str, source: Source, settings: DiffSettings) -> "NamedSide":
+def _side_with_settings(name: str, source: Source, settings: DiffSettings) -> NamedSide:
     """One of the two runs, with the settings that are its own."""
     shared = ("device", "trust_remote_code", "stream", "parallel")
     dtype, experts_impl, revision = (
@@ -113,7 +112,7 @@ def _named_side(name: str, source: Source, settings: DiffSettings) -> "NamedSide
 
 
 def _diff_in_process(
-    sides: "tuple[NamedSide, NamedSide]",
+    sides: tuple[NamedSide, NamedSide],
     kinds: Sequence[str],
     settings: DiffSettings,
     progress: Progress | None,
@@ -142,9 +141,7 @@ def _diff_in_process(
     return _diff_traces(first, second, settings)
 
 
-def _check_parallel(
-    parallel: str | None, kinds: Sequence[str], sides: "Sequence[NamedSide]"
-) -> None:
+def _check_parallel(parallel: str | None, kinds: Sequence[str], sides: Sequence[NamedSide]) -> None:
     """Refuse what processes cannot share: engines, saved runs, and rounding of what is cut."""
     if parallel is None:
         return
@@ -167,76 +164,8 @@ def _diff_traces(
     expected = expected_format(settings.expect, a.provenance, b.provenance)
     with one_thread():  # many small operations
         options = {"partial": settings.partial, "references": references, "expected": expected}
-        compared = compare(a, b, **options)
+        compared = compare_runs(a, b, **options)
     return diff_result(compared, None, {"compare": time.perf_counter() - started}, expected)
-
-
-class NamedSide(NamedTuple):
-    """One side as the caller named it, with its settings."""
-
-    side: str
-    source: Any
-    dtype: str
-    experts: str | None
-    revision: str | None
-    load: dict[str, Any]
-
-    @property
-    def kind(self) -> str:
-        """What the side is: "engine", "model", "trace", "file" or "result"."""
-        if split_side(self.source) is not None:
-            return "engine"
-        if isinstance(self.source, str | Path):
-            return source_kind(self.source)
-        return "trace" if isinstance(self.source, RoutingTrace) else "model"
-
-    def checked_kind(self) -> str:
-        """The kind, refused if it is no run or has settings of models without being one."""
-        read_dtype(self.dtype)
-        kind, settings = self.kind, (self.dtype, self.experts, self.revision)
-        require(kind != "result", f"{self.source} is a saved result: diff takes traces and models")
-        end = self.side.lower()
-        if kind == "engine":
-            require_setting(
-                settings[1:] == (None, None),
-                f"{{experts_impl_{end}}} and {{revision_{end}}} are for models, not engines",
-            )
-            return kind
-        require_setting(
-            kind == "model" or settings == ("auto", None, None),
-            f"{{dtype_{end}}}, {{experts_impl_{end}}} and {{revision_{end}}} are for models, and "
-            "{source} is a {kind}",
-            source=f"{self.source!s:.80}",
-            kind=kind,
-        )
-        return kind
-
-    def trace(self, n_experts: int | None, k: int | None) -> RoutingTrace:
-        """The saved run."""
-        if isinstance(self.source, RoutingTrace):
-            return self.source
-        return read_routes(self.source, n_experts, k)
-
-    def opened(self) -> "Side":
-        """The model, ready to run."""
-        dtype, emulated = read_dtype(self.dtype)
-        is_name = isinstance(self.source, str | Path)
-        require_setting(
-            is_name or emulated is not None or dtype == "auto",
-            f"{{dtype_{self.side.lower()}}} {dtype!r} is for a model that is loaded by its name",
-        )
-        options = {"dtype": dtype, "revision": self.revision, **self.load}
-        model = Model.open(self.source, "diff takes a trace, a file of routes, or", **options)
-        use_experts(model.module, self.experts)
-        return Side(model.module, emulated, stream=model.stream, tokenizer=model.tokenizer)
-
-    @property
-    def provenance(self) -> dict[str, object]:
-        """The name of the side, for the record."""
-        if not isinstance(self.source, str | Path):
-            return {}
-        is_model = self.kind in ("model", "engine")
-        return {"model" if is_model else "file": str(self.source)}
 
 
 def _diff_named_models(
@@ -269,7 +198,7 @@ def _diff_named_models(
     return _with_replay(result, replay_split(a, b, ranks))
 
 
-def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple["Side", "Side"]:
+def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple[ModelSide, ModelSide]:
     """Both models, ready to run; a copy of the second if one object shall compute in two ways."""
     sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
     first, second = sides
@@ -278,7 +207,7 @@ def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple["Side", "Side"]:
     return first.opened(), second.opened()
 
 
-def _check_streams(sides: Sequence["Side"], settings: DiffSettings) -> None:
+def _check_streams(sides: Sequence[ModelSide], settings: DiffSettings) -> None:
     """Refuse what needs models in memory, of models that are read layer by layer."""
     both = all(side.stream is not None for side in sides)
     require_setting(both, "both models are streamed, or none ({stream})")
@@ -319,7 +248,7 @@ def _diff_model_and_trace(
     references: list[RoutingTrace] = []
     if parallel not in UNROUNDED and side.stream is None:
         size = settings.batch_size
-        references = reference_runs((side,), (recorded,), sequences, expected, size)
+        references = sound_runs((side,), (recorded,), sequences, expected, size)
     references = [renumbered_documents(run, documents) for run in references]
     return _diff_traces(*traces, settings, references)
 
@@ -331,8 +260,8 @@ REFERENCE_COST = 11.0
 
 
 def diff_models(
-    a: Side,
-    b: Side,
+    a: ModelSide,
+    b: ModelSide,
     sequences: Sequence[Int[Tensor, " _"]],
     *,
     batch_size: int = 8,
@@ -374,20 +303,20 @@ def diff_models(
     beside = DistanceObserver() if distances else None
     if parallel not in UNROUNDED and a.stream is None:
         run = (traces, sequences, expected, batch_size)
-        references = reference_runs((a, b), *run, predictions=beside)
+        references = sound_runs((a, b), *run, predictions=beside)
     reference_kl = None
     if references and beside is not None:
         reference_kl = mean_kl(beside.distances, references[0].documents)
     ran = time.perf_counter()
     with one_thread():
-        compared = compare(*traces, references=references, expected=expected)
+        compared = compare_runs(*traces, references=references, expected=expected)
     timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
     logits = logits_of(compared, distances)
     return diff_result(compared, logits, timings, expected, reference_kl)
 
 
 def _side_by_side(
-    sides: tuple[Side, Side], ranks: Ranks, sizes: tuple[int, int]
+    sides: tuple[ModelSide, ModelSide], ranks: Ranks, sizes: tuple[int, int]
 ) -> tuple[Plan, list[Rows]]:
     """Passes of two models over the same batches, and those that belong together.
 
@@ -414,24 +343,15 @@ def _side_by_side(
     return Plan((Phase("forward", cut, passes, logits="optional"),)), split
 
 
-def read_dtype(dtype: str) -> tuple[str, str | None]:
-    """Return the dtype to load a model in, and the format to emulate in it, if any."""
-    if not dtype.endswith(EMULATED):
-        return dtype, None
-    name = dtype.removesuffix(EMULATED)
-    names = ", ".join(f"{format_name}{EMULATED}" for format_name in FORMATS)
-    require(name in FORMATS, f"no format {dtype!r}: emulated are {names}")
-    return "fp32", name
-
-
 def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
     """Raise if the sequences differ; the error names the first token that does."""
     for number, (first, second) in enumerate(zip(a, b, strict=False)):
         for position, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
-            _require_equal(f"sequence {number}, token {position} is", x, y)
-        _require_equal(f"sequence {number} has", len(first), len(second), " tokens")
-    _require_equal("the text has", len(a), len(b), " sequences")
+            _require_same_tokenisation(f"sequence {number}, token {position} is", x, y)
+        _require_same_tokenisation(f"sequence {number} has", len(first), len(second), " tokens")
+    _require_same_tokenisation("the text has", len(a), len(b), " sequences")
 
 
-def _require_equal(fact: str, a: int, b: int, unit: str = "") -> None:
+def _require_same_tokenisation(fact: str, a: int, b: int, unit: str = "") -> None:
+    """Raise if a count or token id differs between the sides."""
     require(a == b, f"different tokenisations: {fact} {a}{unit} in A, {b} in B", TraceError)

@@ -32,13 +32,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tieline.analysis.attribution import ROUNDING, Expected, read_format, recorded_format
-from tieline.analysis.comparison import compare, diff_result
-from tieline.analysis.diff import NamedSide
+from tieline.analysis.compared_sides import ModelSide, NamedSide, trace_side
+from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspect_records import Observation
-from tieline.analysis.model_side import Side, trace_side
-from tieline.analysis.reference_runs import reference_runs
 from tieline.analysis.settings import DiffSettings
+from tieline.analysis.sound_runs import sound_runs
 from tieline.analysis.token_distances import (
     TokenDistances,
     check_logits,
@@ -76,11 +75,11 @@ class _SideRun:
 
     trace: RoutingTrace
     logprobs: Tensor | None = None
-    side: Side | None = None
+    side: ModelSide | None = None
 
 
 @dataclass(frozen=True)
-class _Job:
+class _EngineJob:
     """What both sides run, and how.
 
     Attributes:
@@ -105,7 +104,7 @@ def diff_engines(
     shape = settings.n_experts, settings.k
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
     models = {x.side: x.opened() for x in sides if x.kind == "model"}
-    job = _job(sides, traces, models, settings, progress)
+    job = _engine_job(sides, traces, models, settings, progress)
     runs = []
     for side in sides:
         if side.side in traces:
@@ -115,7 +114,7 @@ def diff_engines(
         else:
             runs.append(_run_engine(side, job))
     before = time.perf_counter()
-    result = _compared(sides, runs[0], runs[1], job)
+    result = _compare_engine_runs(sides, runs[0], runs[1], job)
     timings = {"run": before - started, "compare": time.perf_counter() - before}
     facts = {"text": job.documents.origin, "tokens": job.documents.tokens}
     return replace(result, timings=timings, provenance=result.provenance | facts)
@@ -140,15 +139,15 @@ def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
         find_python(engine_named(engine), settings.engine_python)
 
 
-def _job(
+def _engine_job(
     sides: Sequence[NamedSide],
     traces: dict[str, RoutingTrace],
-    models: dict[str, Side],
+    models: dict[str, ModelSide],
     settings: DiffSettings,
     progress: Progress | None,
-) -> _Job:
+) -> _EngineJob:
     """The tokens of the trace, or of the text cut by the tokenizer of a side."""
-    tokenizer = _tokenizer(sides, models, settings.tokenizer)
+    tokenizer = _tokenizer_of_sides(sides, models, settings.tokenizer)
     if traces:
         require_setting(
             settings.text is None,
@@ -156,19 +155,22 @@ def _job(
         )
         vocabulary = None if tokenizer is None else vocabulary_sample(tokenizer)
         documents = TokenDocuments.of_trace(next(iter(traces.values())), vocabulary)
-        return _Job(documents, False, settings, progress)
+        return _EngineJob(documents, False, settings, progress)
     require_setting(
         tokenizer is not None,
         "no side has a tokenizer of transformers: name a model that has one by {tokenizer}",
     )
     assert tokenizer is not None
-    most = min([settings.sequence_length, *_contexts(sides, models)])
+    most = min([settings.sequence_length, *_context_lengths(sides, models)])
     documents = TokenDocuments.of_text(tokenizer, settings.text, settings.tokens, most)
     predictions = documents.tokens * len(tokenizer) <= MOST_PREDICTIONS
-    return _Job(documents, predictions, settings, progress)
+    return _EngineJob(documents, predictions, settings, progress)
 
 
-def _tokenizer(sides: Sequence[NamedSide], models: dict[str, Side], asked: str | None) -> Any:
+def _tokenizer_of_sides(
+    sides: Sequence[NamedSide], models: dict[str, ModelSide], asked: str | None
+) -> Any:
+    """Tokenizer that was asked for, else that of a model or engine; None if none has one."""
     if asked is not None:
         return load_tokenizer(asked)
     for model in models.values():
@@ -180,7 +182,7 @@ def _tokenizer(sides: Sequence[NamedSide], models: dict[str, Side], asked: str |
     return None
 
 
-def _contexts(sides: Sequence[NamedSide], models: dict[str, Side]) -> list[int]:
+def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -> list[int]:
     """Longest documents that the models take, as far as they tell."""
     lengths = [default_length(side.model, 1 << 30) for side in models.values()]
     for side in sides:
@@ -192,7 +194,7 @@ def _contexts(sides: Sequence[NamedSide], models: dict[str, Side]) -> list[int]:
     return lengths
 
 
-def _run_engine(side: NamedSide, job: _Job) -> _SideRun:
+def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
     """Run an engine."""
     engine_side = split_side(side.source)
     assert engine_side is not None
@@ -208,17 +210,17 @@ def _run_engine(side: NamedSide, job: _Job) -> _SideRun:
     return _SideRun(done.trace, logprobs)
 
 
-def _run_model(side: Side, job: _Job) -> _SideRun:
+def _run_model(side: ModelSide, job: _EngineJob) -> _SideRun:
     """Run a model of transformers and keep its log-probabilities, if they are asked for."""
     ranks = Ranks.of(None, list(stacked_batches(job.documents.sequences, job.settings.batch_size)))
-    predictions = _Predictions()
+    predictions = _LogProbabilities()
     observers = [predictions] if job.predictions else []
     trace = trace_side(side, ranks, observers, job.progress)
     rows = predictions.rows
     return _SideRun(job.documents.numbered(trace), torch.cat(rows) if rows else None, side)
 
 
-class _Predictions(Observer):
+class _LogProbabilities(Observer):
     """Log-probabilities of all tokens, pass by pass."""
 
     def __init__(self) -> None:
@@ -231,17 +233,22 @@ class _Predictions(Observer):
             self.rows.append(rows.float().cpu())
 
 
-def _compared(sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job) -> RoutingDiff:
-    expected = _expected(job.settings.expect, a.trace, b.trace)
+def _compare_engine_runs(
+    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _EngineJob
+) -> RoutingDiff:
+    """Compare two runs, with what format and engine add to a quantised one."""
+    expected = _expected_by_sides(job.settings.expect, a.trace, b.trace)
     dequantised = _dequantised_run(sides, a, b, job)
     references = _reference_traces(a, b, dequantised, expected, job)
     with one_thread():
         options = {"partial": job.settings.partial, "references": references, "expected": expected}
-        compared = compare(a.trace, b.trace, **options)
-    result = diff_result(compared, logits_of(compared, _distances(a, b, job)), {}, expected)
+        compared = compare_runs(a.trace, b.trace, **options)
+    result = diff_result(
+        compared, logits_of(compared, _prediction_distances(a, b, job)), {}, expected
+    )
     if dequantised is None:
         return result
-    return _with_mismatched(_with_split(result, a, b, dequantised, job), dequantised)
+    return _with_mismatched(_with_dequantised_split(result, a, b, dequantised, job), dequantised)
 
 
 def _with_mismatched(result: RoutingDiff, dequantised: "_DequantisedRun") -> RoutingDiff:
@@ -266,7 +273,7 @@ def _reference_traces(
     b: _SideRun,
     dequantised: "_DequantisedRun | None",
     expected: Expected | None,
-    job: _Job,
+    job: _EngineJob,
 ) -> list[RoutingTrace]:
     """Runs whose noise is what the expected format makes of this model; empty without one.
 
@@ -284,7 +291,7 @@ def _reference_traces(
     traces = tuple(x.trace for x in models)
     size, emulated = job.settings.batch_size, _emulated_parts(a, b, expected)
     sequences = job.documents.sequences
-    runs = reference_runs(sides, traces, sequences, expected, size, emulated)
+    runs = sound_runs(sides, traces, sequences, expected, size, emulated)
     return [job.documents.numbered(run) for run in runs]
 
 
@@ -298,18 +305,18 @@ class _DequantisedRun:
     mismatched: tuple[tuple[str, float], ...] = ()
 
 
-def _expected(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
+def _expected_by_sides(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
     """The format that was asked for, else the coarser of those that both sides recorded."""
     if asked is not None:
         return Expected(read_format(asked), "as asked")
-    formats = [_rounding(x) for x in (a, b)]
+    formats = [_rounding_of_products(x) for x in (a, b)]
     recorded = [x for x in formats if x is not None]
     if len(recorded) < 2:
         return None
     return Expected(max(recorded, key=list(ROUNDING).index), "as both sides recorded")
 
 
-def _rounding(trace: RoutingTrace) -> str | None:
+def _rounding_of_products(trace: RoutingTrace) -> str | None:
     """The format whose noise the products of a side make; an engine may store another."""
     stated = str(trace.provenance.get("rounding"))
     return stated if stated in ROUNDING else recorded_format(trace.provenance)
@@ -318,13 +325,13 @@ def _rounding(trace: RoutingTrace) -> str | None:
 def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Region | None:
     """Whether the side in the expected format leaves its routers in float32."""
     for run in (a, b):
-        same = expected is not None and _rounding(run.trace) == expected.name
+        same = expected is not None and _rounding_of_products(run.trace) == expected.name
         if same and run.trace.provenance.get("router") == "fp32":
             return "others"
     return None
 
 
-def _distances(a: _SideRun, b: _SideRun, job: _Job) -> list[TokenDistances] | None:
+def _prediction_distances(a: _SideRun, b: _SideRun, job: _EngineJob) -> list[TokenDistances] | None:
     """Distances of the predictions, document by document; None where a side has none."""
     if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
         return None
@@ -339,7 +346,7 @@ def _distances(a: _SideRun, b: _SideRun, job: _Job) -> list[TokenDistances] | No
 
 
 def _dequantised_run(
-    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _Job
+    sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _EngineJob
 ) -> _DequantisedRun | None:
     """The dequantised weights in transformers; None if no side is quantised or none is a model."""
     if not job.settings.dequantise:
@@ -354,27 +361,27 @@ def _dequantised_run(
         engine, source = engine_side[0], engine_model(engine_side[1])
         python = job.settings.engine_python
         rebuilt = dequantised_model(other.side.model, engine, source, python)
-        ran = _run_model(Side(rebuilt.model), job)
+        ran = _run_model(ModelSide(rebuilt.model), job)
         return _DequantisedRun(ran, rebuilt.bits, side.side, rebuilt.mismatched)
     return None
 
 
-def _with_split(
+def _with_dequantised_split(
     result: RoutingDiff,
     a: _SideRun,
     b: _SideRun,
     dequantised: _DequantisedRun,
-    job: _Job,
+    job: _EngineJob,
 ) -> RoutingDiff:
     """The result with what the format costs and what the engine adds."""
     ran, side = dequantised.ran, dequantised.side
     original, engine = (b, a) if side == "A" else (a, b)
     with one_thread():
-        by_format = compare(original.trace, ran.trace)
-        by_engine = compare(ran.trace, engine.trace)
+        by_format = compare_runs(original.trace, ran.trace)
+        by_engine = compare_runs(ran.trace, engine.trace)
     logits = (
-        logits_of(by_format, _distances(original, ran, job)),
-        logits_of(by_engine, _distances(ran, engine, job)),
+        logits_of(by_format, _prediction_distances(original, ran, job)),
+        logits_of(by_engine, _prediction_distances(ran, engine, job)),
     )
     format_kl, engine_kl = (None if x is None else x.kl for x in logits)
     split = DequantisedSplit(
@@ -410,7 +417,7 @@ MOST_PARAMETERS = 4_000_000_000
 INDEX = "model.safetensors.index.json"
 
 
-class Dequantised(NamedTuple):
+class DequantisedModel(NamedTuple):
     """A model with dequantised weights.
 
     Attributes:
@@ -427,7 +434,7 @@ class Dequantised(NamedTuple):
 
 def dequantised_model(
     model: nn.Module, engine: str, quantised: str, python: str | Path | None = None
-) -> Dequantised:
+) -> DequantisedModel:
     """Return a copy of a model with the weights of its quantised form.
 
     Args:
@@ -446,7 +453,7 @@ def dequantised_model(
             fits = tuple(array.shape) == shapes[key]
             message = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
             require(fits, f"{message}: it is of another model", TraceError)
-        mismatched = _mismatched(folder, arrays)
+        mismatched = _mismatched_tensors(folder, arrays)
         for old in (*folder.glob("*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)
         tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
@@ -454,10 +461,12 @@ def dequantised_model(
         copy = type(original).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     bits = facts.get("bits")
     bits_per_weight = float(bits) if isinstance(bits, int | float) else None
-    return Dequantised(copy.eval(), bits_per_weight, mismatched)
+    return DequantisedModel(copy.eval(), bits_per_weight, mismatched)
 
 
-def _mismatched(folder: Path, arrays: Mapping[str, np.ndarray]) -> tuple[tuple[str, float], ...]:
+def _mismatched_tensors(
+    folder: Path, arrays: Mapping[str, np.ndarray]
+) -> tuple[tuple[str, float], ...]:
     """Tensors whose relative error no format explains, the largest error first."""
     errors: dict[str, float] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -64,7 +64,7 @@ def co_occurrence(
     return np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
 
 
-def match_experts(
+def estimate_permutation(
     in_a: Int[np.ndarray, "tokens k_a"],
     in_b: Int[np.ndarray, "tokens k_b"],
     experts: int,
@@ -82,22 +82,23 @@ def match_experts(
     identity, sizes = np.arange(experts), (len(in_a), min(in_a.shape[1], in_b.shape[1]))
     if experts > MOST_MATCHED:
         common = int((in_a[:, :, None] == in_b[:, None, :]).sum())
-        return _matching(identity, common, loads, sizes, 0)
+        return _permutation_agreement(identity, common, loads, sizes, 0)
     table = co_occurrence(in_a, in_b, experts)
     bonus = table * (experts + 1) + np.eye(experts, dtype=np.int64)  # of equals, the identity
     best = linear_sum_assignment(bonus, maximize=True)[1]
     together = co_occurrence(in_a, in_a, experts)
 
-    def tied(i: int, j: int) -> bool:
-        joined = _has_evidence(i, j, together, loads[:1] * 2, len(in_a))
+    def tied_or_joined(i: int, j: int) -> bool:
+        """Whether A scores two experts alike, or chooses them together."""
+        joined = _is_moved_together(i, j, together, loads[:1] * 2, len(in_a))
         return bool(joined) or are_tied(i, j)
 
-    best = _without_ties(best, table, loads, tied)
+    best = _without_ties(best, table, loads, tied_or_joined)
     to_b, unseen = _supported_cycles(best, table, loads, len(in_a))
-    return _matching(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
+    return _permutation_agreement(to_b, int(table[identity, to_b].sum()), loads, sizes, unseen)
 
 
-def _matching(
+def _permutation_agreement(
     to_b: np.ndarray, common: int, loads: list[np.ndarray], sizes: tuple[int, int], unseen: int
 ) -> ExpertPermutation:
     """Agreement and chance of a matching; `sizes` are tokens and experts per token."""
@@ -114,7 +115,7 @@ def _without_ties(
 ) -> np.ndarray:
     """The assignment without cycles of tied experts, which any noise exchanges."""
     to_b = best.copy()
-    for cycle in _cycles(best):
+    for cycle in _permutation_cycles(best):
         kept, moved = table[cycle, cycle].sum(), table[cycle, best[cycle]].sum()
         apart = min(load[cycle].sum() for load in loads)
         halved = apart - moved < 0.5 * (apart - kept)
@@ -128,8 +129,8 @@ def _supported_cycles(
 ) -> tuple[np.ndarray, int]:
     """Keep the cycles of `best` that all evidence supports; also count experts without evidence."""
     to_b, unseen = np.arange(len(best)), 0
-    for cycle in _cycles(best):
-        witness = [_has_evidence(i, int(best[i]), table, loads, tokens) for i in cycle]
+    for cycle in _permutation_cycles(best):
+        witness = [_is_moved_together(i, int(best[i]), table, loads, tokens) for i in cycle]
         supported = [agrees for agrees in witness if agrees is not None]
         if supported and all(supported):
             to_b[cycle] = best[cycle]
@@ -137,7 +138,7 @@ def _supported_cycles(
     return to_b, unseen
 
 
-def _has_evidence(
+def _is_moved_together(
     i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> bool | None:
     """Whether κ > 1/2; None if the expert is too rare on one side."""
@@ -148,7 +149,7 @@ def _has_evidence(
     return both - chance > 0.5 * (most - chance) or both == n == m
 
 
-def _cycles(permutation: np.ndarray) -> list[list[int]]:
+def _permutation_cycles(permutation: np.ndarray) -> list[list[int]]:
     """Cycles of more than one element."""
     left, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
     while left:

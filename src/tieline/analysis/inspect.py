@@ -39,8 +39,8 @@ from tieline.analysis.inspect_records import (
 from tieline.analysis.jump import JumpSettings, jumps_with_losses, measure_jumps
 from tieline.analysis.jump_samples import BlockSampler
 from tieline.analysis.linear_routers import linear_weights
-from tieline.analysis.load import load, source_kind
-from tieline.analysis.rounded_runs import SERVED_TOKENS, ServedRuns, measure_serving
+from tieline.analysis.precision_noise import SERVED_TOKENS, ServedRuns, measure_serving
+from tieline.analysis.route_files import load, source_kind
 from tieline.analysis.serving import served_rounding
 from tieline.analysis.settings import InspectOptions, InspectSettings
 from tieline.core.errors import ParameterError, require

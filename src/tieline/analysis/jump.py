@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
 from tieline.analysis.inspect_records import (
     GapJumpTable,
     JumpMeasures,
@@ -33,7 +34,6 @@ from tieline.analysis.inspect_records import (
     LossJumps,
 )
 from tieline.analysis.jump_samples import BlockSample, BlockSampler
-from tieline.analysis.swapped_choice import recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
 from tieline.measure.measures import gap_status

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.jump import relative_change
-from tieline.analysis.predicted_flips import Chance, predicted_flips
+from tieline.analysis.predicted_flips import FlipChance, predicted_flips
 from tieline.core.errors import TielineError
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
@@ -174,7 +174,7 @@ class LocalEffects(Observer):
 
     def _predicted(
         self, layer: LayerTrace, router: nn.Module, call: Call
-    ) -> dict[Perturbation, Chance | None]:
+    ) -> dict[Perturbation, FlipChance | None]:
         """Predicted chances of a call's tokens, by perturbation."""
         if layer.smoothed:  # its experts change at the ends of its band, not at ties
             return dict.fromkeys(self._perturbations)
@@ -253,7 +253,10 @@ def chosen_mask(
 
 
 def _add_flips(
-    effect: LocalEffect, share: Float[Tensor, "rows length"], repeats: int, chance: Chance | None
+    effect: LocalEffect,
+    share: Float[Tensor, "rows length"],
+    repeats: int,
+    chance: FlipChance | None,
 ) -> None:
     """Add the flips of one call, counted and predicted."""
     if chance is not None:

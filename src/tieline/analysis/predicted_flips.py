@@ -3,7 +3,7 @@
 For a router that is perturbed on clean inputs:
 
 score noise    the quadrature of Def. 6.2 with σ
-state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean over experts
+state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean_flip_rate over experts
 rounding       the same with the noise of a product of rounded numbers, then rounding of the
                result (Def. 7.5): σ_i² = Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²
 
@@ -35,7 +35,7 @@ from tieline.trace.record import LayerTrace
 PerToken = Float[Tensor, " tokens"]
 
 
-class Chance(NamedTuple):
+class FlipChance(NamedTuple):
     """Limits of the probability that each token's experts change."""
 
     low: PerToken
@@ -47,7 +47,7 @@ def predicted_flips(
     router: nn.Module,
     inputs: Float[Tensor, "tokens dim"],
     perturbations: Sequence[Perturbation],
-) -> dict[Perturbation, Chance | None]:
+) -> dict[Perturbation, FlipChance | None]:
     """The chance of each token to flip, by perturbation; None where the logits are no one product.
 
     What does not depend on the perturbation is computed once, and noise of several sizes together.
@@ -61,9 +61,9 @@ def predicted_flips(
     view = logit_view(layer)
     if view.scores.shape[1] <= layer.facts.k:
         never = torch.zeros(len(view.scores), dtype=torch.float64)
-        return dict.fromkeys(perturbations, Chance(never, never))
+        return dict.fromkeys(perturbations, FlipChance(never, never))
     product = _router_product(layer, router, inputs)
-    chances: dict[Perturbation, Chance | None] = dict.fromkeys(perturbations)
+    chances: dict[Perturbation, FlipChance | None] = dict.fromkeys(perturbations)
     for kind in ("score noise", "state noise"):
         some = [perturbation for perturbation in perturbations if perturbation.kind == kind]
         if some and (kind == "score noise" or product is not None):
@@ -83,7 +83,7 @@ class RouterProduct(NamedTuple):
     Attributes:
         inputs: x (T, D).
         weights: w (E, D).
-        spread: (w_id - w̄_d)², w̄ the mean over experts.
+        spread: (w_id - w̄_d)², w̄ the mean_flip_rate over experts.
         experts: the expert of each kept rank.
     """
 
@@ -116,7 +116,7 @@ def chances_by_noise(
     view: LogitView,
     noise: Float[Tensor, "tokens ranks"] | float,
     sizes: Sequence[float],
-) -> list[Chance]:
+) -> list[FlipChance]:
     """Limits under independent normal noise c σ of the kept logits, for each c of `sizes`."""
     k = layer.facts.k
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
@@ -126,14 +126,16 @@ def chances_by_noise(
     )
     at_threshold = noise[:, k - 1] if isinstance(noise, Tensor) else noise
     return [
-        Chance(low, _chance_with_groups(high, layer, size * view.threshold_slope * at_threshold))
+        FlipChance(
+            low, _chance_with_groups(high, layer, size * view.threshold_slope * at_threshold)
+        )
         for low, high, size in zip(*limits, sizes, strict=True)
     ]
 
 
 def _chance_by_rounding(
     layer: LayerTrace, view: LogitView, product: RouterProduct, number_format: Format
-) -> Chance:
+) -> FlipChance:
     """Limits under a product of rounded inputs and weights (Def. 7.5)."""
     (x, w, spread, ids), k = product, layer.facts.k
     variance = x.square() @ (number_format.weights(w) - w).square().T
@@ -150,7 +152,7 @@ def _chance_by_rounding(
     inner = product_flips(view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None)
     inner = inner.clamp(0, 1)
     of_groups = (noise[:, k - 1].square() + step.square() / 12).sqrt() * view.threshold_slope
-    return Chance(inner, _chance_with_groups(inner, layer, of_groups))
+    return FlipChance(inner, _chance_with_groups(inner, layer, of_groups))
 
 
 def _chance_with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
@@ -184,10 +186,11 @@ def sigma_for_flips(
         sigmas = [sigma for sigma in alone.values() if sigma is not None]
         start = sum(sigmas) / len(sigmas) if sigmas else 0.01
 
-        def mean(sigma: float) -> float:
+        def mean_flip_rate(sigma: float) -> float:
+            """Predicted flip rate at σ, averaged over layers."""
             return sum(_flip_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
-        return SigmaForFlips(share, solve_increasing(mean, share, start), alone)
+        return SigmaForFlips(share, solve_increasing(mean_flip_rate, share, start), alone)
 
 
 def solve_increasing(

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.comparison import Compared
+from tieline.analysis.comparison import ComparedRuns
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
 from tieline.core.errors import TielineError, UnsupportedModelError, require
 from tieline.core.statistics import Estimate, clustered_error, k3
@@ -70,23 +70,23 @@ def check_logits(
     row, position = (int(x) for x in wrong.nonzero()[0])
     raise TielineError(
         f"the logits of {side} are NaN or infinite at {int(wrong.sum())} of {wrong.numel()} tokens "
-        f"of a batch, first at token {position} of its row {row}{_origin(model)}"
+        f"of a batch, first at token {position} of its row {row}{_nonfinite_origin(model)}"
     )
 
 
-def _origin(model: nn.Module | None) -> str:
+def _nonfinite_origin(model: nn.Module | None) -> str:
     """Which weight is not finite or, if all are, after which router values overflow."""
     if model is None:
         return ""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    broken = [name for name, x in tensors if not x.is_meta and _is_broken(x)]
+    broken = [name for name, x in tensors if not x.is_meta and _has_nonfinite(x)]
     if broken:
         return f": {len(broken)} tensors of the model are not finite, {broken[0]!r} first"
     routers = list(find_routers(model))
     return f": it began after the scores of {layer_label(routers[-1])}, the last with a router"
 
 
-def _is_broken(values: Tensor) -> bool:
+def _has_nonfinite(values: Tensor) -> bool:
     """Whether a tensor has a NaN or an infinite value."""
     return values.is_floating_point() and not bool(values.isfinite().all())
 
@@ -100,7 +100,7 @@ def token_distances(
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
     flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
     chunks = [
-        _distances(flat_a[rows], flat_b[rows], following[rows])
+        _row_distances(flat_a[rows], flat_b[rows], following[rows])
         for rows in torch.arange(ids.numel()).split(ROWS)
     ]
     joined = [torch.cat(column) for column in zip(*chunks, strict=True)]
@@ -109,7 +109,8 @@ def token_distances(
     return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
 
 
-def _distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def _row_distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """k3, KL and both losses of rows of logits."""
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
     terms = k3(log_a, log_b)
     if bool(terms.isnan().any()):  # tokens that both exclude from the vocabulary
@@ -164,6 +165,7 @@ def before_flips(
 
 
 def _mean_or_none(values: Tensor) -> float | None:
+    """Mean of the values; None if there are none."""
     return values.mean().item() if len(values) else None
 
 
@@ -226,7 +228,7 @@ def _joined_logits(outcomes: Sequence[Outcome]) -> Tensor | None:
     return torch.cat(present) if len(present) == len(logits) else None
 
 
-def logits_of(compared: Compared, distances: list[TokenDistances] | None) -> LogitsDiff | None:
+def logits_of(compared: ComparedRuns, distances: list[TokenDistances] | None) -> LogitsDiff | None:
     """Sum up the distances of A's tokens, over those that were compared."""
     if not distances:
         return None
@@ -310,7 +312,7 @@ class _SplitDistances(Observer):
             return
         assert outcome.logits is not None
         logits = outcome.references[run.reference][:, :-1], outcome.logits[:, :-1]
-        self._columns[name].append(_kl(logits[0].flatten(0, 1), logits[1].flatten(0, 1)))
+        self._columns[name].append(_row_kl(logits[0].flatten(0, 1), logits[1].flatten(0, 1)))
         if name == "ids":
             self._changed += sum(outcome.changed.values())
             rows, length = outcome.ids.shape
@@ -336,7 +338,7 @@ class _SplitDistances(Observer):
         return ReplaySplit(**means, tokens=len(groups), changed=changed)
 
 
-def _kl(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:
+def _row_kl(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:
     """KL(A ‖ B) of each row of logits, in float64."""
     chunks = zip(a.split(ROWS), b.split(ROWS), strict=True)
     logs = ([x.double().cpu().log_softmax(1) for x in pair] for pair in chunks)

@@ -24,7 +24,7 @@ def convert(
     outputs = Outputs(json=json_to, extended=output, overwrite=settings.overwrite)
     outputs.check(source, settings.tokens)
     with progress_bars(first="reading the routes"):
-        from tieline.analysis.convert import convert as run
+        from tieline.analysis.route_files import convert as run
 
         result = run(source, output, settings=settings)
     deliver(result, outputs)

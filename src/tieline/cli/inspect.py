@@ -106,7 +106,7 @@ def _inspection_or_saved(
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.inspect_findings import inspection_metric_names
-        from tieline.analysis.load import load, source_kind
+        from tieline.analysis.route_files import load, source_kind
         from tieline.models.checkpoint import quiet_transformers
 
         quiet_transformers()

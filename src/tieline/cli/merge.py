@@ -29,7 +29,7 @@ def merge(
     outputs.check(*folders)
     check_folder(out)
     with progress_bars(first="reading the folders"):
-        from tieline.analysis.convert import merge as run
+        from tieline.analysis.route_files import merge as run
 
         result = run(folders, out, settings=settings)
     deliver(result, outputs)

@@ -123,10 +123,10 @@ INSTRUMENT = Plugin(
             "tieline.analysis.smooth_repair:Repair", "tieline.report.smooth"
         ),
         "tieline-merge": ResultFormat(
-            "tieline.analysis.convert:Merged", "tieline.report.files:MERGED"
+            "tieline.analysis.route_files:Merged", "tieline.report.files:MERGED"
         ),
         "tieline-conversion": ResultFormat(
-            "tieline.analysis.convert:Converted", "tieline.report.files:CONVERTED"
+            "tieline.analysis.route_files:Converted", "tieline.report.files:CONVERTED"
         ),
         "tieline-capture": ResultFormat(
             "tieline.engines.engine_capture:EngineCapture", "tieline.report.files:CAPTURED"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rich.console import Group
 from rich.text import Text
 
-from tieline.analysis.convert import Converted, Merged
+from tieline.analysis.route_files import Converted, Merged
 from tieline.engines.engine_capture import EngineCapture
 from tieline.engines.registry import EngineEntry, EngineList
 from tieline.report.tables import Grid, text_table

@@ -46,7 +46,9 @@ SHIFTS = tuple(shift for n in range(1, 9) for shift in (-n, n))
 MOST_LAYERS, MOST_TOKENS, MOST_DOCUMENTS = 8, 256, 64
 
 
-def compare(routes: Routes, reference: Routes, n_experts: int | None = None) -> list[RouteFinding]:
+def agreement_findings(
+    routes: Routes, reference: Routes, n_experts: int | None = None
+) -> list[RouteFinding]:
     """Return what explains that routes disagree with a reference of the same tokens.
 
     Args:
@@ -159,7 +161,7 @@ def _choice_masks(ids: np.ndarray, size: int) -> np.ndarray:
     return mask
 
 
-def agreement(a: np.ndarray, b: np.ndarray) -> float:
+def choice_agreement(a: np.ndarray, b: np.ndarray) -> float:
     """Return the agreement of two layers' choices (rows, k), 0 for chance and 1 for equality."""
     size, k = int(max(a.max(), b.max())) + 1, a.shape[1]
     ours, theirs = _choice_masks(a, size), _choice_masks(b, size)
@@ -175,7 +177,7 @@ def _explained_disagreement(
 ) -> Iterator[RouteFinding]:
     """Report which fault explains that layers disagree."""
     table = np.array(
-        [[agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
+        [[choice_agreement(a[:, i], b[:, j]) for j in range(b.shape[1])] for i in range(a.shape[1])]
     )
     straight = np.diag(table)
     if a.shape[1] == b.shape[1] and float(np.median(straight)) >= AGREES:
@@ -325,10 +327,10 @@ def _renumbered_agreement(a: np.ndarray, b: np.ndarray) -> float:
     names, numbers = linear_sum_assignment(-(left[:half].T @ right[:half]))
     order = np.zeros(size, np.int64)
     order[names] = numbers
-    return agreement(order[a[half:].astype(np.int64)], b[half:])
+    return choice_agreement(order[a[half:].astype(np.int64)], b[half:])
 
 
-class Document(NamedTuple):
+class DocumentRows(NamedTuple):
     """Rows of one document on both sides, in the order of positions.
 
     Attributes:
@@ -356,7 +358,9 @@ def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a[..., :, None] == b[..., None, :]).sum((1, 2, 3))
 
 
-def split_documents(ours: np.ndarray, theirs: np.ndarray, documents: np.ndarray) -> list[Document]:
+def split_documents(
+    ours: np.ndarray, theirs: np.ndarray, documents: np.ndarray
+) -> list[DocumentRows]:
     """Return the first rows of each document, of some layers.
 
     Args:
@@ -368,10 +372,10 @@ def split_documents(ours: np.ndarray, theirs: np.ndarray, documents: np.ndarray)
     numbers = np.unique(documents)
     chosen = np.unique(np.linspace(0, len(numbers) - 1, MOST_DOCUMENTS).astype(int))
     rows = [(int(n), np.flatnonzero(documents == n)[:MOST_TOKENS]) for n in numbers[chosen]]
-    return [Document(n, ours[index][:, layers], theirs[index][:, layers]) for n, index in rows]
+    return [DocumentRows(n, ours[index][:, layers], theirs[index][:, layers]) for n, index in rows]
 
 
-def documents_astray(documents: list[Document]) -> Iterator[RouteFinding]:
+def documents_astray(documents: list[DocumentRows]) -> Iterator[RouteFinding]:
     """Report documents whose rows are those of another, of neighbouring tokens, or of no document.
 
     Args:
@@ -417,7 +421,7 @@ def _document_finding(
     return RouteFinding("token-shift", "unsound", case, len(names), total, reason, evidence)
 
 
-def _chance_agreement(documents: list[Document]) -> float:
+def _chance_agreement(documents: list[DocumentRows]) -> float:
     """Mean share of ids that rows of independent tokens have in common."""
     ours = np.concatenate([x.ours for x in documents])
     theirs = np.concatenate([x.theirs for x in documents])
@@ -435,7 +439,7 @@ def _agreement_beyond_chance(a: np.ndarray, b: np.ndarray, chance: float) -> flo
 
 
 def _best_document_move(
-    document: Document, documents: list[Document], chance: float
+    document: DocumentRows, documents: list[DocumentRows], chance: float
 ) -> DocumentMove | None:
     """The alternative that fits the rows of a document best, if any does."""
     own = shared_ids(document.ours, document.theirs)

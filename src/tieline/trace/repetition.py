@@ -37,7 +37,7 @@ COPIED = 0.5
 SAMPLED_ROWS = 4096
 
 
-class Run(NamedTuple):
+class EqualRun(NamedTuple):
     """The longest run of equal rows.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run(NamedTuple):
     log10_chance: float
 
 
-def repetitions(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
+def repetition_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
     """Find rows and layers that repeat each other.
 
     Args:
@@ -84,7 +84,7 @@ def repeated_rows(routes: Routes) -> np.ndarray:
     return mask
 
 
-def _longest_equal_run(codes: np.ndarray) -> Run:
+def _longest_equal_run(codes: np.ndarray) -> EqualRun:
     """The longest run of equal codes, with the other runs of the same code."""
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(codes)) + 1, [len(codes)]])
     lengths = np.diff(cuts)
@@ -96,7 +96,7 @@ def _longest_equal_run(codes: np.ndarray) -> Run:
     equal = int((np.diff(others) == 0).sum()) if len(others) > 1 else 0
     persistence = (equal + 1) / (max(len(others) - 1, 0) + 2)
     chance = min(math.log10(len(codes)) + (length - 1) * math.log10(persistence), 0.0)
-    return Run(begin, length, same & (of_row >= LEAST_COPIES), chance)
+    return EqualRun(begin, length, same & (of_row >= LEAST_COPIES), chance)
 
 
 def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
@@ -119,7 +119,7 @@ def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
     yield RouteFinding("repeated-rows", severity, "warm-up", len(rows), total, reason, evidence)
 
 
-def _run_severity(table: RouteTable, run: Run, share: float) -> Severity | None:
+def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | None:
     """How grave a run of equal rows is; None if chance or one token explains it."""
     if run.length < LEAST_RUN or run.log10_chance > IMPROBABLE or share == 1:
         return None
@@ -191,7 +191,7 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
         return
 
 
-def _log10_chance_by_load(codes: np.ndarray, run: Run) -> float:
+def _log10_chance_by_load(codes: np.ndarray, run: EqualRun) -> float:
     """log10 of N·p^(m-1), with p how often the run's choice follows itself outside of it."""
     outside = np.ones(len(codes), bool)
     outside[run.begin : run.begin + run.length] = False

@@ -147,7 +147,7 @@ def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
     return RouteTable(routes, extent, layers, documents, stated)
 
 
-def findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
+def soundness_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
     """Check routes, and the tokens they name, for known faults.
 
     Args:

@@ -45,7 +45,7 @@ PERMUTATIONS = 8
 LEAST_PADDING = 8
 
 
-def token_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
+def token_fit_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFinding]:
     """Check rows against their token ids.
 
     Args:
@@ -56,7 +56,7 @@ def token_findings(routes: Routes, n_experts: int | None = None) -> list[RouteFi
     if tokens is None or bool((tokens < 0).any()) or not table.layers:
         return []
     shifted = list(_shifted_rows(table, tokens))
-    fits = [] if shifted else list(_misfits(table, tokens))
+    fits = [] if shifted else list(_misfit_findings(table, tokens))
     return [*shifted, *fits, *_padding_findings(table, tokens)]
 
 
@@ -126,7 +126,7 @@ def _choice_counts(
     return counts
 
 
-def _misfits(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
+def _misfit_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
     """Report documents whose rows fit other tokens, or rows that fit none."""
     layers = list(table.layers[:2])
     written = table.routed.mask[:, layers].all(1) & (table.experts[:, layers] >= 0).all((1, 2))

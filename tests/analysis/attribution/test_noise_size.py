@@ -6,7 +6,7 @@ import torch
 from tieline.analysis.attribution import (
     ROUNDING,
     Expected,
-    allowed,
+    allowed_noise,
     expected_format,
     judge_size,
     read_format,
@@ -69,7 +69,7 @@ def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first
     found = judge_size(loud, bf16)
     assert found.answer == "no"
     assert (found.judged, found.noise) == ("y", 0.3)
-    assert found.allowed == allowed("bf16", 1)
+    assert found.allowed == allowed_noise("bf16", 1)
     assert judge_size(sound, Expected("fp32", "as asked")).answer == "no"
     unknown = judge_size(loud, None)
     assert unknown.answer == "cannot tell"
@@ -92,4 +92,4 @@ def test_what_is_missing_or_silent_is_said():
     assert sizes_like(0.005) == ("bf16", "int8")
     assert sizes_like(5.0) == ("more",)
     assert sizes_like(5e-5) == ("less",)
-    assert allowed("bf16", 9) == 16 * allowed("bf16", 0)
+    assert allowed_noise("bf16", 9) == 16 * allowed_noise("bf16", 0)

@@ -7,8 +7,8 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.diff import diff, diff_models
-from tieline.analysis.model_side import Side, trace_model
 from tieline.analysis.serving import recommend
 from tieline.analysis.token_distances import before_flips, token_distances
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
@@ -32,7 +32,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
     a, b = two(family)
     use_experts(a, "eager")
     use_experts(b, "grouped_mm")
-    found = diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
+    found = diff_models(ModelSide(a), ModelSide(b), list(batch(6, 32)), batch_size=4)
     sides = [found.provenance[side]["experts_implementation"] for side in "ab"]
     assert sides == ["eager", "grouped_mm"]
     assert found.metrics["unexplained:count"] == 0
@@ -45,7 +45,7 @@ def test_eager_and_grouped_mm_differ_by_rounding_alone(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_emulated_bf16_flips_near_ties(family):
     a, b = two(family)
-    found = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4)
+    found = diff_models(ModelSide(a), ModelSide(b, "bf16"), list(batch(6, 32)), batch_size=4)
     assert found.alignment.differences == ()
     assert found.alignment.tokens == found.alignment.ids_checked == 192
     assert all(1e-5 < layer.attribution.noise < 0.1 for layer in found.layers)
@@ -85,8 +85,8 @@ def test_the_k3_of_tokens_drawn_from_a_averages_to_the_divergence():
 def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
     a, b = two("olmoe")
     sequences = list(batch(5, 16))
-    found = diff_models(Side(a), Side(b, "bf16"), sequences, batch_size=2)
-    for side, trace in ((Side(a), found.traces[0]), (Side(b, "bf16"), found.traces[1])):
+    found = diff_models(ModelSide(a), ModelSide(b, "bf16"), sequences, batch_size=2)
+    for side, trace in ((ModelSide(a), found.traces[0]), (ModelSide(b, "bf16"), found.traces[1])):
         alone = trace_model(side, sequences, batch_size=2)
         assert identical(trace.layers[1].experts, alone.layers[1].experts)
         assert trace.documents.unique().tolist() == [0, 1, 2, 3, 4]
@@ -96,11 +96,11 @@ def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
 def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
     a, _ = two("olmoe")
     sequences = list(batch(3, 10))
-    trace = trace_model(Side(a), sequences, documents=[7, 4, 9])
+    trace = trace_model(ModelSide(a), sequences, documents=[7, 4, 9])
     back, numbers = token_sequences(trace)
     assert numbers == [4, 7, 9]
     assert [x.tolist() for x in back] == [sequences[i].tolist() for i in (1, 0, 2)]
-    again = trace_model(Side(a), back, documents=numbers)
+    again = trace_model(ModelSide(a), back, documents=numbers)
     assert diff(trace, again).tokens.anywhere.count == 0
     with pytest.raises(TraceError, match="document 7 of the trace has no token at position 3"):
         token_sequences(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
@@ -146,8 +146,8 @@ def test_the_emulation_has_the_noise_of_native_bf16(family):
     """The record's own arithmetic stays out of the emulated format."""
     a, b = two(family)
     sequences, native = list(batch(6, 32)), copy.deepcopy(a).bfloat16()
-    emulated = diff_models(Side(a), Side(b, "bf16"), sequences)
-    real = diff_models(Side(a), Side(native), sequences)
+    emulated = diff_models(ModelSide(a), ModelSide(b, "bf16"), sequences)
+    real = diff_models(ModelSide(a), ModelSide(native), sequences)
     for layer, other in zip(emulated.layers, real.layers, strict=True):
         assert layer.attribution.noise == pytest.approx(other.attribution.noise, rel=0.15)
     assert emulated.logits.kl == pytest.approx(real.logits.kl, rel=0.5)
@@ -156,7 +156,7 @@ def test_the_emulation_has_the_noise_of_native_bf16(family):
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_a_served_precision_beside_float32_is_what_inspect_reports(family):
     a, b = two(family)
-    result = diff_models(Side(a), Side(b, "bf16"), list(batch(6, 32)), batch_size=4)
+    result = diff_models(ModelSide(a), ModelSide(b, "bf16"), list(batch(6, 32)), batch_size=4)
     serving = result.serving
     assert (serving.precision, serving.tokens, serving.sequences) == ("bf16", 192, 6)
     assert serving.changed.value == result.tokens.anywhere.value
@@ -165,16 +165,18 @@ def test_a_served_precision_beside_float32_is_what_inspect_reports(family):
     assert serving.replayed.value is None
     assert result.recommendation == recommend(serving)
     assert result.verdict.endswith(serving_advice(serving, result.recommendation))
-    reverse = diff_models(Side(b, "bf16"), Side(a), list(batch(6, 32)), batch_size=4).serving
+    reverse = diff_models(
+        ModelSide(b, "bf16"), ModelSide(a), list(batch(6, 32)), batch_size=4
+    ).serving
     assert reverse.loss.value == pytest.approx(serving.loss.value)
     assert reverse.changed == serving.changed
 
 
 def test_nothing_is_served_where_no_side_or_both_are_float32_or_a_part_is_rounded():
     a, b = two("mixtral")
-    for sides in ((Side(a), Side(b)), (Side(a, "bf16"), Side(b, "bf16"))):
+    for sides in ((ModelSide(a), ModelSide(b)), (ModelSide(a, "bf16"), ModelSide(b, "bf16"))):
         assert diff_models(*sides, list(batch(2, 16))).serving is None
-    result = diff_models(Side(a), Side(b, "bf16", "router"), list(batch(2, 16)))
+    result = diff_models(ModelSide(a), ModelSide(b, "bf16", "router"), list(batch(2, 16)))
     assert (result.serving, result.recommendation) == (None, None)
 
 
@@ -192,7 +194,7 @@ def test_equal_routes_with_other_outputs_are_an_alarm(family, formats):
         a, b = two(family)
         with torch.no_grad():
             fault(b)
-        sides = [Side(model, name) for model, name in zip((a, b), formats, strict=True)]
+        sides = [ModelSide(model, name) for model, name in zip((a, b), formats, strict=True)]
         result = diff_models(*sides, list(batch(6, 32)), batch_size=4)
         assert result.causes.conclusion == "outputs differ"
         assert result.causes.alarm
@@ -205,7 +207,7 @@ def test_equal_routes_with_other_outputs_are_an_alarm(family, formats):
 def test_outputs_of_sound_formats_are_no_alarm(family, name):
     a, b = two(family)
     use_experts(b, "grouped_mm")
-    result = diff_models(Side(a), Side(b, name), list(batch(6, 32)), batch_size=4)
+    result = diff_models(ModelSide(a), ModelSide(b, name), list(batch(6, 32)), batch_size=4)
     assert result.causes.outputs.answer == "yes"
     assert not result.causes.alarm
 
@@ -215,12 +217,12 @@ def test_logits_that_are_not_finite_name_the_side_and_the_weight():
     with torch.no_grad():
         b.model.layers[1].mlp.experts.down_proj[0] = torch.nan
     with pytest.raises(TielineError, match=r"logits of B .*'model.layers.1.mlp.experts.down_proj'"):
-        diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
+        diff_models(ModelSide(a), ModelSide(b), list(batch(6, 32)), batch_size=4)
     a, b = two("mixtral")
     with torch.no_grad():
         a.lm_head.weight[5, 3] = torch.inf
     with pytest.raises(TielineError, match=r"logits of A are NaN or infinite .*'lm_head.weight'"):
-        diff_models(Side(a), Side(b), list(batch(6, 32)), batch_size=4)
+        diff_models(ModelSide(a), ModelSide(b), list(batch(6, 32)), batch_size=4)
 
 
 def test_a_token_that_both_exclude_from_the_vocabulary_costs_nothing():

@@ -8,7 +8,7 @@ import torch
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jump import JumpSettings
-from tieline.analysis.load import load
+from tieline.analysis.route_files import load
 from tieline.core.errors import TielineError
 from tieline.measure.measures import MeasureSettings, measure
 from tieline.models import capture

@@ -7,8 +7,8 @@ import torch
 
 import tieline as tl
 from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis.compared_sides import ModelSide
 from tieline.analysis.diff import diff_models
-from tieline.analysis.model_side import Side
 from tieline.analysis.token_distances import replay_split
 from tieline.run.ranks import Ranks
 
@@ -19,15 +19,15 @@ def model():
 
 
 def test_a_run_is_at_no_distance_from_itself(model):
-    split = replay_split(Side(model), Side(model), Ranks.of(None, [batch()]))
+    split = replay_split(ModelSide(model), ModelSide(model), Ranks.of(None, [batch()]))
     assert (split.live.kl, split.ids.kl, split.both.kl) == (0, 0, 0)
     assert (split.tokens, split.changed) == (22, 0)
 
 
 def test_what_routers_alone_do_is_undone_by_replay(model):
     """Only the routers are rounded: A's experts and weights give A's output back."""
-    rough = Side(model, "int4_group", "router")
-    split = replay_split(Side(model), rough, Ranks.of(None, [batch(), batch(3, 20)]))
+    rough = ModelSide(model, "int4_group", "router")
+    split = replay_split(ModelSide(model), rough, Ranks.of(None, [batch(), batch(3, 20)]))
     assert split.changed > 0
     assert split.live.kl > split.ids.kl > 10 * abs(split.both.kl)
     assert split.by_both == pytest.approx(1, abs=1e-6)
@@ -40,7 +40,7 @@ def test_what_experts_do_stays(model):
         for name, parameter in other.named_parameters():
             if "experts" in name:
                 parameter.mul_(1.5)
-    split = replay_split(Side(model), Side(other), Ranks.of(None, [batch()]))
+    split = replay_split(ModelSide(model), ModelSide(other), Ranks.of(None, [batch()]))
     assert split.both.kl > 0.2 * split.live.kl
 
 
@@ -57,8 +57,8 @@ def test_diff_splits_its_kl_on_request():
 def test_the_other_side_runs_in_batches_of_its_own(model):
     ids = list(batch(6, 12))
     copy = deepcopy(model)
-    one = diff_models(Side(model), Side(copy), ids, batch_size=1, batch_size_b=4)
-    same = diff_models(Side(model), Side(copy), ids, batch_size=3)
+    one = diff_models(ModelSide(model), ModelSide(copy), ids, batch_size=1, batch_size_b=4)
+    same = diff_models(ModelSide(model), ModelSide(copy), ids, batch_size=3)
     assert one.tokens.anywhere.total == same.tokens.anywhere.total == 72
     assert one.metrics["kl"] < 1e-9
     assert one.traces[1].documents.tolist() == same.traces[1].documents.tolist()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trace.test_soundness import EXPERTS, IDS, sound
-from tieline.trace.agreement import agreement, compare
+from tieline.trace.agreement import agreement_findings, choice_agreement
 from tieline.trace.readers import Routes
 
 RNG = np.random.default_rng(7)
@@ -24,22 +24,22 @@ def other_precision(ids, share=0.1):
 
 
 def explained(ids, **known):
-    return compare(routes(ids, **known), routes(IDS))
+    return agreement_findings(routes(ids, **known), routes(IDS))
 
 
 def test_agreement_is_1_for_equal_choices_and_0_for_strangers():
     a, b = (sound(2000, seed=seed)[0][:, 0] for seed in (1, 2))
-    assert agreement(a, a) == pytest.approx(1)
-    assert agreement(a, a[:, ::-1]) == pytest.approx(1)
-    assert abs(agreement(a, b)) < 0.05
+    assert choice_agreement(a, a) == pytest.approx(1)
+    assert choice_agreement(a, a[:, ::-1]) == pytest.approx(1)
+    assert abs(choice_agreement(a, b)) < 0.05
     half = np.where(np.arange(2000)[:, None] % 2 == 0, a, b)
-    assert agreement(half, a) == pytest.approx(0.5, abs=0.05)
+    assert choice_agreement(half, a) == pytest.approx(0.5, abs=0.05)
 
 
 def test_one_choice_that_fills_a_layer_agrees_with_itself():
     constant = np.broadcast_to(np.arange(4), (200, 4))
-    assert agreement(constant, constant) == 1
-    assert agreement(constant, constant + 1) < 1
+    assert choice_agreement(constant, constant) == 1
+    assert choice_agreement(constant, constant + 1) < 1
 
 
 def test_another_precision_needs_no_explanation():
@@ -51,9 +51,9 @@ def test_another_precision_needs_no_explanation():
 def test_rows_are_matched_by_document_and_position():
     order = RNG.permutation(len(IDS))
     moved = routes(IDS[order], positions=order)
-    assert compare(moved, routes(IDS, positions=np.arange(len(IDS)))) == []
+    assert agreement_findings(moved, routes(IDS, positions=np.arange(len(IDS)))) == []
     away = routes(IDS, positions=np.arange(len(IDS)) + 1000)
-    assert compare(away, routes(IDS, positions=np.arange(len(IDS)))) == []
+    assert agreement_findings(away, routes(IDS, positions=np.arange(len(IDS)))) == []
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_a_dense_layer_in_another_place():
     zeros = np.zeros_like(IDS[:, :1])
     reference = routes(IDS, layer_names=tuple(f"model.layers.{i}.mlp.gate" for i in range(1, 6)))
     good, bad = (np.insert(IDS, place, zeros[:, 0], axis=1) for place in (0, 2))
-    assert compare(routes(good), reference) == []
-    (finding,) = compare(routes(bad), reference)
+    assert agreement_findings(routes(good), reference) == []
+    (finding,) = agreement_findings(routes(bad), reference)
     assert finding.kind == "layer-shift"
     assert "[0, 1, 3, 4, 5] of 6" in finding.message
 
@@ -104,8 +104,8 @@ def test_choices_that_differ_more_and_more_along_positions(seed):
     made[growing, :, -1] = (made[growing, :, -1] + 16) % 32
     known = {"positions": np.arange(1200)}
     reference = Routes(ids, "array", "b", **known)
-    (finding,) = compare(Routes(made, "array", "a", **known), reference)
+    (finding,) = agreement_findings(Routes(made, "array", "a", **known), reference)
     assert (finding.case, finding.severity) == ("position-drift", "suspicious")
     assert "rope base" in finding.cause
     made = other_precision(ids)
-    assert compare(Routes(made, "array", "a", **known), reference) == []
+    assert agreement_findings(Routes(made, "array", "a", **known), reference) == []

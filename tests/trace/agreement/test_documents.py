@@ -5,7 +5,7 @@ import pytest
 
 from tests.trace.agreement.test_agreement import other_precision
 from tests.trace.test_soundness import sound
-from tieline.trace.agreement import compare
+from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import Routes
 
 DOCUMENTS = np.repeat(range(6), 50)
@@ -14,7 +14,9 @@ POSITIONS = np.tile(np.arange(50), 6)
 
 def explained(ids, reference):
     known = {"documents": DOCUMENTS, "positions": POSITIONS}
-    return compare(Routes(ids, "array", "a", **known), Routes(reference, "array", "b", **known))
+    return agreement_findings(
+        Routes(ids, "array", "a", **known), Routes(reference, "array", "b", **known)
+    )
 
 
 def exchanged(ids, first, second):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.analysis.planted import all_scores, trace_of
-from tieline.analysis.load import load, source_kind
+from tieline.analysis.route_files import load, source_kind
 from tieline.core.errors import ParameterError, TraceError
 from tieline.models.demo import demo_text
 from tieline.run.corpus import as_text

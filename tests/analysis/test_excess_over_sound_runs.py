@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from tieline.analysis.reference_excess import RunLayer, Tokens, find_excess, token_clusters
+from tieline.analysis.excess_over_sound_runs import (
+    ComparedTokens,
+    RunLayer,
+    find_excess,
+    token_clusters,
+)
 from tieline.analysis.score_noise import LayerNoise
 
 DOCUMENTS, LENGTH, RANKS, EXPERTS, K = 16, 64, 8, 16, 3
@@ -21,7 +26,7 @@ def kept_experts(seed):
 
 KEPT = [kept_experts(seed) for seed in (1, 2)]
 IDS = np.random.default_rng(3).zipf(1.5, TOKENS) % 50
-SUBJECT = Tokens(NUMBERS, POSITIONS, IDS, [x[:, :K] for x in KEPT], KEPT)
+SUBJECT = ComparedTokens(NUMBERS, POSITIONS, IDS, [x[:, :K] for x in KEPT], KEPT)
 
 
 def layer(noise, kept, flipped=None):
@@ -30,7 +35,7 @@ def layer(noise, kept, flipped=None):
     variance = difference.var(1, ddof=1)
     known = np.ones(noise.shape, dtype=bool)
     record = LayerNoise(difference, known, kept, variance, np.log(variance), 1e-9, 1.0)
-    return RunLayer.of(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
+    return RunLayer.from_noise(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
 
 
 def normal(seed):
@@ -126,7 +131,7 @@ def test_what_follows_a_flip_is_not_judged_again():
 def test_without_scores_flips_are_counted():
     def flips(seed, rate):
         flipped = np.random.default_rng(seed).random(TOKENS) < rate
-        return [RunLayer.of(None, flipped)] * 2
+        return [RunLayer.from_noise(None, flipped)] * 2
 
     references = [
         [x._replace(flipped=y.flipped) for x, y in zip(z, flips(i, 0.05), strict=True)]

@@ -1,6 +1,6 @@
 """Where a run is further from float32 than sound runs of the same model in the same format.
 
-A run B and R reference runs (`reference_runs`) are compared with one run A in float32, on the same
+A run B and R reference runs (`sound_runs`) are compared with one run A in float32, on the same
 tokens. λ(t) is the logarithm of the median over experts of |Δ - median Δ|, the differences of the
 scores of token t in a layer: the noise of the token as a whole, whatever single scores do. λ̄(t) is
 its mean over the reference runs, d(t) = λ_B(t) - λ̄(t). Two scores of a token have an expectation of
@@ -125,7 +125,9 @@ class RunLayer(NamedTuple):
     flipped: Int[np.ndarray, " tokens"]
 
     @classmethod
-    def of(cls, noise: LayerNoise | None, flipped: Bool[np.ndarray, " tokens"]) -> "RunLayer":
+    def from_noise(
+        cls, noise: LayerNoise | None, flipped: Bool[np.ndarray, " tokens"]
+    ) -> "RunLayer":
         """The layer by the differences of its scores; levels are NaN without them."""
         if noise is None:
             unknown = np.full((len(flipped), 1), np.nan)
@@ -137,18 +139,18 @@ class RunLayer(NamedTuple):
         rows = np.log(size + noise.floor) - level
         return cls(level[:, 0], rows, flipped.astype(np.int8))
 
-    def at(self, tokens: Int[np.ndarray, " _"]) -> "RunLayer":
+    def at_tokens(self, tokens: Int[np.ndarray, " _"]) -> "RunLayer":
         """The same of some tokens; -1 for one that the run does not have."""
         missing = tokens < 0
         level = np.where(missing, np.nan, self.level[tokens])
         rows = np.where(missing[:, None], np.nan, self.rows[tokens])
         return RunLayer(level, rows, np.where(missing, -1, self.flipped[tokens]))
 
-    def largest(self) -> Float[np.ndarray, " tokens"]:
+    def largest_difference(self) -> Float[np.ndarray, " tokens"]:
         """Return log max |Δ - median Δ| of each token; NaN where it is unknown."""
         return np.where(np.isnan(self.rows), -np.inf, self.rows).max(1) + self.level
 
-    def scores(self) -> "RunLayer":
+    def with_single_scores(self) -> "RunLayer":
         """The same with every score a token of its own."""
         single = np.full((self.rows.size, 1), np.nan)
         flipped = np.repeat(self.flipped, self.rows.shape[1])
@@ -163,7 +165,7 @@ def _row_median(values: np.ndarray) -> np.ndarray:
     return (np.take_along_axis(ordered, low, 1) + np.take_along_axis(ordered, high, 1)) / 2
 
 
-class Tokens(NamedTuple):
+class ComparedTokens(NamedTuple):
     """The compared tokens.
 
     Attributes:
@@ -180,11 +182,11 @@ class Tokens(NamedTuple):
     chosen: Sequence[Int[np.ndarray, "tokens k"]]
     kept: Sequence[Int[np.ndarray, "tokens ranks"]]
 
-    def scores(self) -> "Tokens":
+    def with_single_scores(self) -> "ComparedTokens":
         """The same with every score a token of its own."""
         ranks = self.kept[0].shape[1]
         documents, positions = (np.repeat(x, ranks) for x in (self.documents, self.positions))
-        return Tokens(documents, positions, None, (), self.kept)
+        return ComparedTokens(documents, positions, None, (), self.kept)
 
 
 class Excess(NamedTuple):
@@ -207,67 +209,68 @@ class Excess(NamedTuple):
     limit: float
 
 
-class _Groups:
+class _TokenGroups:
     """Groups of tokens of one layer, as pairs (group, token)."""
 
-    def __init__(self, tokens: Tokens, layer: int) -> None:
+    def __init__(self, tokens: ComparedTokens, layer: int) -> None:
         self.names: list[tuple[GroupKind, int | None]] = []
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self.are_rows = not tokens.chosen
         if self.are_rows:
-            self._add_columns("row", tokens.kept[layer].reshape(-1, 1))
+            self._add_group_per_number("row", tokens.kept[layer].reshape(-1, 1))
         else:
             self._add_token_groups(tokens, layer)
         self.group, self.token = (np.concatenate(x) for x in zip(*self._pairs, strict=True))
 
-    def _add_token_groups(self, tokens: Tokens, layer: int) -> None:
+    def _add_token_groups(self, tokens: ComparedTokens, layer: int) -> None:
         """All groups but single rows of a router."""
-        self._add("all", np.ones(len(tokens.documents), dtype=bool))
-        self._add("first position", tokens.positions == 0)
-        self._add("last position", _last_positions(tokens))
+        self._add_group("all", np.ones(len(tokens.documents), dtype=bool))
+        self._add_group("first position", tokens.positions == 0)
+        self._add_group("last position", _last_positions(tokens))
         octave = np.log2(tokens.positions + 1).astype(int)
         for number in np.unique(octave[octave > 0]).tolist():
-            self._add("positions", octave == number, 2**number - 1)
-        self._add_columns("document", tokens.documents[:, None])
+            self._add_group("positions", octave == number, 2**number - 1)
+        self._add_group_per_number("document", tokens.documents[:, None])
         if tokens.ids is not None:
-            self._add_ids(tokens.ids)
+            self._add_token_ids(tokens.ids)
         if layer > 0:
-            self._add_columns("expert", tokens.chosen[layer - 1])
+            self._add_group_per_number("expert", tokens.chosen[layer - 1])
 
-    def _add(self, kind: GroupKind, members: np.ndarray, number: int | None = None) -> None:
+    def _add_group(self, kind: GroupKind, members: np.ndarray, number: int | None = None) -> None:
+        """Add one group of tokens by its mask."""
         rows = np.flatnonzero(members)
         self._pairs.append((np.full(len(rows), len(self.names)), rows))
         self.names.append((kind, number))
 
-    def _add_columns(self, kind: GroupKind, columns: np.ndarray) -> None:
+    def _add_group_per_number(self, kind: GroupKind, columns: np.ndarray) -> None:
         """One group for each number in the rows of a table."""
         numbers, codes = np.unique(columns, return_inverse=True)
         rows = np.repeat(np.arange(len(columns)), columns.shape[1])
         self._pairs.append((codes.ravel() + len(self.names), rows))
         self.names.extend((kind, int(number)) for number in numbers)
 
-    def _add_ids(self, ids: np.ndarray) -> None:
+    def _add_token_ids(self, ids: np.ndarray) -> None:
         """The most frequent token ids, and all that occur once or twice."""
         numbers, codes, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        self._add("rare tokens", counts[codes] <= RARE)
+        self._add_group("rare tokens", counts[codes] <= RARE)
         for index in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
-            self._add("token", codes == index, int(numbers[index]))
+            self._add_group("token", codes == index, int(numbers[index]))
 
-    def sums(self, values: np.ndarray, clusters: np.ndarray) -> Sums:
+    def cluster_sums(self, values: np.ndarray, clusters: np.ndarray) -> Sums:
         """Sum of the values of each group in each cluster."""
         width, height = int(clusters.max()) + 1, len(self.names)
         codes = self.group * width + clusters[self.token]
         flat = np.bincount(codes, weights=values[self.token], minlength=height * width)
         return flat.reshape(height, width)
 
-    def members(self, numbers: Sequence[int]) -> np.ndarray:
+    def tokens_in(self, numbers: Sequence[int]) -> np.ndarray:
         """Which tokens are in one of these groups."""
         inside = np.zeros(int(self.token.max()) + 1, dtype=bool)
         inside[self.token[np.isin(self.group, numbers)]] = True
         return inside
 
 
-def _last_positions(tokens: Tokens) -> np.ndarray:
+def _last_positions(tokens: ComparedTokens) -> np.ndarray:
     """Tokens that are the last of their document."""
     last = np.zeros(len(tokens.documents), dtype=bool)
     order = np.lexsort((tokens.positions, tokens.documents))
@@ -275,14 +278,14 @@ def _last_positions(tokens: Tokens) -> np.ndarray:
     return last
 
 
-def token_clusters(tokens: Tokens) -> Int[np.ndarray, " tokens"]:
+def token_clusters(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:
     """Number of the cluster of each token: documents, or stretches of few documents."""
     codes = np.unique(tokens.documents, return_inverse=True)[1]
     stretches = -(-CLUSTERS // (int(codes.max()) + 1))
     return codes * stretches + tokens.positions * stretches // (int(tokens.positions.max()) + 1)
 
 
-class _Scores(NamedTuple):
+class _ExcessScores(NamedTuple):
     """Scores of the tokens of a layer, level and tail or flips alone; zero where unknown.
 
     Attributes:
@@ -298,13 +301,13 @@ class _Scores(NamedTuple):
     known: Bool[np.ndarray, " tokens"]
 
 
-def _layer_scores(
+def _excess_scores(
     run: RunLayer,
     others: Sequence[RunLayer],
     fresh: np.ndarray,
     tail: float,
     tolerance: float,
-) -> _Scores:
+) -> _ExcessScores:
     """Scores of a run beside others.
 
     Args:
@@ -319,25 +322,25 @@ def _layer_scores(
     if np.isnan(run.level).all():
         share = (1 + MORE_FLIPS) * flips * (1 + 1 / len(others))
         values, allowed = (run.flipped - flips)[None], (MORE_FLIPS * flips)[None]
-        return _Scores(values, allowed, share[None], np.ones(len(flips), dtype=bool))
+        return _ExcessScores(values, allowed, share[None], np.ones(len(flips), dtype=bool))
     known = fresh & ~np.isnan(levels).any(0)
     raw = np.where(np.isnan(run.level), math.inf, run.level - levels.mean(0))
     difference = np.where(known, np.clip(raw, -CUT, CUT), 0.0)
     if tail == math.inf:
-        return _Scores(difference[None], (tolerance * known)[None], 0.0 * known[None], known)
+        return _ExcessScores(difference[None], (tolerance * known)[None], 0.0 * known[None], known)
     values = np.stack((difference, known & (raw > tail + max(tolerance, FAR))))
     allowed = np.stack((tolerance * known, TAIL_SHARE * known))
-    return _Scores(values, allowed, np.stack((0.0 * known, TAIL_SHARE * known)), known)
+    return _ExcessScores(values, allowed, np.stack((0.0 * known, TAIL_SHARE * known)), known)
 
 
-class _Layer:
+class _LayerSums:
     """The sums of all groups of one layer, of B and of every reference run beside the others."""
 
     def __init__(
         self,
         run: RunLayer,
         references: Sequence[RunLayer],
-        groups: _Groups,
+        groups: _TokenGroups,
         clusters: np.ndarray,
         fresh: np.ndarray,
         tolerance: float,
@@ -345,34 +348,34 @@ class _Layer:
     ) -> None:
         self._has_levels = not np.isnan(run.level).all()
         if not self._has_levels:
-            references = [RunLayer.of(None, x.flipped > 0) for x in references]
+            references = [RunLayer.from_noise(None, x.flipped > 0) for x in references]
         pairs = [(x, [y for y in references if y is not x]) for x in references]
-        plain = [_layer_scores(*pair, fresh, math.inf, 0.0) for pair in pairs]
+        plain = [_excess_scores(*pair, fresh, math.inf, 0.0) for pair in pairs]
         pooled = np.concatenate([x.values[0][x.known] for x in plain])
         least = DRAWN / math.sqrt(references[0].rows.shape[1])
         tail = max(float(np.quantile(pooled, TAIL)), 2.33 * least) if len(pooled) else CUT
         tail = tail if has_tail else math.inf
-        self.scores = _layer_scores(run, references, fresh, tail, tolerance)
-        self._nulls = [_layer_scores(*pair, fresh, tail, 0.0) for pair in pairs]
+        self.scores = _excess_scores(run, references, fresh, tail, tolerance)
+        self._nulls = [_excess_scores(*pair, fresh, tail, 0.0) for pair in pairs]
         self.groups, self._clusters = groups, clusters
         self._variance = self.scores.variance.copy()
         if self._has_levels:
             spread = max(float(pooled.var()), least**2) if len(pooled) else 1.0
             self._variance[0] = self.scores.known * spread
-        self._count = groups.sums(self.scores.known.astype(float), clusters)
+        self._count = groups.cluster_sums(self.scores.known.astype(float), clusters)
         self._is_document = np.array([kind == "document" for kind, _ in groups.names])
         is_spread = ((self._count > 0).sum(1) >= FEWEST_CLUSTERS) | self._is_document
         self.tested = is_spread & (self._count.sum(1) >= FEWEST_TOKENS)
 
-    def _least_count(self, score: int) -> float:
+    def _variance_of_counts(self, score: int) -> float:
         """Variance added to that of a count; none to that of a level."""
         return 0.0 if self._has_levels and score == 0 else COUNTS
 
-    def statistics(self) -> Float[np.ndarray, "scores groups"]:
+    def group_statistics(self) -> Float[np.ndarray, "scores groups"]:
         """Sums of B beyond what is allowed, over their standard deviations."""
         values = self.scores.values - self.scores.allowed
-        sums = [self.groups.sums(x, self._clusters) for x in values]
-        ratios = [self._ratios(x, score)[0] for score, x in enumerate(sums)]
+        sums = [self.groups.cluster_sums(x, self._clusters) for x in values]
+        ratios = [self._sums_over_deviations(x, score)[0] for score, x in enumerate(sums)]
         return np.where(self.tested, np.stack(ratios), -math.inf)
 
     def null_maxima(self, signs: Float[np.ndarray, "draws clusters"]) -> np.ndarray:
@@ -382,47 +385,51 @@ class _Layer:
             for score, values in enumerate(null.values):
                 mean = values.sum() / max(int(null.known.sum()), 1)
                 centred = np.where(null.known, values - mean, 0.0)
-                ratios = self._ratios(self.groups.sums(centred, self._clusters), score, signs)
+                ratios = self._sums_over_deviations(
+                    self.groups.cluster_sums(centred, self._clusters), score, signs
+                )
                 largest = ratios[:, self.tested].max(1, initial=0.0)
                 maxima[run] = np.maximum(maxima[run], largest)
         return maxima
 
-    def _ratios(self, sums: Sums, score: int, signs: np.ndarray | None = None) -> np.ndarray:
+    def _sums_over_deviations(
+        self, sums: Sums, score: int, signs: np.ndarray | None = None
+    ) -> np.ndarray:
         """Totals over clusters, over their standard deviations (draws, groups)."""
         signs = np.ones((1, sums.shape[1])) if signs is None else signs
         totals = signs @ sums.T
         number = np.maximum((self._count > 0).sum(1), 2)
         clustered = ((sums**2).sum(1) - totals**2 / number) * number / (number - 1)
-        single = self._document_variance(score) * self._count.sum(1)
+        single = self._variance_of_documents(score) * self._count.sum(1)
         clustered = np.where(self._is_document, single, clustered)
-        floor = self.groups.sums(self._variance[score], self._clusters).sum(1)
-        floor = floor + self._least_count(score)
+        floor = self.groups.cluster_sums(self._variance[score], self._clusters).sum(1)
+        floor = floor + self._variance_of_counts(score)
         return totals / np.sqrt(np.maximum(clustered, np.maximum(floor, 1e-12)))
 
-    def _document_variance(self, score: int) -> float:
+    def _variance_of_documents(self, score: int) -> float:
         """Variance per token of the sum of one document, over the reference runs."""
         sums = [np.bincount(self._clusters, weights=null.values[score]) for null in self._nulls]
         deviations = np.stack(sums) - np.mean(sums, axis=1, keepdims=True)
         return float((deviations**2).mean() * deviations.shape[1] / max(self.scores.known.sum(), 1))
 
-    def outside(self, inside: Bool[np.ndarray, " tokens"]) -> float:
+    def statistic_outside(self, inside: Bool[np.ndarray, " tokens"]) -> float:
         """Largest statistic of the tokens outside, all taken together."""
         values = np.where(inside, 0.0, self.scores.values - self.scores.allowed)
         ratios = []
         for score, outer in enumerate(values):
             sums = np.bincount(self._clusters, weights=outer)
             spread = ((sums - sums.mean()) ** 2).sum() * len(sums) / (len(sums) - 1)
-            floor = self._variance[score][~inside].sum() + self._least_count(score)
+            floor = self._variance[score][~inside].sum() + self._variance_of_counts(score)
             ratios.append(sums.sum() / math.sqrt(max(spread, floor, 1e-12)))
         return max(ratios)
 
-    def is_held_by(self, inside: Bool[np.ndarray, " tokens"]) -> bool:
+    def is_exception(self, inside: Bool[np.ndarray, " tokens"]) -> bool:
         """Whether these are an exception: few, louder than the rest, which is as expected."""
-        if inside.mean() > MOST_INSIDE or self.outside(inside) >= OUTSIDE:
+        if inside.mean() > MOST_INSIDE or self.statistic_outside(inside) >= OUTSIDE:
             return False
-        return self.ratio(inside) >= APART * self.ratio(~inside)
+        return self.noise_ratio(inside) >= APART * self.noise_ratio(~inside)
 
-    def ratio(self, inside: Bool[np.ndarray, " tokens"]) -> float:
+    def noise_ratio(self, inside: Bool[np.ndarray, " tokens"]) -> float:
         """Noise of tokens over that of the references; of flips, if there are no scores."""
         inside = inside & self.scores.known
         if not inside.any():
@@ -437,7 +444,7 @@ class _Layer:
 def find_excess(
     run: Sequence[RunLayer],
     references: Sequence[Sequence[RunLayer]],
-    tokens: Tokens,
+    tokens: ComparedTokens,
     tolerance: float,
 ) -> tuple[Excess, ...]:
     """Return where a run is further from A than the reference runs, in order of depth.
@@ -451,7 +458,7 @@ def find_excess(
     tables = [
         pair
         for number in range(len(run))
-        for pair in _layer_tables(number, run, references, tokens, tolerance)
+        for pair in _layer_sums(number, run, references, tokens, tolerance)
     ]
     generator = np.random.default_rng(0)
     signs = generator.choice((-1.0, 1.0), (DRAWS, int(token_clusters(tokens).max()) + 1))
@@ -459,39 +466,41 @@ def find_excess(
     limit = max(float(np.quantile(null, 1 - LEVEL)), LEAST_LIMIT)
     excess: dict[int, Excess] = {}
     for number, table in tables:
-        found = _table_excess(number, table, limit)
-        if found is not None:
-            excess.setdefault(number, found)  # a row is named where no tokens are
+        table_excess = _excess_of_layer(number, table, limit)
+        if table_excess is not None:
+            excess.setdefault(number, table_excess)  # a row is named where no tokens are
     return tuple(excess.values())
 
 
-def _layer_tables(
+def _layer_sums(
     number: int,
     run: Sequence[RunLayer],
     references: Sequence[Sequence[RunLayer]],
-    tokens: Tokens,
+    tokens: ComparedTokens,
     tolerance: float,
-) -> list[tuple[int, _Layer]]:
+) -> list[tuple[int, _LayerSums]]:
     """The groups of tokens of a layer and, with scores, the rows of its router."""
     of_b, others = run[number], [reference[number] for reference in references]
-    fresh, clusters = _unreached(number, run, references, tokens), token_clusters(tokens)
-    groups = _Groups(tokens, number)
+    fresh, clusters = _tokens_before_flips(number, run, references, tokens), token_clusters(tokens)
+    groups = _TokenGroups(tokens, number)
     allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
-    tables = [(number, _Layer(of_b, others, groups, clusters, fresh, allowed, has_tail))]
+    tables = [(number, _LayerSums(of_b, others, groups, clusters, fresh, allowed, has_tail))]
     if not np.isnan(of_b.level).all():
-        ranks, rows = of_b.rows.shape[1], [x.scores() for x in (of_b, *others)]
+        ranks, rows = of_b.rows.shape[1], [x.with_single_scores() for x in (of_b, *others)]
         fresh, clusters = np.repeat(fresh, ranks), np.repeat(clusters, ranks)
-        groups = _Groups(tokens.scores(), number)
+        groups = _TokenGroups(tokens.with_single_scores(), number)
         loudest = max(tolerance, ROW)
-        tables.append((number, _Layer(rows[0], rows[1:], groups, clusters, fresh, loudest, False)))
+        tables.append(
+            (number, _LayerSums(rows[0], rows[1:], groups, clusters, fresh, loudest, False))
+        )
     return tables
 
 
-def _unreached(
+def _tokens_before_flips(
     number: int,
     run: Sequence[RunLayer],
     references: Sequence[Sequence[RunLayer]],
-    tokens: Tokens,
+    tokens: ComparedTokens,
 ) -> Bool[np.ndarray, " tokens"]:
     """Tokens that neither flipped themselves in a layer before, nor follow one of B's.
 
@@ -507,8 +516,8 @@ def _unreached(
         in_b = run[layer].flipped > 0
         others = np.array([reference[layer].flipped > 0 for reference in references])
         flipped = flipped | in_b | others.any(0)
-        sizes = [reference[layer].largest() for reference in references]
-        spike = ~(run[layer].largest() - np.mean(sizes, axis=0) <= SPIKE)
+        sizes = [reference[layer].largest_difference() for reference in references]
+        spike = ~(run[layer].largest_difference() - np.mean(sizes, axis=0) <= SPIKE)
         alone = alone | (in_b & ~others.all(0)) | (spike & ~np.isnan(run[layer].level).all())
     codes = np.unique(tokens.documents, return_inverse=True)[1]
     first = np.full(int(codes.max()) + 1, np.iinfo(np.int64).max)
@@ -516,20 +525,23 @@ def _unreached(
     return ~flipped & (tokens.positions < first[codes])
 
 
-def _table_excess(number: int, layer: _Layer, limit: float) -> Excess | None:
+def _excess_of_layer(number: int, layer: _LayerSums, limit: float) -> Excess | None:
     """The excess of one layer, by the groups that hold all of it, if some do."""
-    largest = layer.statistics().max(0)
+    largest = layer.group_statistics().max(0)
     if largest.max() <= limit:
         return None
     names = layer.groups.names
     for kind in SPECIFIC:
         groups = [i for i, x in enumerate(names) if x[0] == kind and largest[i] > limit]
-        inside = layer.groups.members(groups)
-        if groups and layer.is_held_by(inside):
+        inside = layer.groups.tokens_in(groups)
+        if groups and layer.is_exception(inside):
             first = max(groups, key=lambda i: largest[i])
-            ratio, statistic = layer.ratio(layer.groups.members([first])), float(largest[first])
+            ratio, statistic = (
+                layer.noise_ratio(layer.groups.tokens_in([first])),
+                float(largest[first]),
+            )
             return Excess(number, kind, names[first][1], ratio, statistic, limit)
     if layer.groups.are_rows:
         return None  # noise of all rows is that of the tokens
     everything = np.ones_like(layer.scores.known)
-    return Excess(number, "all", None, layer.ratio(everything), float(largest.max()), limit)
+    return Excess(number, "all", None, layer.noise_ratio(everything), float(largest.max()), limit)

@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.analysis.attribution import Expected, recorded_format
-from tieline.analysis.model_side import Side, trace_model
+from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.token_distances import DistanceObserver
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.emulate import Region
@@ -49,8 +49,8 @@ ALL: Region = "all"
 Sequences = Sequence[Int[Tensor, " _"]]
 
 
-def reference_runs(
-    sides: Sequence[Side],
+def sound_runs(
+    sides: Sequence[ModelSide],
     traces: Sequence[RoutingTrace],
     sequences: Sequences,
     expected: Expected | None,
@@ -84,13 +84,13 @@ def reference_runs(
     emulated: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
     region = parts or (*emulated, ALL)[0]
     try:
-        return _sound_runs(exact[0], expected.name, region, first, batch_size, predictions)
+        return _runs_in_format(exact[0], expected.name, region, first, batch_size, predictions)
     except UnsupportedModelError:  # routers that cannot be emulated apart
         return []
 
 
-def _sound_runs(
-    exact: Side,
+def _runs_in_format(
+    exact: ModelSide,
     format_name: str,
     region: Region,
     sequences: Sequences,
@@ -99,10 +99,10 @@ def _sound_runs(
 ) -> list[RoutingTrace]:
     """The runs of the table above, but for the attention that a model lacks."""
     name = None if format_name == "fp32" else format_name
-    side = Side(exact.model, name, region)
+    side = ModelSide(exact.model, name, region)
     runs = []
     if name is not None and predictions is not None:
-        runs.append(_trace_beside(exact, side, sequences, batch_size, predictions))
+        runs.append(_trace_with_predictions(exact, side, sequences, batch_size, predictions))
     elif name is not None:
         runs.append(trace_model(side, sequences, batch_size=batch_size))
     with _other_attention(exact.model) as is_other:
@@ -110,7 +110,7 @@ def _sound_runs(
             runs.append(trace_model(side, sequences, batch_size=batch_size))
     runs.append(_padded_run(side, sequences, SMALL_BATCH))
     for seed in range(FEWEST_RUNS - len(runs)):
-        drawn = side._replace(changes=_seeded(side.condition, seed))
+        drawn = side._replace(changes=_with_seeded_noise(side.condition, seed))
         ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
         with _noisy_embeddings(exact.model, ratio, seed):
             runs.append(trace_model(drawn, sequences, batch_size=batch_size))
@@ -126,18 +126,19 @@ def _noisy_embeddings(model: nn.Module, ratio: float, seed: int) -> Iterator[Non
         yield
         return
 
-    def noisy(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    def add_noise(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """Return the embeddings with fresh noise."""
         noise = torch.randn(output.shape, generator=generator).to(output)
         return output + ratio * output.square().mean(-1, keepdim=True).sqrt() * noise
 
-    handle = embed.register_forward_hook(noisy)
+    handle = embed.register_forward_hook(add_noise)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _seeded(condition: Condition, seed: int) -> Condition:
+def _with_seeded_noise(condition: Condition, seed: int) -> Condition:
     """The condition with noise of the size of its last digits."""
     if condition.perturbation is None:
         noise = Perturbation("state noise", FLOAT32_NOISE, "model")
@@ -166,7 +167,7 @@ def _other_attention(model: nn.Module) -> Iterator[bool]:
         switch(own)
 
 
-def _padded_run(side: Side, sequences: Sequences, batch_size: int) -> RoutingTrace:
+def _padded_run(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:
     """A run of longer sequences, without what was added."""
     longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
     trace = trace_model(side, longer, batch_size=batch_size)
@@ -175,9 +176,9 @@ def _padded_run(side: Side, sequences: Sequences, batch_size: int) -> RoutingTra
     return select_tokens(trace, kept.nonzero().flatten())
 
 
-def _trace_beside(
-    exact: Side,
-    side: Side,
+def _trace_with_predictions(
+    exact: ModelSide,
+    side: ModelSide,
     sequences: Sequences,
     batch_size: int,
     predictions: DistanceObserver,

@@ -1,14 +1,26 @@
-"""A model as one side of a comparison: as it is or in an emulated number format, and its routes."""
+"""The sides of a comparison: what the caller named, and a model that is ready to run.
+
+NamedSide     a trace, file, model or engine as the caller named it, with its settings
+ModelSide     a model as it is or in an emulated number format
+trace_model   the routing of a model on some sequences
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from tieline.analysis.route_files import saved_routes, source_kind
+from tieline.core.errors import require
+from tieline.core.setting_fields import require_setting
+from tieline.engines.registry import split_side
 from tieline.models.emulate import Region
+from tieline.models.experts import use_experts
+from tieline.models.formats import FORMATS
 from tieline.models.model import Model
 from tieline.models.model_stream import ModelStream
 from tieline.run.condition import CLEAN, Condition, Perturbation
@@ -21,8 +33,11 @@ from tieline.run.runner import Runner
 from tieline.run.schedule import Progress
 from tieline.trace.record import RoutingTrace
 
+EMULATED = "-emulated"
+"""End of the names of dtypes that are emulated by rounding."""
 
-class Side(NamedTuple):
+
+class ModelSide(NamedTuple):
     """A model to run, as it is or in an emulated number format.
 
     Attributes:
@@ -65,7 +80,7 @@ class Side(NamedTuple):
 
 
 def trace_side(
-    side: Side,
+    side: ModelSide,
     ranks: Ranks,
     observers: Sequence[Observer] = (),
     progress: Progress | None = None,
@@ -87,7 +102,7 @@ def trace_side(
 
 
 def trace_model(
-    side: Side,
+    side: ModelSide,
     sequences: Sequence[Int[Tensor, " _"]],
     *,
     documents: Sequence[int] | None = None,
@@ -113,3 +128,81 @@ def trace_model(
 def renumbered_documents(trace: RoutingTrace, documents: Sequence[int]) -> RoutingTrace:
     """The trace with other numbers for its documents 0, 1, ...."""
     return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
+
+
+class NamedSide(NamedTuple):
+    """One side as the caller named it, with its settings."""
+
+    side: str
+    source: Any
+    dtype: str
+    experts: str | None
+    revision: str | None
+    load: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What the side is: "engine", "model", "trace", "file" or "result"."""
+        if split_side(self.source) is not None:
+            return "engine"
+        if isinstance(self.source, str | Path):
+            return source_kind(self.source)
+        return "trace" if isinstance(self.source, RoutingTrace) else "model"
+
+    def checked_kind(self) -> str:
+        """The kind, refused if it is no run or has settings of models without being one."""
+        read_dtype(self.dtype)
+        kind, settings = self.kind, (self.dtype, self.experts, self.revision)
+        require(kind != "result", f"{self.source} is a saved result: diff takes traces and models")
+        end = self.side.lower()
+        if kind == "engine":
+            require_setting(
+                settings[1:] == (None, None),
+                f"{{experts_impl_{end}}} and {{revision_{end}}} are for models, not engines",
+            )
+            return kind
+        require_setting(
+            kind == "model" or settings == ("auto", None, None),
+            f"{{dtype_{end}}}, {{experts_impl_{end}}} and {{revision_{end}}} are for models, and "
+            "{source} is a {kind}",
+            source=f"{self.source!s:.80}",
+            kind=kind,
+        )
+        return kind
+
+    def trace(self, n_experts: int | None, k: int | None) -> RoutingTrace:
+        """The saved run."""
+        if isinstance(self.source, RoutingTrace):
+            return self.source
+        return saved_routes(self.source, n_experts, k)
+
+    def opened(self) -> ModelSide:
+        """The model, ready to run."""
+        dtype, emulated = read_dtype(self.dtype)
+        is_name = isinstance(self.source, str | Path)
+        require_setting(
+            is_name or emulated is not None or dtype == "auto",
+            f"{{dtype_{self.side.lower()}}} {dtype!r} is for a model that is loaded by its name",
+        )
+        options = {"dtype": dtype, "revision": self.revision, **self.load}
+        model = Model.open(self.source, "diff takes a trace, a file of routes, or", **options)
+        use_experts(model.module, self.experts)
+        return ModelSide(model.module, emulated, stream=model.stream, tokenizer=model.tokenizer)
+
+    @property
+    def provenance(self) -> dict[str, object]:
+        """The name of the side, for the record."""
+        if not isinstance(self.source, str | Path):
+            return {}
+        is_model = self.kind in ("model", "engine")
+        return {"model" if is_model else "file": str(self.source)}
+
+
+def read_dtype(dtype: str) -> tuple[str, str | None]:
+    """Return the dtype to load a model in, and the format to emulate in it, if any."""
+    if not dtype.endswith(EMULATED):
+        return dtype, None
+    name = dtype.removesuffix(EMULATED)
+    names = ", ".join(f"{format_name}{EMULATED}" for format_name in FORMATS)
+    require(name in FORMATS, f"no format {dtype!r}: emulated are {names}")
+    return "fp32", name
