@@ -538,7 +538,7 @@ MUTANTS: list[Mutant] = [
         "cli-1",
         "return list(range(first, last + 1))",
         "return list(range(first, last))",
-        "cli/app/test_input.py",
+        "core/test_setting_fields.py",
         "off by one: the last layer of a range is left out",
     ),
     _m(
