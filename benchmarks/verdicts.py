@@ -29,7 +29,7 @@ from torch import Tensor
 
 from harness import machine
 from tieline.analysis.inspect import inspect
-from tieline.analysis.serving import HARMLESS, tolerated
+from tieline.analysis.served_precision import HARMLESS, tolerated
 from tieline.core.statistics import (
     SequenceSums,
     kl_divergence,

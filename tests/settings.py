@@ -1,6 +1,6 @@
 """The settings classes of all jobs, their functions, and the rules between their fields."""
 
-from tieline.analysis.settings import (
+from tieline.analysis.job_settings import (
     AuditSettings,
     CheckSettings,
     ConvertSettings,
@@ -22,7 +22,7 @@ from tieline.lab.command_settings import (
     UpcycleSettings,
     WalksSettings,
 )
-from tieline.run.settings import CaptureSettings
+from tieline.run.shared_settings import CaptureSettings
 
 JOBS = {
     AuditSettings: ("tieline.analysis.audit", "audit"),

@@ -49,8 +49,8 @@ RIDDLES = {"found", "told", "one", "known", "ways", "words", "said"} | {
 MANY_PARAMETERS = 10
 
 MAY_RUN = {
-    "analysis/audit_remedies.py:_timed": "times remedies",
-    "analysis/audit_remedies.py:_in_turns": "times remedies",
+    "analysis/remedies.py:_timed": "times remedies",
+    "analysis/remedies.py:_in_turns": "times remedies",
     "analysis/smooth_repair.py:smoothing_latency": "times a smoothed model",
     "models/smoothed_model.py:undo": "undoes a change; `model` is a function there",
 }

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from tieline.analysis.diff import diff
     from tieline.analysis.inspect import inspect
     from tieline.analysis.monitor import RoutingMonitor
-    from tieline.analysis.monitor_trainer import monitor_trainer
     from tieline.analysis.recompute import recompute_check
     from tieline.analysis.rollout import RolloutMismatch
     from tieline.analysis.route_files import load
     from tieline.analysis.smooth import smooth
+    from tieline.analysis.trainer_callbacks import monitor_trainer
     from tieline.core.ranking import gap, stable_topk
     from tieline.lab.on_model.reroute import reroute
     from tieline.lab.on_model.upcycle import upcycle
@@ -111,7 +111,7 @@ HOMES = {
     "Model": "tieline.models.model",
     "RolloutMismatch": "tieline.analysis.rollout",
     "RoutingMonitor": "tieline.analysis.monitor",
-    "monitor_trainer": "tieline.analysis.monitor_trainer",
+    "monitor_trainer": "tieline.analysis.trainer_callbacks",
     "recompute_check": "tieline.analysis.recompute",
     "check": "tieline.analysis.check",
     "inspect": "tieline.analysis.inspect",

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from tests.models.tiny import batch
-from tieline.analysis.jump_samples import BlockSampler
+from tieline.analysis.jumps import BlockSampler
 from tieline.models import capture, family_of
 from tieline.models.capture import DEFAULT_EPSILONS, LayerObserver, ObserverSettings
 from tieline.models.documents import Batch
 from tieline.models.model import Model
 from tieline.models.routed_block import Block, Rows, block_of
 from tieline.models.router_output import Choice, override_choice
-from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.observers import RouteRecorder
+from tieline.run.plan import clean_plan
 from tieline.run.runner import Runner
 from tieline.trace import LayerTrace
 

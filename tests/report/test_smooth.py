@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.browser import BROWSERS, find_browser, look_at
-from tieline.analysis.serving import recommend
+from tieline.analysis.served_precision import recommend
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow, RepairTable, original_serving
 from tieline.core.statistics import Estimate
 from tieline.models.smoothed_model import LayerSmoothing, Smoothing

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.report.zoo import HOSTILE, make_inspection
-from tieline.analysis.inspect_records import Finding
+from tieline.analysis.inspection import Finding
 from tieline.report.inspection import COLUMNS, terminal
 from tieline.report.inspection_charts import layer_rows
 from tieline.report.tables import (

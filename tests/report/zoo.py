@@ -4,9 +4,7 @@ import math
 
 import torch
 
-from tieline.analysis.calibration_need import calibration_need
-from tieline.analysis.inspect_findings import judge_routing, observe_routing
-from tieline.analysis.inspect_records import (
+from tieline.analysis.inspection import (
     GapJumpTable,
     Inspection,
     JumpMeasures,
@@ -17,10 +15,13 @@ from tieline.analysis.inspect_records import (
     OwnNoise,
     TextPiece,
     TextSample,
+    judge_routing,
+    observe_routing,
 )
-from tieline.analysis.serving import Serving
+from tieline.analysis.served_precision import Serving
 from tieline.core.ranking import stable_topk
 from tieline.core.statistics import Estimate, Quantiles, mean_estimate
+from tieline.measure.expert_load import calibration_need
 from tieline.measure.measures import measure
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 

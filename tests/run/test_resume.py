@@ -11,7 +11,7 @@ import pytest
 
 from tests.models.model_stream.test_passes import FAMILIES, saved
 from tests.models.tiny_whole import WHOLE
-from tests.run.test_recorder import SMALL
+from tests.run.test_observers import SMALL
 from tieline.analysis.inspect import inspect
 from tieline.core.errors import NoSpaceError
 from tieline.core.records import to_plain

@@ -11,7 +11,7 @@ from tieline.models.capture import capture
 from tieline.models.emulate import emulate
 from tieline.models.model import Model
 from tieline.models.replay import replay
-from tieline.run import schedule
+from tieline.run import runner
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied
 from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, observing
@@ -87,7 +87,7 @@ def test_divergences_are_those_of_runs_by_hand(opened, batches):
 
 def test_windows_do_not_change_numbers(opened, batches, monkeypatch):
     wide = run(opened, batches)
-    monkeypatch.setattr(schedule, "WINDOW", 1)
+    monkeypatch.setattr(runner, "WINDOW", 1)
     narrow = run(opened, batches)
     assert means(wide) == means(narrow)
     assert [n for n, _ in narrow.order] == sorted(n for n, _ in narrow.order)
@@ -149,11 +149,11 @@ def test_what_a_condition_does_not_allow_is_refused_once(opened, batches):
 
 def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
     loaded = Model.open(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
-    schedule.check_room(loaded.stream, tokens=100, passes=17, memory=None)
+    runner.check_room(loaded.stream, tokens=100, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"take fewer tokens, or perturbations"):
-        schedule.check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
+        runner.check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"4.35 GB beside 0.00 GB of weights"):
-        schedule.check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
+        runner.check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
 
 
 def test_log_probabilities_of_a_reference_are_computed_once_per_batch(monkeypatch):

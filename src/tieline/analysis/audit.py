@@ -26,18 +26,21 @@ from tieline.analysis.audit_records import (
     PrecisionJudgement,
     RemedyTable,
 )
-from tieline.analysis.audit_remedies import RemedyRuns, chosen_perturbations
-from tieline.analysis.full_effects import (
+from tieline.analysis.job_settings import SERVED, AuditOptions, AuditSettings
+from tieline.analysis.perturbation_effects import (
+    SIGMA_TOKENS,
     Divergences,
     FullEffect,
     FullEffects,
+    LocalEffect,
+    LocalEffects,
     audit_phase,
     compared_phase,
     serving_effect,
 )
-from tieline.analysis.local_effects import SIGMA_TOKENS, LocalEffect, LocalEffects
 from tieline.analysis.predicted_flips import sigma_for_flips
-from tieline.analysis.serving import (
+from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
+from tieline.analysis.served_precision import (
     HARMLESS,
     Serving,
     Tolerance,
@@ -46,7 +49,6 @@ from tieline.analysis.serving import (
     share_gone,
     tolerated,
 )
-from tieline.analysis.settings import SERVED, AuditOptions, AuditSettings
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums
@@ -62,8 +64,7 @@ from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.estimate import COSTS, announce_total, pass_cost, plan_work
 from tieline.run.plan import Budget, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Runner
-from tieline.run.schedule import HiddenStatesError, Progress
+from tieline.run.runner import HiddenStatesError, Progress, Runner
 from tieline.trace.record import LayerTrace
 
 SPARE = 1.5

@@ -16,7 +16,7 @@ Standard errors are clustered by sequence throughout.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tieline.analysis.serving import Recommendation, Serving
+from tieline.analysis.served_precision import Recommendation, Serving
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 

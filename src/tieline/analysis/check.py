@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 import torch
 
-from tieline.analysis.settings import CheckOptions, CheckSettings
+from tieline.analysis.job_settings import CheckOptions, CheckSettings
 from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, takes_settings
 from tieline.models.model import Model
 from tieline.run.ranks import Ranks
-from tieline.run.recorder import recorded_routes
+from tieline.run.runner import recorded_routes
 from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.formats import token_documents

@@ -25,12 +25,10 @@ from tieline.models.model import Model
 from tieline.models.model_stream import ModelStream
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import stacked_batches
-from tieline.run.observers import Observer
+from tieline.run.observers import Observer, RouteRecorder
 from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.recorder import RouteRecorder
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import RoutingTrace
 
 EMULATED = "-emulated"

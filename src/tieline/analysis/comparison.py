@@ -39,8 +39,8 @@ from tieline.analysis.diff_records import (
 )
 from tieline.analysis.excess_over_sound_runs import ComparedTokens, Excess, RunLayer, find_excess
 from tieline.analysis.expert_swaps import expected_swaps, swap_margins, swap_uniformity
-from tieline.analysis.inspect_findings import SEVERITIES
-from tieline.analysis.inspect_records import Observation, Severity
+from tieline.analysis.inspection import SEVERITIES, Observation, Severity
+from tieline.analysis.job_settings import SERVED
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
 from tieline.analysis.score_noise import (
     FALSE_DISCOVERIES,
@@ -51,7 +51,7 @@ from tieline.analysis.score_noise import (
     gap_density,
     layer_noise,
 )
-from tieline.analysis.serving import (
+from tieline.analysis.served_precision import (
     Serving,
     equal_layers,
     exact_ties,
@@ -59,7 +59,6 @@ from tieline.analysis.serving import (
     replay_bytes,
     router_state,
 )
-from tieline.analysis.settings import SERVED
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace

@@ -27,8 +27,8 @@ from tieline.analysis.compared_sides import (
 )
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
-from tieline.analysis.inspect_records import Observation
-from tieline.analysis.settings import DiffOptions, DiffSettings
+from tieline.analysis.inspection import Observation
+from tieline.analysis.job_settings import DiffOptions, DiffSettings
 from tieline.analysis.sound_runs import REFERENCE_TOKENS, sound_runs
 from tieline.analysis.token_distances import (
     DistanceObserver,
@@ -46,8 +46,7 @@ from tieline.run.corpus import as_text, default_length, stacked_batches, tokenis
 from tieline.run.estimate import announce_total, plan_work
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 

@@ -35,8 +35,8 @@ from tieline.analysis.attribution import ROUNDING, Expected, read_format, record
 from tieline.analysis.compared_sides import ModelSide, NamedSide, trace_side
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
-from tieline.analysis.inspect_records import Observation
-from tieline.analysis.settings import DiffSettings
+from tieline.analysis.inspection import Observation
+from tieline.analysis.job_settings import DiffSettings
 from tieline.analysis.sound_runs import sound_runs
 from tieline.analysis.token_distances import (
     TokenDistances,
@@ -62,7 +62,7 @@ from tieline.run.corpus import default_length, stacked_batches
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress
 from tieline.trace.record import RoutingTrace
 
 MOST_PREDICTIONS = 1 << 28

@@ -27,25 +27,26 @@ import transformers
 from torch import Tensor, nn
 
 from tieline._version import __version__
-from tieline.analysis.calibration_need import neediest_first, tokens_needed
-from tieline.analysis.inspect_findings import inspection_metrics, judge_routing, observe_routing
-from tieline.analysis.inspect_records import (
+from tieline.analysis.inspection import (
     Inspection,
     LayerJumps,
     NoiseReport,
     TextPiece,
     TextSample,
+    inspection_metrics,
+    judge_routing,
+    observe_routing,
 )
-from tieline.analysis.jump import JumpSettings, jumps_with_losses, measure_jumps
-from tieline.analysis.jump_samples import BlockSampler
+from tieline.analysis.job_settings import InspectOptions, InspectSettings
+from tieline.analysis.jumps import BlockSampler, JumpSettings, jumps_with_losses, measure_jumps
 from tieline.analysis.linear_routers import linear_weights
 from tieline.analysis.precision_noise import SERVED_TOKENS, ServedRuns, measure_serving
 from tieline.analysis.route_files import load, source_kind
-from tieline.analysis.serving import served_rounding
-from tieline.analysis.settings import InspectOptions, InspectSettings
+from tieline.analysis.served_precision import served_rounding
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
 from tieline.core.setting_fields import require_setting, takes_settings
+from tieline.measure.expert_load import neediest_first, tokens_needed
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
@@ -55,8 +56,8 @@ from tieline.measure.measures import (
     joined_measures,
     measure,
     measure_layers,
+    measure_summary,
 )
-from tieline.measure.summary_measures import measure_summary
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
@@ -67,12 +68,11 @@ from tieline.run.condition import Condition
 from tieline.run.corpus import Corpus, TokenisedText
 from tieline.run.estimate import announce_total, pass_cost
 from tieline.run.forward import only_running
-from tieline.run.observers import Observer, Rerun
+from tieline.run.observers import Observer, Rerun, RouteRecorder
+from tieline.run.plan import clean_plan
 from tieline.run.ranks import Ranks
-from tieline.run.recorder import RouteRecorder, clean_plan
 from tieline.run.resume import RunState
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
 

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.full_effects import FullEffects, audit_phase, serving_effect
-from tieline.analysis.inspect_records import NoiseReport, OwnNoise
-from tieline.analysis.serving import Serving, served_rounding
+from tieline.analysis.inspection import NoiseReport, OwnNoise
+from tieline.analysis.perturbation_effects import FullEffects, audit_phase, serving_effect
+from tieline.analysis.served_precision import Serving, served_rounding
 from tieline.core.errors import NoLogitsError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
@@ -31,10 +31,9 @@ from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import TokenisedText, stacked_batches
+from tieline.run.observers import RouteRecorder
 from tieline.run.plan import Pass, Phase, Plan
-from tieline.run.recorder import RouteRecorder
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 PRECISION = "bf16"

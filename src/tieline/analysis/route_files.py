@@ -15,7 +15,12 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 
-from tieline.analysis.settings import ConvertOptions, ConvertSettings, MergeOptions, MergeSettings
+from tieline.analysis.job_settings import (
+    ConvertOptions,
+    ConvertSettings,
+    MergeOptions,
+    MergeSettings,
+)
 from tieline.core.errors import TraceError, require
 from tieline.core.files import check_target
 from tieline.core.records import Result, read_result

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Unpack
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.serving import recommend, served_rounding, tied_share
-from tieline.analysis.settings import SERVED, SmoothOptions, SmoothSettings
+from tieline.analysis.job_settings import SERVED, SmoothOptions, SmoothSettings
+from tieline.analysis.served_precision import recommend, served_rounding, tied_share
 from tieline.analysis.smooth_repair import (
     Latency,
     ModelForm,
@@ -60,8 +60,7 @@ from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import Corpus
 from tieline.run.estimate import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """c = ε/σ that a wish is sought among."""

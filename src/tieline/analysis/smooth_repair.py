@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.serving import Recommendation, Serving, served_rounding
+from tieline.analysis.served_precision import Recommendation, Serving, served_rounding
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
 from tieline.core.statistics import (
@@ -42,8 +42,7 @@ from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Ids, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 
 REPAIR_PERTURBATIONS = (
     Perturbation("rounding", "bf16"),

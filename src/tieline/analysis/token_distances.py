@@ -36,8 +36,7 @@ from tieline.run.condition import ChoiceMode
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 
 ROWS = 128
 """Tokens at a time whose distributions are held in float64."""

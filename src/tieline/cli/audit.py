@@ -1,6 +1,6 @@
 """tieline audit [MODEL]: what low precision and noise do to a model's routing."""
 
-from tieline.analysis.settings import AuditSettings
+from tieline.analysis.job_settings import AuditSettings
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, ModelName, Overwrite

@@ -10,7 +10,7 @@ from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, ModelName, Overwrite
 from tieline.cli.ranks import joined_processes
 from tieline.core.errors import require
-from tieline.run.settings import CaptureSettings
+from tieline.run.shared_settings import CaptureSettings
 
 
 @app.command()

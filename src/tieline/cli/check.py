@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tieline.analysis.settings import CheckSettings
+from tieline.analysis.job_settings import CheckSettings
 from tieline.cli.app import CONDITION_HELD, app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tieline.analysis.settings import DiffSettings
+from tieline.analysis.job_settings import DiffSettings
 from tieline.cli.app import CONDITION_HELD, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, Overwrite

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tieline.analysis.settings import InspectSettings
+from tieline.analysis.job_settings import InspectSettings
 from tieline.cli.app import CONDITION_HELD, app, guarded, say
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Html, Json, Overwrite
@@ -105,7 +105,7 @@ def _inspection_or_saved(
     """The inspection of a model, a trace or a summary, or a saved result."""
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.inspect_findings import inspection_metric_names
+        from tieline.analysis.inspection import inspection_metric_names
         from tieline.analysis.route_files import load, source_kind
         from tieline.models.checkpoint import quiet_transformers
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tieline.analysis.settings import MergeSettings
+from tieline.analysis.job_settings import MergeSettings
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, progress_bars
 from tieline.cli.options import Json

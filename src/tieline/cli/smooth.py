@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tieline.analysis.settings import SmoothSettings
+from tieline.analysis.job_settings import SmoothSettings
 from tieline.cli.app import app, guarded
 from tieline.cli.deliver import Outputs, deliver, run_job
 from tieline.cli.options import Html, Json, ModelName, Overwrite

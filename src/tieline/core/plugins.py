@@ -111,7 +111,7 @@ INSTRUMENT = Plugin(
     },
     results={
         "tieline-inspection": ResultFormat(
-            "tieline.analysis.inspect_records:Inspection", "tieline.report.inspection"
+            "tieline.analysis.inspection:Inspection", "tieline.report.inspection"
         ),
         "tieline-diff": ResultFormat(
             "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"

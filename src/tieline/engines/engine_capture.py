@@ -23,7 +23,7 @@ from tieline.engines.trace_sources import (
 )
 from tieline.engines.worker_process import Progress
 from tieline.models.model import Model, load_tokenizer
-from tieline.run.settings import CaptureOptions, CaptureSettings
+from tieline.run.shared_settings import CaptureOptions, CaptureSettings
 from tieline.trace.readers import import_trace, token_documents
 from tieline.trace.record import RoutingTrace
 from tieline.trace.store import load_trace

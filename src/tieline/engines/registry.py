@@ -29,7 +29,7 @@ from tieline.core.errors import ParameterError, require
 from tieline.core.files import cache_folder
 from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting
-from tieline.run.settings import TRANSFORMERS
+from tieline.run.shared_settings import TRANSFORMERS
 
 WORKERS = Path(__file__).parent / "workers"
 PROBE_SECONDS = 60

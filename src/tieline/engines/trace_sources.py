@@ -26,7 +26,7 @@ from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.model import Model
 from tieline.run.corpus import Text, as_text, check_token_ids, stacked_batches, tokenise
 from tieline.run.ranks import Ranks
-from tieline.run.recorder import recorded_routes
+from tieline.run.runner import recorded_routes
 from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 

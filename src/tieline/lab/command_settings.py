@@ -1,6 +1,6 @@
 """Settings of the jobs of the laboratory: one class per job, one field per option.
 
-See `tieline.run.settings`, which has the groups of options that jobs share. Nothing large is
+See `tieline.run.shared_settings`, which has the groups of options that jobs share. Nothing large is
 imported here: the command line makes its options from these classes.
 """
 
@@ -19,7 +19,7 @@ from tieline.core.setting_fields import (
     require_setting,
     setting,
 )
-from tieline.run.settings import (
+from tieline.run.shared_settings import (
     DTYPES,
     HubSettings,
     SeedSettings,

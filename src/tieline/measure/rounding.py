@@ -7,6 +7,7 @@
     product_flips      P(flip) per token: noise, then rounding of the result          Def. 7.5
     precision_flips    all of these for a layer of a trace
     product_section    flips of a layer by a low-precision product
+    certified_choices  tokens whose choice no order of summation can change
 
 The formats are those of `core.numerics`. Rounding to one grid never reverses two scores, it can
 only make them equal; a tie then goes to the lower index, the wrong one in half of the cases. Where
@@ -17,6 +18,20 @@ A matrix unit rounds inputs and weights, sums products in float32 and rounds the
 a logit is e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i, with known sizes |δx_d|, |δw_id|, signs taken as
 random, and ρ_i the rounding of the sum. An error common to all experts changes no choice, so w_id
 counts as its distance from the mean over experts.
+
+A forward error bound certifies choices. With bitwise equal router input x and stored weights w_e,
+exact scores z_e = Σ_i x_i w_ei and
+
+    B_e = γ_d(u) Σ_i |x_i w_ei| + u_out (|z_e| + γ_d(u) Σ_i |x_i w_ei|),   γ_d(u) = d u / (1 - d u),
+
+every evaluation whose operations satisfy fl(a ∘ b) = (a ∘ b)(1 + δ), |δ| <= u, in any order, and
+whose result is rounded once with |δ| <= u_out, is within B_e of z_e. So if z_i - z_j > B_i + B_j
+for every chosen i and every other j, all of them choose the same experts (Higham, Accuracy and
+Stability of Numerical Algorithms, sec. 3.1). The share of tokens that are not certified is an upper
+bound on the share that another kernel of the router's product alone can change. Not covered: TF32,
+fp8 and truncating tensor-core adds (other constants), selection on computed softmax or sigmoid
+values, selection biases and groups (their roundings come on top), and whatever differs before the
+router.
 """
 
 import math
@@ -29,7 +44,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import PRECISIONS, IntegerGrid, grid_step, one_thread, round_to
-from tieline.core.ranking import gap
+from tieline.core.ranking import gap, topk_mask
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import gap_density
 from tieline.measure.flips import (
@@ -443,3 +458,60 @@ def _emulation_notes(layer: LayerTrace, view: LogitView, precision: str) -> str:
     if layer.group_gap is not None:
         notes.append("emulated within the chosen groups only")
     return "; ".join(notes) or "ok"
+
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""u of formats that round to nearest."""
+
+
+def score_error_bound(
+    inputs: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
+    *,
+    unit: float = UNIT_ROUNDOFF["float32"],
+    output_unit: float = 0.0,
+    exact_products: bool = False,
+) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, "tokens experts"]]:
+    """Return exact scores in float64 and B_e, which bounds the error of any evaluation.
+
+    Args:
+        inputs: router inputs as they are stored.
+        weight: router rows as they are stored.
+        unit: u of the products and sums.
+        output_unit: u of the format in which scores are stored; 0 if it is that of the sums.
+        exact_products: products have no rounding, as those of two bf16 numbers in float32: d - 1
+            roundings in place of d. Where d u >= 1 nothing is bounded, and B is infinite.
+    """
+    x, w = inputs.double(), weight.double()
+    require(0 < unit < 1 and 0 <= output_unit < 1, f"need 0 < u < 1, got {unit=}, {output_unit=}")
+    steps = x.shape[-1] - int(exact_products)
+    exact, total = x @ w.T, x.abs() @ w.abs().T
+    if steps * unit >= 1:
+        return exact, torch.full_like(exact, torch.inf)
+    # the float64 scores here are themselves off by this much at most
+    own = x.shape[-1] * 2.0**-53 * total
+    inner = steps * unit / (1 - steps * unit) * total
+    return exact, own + inner + output_unit * (exact.abs() + inner + own)
+
+
+def certified_choices(
+    inputs: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "experts dim"],
+    k: int,
+    *,
+    unit: float = UNIT_ROUNDOFF["float32"],
+    output_unit: float = 0.0,
+    exact_products: bool = False,
+) -> Bool[Tensor, " tokens"]:
+    """Return the tokens whose k experts every evaluation within the bound chooses.
+
+    min over the chosen of z - B exceeds the max over the others of z + B; arguments as for
+    `score_error_bound`.
+    """
+    scores, bound = score_error_bound(
+        inputs, weight, unit=unit, output_unit=output_unit, exact_products=exact_products
+    )
+    chosen = topk_mask(scores, k)
+    low = (scores - bound).masked_fill(~chosen, torch.inf).amin(dim=-1)
+    high = (scores + bound).masked_fill(chosen, -torch.inf).amax(dim=-1)
+    return low > high

@@ -18,8 +18,7 @@ from tieline.models.smoothed_router import LayerPlan, plan_layers
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.observers import Observer, Site
 from tieline.run.plan import Ids, Pass, Phase, Plan
-from tieline.run.runner import Runner
-from tieline.run.schedule import Progress
+from tieline.run.runner import Progress, Runner
 
 
 class RouterWatcher(Observer):

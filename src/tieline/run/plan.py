@@ -181,3 +181,8 @@ class Ran:
 
     batches: tuple[int, ...]
     dropped: tuple[Perturbation, ...] = ()
+
+
+def clean_plan(name: str, batches: Mapping[int, Ids], logits: Logits = "none") -> Plan:
+    """A plan of one pass per batch of the model as it is."""
+    return Plan((Phase(name, batches, tuple(map(Pass, batches)), logits=logits),))

@@ -9,7 +9,7 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.diff import diff, diff_models
-from tieline.analysis.serving import recommend
+from tieline.analysis.served_precision import recommend
 from tieline.analysis.token_distances import before_flips, token_distances
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
 from tieline.models.experts import use_experts

@@ -7,7 +7,7 @@ import torch
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.inspect import inspect
-from tieline.analysis.jump import JumpSettings
+from tieline.analysis.jumps import JumpSettings
 from tieline.analysis.route_files import load
 from tieline.core.errors import TielineError
 from tieline.measure.measures import MeasureSettings, measure

@@ -13,8 +13,8 @@ import torch
 from tests.report.zoo import make_inspection
 from tieline import __version__
 from tieline.analysis import inspect as analysis
-from tieline.analysis.inspect_findings import inspection_metric_names
-from tieline.analysis.settings import InspectSettings
+from tieline.analysis.inspection import inspection_metric_names
+from tieline.analysis.job_settings import InspectSettings
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER
 from tieline.trace import load_trace

@@ -9,9 +9,8 @@ from tieline.analysis.monitor import RoutingMonitor
 from tieline.models import capture
 from tieline.models.replay import replay
 from tieline.models.router_output import LIVE
-from tieline.run.observers import observing
+from tieline.run.observers import RouteRecorder, observing
 from tieline.run.plan import Pass
-from tieline.run.recorder import RouteRecorder
 
 
 def same_trace(a, b):

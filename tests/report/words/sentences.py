@@ -6,7 +6,7 @@ import torch
 
 from tests.analysis.attribution import test_attribution as runs
 from tests.analysis.planted import renumbered, without_scores
-from tests.analysis.test_inspect_findings import HIGH, LOW, busy_trace, jump_record, softmax_trace
+from tests.analysis.test_inspection import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_serving, make_trace
@@ -27,10 +27,9 @@ from tieline.analysis.diff_records import (
     ReplaySplit,
     SplitPart,
 )
-from tieline.analysis.inspect_findings import judge_routing, observe_routing
-from tieline.analysis.inspect_records import NoiseReport
+from tieline.analysis.inspection import NoiseReport, judge_routing, observe_routing
 from tieline.analysis.noise_shapes import NoiseShape
-from tieline.analysis.serving import Recommendation
+from tieline.analysis.served_precision import Recommendation
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.measure.measures import measure

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.analysis.inspect import inputs_fit
-from tieline.analysis.inspect_records import NoiseReport
+from tieline.analysis.inspection import NoiseReport
 from tieline.analysis.linear_routers import linear_choice, linear_weights, router_offset
 from tieline.analysis.precision_noise import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
@@ -32,7 +32,8 @@ from tieline.models.model import Model, ModelSource
 from tieline.models.router_output import read_output
 from tieline.run.corpus import stacked_batches, token_texts
 from tieline.run.forward import model_device, only_running
-from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.observers import RouteRecorder
+from tieline.run.plan import clean_plan
 from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
-from tieline.analysis.jump_samples import BlockSampler
+from tieline.analysis.jumps import BlockSampler
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.core.statistics import (
@@ -62,9 +62,8 @@ from tieline.models.router_output import override_choice
 from tieline.models.smoothed_router import plan_layers
 from tieline.run.corpus import stacked_batches, token_texts
 from tieline.run.forward import forward, only_running
-from tieline.run.observers import Observer, Outcome
-from tieline.run.plan import Pass
-from tieline.run.recorder import RouteRecorder, clean_plan
+from tieline.run.observers import Observer, Outcome, RouteRecorder
+from tieline.run.plan import Pass, clean_plan
 from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 

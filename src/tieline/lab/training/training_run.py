@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import set_seed
 
-from tieline.analysis.monitor_trainer import monitor_trainer
+from tieline.analysis.trainer_callbacks import monitor_trainer
 from tieline.core.collectives import (
     TIMEOUT,
     first_rank,

@@ -16,7 +16,7 @@ from tieline.analysis.audit_records import (
     RemedyEffect,
     RemedyTable,
 )
-from tieline.analysis.settings import SERVED
+from tieline.analysis.job_settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
 from tieline.report.words.serving import served_sentences

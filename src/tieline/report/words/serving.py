@@ -7,7 +7,7 @@ serving_advice      the recommendation, with the price of what it recommends
 
 import math
 
-from tieline.analysis.serving import Recommendation, Serving
+from tieline.analysis.served_precision import Recommendation, Serving
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import layer_labels
 from tieline.report.words.numbers import decimal, listed, percent, signed

@@ -1,6 +1,6 @@
 """Sentences of a smoothed model: its verdict, and what smoothing repairs and costs."""
 
-from tieline.analysis.settings import SERVED
+from tieline.analysis.job_settings import SERVED
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.report.words.numbers import decimal, finite, percent, signed, significant
 from tieline.report.words.serving import fragile_sentence, serving_advice, serving_headline

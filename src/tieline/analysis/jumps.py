@@ -1,0 +1,581 @@
+"""What a flip costs: the jump of a layer's output at a tie, and the change of the loss.
+
+    jump    ‖y_swapped - y‖ / ‖y‖,    y the output of the layer's block for a token,
+
+y_swapped the output with the expert of rank k + 1 in place of that of rank k (`swapped_choice`). At
+a tie this is the height of the discontinuity. Both outputs come from the model's own block, run
+again on the inputs that it had; a block whose recorded output cannot be reproduced is refused (Def.
+10.2, 10.3). The harm of a flip is proportional to its jump: `GapJumpTable` shows near and high
+ties.
+
+    Δ = Σ_{t > p} [ -log P_swapped(x_t | x_<t) + log P(x_t | x_<t) ]   in nats
+
+is the change of a sequence's loss by one swap at position p of one layer. All other choices are the
+model's own, so consequences in later layers and tokens are part of Δ. Each row of a batch is a
+sequence with exactly one swap; the reference is the same batch with the recorded choices forced at
+the same places, so both runs round alike (Def. 10.4).
+
+`BlockSampler` selects the tokens while the model runs. The inputs and outputs of blocks are large,
+so only those that may be needed are kept: the N smallest gaps so far, and the N + R smallest hashes
+of token places, a random sample that does not depend on the batches. Without the near tokens, the
+latter are a random sample of the others.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
+from tieline.analysis.inspection import (
+    GapJumpTable,
+    JumpMeasures,
+    JumpSample,
+    LayerJumps,
+    LossJumps,
+)
+from tieline.core.errors import TielineError, UnsupportedModelError, require
+from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
+from tieline.measure.measures import gap_status
+from tieline.models.routed_block import Block, BlockCall, BlockRun, Rows, fitted_choice
+from tieline.models.router_output import Choice, RouterOutput
+from tieline.run.forward import overridden_output
+from tieline.run.observers import BlockSite, Observer, Rerun, RouteRecorder, Site
+from tieline.run.plan import Pass
+from tieline.run.ranks import Ranks
+from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.summary import SPAN, token_hash
+
+PerToken = Float[Tensor, " tokens"]
+Places = Int[Tensor, " tokens"]
+
+
+@dataclass(frozen=True)
+class BlockSample:
+    """Tokens of one layer by place in the trace, with the inputs and outputs of its block."""
+
+    tokens: Places
+    rows: Rows
+
+
+class _Pool:
+    """The tokens with the smallest keys so far and their rows; lots decide between equal keys."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._keys = torch.empty(0, dtype=torch.float64)
+        self._lots = torch.empty(0, dtype=torch.float64)
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self._rows: Rows | None = None
+
+    @property
+    def filled(self) -> bool:
+        """Whether any token is kept."""
+        return self._rows is not None
+
+    def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
+        """Keep the tokens with the smallest finite keys."""
+        limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
+        fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
+        fits = fits[_order_by_keys(keys[fits], lots[fits])[: self._size]]
+        if not len(fits):
+            return
+        rows = call.rows(fits)
+        keys, lots = torch.cat([self._keys, keys[fits]]), torch.cat([self._lots, lots[fits]])
+        best = _order_by_keys(keys, lots)[: self._size]
+        self._keys, self._lots = keys[best], lots[best]
+        self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
+        self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is kept, a row per token."""
+        assert self._rows is not None
+        inputs = {f"input.{index}": value for index, value in enumerate(self._rows.inputs.values())}
+        kept = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
+        return kept | inputs | {"output": self._rows.output}
+
+    def join(self, pooled: Mapping[str, Tensor]) -> None:
+        """Keep the best of what several pools have, given by `tensors` in the order of tokens."""
+        assert self._rows is not None
+        best = _order_by_keys(pooled["keys"], pooled["lots"])[: self._size]
+        self._keys, self._lots = pooled["keys"][best], pooled["lots"][best]
+        self.tokens, old = pooled["tokens"][best], self._rows
+        inputs = {
+            key: pooled[f"input.{index}"][best].to(value.device)
+            for index, (key, value) in enumerate(old.inputs.items())
+        }
+        self._rows = Rows(inputs, old.others, pooled["output"][best].to(old.output), old.batched)
+
+    def without(self, tokens: Places, most: int) -> BlockSample | None:
+        """Return the first `most` kept tokens that are not among `tokens`."""
+        left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
+        if self._rows is None or not len(left):
+            return None
+        return BlockSample(self.tokens[left], self._rows.take(left))
+
+
+def _order_by_keys(keys: PerToken, lots: PerToken) -> Places:
+    """Places in ascending order of keys, then of lots."""
+    first = lots.sort(stable=True).indices
+    return first[keys[first].sort(stable=True).indices]
+
+
+class BlockSampler(Observer):
+    """Keeps inputs and outputs of blocks for a sample of the tokens of recorded passes.
+
+        recorder = RouteRecorder(model)
+        sampler = BlockSampler(blocks, recorder, near=256, random=256, seed=0)
+        Runner(Model(model)).run(plan, [recorder, sampler])
+
+    Batches must not be padded.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, Block],
+        recorder: RouteRecorder,
+        near: int,
+        random: int,
+        seed: int,
+        first: int = 0,
+    ) -> None:
+        """Sample `near` + `random` tokens of the blocks of the routers with these names.
+
+        Args:
+            blocks: by name of the router.
+            recorder: records the same passes, and is told of them before this observer.
+            near: how many of the tokens nearest to a tie.
+            random: how many of the others.
+            seed: of the draw.
+            first: place of the first token that is seen, in the whole text.
+        """
+        self._blocks, self._recorder, self._first = blocks, recorder, first
+        self.blocks = {name: block.module for name, block in blocks.items()}
+        self._near, self._random, self._seed = near, random, seed
+        self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
+        self._status: dict[str, str] = {}
+
+    def watches(self, run: Pass) -> bool:
+        """Whether the recorder records the pass."""
+        return self._recorder.watches(run)
+
+    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+        """Handle the return of a block, whose router has been recorded just before."""
+        name, rows = site.name, BlockCall(*call)
+        layer = self._recorder.recorded(run, name)
+        if layer is None or not layer.has_gaps:
+            return
+        gaps = layer.inner_gap
+        if len(gaps) != rows.tokens:
+            self._status[name] = (
+                f"not answerable: the block {self._blocks[name].name!r} was given {rows.tokens} "
+                f"rows for {len(gaps)} tokens; batches must not be padded"
+            )
+            return
+        self._status.setdefault(name, "ok")
+        tokens = self._first + self._recorder.offset(run) + torch.arange(len(gaps))
+        lots = torch.as_tensor(token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN)
+        near, random = self._pools[name]
+        near.offer(gaps, lots, tokens, rows)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, tokens, rows)
+
+    def join(self, ranks: Ranks) -> None:
+        """Sample from the tokens of all processes."""
+        if ranks.share_text:
+            self._join_rows(ranks.join_rows)
+
+    def _join_rows(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Sample from the tokens of all processes: `everywhere` returns the rows of all of them."""
+        filled = torch.tensor([[pool.filled for pool in both] for both in self._pools.values()])
+        ranks = everywhere({"filled": filled[None]})["filled"]
+        require(
+            bool((ranks == filled).all()),
+            "a process saw no token between two experts in some layer: take fewer processes",
+            TielineError,
+        )
+        for pool in (pool for both in self._pools.values() for pool in both if pool.filled):
+            pool.join(everywhere(pool.tensors()))
+
+    def block(self, name: str) -> Block:
+        """The block of this router."""
+        return self._blocks[name]
+
+    def status(self, name: str) -> str:
+        """Return "ok" if the block of this router was called, else the reason."""
+        uncalled = f"not answerable: the block {self.block(name).name!r} is not called as a module"
+        return self._status.get(name, uncalled)
+
+    def forget(self, name: str) -> None:
+        """Drop the tokens of a layer, which has been measured."""
+        self._pools[name] = (_Pool(self._near), _Pool(self._near + self._random))
+
+    def near(self, name: str) -> BlockSample | None:
+        """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
+        return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
+
+    def random(self, name: str) -> BlockSample | None:
+        """Return a random sample of the other tokens; None if there are none."""
+        near, random = self._pools[name]
+        return random.without(near.tokens, self._random)
+
+
+PerToken = Float[Tensor, " tokens"]
+
+Places = Int[Tensor, " tokens"]
+
+Runner = Callable[[Sequence[BlockRun]], list[Tensor]]
+"""Runs blocks and returns their outputs."""
+
+SAME_OUTPUT = 1e-3
+"""Relative difference up to which a block counts as reproducing its output."""
+
+
+@dataclass(frozen=True)
+class JumpSettings:
+    """How many tokens of each layer are swapped, and how the jumps are sorted.
+
+    Attributes:
+        near: number of tokens with the smallest gaps.
+        random: number of tokens drawn from the others.
+        loss_swaps: number of near tokens whose swap's effect on the loss is measured; 0 for none.
+        dangerous_above: jump from which a tie counts as dangerous.
+        probabilities: levels of the quantiles of the jump.
+        gap_levels: levels of the gap whose quantiles are the rows of the table.
+        jump_levels: levels of the jump whose quantiles are its columns.
+        seed: seed of the random sample.
+    """
+
+    near: int = 256
+    random: int = 256
+    loss_swaps: int = 0
+    dangerous_above: float = 0.1
+    probabilities: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
+    gap_levels: tuple[float, ...] = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+    jump_levels: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.near >= 1, f"need at least one near token, got near={self.near}")
+        least = min(self.random, self.loss_swaps, self.seed)
+        require(least >= 0, "random, loss_swaps and seed must not be negative")
+        for levels in (self.gap_levels, self.jump_levels):
+            ends = len(levels) > 1 and levels[0] == 0 and levels[-1] == 1
+            require(ends and sorted(levels) == list(levels), f"levels from 0 to 1, got {levels}")
+
+
+def measure_jumps(
+    model: nn.Module,
+    trace: RoutingTrace,
+    sampler: BlockSampler,
+    settings: JumpSettings,
+    progress: Callable[[int, int], None] | None = None,
+    runner: Runner | None = None,
+) -> tuple[LayerJumps, ...]:
+    """Measure the jumps of every layer.
+
+    Args:
+        model: the model, in the mode it was captured in.
+        trace: its routing.
+        sampler: the sampler that watched the same forward passes.
+        settings: how many tokens, which levels.
+        progress: called with the layers done and their number.
+        runner: runs blocks; by default one after the other.
+    """
+    done = []
+    for layer in trace.layers:
+        done.append(
+            _layer_jumps(model, trace, layer, sampler, settings, runner or _run_blocks_in_turn)
+        )
+        if progress is not None:
+            progress(len(done), len(trace.layers))
+    return tuple(done)
+
+
+def _layer_jumps(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    sampler: BlockSampler,
+    settings: JumpSettings,
+    runner: Runner,
+) -> LayerJumps:
+    """The jumps of one layer, or why they cannot be measured."""
+    status = _jump_status(layer, sampler)
+    if status != "ok":
+        return LayerJumps(layer.name, None, status)
+    block, router = sampler.block(layer.name), model.get_submodule(layer.name)
+    drawn = [sampler.near(layer.name), sampler.random(layer.name)]
+    ready = [_sample_by_gap(layer, sample) for sample in drawn if sample is not None]
+    try:
+        samples = [
+            _sample_of_jumps(trace, layer, block, sample, *outputs)
+            for sample, outputs in zip(
+                ready, _plain_and_swapped_outputs(layer, block, router, ready, runner), strict=True
+            )
+        ]
+    except UnsupportedModelError as problem:
+        return LayerJumps(layer.name, None, f"not answerable: {problem}")
+    near, random = (*samples, NO_SAMPLE)[:2]
+    return LayerJumps(layer.name, _jump_measures(layer, block, near, random, settings))
+
+
+def _plain_and_swapped_outputs(
+    layer: LayerTrace,
+    block: Block,
+    router: nn.Module,
+    samples: Sequence[BlockSample],
+    runner: Runner,
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs of each sample's tokens as recorded and as swapped, all in one run of the block.
+
+    Few tokens need most of a layer's experts: what a run costs is to read their weights.
+    """
+    tokens = torch.cat([sample.tokens for sample in samples])
+    choices = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
+    rows = reduce(Rows.join, [sample.rows for sample in samples])
+    both = Choice(*(torch.cat(columns) for columns in zip(*choices, strict=True)))
+    (output,) = runner([block.prepared(rows.join(rows), both)])
+    sizes = [len(sample.tokens) for sample in samples]
+    plain, swapped = (half.split(sizes) for half in output.chunk(2))
+    return list(zip(plain, swapped, strict=True))
+
+
+def _run_blocks_in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
+    """Run blocks one after the other."""
+    outputs = []
+    for job, scope in runs:
+        with scope():
+            outputs.append(job())
+    return outputs
+
+
+def _sample_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
+    """The tokens in ascending order of their gaps."""
+    order = layer.inner_gap[sample.tokens].sort(stable=True).indices
+    return BlockSample(sample.tokens[order], sample.rows.take(order))
+
+
+def _jump_status(layer: LayerTrace, sampler: BlockSampler) -> str:
+    """Return "ok" if the jumps of a layer can be measured, else the reason."""
+    status = gap_status(layer)
+    status = sampler.status(layer.name) if status == "ok" else status
+    if status != "ok":
+        return status
+    if sampler.near(layer.name) is None:
+        return "not answerable: no token has an expert that could enter"
+    return "ok"
+
+
+NO_SAMPLE = JumpSample((), (), (), (), (), (), ())
+
+
+def _sample_of_jumps(
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    block: Block,
+    sample: BlockSample,
+    plain: Tensor,
+    swapped: Tensor,
+) -> JumpSample:
+    """The record of sampled tokens, from their outputs as recorded and as swapped."""
+    tokens, k = sample.tokens, layer.facts.k
+    _check_reproduced(plain, sample.rows.output, block.name)
+    columns = (
+        tokens,
+        trace.documents[tokens],
+        trace.positions[tokens],
+        layer.inner_gap[tokens],
+        relative_change(plain, swapped),
+        layer.experts[tokens, k - 1],
+        layer.experts[tokens, k],
+    )
+    return JumpSample(*(tuple(column.tolist()) for column in columns))
+
+
+def relative_change(
+    before: Float[Tensor, "tokens dim"], after: Float[Tensor, "tokens dim"]
+) -> PerToken:
+    """‖after - before‖ / ‖before‖ of each row in float64; 0 where nothing changes, 0 / 0 too."""
+    change = (after.double() - before.double()).norm(dim=1).cpu()
+    size = before.double().norm(dim=1).cpu()
+    return torch.where(change == 0, 0.0, change / size)
+
+
+def _check_reproduced(
+    output: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
+) -> None:
+    """Raise if a block does not reproduce its output on some of its tokens."""
+    off = (output.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
+    allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
+    require(
+        bool(off <= allowed),
+        f"the block {block!r} does not reproduce its output on some of its tokens "
+        f"(relative difference {off.item():.2g})",
+        UnsupportedModelError,
+    )
+
+
+def _jump_measures(
+    layer: LayerTrace,
+    block: Block,
+    near: JumpSample,
+    random: JumpSample,
+    settings: JumpSettings,
+) -> JumpMeasures:
+    """Quantiles, dangerous share and gap-jump table of a layer."""
+    jumps, others = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
+    dangerous, levels = (jumps >= settings.dangerous_above).double(), settings.probabilities
+    return JumpMeasures(
+        module=block.name,
+        near=near,
+        random=random,
+        near_quantiles=quantiles(jumps, levels),
+        random_quantiles=quantiles(others, levels) if random.jumps else None,
+        dangerous=mean_estimate(dangerous),
+        dangerous_above=settings.dangerous_above,
+        table=gap_jump_table(layer.inner_gap, near, random, settings),
+    )
+
+
+def gap_jump_table(
+    gaps: PerToken, near: JumpSample, random: JumpSample, settings: JumpSettings
+) -> GapJumpTable:
+    """Joint counts of gap and jump on quantile bins, and the shares of all tokens they stand for.
+
+    Args:
+        gaps: of all tokens; infinite ones, which cannot flip, are in no cell.
+        near: the tokens of the smallest gaps, which stand for themselves.
+        random: a random sample of the others, each standing for as many as were not drawn.
+        settings: levels of the bins.
+    """
+    finite = gaps[gaps.isfinite()]
+    sampled = torch.tensor(near.gaps + random.gaps, dtype=torch.float64)
+    jumps = torch.tensor(near.jumps + random.jumps, dtype=torch.float64)
+    rows = quantile_bands(finite, settings.gap_levels).value
+    columns = quantile_bands(jumps, settings.jump_levels).value
+    others = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
+    stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), others)])
+    cell = _bin_of_values(sampled, rows) * (len(columns) - 1) + _bin_of_values(jumps, columns)
+    shape = (len(rows) - 1, len(columns) - 1)
+    counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
+    weighted = torch.bincount(cell, stands_for.double(), minlength=math.prod(shape)).view(shape)
+    return GapJumpTable(
+        gap_levels=settings.gap_levels,
+        gap_edges=tuple(rows.tolist()),
+        jump_edges=tuple(columns.tolist()),
+        counts=tuple(tuple(row) for row in counts.tolist()),
+        shares=tuple(tuple(row) for row in (weighted / len(gaps)).tolist()),
+    )
+
+
+def _bin_of_values(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
+    """Bin of each value: low <= value < high, the last one with its upper edge."""
+    return (torch.searchsorted(edges, values, right=True) - 1).clamp(0, len(edges) - 2)
+
+
+def jumps_with_losses(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    jumps: JumpMeasures,
+    swaps: int,
+    batch_size: int,
+) -> JumpMeasures:
+    """Add the change of the loss for `swaps` tokens of a layer's near sample to its jumps.
+
+    The tokens are spread evenly over the sample; last tokens of sequences are left out, because
+    nothing is predicted after them.
+    """
+    near = jumps.near
+    able = _followed_tokens(trace, near)
+    if not able:
+        return jumps
+    picked = [able[i * len(able) // min(swaps, len(able))] for i in range(min(swaps, len(able)))]
+    tokens = torch.tensor([near.tokens[index] for index in picked])
+    changes = loss_changes(model, trace, layer, tokens, batch_size)
+    losses: list[float | None] = [None] * len(near.tokens)
+    for index, change in zip(picked, changes.tolist(), strict=True):
+        losses[index] = change
+    sizes = quantiles(changes.abs(), jumps.near_quantiles.probabilities)
+    loss = LossJumps(mean_estimate(changes), sizes, len(picked))
+    return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
+
+
+def loss_changes(
+    model: nn.Module,
+    trace: RoutingTrace,
+    layer: LayerTrace,
+    tokens: Int[Tensor, " swaps"],
+    batch_size: int,
+) -> Float[Tensor, " swaps"]:
+    """Compute Δ of each token in float64.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        trace: its routing.
+        layer: the layer of the trace in which the choice is swapped.
+        tokens: places of the tokens in the trace.
+        batch_size: sequences per forward pass.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    sequences = [trace.tokens[trace.documents == trace.documents[t]].long() for t in tokens]
+    for index, sequence in enumerate(sequences):
+        by_length[len(sequence)].append(index)
+    changes = torch.zeros(len(tokens), dtype=torch.float64)
+    for indices in by_length.values():
+        for chunk in torch.tensor(indices).split(batch_size):
+            ids = torch.stack([sequences[index] for index in chunk.tolist()])
+            changes[chunk] = _loss_changes_of_batch(model, trace, layer, tokens[chunk], ids)
+    return changes
+
+
+def _loss_changes_of_batch(
+    model: nn.Module, trace: RoutingTrace, layer: LayerTrace, tokens: Tensor, ids: Tensor
+) -> Float[Tensor, " rows"]:
+    """Change of the loss by one swap in each sequence of a batch."""
+    router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
+    rows = torch.arange(len(ids)) * ids.shape[1] + positions
+    losses = []
+    for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
+        rule = partial(_choice_at_rows, rows=rows, choice=choice)
+        losses.append(
+            _loss_after_positions(overridden_output(model, router, rule, ids), ids, positions)
+        )
+    return losses[1] - losses[0]
+
+
+def _choice_at_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
+    """The router's own choice, except at these places."""
+    at, choice = rows.to(output.ids.device), fitted_choice(choice, output.ids.shape[1])
+    weights = output.weights.index_copy(0, at, choice.weights.to(output.weights))
+    return Choice(weights, output.ids.index_copy(0, at, choice.ids.to(output.ids)))
+
+
+def _loss_after_positions(
+    output: object, ids: Int[Tensor, "rows length"], positions: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Summed loss of what follows each position, in float64."""
+    logits = getattr(output, "logits", None)
+    require(
+        isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
+        "the model gives no logits for its tokens, so it has no loss: inspect it without the loss",
+        UnsupportedModelError,
+    )
+    assert isinstance(logits, Tensor)
+    losses = next_token_losses(logits, ids)
+    return torch.stack(
+        [row[position:].sum() for row, position in zip(losses, positions.tolist(), strict=True)]
+    )
+
+
+def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
+    """Places in the sample whose token is not the last one of its document."""
+    tokens = torch.tensor(near.tokens)
+    after = (tokens + 1).clamp(max=trace.n_tokens - 1)
+    follows = (trace.documents[after] == trace.documents[tokens]) & (after > tokens)
+    return follows.nonzero().squeeze(1).tolist()

@@ -1,0 +1,464 @@
+r"""What perturbations do to each router by itself, and to the whole model: observers of an audit.
+
+`LocalEffects` calls each router again under each perturbation while the clean model runs, on clean
+inputs. Tokens whose experts change are run through the layer's block once more with their new
+experts, which gives the jump of its output. Gaussian noise of the logits is drawn until there are
+enough flips to compare with their prediction.
+
+`FullEffects` looks at runs of the perturbed model, where effects add up over depth:
+
+    flips       share of tokens whose experts differ from those of the clean pass, by layer
+    moved       Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e: clean weight of the experts that a token lost
+    loss        -log P(next token)
+    KL          Σ_v P(v) log(P(v) / P'(v)), P of the clean pass, P' of the perturbed one
+
+The floor of the KL is that of a pass in which flipping tokens get the experts and weights of the
+clean one: what would remain if no token ever flipped.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tieline.analysis.jumps import relative_change
+from tieline.analysis.predicted_flips import FlipChance, predicted_flips
+from tieline.analysis.served_precision import (
+    Serving,
+    equal_layers,
+    exact_ties,
+    replay_bytes,
+    router_state,
+)
+from tieline.core.errors import TielineError
+from tieline.core.numerics import one_thread
+from tieline.core.ranking import group_scores, sets_differ, topk_mask
+from tieline.core.statistics import SequenceSums, next_token_losses
+from tieline.models.capture import Call, LayerObserver, ObserverSettings
+from tieline.models.documents import Batch
+from tieline.models.families import family_of
+from tieline.models.routed_block import Block, BlockCall, Rows, block_of
+from tieline.models.router_output import Choice, read_output
+from tieline.models.router_rule import selection_scores
+from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
+from tieline.run.forward import routed_set
+from tieline.run.observers import BlockSite, Observer, Outcome, Rerun, Site
+from tieline.run.plan import Ids, Pass, Phase
+from tieline.run.ranks import Ranks
+from tieline.trace.record import LayerTrace, take_tokens
+
+RANKS = 16
+"""Ranks beyond k that predictions see."""
+
+MOST_REPEATS = 4000
+"""Draws of noise at most, however rare flips are."""
+
+CHUNK = 1 << 20
+"""Scores that are drawn at once."""
+
+NEVER = 1e-12
+"""Predicted chance of a flip below which no noise is drawn for a token."""
+
+SIGMA_TOKENS = 4096
+"""Tokens whose scores are kept for the noise that flips 1 %."""
+
+
+@dataclass
+class LocalEffect:
+    """What is counted of one perturbation in one layer."""
+
+    flips: SequenceSums = field(default_factory=SequenceSums)
+    low: SequenceSums = field(default_factory=SequenceSums)
+    high: SequenceSums = field(default_factory=SequenceSums)
+    damage: SequenceSums = field(default_factory=SequenceSums)
+    flip_count: int = 0
+    trials: int = 0
+
+
+class _Change(NamedTuple):
+    """Tokens whose experts change under a perturbation, and the experts they get."""
+
+    tokens: Int[Tensor, " changed"]
+    choice: Choice
+
+
+class _Swap(NamedTuple):
+    """Tokens of a block to run again with other experts, and where their jumps are counted."""
+
+    effect: LocalEffect
+    block: Block
+    tokens: Int[Tensor, " changed"]
+    rows: Rows
+    choice: Choice
+
+
+class _CleanPass:
+    """The clean pass of one batch under way."""
+
+    def __init__(self, batch: int, shape: tuple[int, int]) -> None:
+        self.batch, self.shape, self.routers = batch, shape, 0
+        self.changes: dict[str, dict[Perturbation, _Change]] = {}
+        self.swaps: list[_Swap] = []
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.shape)
+
+
+class LocalEffects(Observer):
+    """Perturbs every router on its own while the clean model runs.
+
+    Attributes:
+        effects: what was counted, by perturbation and router.
+        hits: tokens of each expert, by router.
+        kept: routing of some of the tokens, by router, batch by batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: dict[str, nn.Module],
+        perturbations: Sequence[Perturbation],
+        seed: int,
+        flips_per_call: float,
+        keep_every: int,
+    ) -> None:
+        """Watch these routers.
+
+        Args:
+            model: the model, in evaluation mode.
+            routers: its routers by name.
+            perturbations: of routers.
+            seed: of the noise.
+            flips_per_call: flips under Gaussian noise that each call of a router shall give.
+            keep_every: of so many tokens the scores of one are kept.
+        """
+        self._perturbations = tuple(dict.fromkeys(perturbations))
+        self._blocks = {name: block_of(model, name) for name in routers}
+        self.blocks = {name: block.module for name, block in self._blocks.items()}
+        settings = ObserverSettings(RANKS, (), False, False)
+        self._layers = {name: _observer_of_router(name, r, settings) for name, r in routers.items()}
+        self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
+        self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
+        self.hits: dict[str, Tensor] = {}
+        self.kept: dict[str, list[LayerTrace]] = defaultdict(list)
+        self._passes: dict[Pass, _CleanPass] = {}
+
+    def watches(self, run: Pass) -> bool:
+        """Whether the pass is clean."""
+        return run.condition == CLEAN
+
+    def on_start(self, run: Pass, ids: Ids) -> None:
+        """Begin a batch."""
+        if self.watches(run):
+            self._passes[run] = _CleanPass(run.batch, (ids.shape[0], ids.shape[1]))
+
+    def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
+        """Call a router again under every perturbation."""
+        clean, name, router = self._passes[run], site.name, site.module
+        layer = self._layers[name].observe(router, call, output, _single_document(clean.tokens))
+        routed = read_output(site.family, router, call, output)
+        chosen = routed_set(routed)
+        clean.routers += 1
+        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
+        self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
+        clean.changes[name] = {}
+        chances = self._predicted(layer, router, call)
+        for number, perturbation in enumerate(self._perturbations):
+            generator = noise_generator(self._seed, number, clean.batch, clean.routers)
+            with applied(router, Condition(perturbation), generator):
+                again = router(*call[0], **call[1])
+                other = read_output(site.family, router, call, again)
+            flipped = sets_differ(routed_set(other), chosen)
+            rows = flipped.nonzero().squeeze(1)
+            choice = Choice(other.weights[rows], other.ids[rows])
+            clean.changes[name][perturbation] = _Change(rows, choice)
+            effect, chance = self.effects[perturbation, name], chances[perturbation]
+            share, repeats = flipped.double().cpu(), 1
+            if chance is not None and perturbation.kind == "score noise":
+                repeats = self._repeats(chance.low.sum().item())
+                rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
+                possible = chance.high > NEVER
+                share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
+            _add_flips(effect, share.view(clean.shape), repeats, chance)
+
+    def _predicted(
+        self, layer: LayerTrace, router: nn.Module, call: Call
+    ) -> dict[Perturbation, FlipChance | None]:
+        """Predicted chances of a call's tokens, by perturbation."""
+        if layer.smoothed:  # its experts change at the ends of its band, not at ties
+            return dict.fromkeys(self._perturbations)
+        states = call[0][0] if call[0] else call[1]["hidden_states"]
+        with one_thread():  # many small operations
+            flat = states.reshape(-1, states.shape[-1])
+            return predicted_flips(layer, router, flat, self._perturbations)
+
+    def _repeats(self, expected: float) -> int:
+        wished = self._flips_per_call / max(expected, 1e-9)
+        return max(1, min(MOST_REPEATS, math.ceil(wished)))
+
+    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+        """After a block returned, take the tokens that would change, to be run again."""
+        clean = self._passes[run]
+        changes = clean.changes.pop(site.name, None)
+        if changes is None:
+            return
+        block, called = self._blocks[site.name], BlockCall(*call)
+        for perturbation, (tokens, choice) in changes.items():
+            effect, rows = self.effects[perturbation, site.name], called.rows(tokens)
+            clean.swaps.append(_Swap(effect, block, tokens, rows, choice))
+        if rerun is not None:
+            _count_jumps(clean, rerun)
+
+    def on_unit_done(self, unit: str, rerun: Rerun) -> None:
+        """Count the jumps of a unit while its weights are there."""
+        for clean in self._passes.values():
+            _count_jumps(clean, rerun)
+
+    def join(self, ranks: Ranks) -> None:
+        """Add up what the processes counted of each router."""
+        if not ranks.share_text:
+            return
+        effects = list(self.effects.values())
+        ranks.join_sums([sums for e in effects for sums in (e.flips, e.low, e.high, e.damage)])
+        counts = {
+            "counts": torch.tensor([[effect.flip_count, effect.trials] for effect in effects])
+        }
+        counts |= {f"hits.{name}": hits for name, hits in self.hits.items()}
+        joined = ranks.join_counts(counts)
+        for effect, (flip_count, trials) in zip(effects, joined["counts"].tolist(), strict=True):
+            effect.flip_count, effect.trials = flip_count, trials
+        for name, layers in self.kept.items():
+            self.hits[name] = joined[f"hits.{name}"]
+            rows = ranks.join_lists([layer.rows() for layer in layers])
+            self.kept[name] = [replace(layers[0], **row) for row in rows]
+
+
+def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
+    """Run tokens that would change again with their new experts, and count their jumps."""
+    some = [swap for swap in clean.swaps if len(swap.tokens)]
+    outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in some]))
+    for swap in clean.swaps:
+        jumps = torch.zeros(clean.tokens, dtype=torch.float64)
+        if len(swap.tokens):
+            jumps[swap.tokens.cpu()] = relative_change(swap.rows.output, next(outputs))
+        swap.effect.damage.add(jumps.view(clean.shape))
+    clean.swaps = []
+
+
+def chosen_mask(
+    router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
+) -> Bool[Tensor, "tokens experts"]:
+    """Return the experts that the router's family chooses by these logits, lower index first."""
+    family = family_of(router)
+    if family is None:
+        raise TielineError(f"{type(router).__name__} is no router of a known family")
+    selection = selection_scores(family, router, logits, call)
+    scores, limit = selection.scores, selection.limit
+    if limit is not None:
+        groups = topk_mask(group_scores(scores, limit.n_groups, limit.score), limit.k_groups)
+        inside = groups.repeat_interleave(scores.shape[-1] // limit.n_groups, dim=-1)
+        scores = scores.masked_fill(~inside, limit.fill)
+    return topk_mask(scores, int(attrgetter(family.k)(router)))
+
+
+def _add_flips(
+    effect: LocalEffect,
+    share: Float[Tensor, "rows length"],
+    repeats: int,
+    chance: FlipChance | None,
+) -> None:
+    """Add the flips of one call, counted and predicted."""
+    if chance is not None:
+        effect.low.add(chance.low.view(share.shape))
+        effect.high.add(chance.high.view(share.shape))
+    effect.flips.add(share)
+    effect.flip_count += round(share.sum().item() * repeats)
+    effect.trials += repeats * share.numel()
+
+
+def _noisy_flip_shares(
+    rule: Any,
+    logits: Tensor,
+    possible: Bool[Tensor, " tokens"],
+    sigma: float,
+    repeats: int,
+    source: torch.Generator,
+) -> Float[Tensor, " tokens"]:
+    """Share of `repeats` draws of noise in which each token's experts change.
+
+    Noise is drawn for tokens that can change alone; the others count as unchanged.
+    """
+    flips = torch.zeros(len(logits), dtype=torch.float64)
+    rows = possible.nonzero().squeeze(1)
+    near = logits[rows.to(logits.device)]
+    tokens, experts = near.shape
+    if tokens == 0:
+        return flips
+    clean = rule(near)
+    at_once = max(1, CHUNK // (tokens * experts))
+    for start in range(0, repeats, at_once):
+        count = min(at_once, repeats - start)
+        noise = torch.randn(count, tokens, experts, generator=source).to(near)
+        noisy = (near + sigma * noise).flatten(0, 1)
+        changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
+        flips[rows] += changed.sum(dim=0).double().cpu()
+    return flips / repeats
+
+
+def _observer_of_router(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
+    """What reads the calls of a router into traces."""
+    family = family_of(router)
+    assert family is not None
+    return LayerObserver(name, family, settings)
+
+
+def _single_document(tokens: int) -> Batch:
+    """A batch of all tokens in one document, which is all that the audit needs."""
+    positions = torch.arange(tokens)
+    return Batch(positions, torch.zeros_like(positions), positions, None, tokens)
+
+
+@dataclass
+class FullEffect:
+    """What is counted of one perturbation over all layers."""
+
+    flips: dict[str, SequenceSums] = field(default_factory=dict)
+    any_layer: SequenceSums = field(default_factory=SequenceSums)
+    moved: SequenceSums = field(default_factory=SequenceSums)
+    shares: list[Tensor] = field(default_factory=list)
+    loss: SequenceSums = field(default_factory=SequenceSums)
+    kl: SequenceSums = field(default_factory=SequenceSums)
+    floor: SequenceSums = field(default_factory=SequenceSums)
+
+    @property
+    def sums(self) -> list[SequenceSums]:
+        """Everything that is counted per sequence."""
+        return [*self.flips.values(), self.any_layer, self.moved, self.loss, self.kl, self.floor]
+
+    def add(self, outcome: Outcome, clean: Pass) -> None:
+        """Count the flips of a perturbed pass and its KL to the clean pass."""
+        shape, lost = tuple(outcome.ids.shape), []
+        for name, share in outcome.lost.items():
+            changed = (share >= 0).view(shape)
+            self.flips.setdefault(name, SequenceSums()).add(changed.double())
+            lost.append(share.clamp(min=0))
+        flipped = torch.stack([share >= 0 for share in outcome.lost.values()]).any(dim=0)
+        moved = torch.stack(lost)
+        self.any_layer.add(flipped.double().view(shape))
+        self.moved.add(moved.mean(dim=0).view(shape))
+        self.shares.append(moved.flatten().float())
+        self.kl.add(outcome.divergence(clean))
+
+
+class FullEffects(Observer):
+    """Counts what perturbed passes, free and forced, differ by from the clean one.
+
+    Attributes:
+        effects: by perturbation.
+        loss: of the clean passes.
+    """
+
+    def __init__(self, perturbations: Sequence[Perturbation]) -> None:
+        """Count these perturbations."""
+        self.effects = {perturbation: FullEffect() for perturbation in perturbations}
+        self.loss = SequenceSums()
+        self._losses: dict[Pass, Tensor] = {}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Count a pass."""
+        assert outcome.logits is not None
+        if run.reference is None:
+            if outcome.ids.shape[1] > 1:
+                self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
+                self.loss.add(self._losses[run])
+            return
+        assert run.condition.perturbation is not None
+        effect, clean = self.effects[run.condition.perturbation], run.reference
+        if run.condition.choice == "forced":
+            effect.floor.add(outcome.divergence(clean))
+            return
+        effect.add(outcome, clean)
+        if run.reference in self._losses:
+            losses = next_token_losses(outcome.logits, outcome.ids)
+            effect.loss.add(losses - self._losses[run.reference])
+
+    def join(self, ranks: Ranks) -> None:
+        """Put together what the processes counted."""
+        every = list(self.effects.values())
+        ranks.join_sums([self.loss, *(sums for effect in every for sums in effect.sums)])
+        lost = {str(n): torch.cat(effect.shares) for n, effect in enumerate(every) if effect.shares}
+        for number, shares in ranks.join_rows(lost).items():
+            every[int(number)].shares[:] = [shares]
+
+
+def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTrace]) -> Serving:
+    """Assemble what was counted of the model in a precision.
+
+    Args:
+        precision: a name in `SERVED`.
+        effect: what was counted.
+        layers: some routing of each layer.
+    """
+    counts = [int(count) for part in effect.kl.counts for count in part]
+    return Serving(
+        precision=precision,
+        changed=effect.any_layer.mean(),
+        kl=effect.kl.mean(),
+        replayed=effect.floor.mean(),
+        loss=effect.loss.mean(),
+        tokens=sum(counts),
+        sequences=len(counts),
+        layers=len(effect.flips),
+        replay_bytes=sum(replay_bytes(layer, weights=False) for layer in layers),
+        routers=router_state(layers),
+        equal_layers=equal_layers(layers),
+        exact_ties=exact_ties(layers),
+    )
+
+
+def audit_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
+    """Plan clean passes, and under each condition a free and a forced one."""
+    passes = [Pass(number) for number in batches]
+    passes += [
+        Pass(number, chosen, Pass(number))
+        for condition in conditions
+        for number in batches
+        for chosen in (condition, condition.taking("forced"))
+    ]
+    return Phase(name, batches, tuple(passes), compares_routes=True, may_drop=True)
+
+
+def compared_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
+    """Plan clean passes, and under each condition one that is compared with them."""
+    passes = [Pass(number) for number in batches]
+    passes += [Pass(n, condition, Pass(n)) for condition in conditions for n in batches]
+    return Phase(name, batches, tuple(passes))
+
+
+class Divergences(Observer):
+    """The KL of passes to their reference, by condition.
+
+    Attributes:
+        kl: sums by condition.
+    """
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        """Count passes under these conditions."""
+        self.kl = {condition: SequenceSums() for condition in conditions}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Count a pass."""
+        if run.reference is not None and outcome.logits is not None:
+            self.kl[run.condition].add(outcome.divergence(run.reference))
+
+    def join(self, ranks: Ranks) -> None:
+        """Put together what the processes counted."""
+        ranks.join_sums(list(self.kl.values()))

@@ -1,0 +1,170 @@
+"""The monitor and the rollout mismatch inside trainers: callbacks of transformers, a mixin for TRL.
+
+    trainer = Trainer(model, args, train_dataset=data)
+    monitor_trainer(trainer, every=10)                 # scalars of a `RoutingMonitor`
+    trainer.train()
+
+    class Trainer(RolloutReplay, GRPOTrainer): ...     # records at rollout, replays in the update
+    trainer = Trainer(model=model, reward_funcs=reward, args=args, train_dataset=data)
+
+A Trainer tells its loggers in order, those of `report_to` before the callbacks of the user, so a
+callback that is merely added speaks too late. `monitor_trainer` puts it first: the scalars are in
+the Trainer's own logs when TensorBoard, Weights & Biases and the others read them.
+
+The mixin wraps methods of TRL's trainers: `_generate` (the rollout), `compute_loss` (the update)
+and `log`. Routes of a rollout stay until the next one, so that a trainer may shuffle
+its rows and go over them several times: documents are found by their tokens. A trainer without
+rollouts of its own, as SFT, takes those that stand in its attribute `routes`.
+"""
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from tieline.analysis.monitor import RoutingMonitor
+from tieline.analysis.rollout import RolloutMismatch
+from tieline.core.errors import require
+from tieline.models.capture import capture
+from tieline.models.replay import ReplayWarning, replay
+
+
+class RoutingCallback(TrainerCallback):
+    """Runs a `RoutingMonitor` in a Trainer.
+
+    Args:
+        every: steps between two logged ones; by default the Trainer's `logging_steps`. Steps that
+            the monitor logs are logged by the Trainer too.
+        options: further arguments of `RoutingMonitor`.
+    """
+
+    def __init__(self, every: int | None = None, **options: Any) -> None:
+        require(every is None or every >= 1, f"need every >= 1 steps, got {every}")
+        self.every, self._options = every, options
+        self.monitor: RoutingMonitor | None = None
+        self._ready: dict[str, float] = {}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Find the model's routers."""
+        require(model is not None, "the Trainer gave its callback no model to watch")
+        assert model is not None
+        self.every = self.every or max(1, int(args.logging_steps))
+        self.monitor = RoutingMonitor(model, every=self.every, **self._options)
+        self.monitor.disarm()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch the step if it will be logged; steps count from 1 when they have ended."""
+        if self.monitor is not None and (state.global_step + 1) % self.monitor.every == 0:
+            self.monitor.arm()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compute the scalars and make the Trainer log them."""
+        if self.monitor is not None and state.global_step % self.monitor.every == 0:
+            self._ready = dict(self.monitor.read(state.global_step))
+            control.should_log = control.should_log or bool(self._ready)
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Join the scalars to the Trainer's log and its history."""
+        if logs is not None and self._ready:
+            logs.update(self._ready)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(self._ready)
+            self._ready = {}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the hooks off."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def monitor_trainer(trainer: Any, every: int | None = None, **options: Any) -> RoutingCallback:
+    """Put a `RoutingCallback` before the loggers of a Trainer, so that all of them see its scalars.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+        every: see `RoutingCallback`.
+        options: further arguments of `RoutingMonitor`.
+    """
+    callback = RoutingCallback(every, **options)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+class RolloutReplay:
+    """Mixin for trainers of TRL: records routes at rollout, replays and compares them later.
+
+    Attributes:
+        routes: recorded routes of the rows in training; set by the rollout, or by hand.
+        replay_routes: whether the update takes the recorded experts; else they are compared alone.
+        mismatch: the comparison, made when the first update comes.
+    """
+
+    routes: Any = None
+    replay_routes: bool = True
+    mismatch: RolloutMismatch | None = None
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the routes of a rollout."""
+        with capture(self.model, ranks=1, epsilons=(), distances=False) as recorder:  # type: ignore[attr-defined]
+            answer = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        self.routes = recorder.trace()
+        return answer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replay and compare the routes in the update; evaluation goes by the live routers."""
+        with ExitStack() as stack:
+            if self.routes is not None and model.training:
+                if self.mismatch is None:
+                    self.mismatch = RolloutMismatch(self.model)  # type: ignore[attr-defined]
+                if self.replay_routes:
+                    stack.enter_context(warnings.catch_warnings())
+                    warnings.simplefilter("ignore", ReplayWarning)  # `unrecorded` counts them
+                    stack.enter_context(replay(self.model, self.routes, match="tokens"))  # type: ignore[attr-defined]
+                stack.enter_context(self.mismatch.watch(self.routes))
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the numbers of the steps since the last log."""
+        if self.mismatch is not None and self.model.training:  # type: ignore[attr-defined]
+            logs = {**logs, **self.mismatch.step()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class RolloutCallback(TrainerCallback):
+    """Adds the numbers of a `RolloutMismatch` to what a transformers Trainer logs.
+
+    Put it before the Trainer's loggers: `trainer.callback_handler.callbacks.insert(0, callback)`.
+
+    Args:
+        mismatch: the comparison, whose `watch` the training step enters.
+    """
+
+    def __init__(self, mismatch: RolloutMismatch) -> None:
+        require(isinstance(mismatch, RolloutMismatch), "a RolloutMismatch is needed")
+        self.mismatch = mismatch
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Join the scalars to the Trainer's log and its history."""
+        scalars = self.mismatch.step()
+        if logs is not None and scalars:
+            logs.update(scalars)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(scalars)

@@ -1,0 +1,136 @@
+"""Remedies side by side: what each leaves must agree with what is known of it otherwise."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+
+from tests.analysis.zoo import Letters, words
+from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis.audit import audit
+from tieline.analysis.audit_records import PrecisionAudit
+from tieline.analysis.remedies import chosen_perturbations
+from tieline.core.errors import ParameterError
+from tieline.models import smooth_
+from tieline.run.condition import Perturbation
+from tieline.run.forward import forward
+
+ROUTER, MODEL = Perturbation("rounding", "int4"), Perturbation("rounding", "int4", "model")
+NOISE = Perturbation("score noise", 0.2)
+RUN = (ROUTER, MODEL, NOISE)
+
+
+@cache
+def strong():
+    """A model whose experts matter to its output."""
+    model = lively(tiny_model("olmoe"))
+    for name, weight in model.named_parameters():
+        if "experts" in name:
+            weight.data.mul_(20)
+    return model
+
+
+def run(model, **options):
+    sizes = {"text": words(120), "tokens": 120, "sequence_length": 20, "batch_size": 3}
+    return audit((model, Letters()), perturbations=RUN, recover=0.5, **sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def result():
+    before = forward(strong(), batch()).logits
+    made = run(strong(), remedies=["all"])
+    assert torch.equal(forward(strong(), batch()).logits, before)
+    return made
+
+
+def effects(result, remedy):
+    (found,) = [one for one in result.remedies.remedies if one.name == remedy]
+    return {one.perturbation: one for one in found.effects}
+
+
+def test_doing_nothing_leaves_the_kl_of_the_audit(result):
+    found = effects(result, "nothing")
+    assert list(found) == [one.name for one in RUN]
+    for row in result.effects:
+        assert found[row.name].to_original == row.kl
+        assert found[row.name].two_runs.value > 0
+
+
+def test_float32_routers_leave_nothing_of_rounded_routers_and_the_rest_of_a_rounded_model(result):
+    found = effects(result, "float32 routers")
+    assert list(found) == [ROUTER.name, MODEL.name]
+    assert found[ROUTER.name].to_original.value == found[ROUTER.name].two_runs.value == 0
+    assert found[MODEL.name].to_original.value > 0
+    assert found[ROUTER.name].bytes == result.effect(ROUTER.name).keep.bytes_all
+    listed, keep = effects(result, "float32 routers, listed"), result.effect(ROUTER.name).keep
+    assert 0 < len(keep.layers) < len(result.layers)
+    assert listed[ROUTER.name].to_original.value == pytest.approx(keep.kl.value, rel=1e-9)
+    assert listed[ROUTER.name].bytes == keep.bytes
+    assert MODEL.name not in listed
+
+
+def test_replay_follows_the_run_whose_routes_it_has(result):
+    ids, both = effects(result, "replay of experts"), effects(result, "replay, weights too")
+    nothing = effects(result, "nothing")
+    for name in (ROUTER.name, NOISE.name):  # only the choice is perturbed
+        assert both[name].to_original.value == pytest.approx(0, abs=1e-12)
+        assert both[name].two_runs.value == pytest.approx(0, abs=1e-12)
+        assert 0 < ids[name].to_original.value < nothing[name].to_original.value
+    assert both[MODEL.name].to_original.value < nothing[MODEL.name].to_original.value
+
+
+def test_smoothing_moves_the_model_by_more_the_wider_it_is(result):
+    forms = [one for one in result.remedies.remedies if one.kind == "smooth"]
+    assert [one.name for one in forms] == [f"smoothed, ε = {c} σ" for c in (4, 16, 64)]
+    moved = [one.moved.value for one in forms]
+    assert 0 < moved[0] < moved[1] < moved[2]
+    k = 2
+    assert k < forms[0].experts < forms[1].experts < forms[2].experts
+    (ramp,) = [one for one in result.remedies.remedies if one.kind == "ramp"]
+    assert ramp.experts == forms[1].experts
+    assert {*ramp.epsilons} == {*forms[0].epsilons} == {*result.layers}
+    wide = forms[2].effect(NOISE.name)
+    assert wide.two_runs.value < effects(result, "nothing")[NOISE.name].two_runs.value
+    assert wide.to_original.value > moved[2] / 2
+
+
+def test_others_do_not_move_it_and_name_their_price(result):
+    for one in result.remedies.remedies:
+        if one.kind in ("nothing", "float32", "replay"):
+            assert one.moved.value == 0
+        assert one.time is None if one.kind == "float32" else one.time > 0
+    sizes = [one.bytes_per_token for one in result.remedies.remedies if one.kind == "replay"]
+    layers = len(result.layers)
+    assert sizes == [2 * layers, 2 * layers * 5]  # ids of one byte, weights of four
+
+
+def test_the_table_is_part_of_the_json(result):
+    again = PrecisionAudit.from_dict(json.loads(result.to_json()))
+    assert again.remedies == result.remedies
+
+
+def test_the_usual_perturbations_or_those_named():
+    usual = [Perturbation("rounding", "bf16", "model"), ROUTER, NOISE]
+    assert chosen_perturbations(usual, None) == usual[:1]
+    assert chosen_perturbations(RUN, None) == [ROUTER, MODEL]
+    assert chosen_perturbations(RUN, ["all"]) == list(RUN)
+    assert chosen_perturbations(RUN, []) == []
+    assert chosen_perturbations(RUN, [NOISE.name]) == [NOISE]
+    with pytest.raises(ParameterError, match="router bf16 is none of router int4"):
+        chosen_perturbations(RUN, ["router bf16"])
+
+
+def test_what_a_model_does_not_allow_is_named():
+    model = lively(tiny_model("olmoe"))
+    smooth_(model, epsilon=0.1)
+    table = run(model, remedies=[ROUTER.name]).remedies
+    assert any("smoothed already" in reason for reason in table.impossible)
+    assert {one.kind for one in table.remedies} <= {"nothing", "float32", "replay"}
+
+
+def test_without_time_or_wish_there_are_no_remedies():
+    assert run(strong(), remedies=[]).remedies is None
+    late = run(strong(), remedies=[ROUTER.name], budget_minutes=1e-6)
+    assert late.remedies is None
+    assert "remedies" in late.left_out
