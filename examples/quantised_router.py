@@ -26,7 +26,7 @@ text = tokenise(loaded.tokenizer, demo_text(), tokens, 256).sequences
 other = copy.deepcopy(loaded.module)
 print("router      worst layer   tokens   near-ties   noise    KL")
 for name in ("bf16", "fp8_e4m3", "int8", "int4_group", "int4"):
-    found = diff_models(ModelSide(loaded.module), ModelSide(other, name, parts="router"), text)
+    found = diff_models(ModelSide(loaded.module), ModelSide(other, name, region="router"), text)
     flips = sum(layer.flip.count for layer in found.layers)
     odd = sum(layer.attribution.unexplained for layer in found.layers if layer.attribution)
     noise = max(layer.attribution.noise for layer in found.layers if layer.attribution)

@@ -206,8 +206,8 @@ def judge_size(
     if excess is None:
         answer = _judge_against(noise, measured, expected)
     else:
-        known = {"expected": expected.name, "origin": expected.origin}
-        answer = replace(noise, answer="yes", kind="reference", **known)
+        stated = {"expected": expected.name, "origin": expected.origin}
+        answer = replace(noise, answer="yes", kind="reference", **stated)
     too_many = _flips_beyond_format(shapes, expected) if answer.answer == "yes" else None
     return too_many or answer
 

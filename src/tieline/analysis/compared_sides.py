@@ -42,7 +42,7 @@ class ModelSide(NamedTuple):
         model: a Mixture-of-Experts model of transformers.
         emulated: name in `models.emulate.FORMATS` of a format that is emulated by rounding; the
             model must be in float32 then.
-        parts: what is in that format: "all", "router" or "others".
+        region: what is in that format: "all", "router" or "others".
         stream: reads the weights when they are needed; None if they are in memory.
         tokenizer: its tokenizer, where text is to be cut.
         changes: how it runs, where no format says it.
@@ -50,7 +50,7 @@ class ModelSide(NamedTuple):
 
     model: nn.Module
     emulated: str | None = None
-    parts: Region = "all"
+    region: Region = "all"
     stream: ModelStream | None = None
     tokenizer: Any = None
     changes: Condition | None = None
@@ -67,12 +67,12 @@ class ModelSide(NamedTuple):
             return self.changes
         if self.emulated is None:
             return CLEAN
-        part = "model" if self.parts == "all" else self.parts
+        part = "model" if self.region == "all" else self.region
         return Condition(Perturbation("rounding", self.emulated, part))
 
     def recorder(self, number: int = 0) -> RouteRecorder:
         """Records the passes of this side, the model of that number in its plan."""
-        name = self.emulated if self.parts == "all" else f"{self.emulated} {self.parts}"
+        name = self.emulated if self.region == "all" else f"{self.emulated} {self.region}"
         facts = {} if self.emulated is None else {"emulated": name}
         return RouteRecorder(self.model, of=lambda run: run.model == number, provenance=facts)
 

@@ -292,13 +292,13 @@ class _ExcessScores(NamedTuple):
         values: what is beyond the references.
         allowed: what a sound run may have.
         variance: least variance of each token.
-        known: where they are known.
+        judged: the tokens that have them.
     """
 
     values: Float[np.ndarray, "scores tokens"]
     allowed: Float[np.ndarray, "scores tokens"]
     variance: Float[np.ndarray, "scores tokens"]
-    known: Bool[np.ndarray, " tokens"]
+    judged: Bool[np.ndarray, " tokens"]
 
 
 def _excess_scores(
@@ -323,14 +323,16 @@ def _excess_scores(
         share = (1 + MORE_FLIPS) * flips * (1 + 1 / len(others))
         values, allowed = (run.flipped - flips)[None], (MORE_FLIPS * flips)[None]
         return _ExcessScores(values, allowed, share[None], np.ones(len(flips), dtype=bool))
-    known = fresh & ~np.isnan(levels).any(0)
+    judged = fresh & ~np.isnan(levels).any(0)
     raw = np.where(np.isnan(run.level), math.inf, run.level - levels.mean(0))
-    difference = np.where(known, np.clip(raw, -CUT, CUT), 0.0)
+    difference = np.where(judged, np.clip(raw, -CUT, CUT), 0.0)
     if tail == math.inf:
-        return _ExcessScores(difference[None], (tolerance * known)[None], 0.0 * known[None], known)
-    values = np.stack((difference, known & (raw > tail + max(tolerance, FAR))))
-    allowed = np.stack((tolerance * known, TAIL_SHARE * known))
-    return _ExcessScores(values, allowed, np.stack((0.0 * known, TAIL_SHARE * known)), known)
+        return _ExcessScores(
+            difference[None], (tolerance * judged)[None], 0.0 * judged[None], judged
+        )
+    values = np.stack((difference, judged & (raw > tail + max(tolerance, FAR))))
+    allowed = np.stack((tolerance * judged, TAIL_SHARE * judged))
+    return _ExcessScores(values, allowed, np.stack((0.0 * judged, TAIL_SHARE * judged)), judged)
 
 
 class _LayerSums:
@@ -351,7 +353,7 @@ class _LayerSums:
             references = [RunLayer.from_noise(None, x.flipped > 0) for x in references]
         pairs = [(x, [y for y in references if y is not x]) for x in references]
         plain = [_excess_scores(*pair, fresh, math.inf, 0.0) for pair in pairs]
-        pooled = np.concatenate([x.values[0][x.known] for x in plain])
+        pooled = np.concatenate([x.values[0][x.judged] for x in plain])
         least = DRAWN / math.sqrt(references[0].rows.shape[1])
         tail = max(float(np.quantile(pooled, TAIL)), 2.33 * least) if len(pooled) else CUT
         tail = tail if has_tail else math.inf
@@ -361,8 +363,8 @@ class _LayerSums:
         self._variance = self.scores.variance.copy()
         if self._has_levels:
             spread = max(float(pooled.var()), least**2) if len(pooled) else 1.0
-            self._variance[0] = self.scores.known * spread
-        self._count = groups.cluster_sums(self.scores.known.astype(float), clusters)
+            self._variance[0] = self.scores.judged * spread
+        self._count = groups.cluster_sums(self.scores.judged.astype(float), clusters)
         self._is_document = np.array([kind == "document" for kind, _ in groups.names])
         is_spread = ((self._count > 0).sum(1) >= FEWEST_CLUSTERS) | self._is_document
         self.tested = is_spread & (self._count.sum(1) >= FEWEST_TOKENS)
@@ -383,8 +385,8 @@ class _LayerSums:
         maxima = np.zeros((len(self._nulls), len(signs)))
         for run, null in enumerate(self._nulls):
             for score, values in enumerate(null.values):
-                mean = values.sum() / max(int(null.known.sum()), 1)
-                centred = np.where(null.known, values - mean, 0.0)
+                mean = values.sum() / max(int(null.judged.sum()), 1)
+                centred = np.where(null.judged, values - mean, 0.0)
                 ratios = self._sums_over_deviations(
                     self.groups.cluster_sums(centred, self._clusters), score, signs
                 )
@@ -410,7 +412,9 @@ class _LayerSums:
         """Variance per token of the sum of one document, over the reference runs."""
         sums = [np.bincount(self._clusters, weights=null.values[score]) for null in self._nulls]
         deviations = np.stack(sums) - np.mean(sums, axis=1, keepdims=True)
-        return float((deviations**2).mean() * deviations.shape[1] / max(self.scores.known.sum(), 1))
+        return float(
+            (deviations**2).mean() * deviations.shape[1] / max(self.scores.judged.sum(), 1)
+        )
 
     def statistic_outside(self, inside: Bool[np.ndarray, " tokens"]) -> float:
         """Largest statistic of the tokens outside, all taken together."""
@@ -431,7 +435,7 @@ class _LayerSums:
 
     def noise_ratio(self, inside: Bool[np.ndarray, " tokens"]) -> float:
         """Noise of tokens over that of the references; of flips, if there are no scores."""
-        inside = inside & self.scores.known
+        inside = inside & self.scores.judged
         if not inside.any():
             return 1.0
         mean = float(self.scores.values[0][inside].mean())
@@ -543,5 +547,5 @@ def _excess_of_layer(number: int, layer: _LayerSums, limit: float) -> Excess | N
             return Excess(number, kind, names[first][1], ratio, statistic, limit)
     if layer.groups.are_rows:
         return None  # noise of all rows is that of the tokens
-    everything = np.ones_like(layer.scores.known)
+    everything = np.ones_like(layer.scores.judged)
     return Excess(number, "all", None, layer.noise_ratio(everything), float(largest.max()), limit)

@@ -79,13 +79,13 @@ class ExpectedSwaps(NamedTuple):
 
     Attributes:
         expected: T f(0) E[(-n)₊].
-        error: standard error of seen - expected, clustered by document.
-        seen: tokens that swapped one expert.
+        error: standard error of counted - expected, clustered by document.
+        counted: tokens that swapped one expert.
     """
 
     expected: float
     error: float
-    seen: int
+    counted: int
 
 
 def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
@@ -106,8 +106,8 @@ def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
     for layer, scores, sign in zip((a, b), plain_scores(a, b), (1.0, -1.0), strict=True):
         of = [_score_of(layer.experts[tokens], scores[tokens], x) for x in (leaver, enterer)]
         margins.append(sign * (of[0] - of[1]).numpy())
-    known = np.isfinite(margins[0]) & np.isfinite(margins[1])
-    return SwapMargins(tokens.numpy()[known], margins[0][known], margins[1][known])
+    finite = np.isfinite(margins[0]) & np.isfinite(margins[1])
+    return SwapMargins(tokens.numpy()[finite], margins[0][finite], margins[1][finite])
 
 
 def _score_of(experts: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
@@ -157,14 +157,14 @@ def expected_swaps(
     expected = len(gap) * density * float(np.maximum(-noise[small], 0.0).mean())
     if expected > MOST_SWAPS * len(gap):
         return None
-    seen = np.zeros(len(gap))
-    seen[swap_margins(a, b).tokens] = 1.0
+    swapped = np.zeros(len(gap))
+    swapped[swap_margins(a, b).tokens] = 1.0
     share = np.where(small, np.maximum(-noise, 0.0) * density, 0.0) * len(gap) / small.sum()
     codes = np.unique(documents, return_inverse=True)[1]
-    sums = np.bincount(codes, weights=seen - np.nan_to_num(share))
+    sums = np.bincount(codes, weights=swapped - np.nan_to_num(share))
     count = len(sums)
     spread = math.sqrt(((sums - sums.mean()) ** 2).sum() * count / max(count - 1, 1))
-    return ExpectedSwaps(expected, max(spread, math.sqrt(expected)), int(seen.sum()))
+    return ExpectedSwaps(expected, max(spread, math.sqrt(expected)), int(swapped.sum()))
 
 
 def recorded_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"]) -> Choice:

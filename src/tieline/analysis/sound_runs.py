@@ -55,7 +55,7 @@ def sound_runs(
     sequences: Sequences,
     expected: Expected | None,
     batch_size: int,
-    parts: Region | None = None,
+    asked_region: Region | None = None,
     predictions: DistanceObserver | None = None,
 ) -> list[RoutingTrace]:
     """Return runs of a model in the expected format, next to its own run in float32.
@@ -68,7 +68,7 @@ def sound_runs(
         sequences: token ids.
         expected: the format.
         batch_size: sequences per forward pass.
-        parts: what is in that format; by default what a side emulates in it, else all.
+        asked_region: what is in that format; by default what a side emulates in it, else all.
         predictions: compares the predictions of the plain run with those in float32, which then
             run again.
     """
@@ -81,8 +81,8 @@ def sound_runs(
         return []
     lengths = np.cumsum([len(sequence) for sequence in sequences])
     first = sequences[: max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))]
-    emulated: list[Region] = [side.parts for side in sides if side.emulated == expected.name]
-    region = parts or (*emulated, ALL)[0]
+    emulated: list[Region] = [side.region for side in sides if side.emulated == expected.name]
+    region = asked_region or (*emulated, ALL)[0]
     try:
         return _runs_in_format(exact[0], expected.name, region, first, batch_size, predictions)
     except UnsupportedModelError:  # routers that cannot be emulated apart
@@ -150,9 +150,9 @@ def _with_seeded_noise(condition: Condition, seed: int) -> Condition:
 def _other_attention(model: nn.Module) -> Iterator[bool]:
     """Run with the other implementation of attention; gives whether the model has it."""
     config: Any = getattr(model, "config", None)
-    own = getattr(config, "_attn_implementation", None)
+    implementation = getattr(config, "_attn_implementation", None)
     switch: Any = getattr(model, "set_attn_implementation", None)
-    other = IMPLEMENTATIONS.get(str(own))
+    other = IMPLEMENTATIONS.get(str(implementation))
     if other is None or switch is None:
         yield False
         return
@@ -164,7 +164,7 @@ def _other_attention(model: nn.Module) -> Iterator[bool]:
     try:
         yield True
     finally:
-        switch(own)
+        switch(implementation)
 
 
 def _padded_run(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:

@@ -442,38 +442,38 @@ def _best_document_move(
     document: DocumentRows, documents: list[DocumentRows], chance: float
 ) -> DocumentMove | None:
     """The alternative that fits the rows of a document best, if any does."""
-    own = shared_ids(document.ours, document.theirs)
-    if bool((own == document.ours.shape[1] * document.ours.shape[2]).all()):
+    shared = shared_ids(document.ours, document.theirs)
+    if bool((shared == document.ours.shape[1] * document.ours.shape[2]).all()):
         return None
     moves = []
     for other in documents:
         if other.number != document.number:
-            count = min(len(own), len(other.theirs))
-            gain = _move_gain(document.ours[:count], own[:count], other.theirs[:count], chance)
+            count = min(len(shared), len(other.theirs))
+            gain = _move_gain(document.ours[:count], shared[:count], other.theirs[:count], chance)
             moves += (
                 [] if gain is None else [DocumentMove(document.number, other.number, None, gain)]
             )
     for shift in SHIFTS:
-        first, last = max(0, -shift), min(len(own), len(own) - shift)
+        first, last = max(0, -shift), min(len(shared), len(shared) - shift)
         if last - first >= LEAST_TOKENS // 2:
             rows = document.theirs[first + shift : last + shift]
-            gain = _move_gain(document.ours[first:last], own[first:last], rows, chance)
+            gain = _move_gain(document.ours[first:last], shared[first:last], rows, chance)
             moves += [] if gain is None else [DocumentMove(document.number, None, shift, gain)]
     return max(moves, key=lambda move: move.gain, default=None)
 
 
 def _move_gain(
-    ours: np.ndarray, own: np.ndarray, alternative: np.ndarray, chance: float
+    ours: np.ndarray, shared: np.ndarray, alternative: np.ndarray, chance: float
 ) -> float | None:
     """Mean ids more that the alternative shares; None if the rows do not belong there."""
     other = shared_ids(ours, alternative)
-    wins, losses = int((other > own).sum()), int((other < own).sum())
+    wins, losses = int((other > shared).sum()), int((other < shared).sum())
     if wins < LEAST_WINS * (wins + losses) or wins == 0:
         return None
     if float(binom.sf(wins - 1, wins + losses, 0.5)) > LEVEL:
         return None
     return (
-        float((other - own).mean())
+        float((other - shared).mean())
         if _agreement_beyond_chance(ours, alternative, chance) >= AGREES
         else None
     )

@@ -86,10 +86,12 @@ class TokenProfiles(NamedTuple):
 
     def without(self, document: int) -> "OtherProfiles":
         """The profiles of all other documents."""
-        own = self.documents == document
+        inside = self.documents == document
         size = len(self.counts)
-        left = self.counts - np.bincount(self.tokens[own], minlength=size)
-        chosen = self.chosen - _choice_counts(self.ids[own], self.tokens[own], size, self.chosen)
+        left = self.counts - np.bincount(self.tokens[inside], minlength=size)
+        chosen = self.chosen - _choice_counts(
+            self.ids[inside], self.tokens[inside], size, self.chosen
+        )
         return OtherProfiles(left, chosen)
 
 
@@ -111,8 +113,8 @@ class OtherProfiles(NamedTuple):
             self.chosen[layer, tokens[:, None], ids[:, layer]].sum(1) for layer in range(layers)
         )
         with np.errstate(invalid="ignore", divide="ignore"):
-            known = self.counts[tokens]
-            return np.where(known > 0, shared / known / (k * layers), np.nan)
+            rows_of_token = self.counts[tokens]
+            return np.where(rows_of_token > 0, shared / rows_of_token / (k * layers), np.nan)
 
 
 def _choice_counts(
@@ -162,20 +164,20 @@ def _moves_of(
     profiles: TokenProfiles, number: int, rows: dict[int, np.ndarray], level: float
 ) -> Iterator[DocumentMove]:
     """The alternatives of one document that fit better."""
-    ids, own = profiles.ids[rows[number]], profiles.tokens[rows[number]]
+    ids, stated = profiles.ids[rows[number]], profiles.tokens[rows[number]]
     others = profiles.without(number)
-    here = others.fit(ids, own)
+    here = others.fit(ids, stated)
     for other in rows:
-        tokens = profiles.tokens[rows[other]][: len(own)]
+        tokens = profiles.tokens[rows[other]][: len(stated)]
         count = len(tokens)
         there = others.fit(ids[:count], tokens)
-        gain = _fit_gain(here[:count], there, own[:count] != tokens, level)
+        gain = _fit_gain(here[:count], there, stated[:count] != tokens, level)
         if gain is not None:
             yield DocumentMove(number, other, None, gain)
     for shift in SHIFTS:
-        first, last = max(0, -shift), max(0, min(len(own), len(own) - shift))
-        moved, span = own[max(0, shift) : max(0, shift) + last - first], slice(first, last)
-        gain = _fit_gain(here[span], others.fit(ids[span], moved), own[span] != moved, level)
+        first, last = max(0, -shift), max(0, min(len(stated), len(stated) - shift))
+        moved, span = stated[max(0, shift) : max(0, shift) + last - first], slice(first, last)
+        gain = _fit_gain(here[span], others.fit(ids[span], moved), stated[span] != moved, level)
         if gain is not None:
             yield DocumentMove(number, None, shift, gain)
 
@@ -184,13 +186,13 @@ def _fit_gain(
     here: np.ndarray, there: np.ndarray, differ: np.ndarray, level: float
 ) -> float | None:
     """Mean fit that the alternative gains; None if the rows do not belong there."""
-    known = differ & np.isfinite(here) & np.isfinite(there)
-    wins, losses = int((there > here)[known].sum()), int((there < here)[known].sum())
+    both = differ & np.isfinite(here) & np.isfinite(there)
+    wins, losses = int((there > here)[both].sum()), int((there < here)[both].sum())
     if wins == 0 or wins < LEAST_WINS * (wins + losses):
         return None
     if float(binom.sf(wins - 1, wins + losses, 0.5)) > level:
         return None
-    return float((there - here)[known].mean())
+    return float((there - here)[both].mean())
 
 
 def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
@@ -203,10 +205,10 @@ def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
         here = others.fit(ids, tokens)
         orders = [rng.permutation(tokens) for _ in range(PERMUTATIONS)]
         other = np.array([others.fit(ids, order) for order in orders])
-        known = np.isfinite(here) & np.isfinite(other).any(0)
-        fitted += int(known.sum())
-        if known.any():
-            gains.append(float((here[known] - np.nanmean(other[:, known], 0)).mean()))
+        both = np.isfinite(here) & np.isfinite(other).any(0)
+        fitted += int(both.sum())
+        if both.any():
+            gains.append(float((here[both] - np.nanmean(other[:, both], 0)).mean()))
     if fitted < LEAST_FITTED or len(gains) < 4:
         return
     loads = profiles.chosen.sum(1) / len(profiles.ids)

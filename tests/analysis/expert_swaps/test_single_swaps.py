@@ -66,7 +66,7 @@ def test_u_is_uniform_under_noise_of_any_law(kind):
 def test_expected_swaps_are_seen(kind):
     swaps = expected_swaps(*pair(kind), DOCUMENTS)
     assert swaps is not None
-    assert abs(swaps.seen - swaps.expected) < 4 * swaps.error + 0.06 * swaps.expected
+    assert abs(swaps.counted - swaps.expected) < 4 * swaps.error + 0.06 * swaps.expected
 
 
 def test_margins_are_those_of_the_experts_that_change_places():
