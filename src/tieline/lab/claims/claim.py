@@ -98,7 +98,7 @@ FULL_OVER_FAST = 2.2
 """Duration of the full mode over that of the fast one, over all claims that train nothing."""
 
 
-def _no_test(run: ClaimRun) -> Evidence:
+def _missing_test(run: ClaimRun) -> Evidence:
     raise NotImplementedError("this claim was read from a file, which holds no test")
 
 
@@ -139,7 +139,7 @@ class Claim:
     untestable: str = ""
     undecided: str = ""
     test: Callable[[ClaimRun], Evidence] = field(
-        default=_no_test, repr=False, compare=False, metadata={"json": False}
+        default=_missing_test, repr=False, compare=False, metadata={"json": False}
     )
     seconds: Real = field(default=0.2, repr=False, compare=False, metadata={"json": False})
     full_seconds: Real | None = field(
@@ -283,7 +283,7 @@ def claim(
     if not number and numbered is not None and numbered[1] in NUMBERED:
         number = f"{NUMBERED[numbered[1]]} {numbered[2]}"
 
-    def add(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
+    def register_test(test: Callable[..., Evidence]) -> Callable[..., Evidence]:
         module = _FILES.setdefault(id, test.__module__)
         require(module == test.__module__, f"two claims are called {id!r}")
         fields: dict[str, Any] = docstring_texts(test.__doc__ or "") | texts
@@ -301,7 +301,7 @@ def claim(
         )
         return test
 
-    return add
+    return register_test
 
 
 def docstring_texts(docstring: str) -> dict[str, str]:
@@ -335,7 +335,7 @@ def select(names: Sequence[str]) -> list[Claim]:
     """Return the claims with these names: "all", papers by number or name, or ids."""
     claims, chosen = all_claims(), {}
     for name in names or ["all"]:
-        matches = [claim for claim in claims.values() if name in _names(claim)]
+        matches = [claim for claim in claims.values() if name in _claim_names(claim)]
         if not matches:
             papers = ", ".join(f"{number} ({paper.name})" for number, paper in PAPERS.items())
             raise ParameterError(
@@ -345,6 +345,6 @@ def select(names: Sequence[str]) -> list[Claim]:
     return list(chosen.values())
 
 
-def _names(claim: Claim) -> set[str]:
+def _claim_names(claim: Claim) -> set[str]:
     paper = PAPERS[claim.paper]
     return {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}

@@ -71,20 +71,21 @@ def router_states(tokens: int, form: str = "") -> tuple[RouterStates, ...]:
     weights = [router.get_parameter("weight").detach().double() for router in routers.values()]
     inputs: list[list[Tensor]] = [[] for _ in routers]
 
-    def keep(index: int):
-        def hook(_module, given) -> None:
+    def input_recorder(index: int):
+        def record_input(_module, given) -> None:
             inputs[index].append(given[0].detach().flatten(0, -2).double())
 
-        return hook
+        return record_input
 
     hooks = [
-        router.register_forward_pre_hook(keep(at)) for at, router in enumerate(routers.values())
+        router.register_forward_pre_hook(input_recorder(at))
+        for at, router in enumerate(routers.values())
     ]
     with torch.no_grad(), emulate(model, form, region="all") if form else nullcontext():
         for rows in ids[:, :tokens].reshape(-1, WINDOW).split(4):
             model(rows)
-    for hook in hooks:
-        hook.remove()
+    for record_input in hooks:
+        record_input.remove()
     k = model.config.num_experts_per_tok
     collected = zip(routers, inputs, weights, strict=True)
     return tuple(RouterStates(name, torch.cat(x), weight, k) for name, x, weight in collected)

@@ -291,16 +291,16 @@ def chart(
 
 def line(name: str, x: Numbers, y: Numbers, *, dashed: bool = False) -> FigureSeries:
     """Make a line; the paper's own values are dashed by convention."""
-    return FigureSeries(name, _numbers(x), _numbers(y), "dashed" if dashed else "line")
+    return FigureSeries(name, _series_values(x), _series_values(y), "dashed" if dashed else "line")
 
 
 def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> FigureSeries:
     """Make points, with their standard errors if given."""
-    bars = None if errors is None else _numbers(errors)
-    return FigureSeries(name, _numbers(x), _numbers(y), "dots", bars)
+    bars = None if errors is None else _series_values(errors)
+    return FigureSeries(name, _series_values(x), _series_values(y), "dots", bars)
 
 
-def _numbers(values: Numbers) -> tuple[float, ...]:
+def _series_values(values: Numbers) -> tuple[float, ...]:
     return tuple(
         values.tolist() if isinstance(values, Tensor) else [float(value) for value in values]
     )

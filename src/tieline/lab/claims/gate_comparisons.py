@@ -365,18 +365,18 @@ def _domain_row(
     return DomainRow(
         gate=gate,
         domains={out: fmean(s.accuracy for s in runs) for out, runs in by_domain.items()},
-        deviations={out: _deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
+        deviations={out: _seed_deviation([s.accuracy for s in f]) for out, f in by_domain.items()},
         balanced={out: fmean(s.balanced for s in runs) for out, runs in by_domain.items()},
         average=fmean(averages),
-        deviation=_deviation(averages),
+        deviation=_seed_deviation(averages),
         gain=fmean(gains),
-        gain_se=_deviation(gains) / len(gains) ** 0.5,
+        gain_se=_seed_deviation(gains) / len(gains) ** 0.5,
         validation=fmean(score.validation for score in scores),
         experts=fmean(score.experts for score in scores),
     )
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _seed_deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation, NaN for a single value."""
     return stdev(values) if len(values) > 1 else float("nan")
 
@@ -423,7 +423,7 @@ def lower_perplexity(
     if run.fast:
         return unmeasured(name, printed, NOT_TRAINED)
     changes = perplexity_changes(run, gate, reference, attacked=attacked, pairs=pairs)
-    return _direction(name, changes, most=0)
+    return _direction_check(name, changes, most=0)
 
 
 def perplexity_changes(
@@ -432,7 +432,7 @@ def perplexity_changes(
     """Change of the perplexity against the reference at each seed, in percent."""
     changes = []
     for seed in _paired_seeds(run, pairs):
-        ours, theirs = (_perplexities(name, seed)[attacked] for name in (gate, reference))
+        ours, theirs = (_gate_perplexities(name, seed)[attacked] for name in (gate, reference))
         changes.append(100 * math.expm1(math.log(ours / theirs)))
     return changes
 
@@ -450,7 +450,7 @@ def higher_accuracy(run: ClaimRun, gate: str, reference: str, printed: Real) -> 
     reason = _why_open(run)
     if reason:
         return unmeasured(name, printed, reason)
-    check = _direction(name, gains(run, gate, reference), least=0)
+    check = _direction_check(name, accuracy_gains(run, gate, reference), least=0)
     seeds = _paired_seeds(run, IMAGE_PAIRS)
     blind = sum(_at_chance(variant, seed) for variant in (gate, reference) for seed in seeds)
     if not blind:
@@ -458,10 +458,10 @@ def higher_accuracy(run: ClaimRun, gate: str, reference: str, printed: Real) -> 
     return replace(check, passed=False, open=f"{blind} of {2 * IMAGE_PAIRS} averages are at chance")
 
 
-def gains(run: ClaimRun, gate: str, reference: str) -> list[float]:
+def accuracy_gains(run: ClaimRun, gate: str, reference: str) -> list[float]:
     """Difference of the average accuracies of two gates at each seed, in points."""
     seeds = _paired_seeds(run, IMAGE_PAIRS)
-    return [_average(gate, seed) - _average(reference, seed) for seed in seeds]
+    return [_average_accuracy(gate, seed) - _average_accuracy(reference, seed) for seed in seeds]
 
 
 def _paired_seeds(run: ClaimRun, pairs: int) -> range:
@@ -469,14 +469,14 @@ def _paired_seeds(run: ClaimRun, pairs: int) -> range:
     return range(pairs * run.seed, pairs * (run.seed + 1))
 
 
-def _direction(name: str, differences: list[float], **limits: Real) -> Check:
+def _direction_check(name: str, differences: list[float], **limits: Real) -> Check:
     """Check on which side of a limit the mean of paired differences lies; see `estimated`."""
     interval = mean_interval(differences, LEVEL)
     return estimated(f"{name}, {100 * LEVEL:g} % interval", fmean(differences), interval, **limits)
 
 
 @lru_cache(maxsize=64)
-def _perplexities(gate: str, seed: int) -> tuple[float, float]:
+def _gate_perplexities(gate: str, seed: int) -> tuple[float, float]:
     """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
     need_training()
     from tieline.lab.training.recipes import recipe_config
@@ -490,21 +490,21 @@ def _perplexities(gate: str, seed: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)
-def _scores(gate: str, seed: int) -> tuple[DomainScore, ...]:
+def _domain_scores(gate: str, seed: int) -> tuple[DomainScore, ...]:
     """Train a gate with every domain left out."""
     need_training()
     with tempfile.TemporaryDirectory() as folder:
         return tuple(leave_one_out(Path(folder), gates=(gate,), seeds=(seed,), steps=STEPS))
 
 
-def _average(gate: str, seed: int) -> float:
+def _average_accuracy(gate: str, seed: int) -> float:
     """Accuracy on the domain left out, in percent, averaged over the domains."""
-    return 100 * fmean(score.accuracy for score in _scores(gate, seed))
+    return 100 * fmean(score.accuracy for score in _domain_scores(gate, seed))
 
 
 def _at_chance(gate: str, seed: int) -> bool:
     """Whether the balanced accuracy, averaged over the domains, does not exceed chance."""
-    scores = _scores(gate, seed)
+    scores = _domain_scores(gate, seed)
     error = math.hypot(*(score.balanced_se for score in scores)) / len(scores)
     excess = fmean(score.balanced - score.chance for score in scores)
     return excess <= ERRORS_ABOVE_CHANCE * error

@@ -70,12 +70,12 @@ def fingerprint(paper: int) -> str:
         digest.update(f"{name} {version(name)}\n".encode())
     for path in sorted(root.rglob("*.py")):
         names = path.relative_to(root).parts
-        if _matters(names, package):
+        if _affects_results(names, package):
             digest.update("/".join(names).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _matters(names: tuple[str, ...], package: str) -> bool:
+def _affects_results(names: tuple[str, ...], package: str) -> bool:
     """Return whether a source file can change the results of a paper."""
     others = {paper.package for paper in PAPERS.values()} - {package}
     other_paper = "claims" in names and bool(others.intersection(names))
@@ -167,14 +167,14 @@ def run_claims(
     """
     check_executor(executor, address, jobs)
     done: dict[str, ClaimOutcome] = {}
-    for outcome in _outcomes(claims, run, store, executor, address, jobs):
+    for outcome in _stored_and_new_outcomes(claims, run, store, executor, address, jobs):
         done[outcome.claim.id] = outcome
         if progress is not None:
             progress(outcome, len(done), len(claims))
     return [done[claim.id] for claim in claims]
 
 
-def _outcomes(
+def _stored_and_new_outcomes(
     claims: Sequence[Claim],
     run: ClaimRun,
     store: ResultStore | None,
@@ -190,29 +190,31 @@ def _outcomes(
             todo.append(claim)
         else:
             yield stored
-    with closing(_tested(todo, run, executor, address, jobs)) as tested:
+    with closing(_new_outcomes(todo, run, executor, address, jobs)) as tested:
         for outcome in tested:
             if store is not None and not outcome.error:
                 store.save(outcome.claim, run, outcome)
             yield outcome
 
 
-def _tested(
+def _new_outcomes(
     todo: Sequence[Claim], run: ClaimRun, executor: str, address: str | None, jobs: int
 ) -> Generator[ClaimOutcome, None, None]:
     """Yield outcomes in the order in which the tests end; the longest tests start first."""
-    groups = _groups(todo, run.fast)
+    groups = _claim_groups(todo, run.fast)
     if not groups:
         return
     if executor == "serial" or (executor == "loky" and find_spec("joblib") is None):
         yield from (run_claim(claim, run) for group in groups for claim in group)
         return
     arguments = [(tuple(claim.id for claim in group), run) for group in groups]
-    for outcomes in run_jobs(_remote, arguments, executor=executor, address=address, jobs=jobs):
+    for outcomes in run_jobs(
+        _run_claims_in_worker, arguments, executor=executor, address=address, jobs=jobs
+    ):
         yield from (from_plain(ClaimOutcome, values) for values in outcomes)
 
 
-def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
+def _claim_groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
     """Return claims that one process tests, because they share a study; the longest first."""
     groups: dict[str, list[Claim]] = {}
     for claim in todo:
@@ -220,7 +222,7 @@ def _groups(todo: Sequence[Claim], fast: bool) -> list[list[Claim]]:
     return sorted(groups.values(), key=lambda group: -sum(c.duration(fast) for c in group))
 
 
-def _remote(names: Sequence[str], run: ClaimRun) -> list[Any]:
+def _run_claims_in_worker(names: Sequence[str], run: ClaimRun) -> list[Any]:
     """Test claims in a worker and return plain values."""
     return [to_plain(run_claim(all_claims()[name], run), nonfinite_as_text=True) for name in names]
 
@@ -272,7 +274,7 @@ class Ledger(Result):
         counts = Counter(outcome.verdict for outcome in outcomes)
         return cls(
             LedgerProvenance(__version__, run.mode, run.seed),
-            _titles([outcome.claim for outcome in outcomes]),
+            _paper_titles([outcome.claim for outcome in outcomes]),
             {verdict.value: counts[verdict] for verdict in Verdict},
             tuple(outcome.claim.id for outcome in outcomes if outcome.changed),
             tuple(outcome.claim.id for outcome in outcomes if outcome.error),
@@ -299,7 +301,7 @@ class Catalogue(Result):
     @classmethod
     def of(cls, claims: Sequence[Claim], in_full: bool = True) -> "Catalogue":
         """Collect claims with their papers."""
-        return cls(_titles(claims), tuple(claims), in_full)
+        return cls(_paper_titles(claims), tuple(claims), in_full)
 
 
 @takes_settings(ReproduceSettings)
@@ -336,6 +338,6 @@ def reproduce(
     return Ledger.of(outcomes, run)
 
 
-def _titles(claims: Sequence[Claim]) -> tuple[PaperTitle, ...]:
+def _paper_titles(claims: Sequence[Claim]) -> tuple[PaperTitle, ...]:
     numbers = sorted({claim.paper for claim in claims})
     return tuple(PaperTitle(n, PAPERS[n].name, PAPERS[n].title) for n in numbers)

@@ -27,14 +27,16 @@ from tieline.lab.estimation.identifiability import information
 from tieline.lab.estimation.model import router_directions
 
 
-def drawn(run: ClaimRun, model: MoEModel, stream: int = 1, router: float = 1.0) -> MoEParameters:
+def drawn_mixture(
+    run: ClaimRun, model: MoEModel, stream: int = 1, router: float = 1.0
+) -> MoEParameters:
     """Normal parameters; rows of length about `router`, the last bias 0."""
     params = model.unflatten(run.normal(model.n_parameters, stream=stream))
     bias = params.bias - params.bias[-1] if model.link == "softmax" else params.bias
     return MoEParameters(router * params.router, bias, params.experts)
 
 
-def inputs(run: ClaimRun, n: int, d: int, stream: int = 9) -> Tensor:
+def uniform_inputs(run: ClaimRun, n: int, d: int, stream: int = 9) -> Tensor:
     """Uniform on [-1, 1]ᵈ."""
     return 2 * torch.rand(n, d, dtype=torch.float64, generator=run.generator(stream)) - 1
 
@@ -84,7 +86,7 @@ def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParame
     return MoEParameters(rows, truth.bias, truth.experts)
 
 
-def twisted(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
+def twisted_quadratic(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
     """Quadratic scores on the plane with `size` added to A_12 and taken from A_21; the same f."""
     rows = truth.router.clone()
     rows[:, 1] += size
@@ -107,7 +109,7 @@ FLOOR = 1e-5
 Pair = tuple[MoEModel, MoEParameters, MoEParameters]
 
 
-def dependent(test: RankTest) -> int:
+def dependent_functions(test: RankTest) -> int:
     """Return the number of functions beyond the rank, zero ones included."""
     return test.functions - test.rank + len(test.zero)
 
@@ -122,7 +124,7 @@ def split_checks(
         family: the model of an expert, on the plane.
         cases: by expert "identifiable", "up to scale" or "not identifiable".
     """
-    x, checks = inputs(run, 800, 2), []
+    x, checks = uniform_inputs(run, 800, 2), []
     for expert, verdict in cases.items():
         model = family(expert)
         tests = [split_test(model, generic_atoms(model, 2, s), x, seed=run.seed) for s in (0, 1)]
@@ -179,7 +181,7 @@ def least_ratio(
 
     The flattest directions are the eigenvectors of the information matrix, its null space apart.
     """
-    x = inputs(run, 2000, model.d, stream=21)
+    x = uniform_inputs(run, 2000, model.d, stream=21)
     jacobian = model.jacobian(truth, x)
     _, vectors = torch.linalg.eigh(jacobian.T @ jacobian / len(x))
     flat = information(model, truth).nullity

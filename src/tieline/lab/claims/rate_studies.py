@@ -95,16 +95,18 @@ def small_plan(
         source: the family of the data, if another; losses are then against Ḡ.
         grid: fields of `RatePlan` to set.
     """
-    given = {**_grid(run, extra, outside=source is not None), **grid}
+    given = {**_study_grid(run, extra, outside=source is not None), **grid}
     first = 0 if fixed else run.seed
     drawn = replace(as_case(source or model, draws=DRAWS, seed=first, **given).plan, seed=run.seed)
     truth = _without_gate(drawn.truth) if sparse else drawn.truth
     fitted = model.with_experts(model.n_experts + extra)
-    plan = replace(drawn, model=fitted, truth=truth, reference=truth, loss=_loss(model, extra))
-    return plan if source is None else replace(plan, reference=_population(run, plan))
+    plan = replace(
+        drawn, model=fitted, truth=truth, reference=truth, loss=_paper_loss(model, extra)
+    )
+    return plan if source is None else replace(plan, reference=_population_measure(run, plan))
 
 
-def _grid(run: ClaimRun, extra: int, *, outside: bool) -> dict[str, Any]:
+def _study_grid(run: ClaimRun, extra: int, *, outside: bool) -> dict[str, Any]:
     """Sizes, repetitions and fits of a study."""
     if outside:
         return {"sizes": DRAWN, "repetitions": run.size(20, 64), "iterations": 200}
@@ -117,11 +119,13 @@ def _grid(run: ClaimRun, extra: int, *, outside: bool) -> dict[str, Any]:
 
 def small_study(run: ClaimRun, model: MoEModel, **options: Any) -> RateStudy:
     """Run the study of `small_plan` in this process, once for all claims that ask for it."""
-    return _study(run, model, tuple(sorted(options.items())))
+    return _cached_study(run, model, tuple(sorted(options.items())))
 
 
 @lru_cache(maxsize=64)
-def _study(run: ClaimRun, model: MoEModel, options: tuple[tuple[str, Any], ...]) -> RateStudy:
+def _cached_study(
+    run: ClaimRun, model: MoEModel, options: tuple[tuple[str, Any], ...]
+) -> RateStudy:
     return rate_study(small_plan(run, model, **dict(options)), executor="serial", quiet=True)
 
 
@@ -135,7 +139,9 @@ def law_of(study: RateStudy, loss: str, radius: float | None = None) -> PowerLaw
     return study.rate(loss, radius, "median" if loss == "function" else "mean")
 
 
-def parametric(name: str, study: RateStudy, loss: str, radius: float | None = None) -> Check:
+def parametric_rate_check(
+    name: str, study: RateStudy, loss: str, radius: float | None = None
+) -> Check:
     """Check that a loss falls like n^-1/2, on both sides."""
     law, width = law_of(study, loss, radius), WINDOW[loss]
     limits = {"least": -0.5 - width, "most": -0.5 + width}
@@ -165,7 +171,7 @@ def _without_gate(truth: MoEParameters) -> MoEParameters:
     return MoEParameters(router, bias, truth.experts)
 
 
-def _population(run: ClaimRun, plan: RatePlan) -> MoEParameters:
+def _population_measure(run: ClaimRun, plan: RatePlan) -> MoEParameters:
     """Return Ḡ of the fitted family for the plan's truth."""
     return population_minimiser(
         plan.model,
@@ -178,7 +184,7 @@ def _population(run: ClaimRun, plan: RatePlan) -> MoEParameters:
     ).params
 
 
-def _loss(model: MoEModel, extra: int) -> str:
+def _paper_loss(model: MoEModel, extra: int) -> str:
     """Return the paper's loss of a family, for exactly as many experts or more."""
     if model.link == "softmax":
         return "L2" if extra else "L3"
@@ -191,7 +197,9 @@ Studies = Mapping[str, RateStudy]
 
 def each_parametric(what: str, studies: Studies, loss: str) -> list[Check]:
     """A check for each study that its loss falls like n^-1/2."""
-    return [parametric(f"{what}, {name}", study, loss) for name, study in studies.items()]
+    return [
+        parametric_rate_check(f"{what}, {name}", study, loss) for name, study in studies.items()
+    ]
 
 
 def each_falling(what: str, studies: Studies, loss: str) -> list[Check]:
@@ -205,13 +213,15 @@ def each_falling(what: str, studies: Studies, loss: str) -> list[Check]:
     )
 
 
-def slow(name: str, study: RateStudy) -> Check:
+def slow_rate_check(name: str, study: RateStudy) -> Check:
     """Check that the experts' distance falls more slowly than any power that could be resolved."""
     law = study.rate("experts")
     return estimated(name, law.slope, (law.low, law.high), least=SLOW)
 
 
-def efficient(name: str, study: RateStudy, model: MoEModel, truth: MoEParameters) -> list[Check]:
+def efficiency_checks(
+    name: str, study: RateStudy, model: MoEModel, truth: MoEParameters
+) -> list[Check]:
     """Compare n · mean squared error of f and of the experts with the Cramér-Rao limits.
 
     A rate that were slower than n^-1/2 would let the ratios, taken over all sizes, grow with n.
@@ -240,10 +250,10 @@ def rate_evidence(
     """Checks with the slopes of all studies, the fits and a figure; `fields` of the evidence."""
     measured = "; ".join(f"{name}: {slopes_text(study)}" for name, study in studies.items())
     defaults = {"measured": measured, "figure": rate_chart(studies, losses)}
-    return Evidence.of(checks, **defaults | fields, fits=counted(studies))
+    return Evidence.of(checks, **defaults | fields, fits=counted_fits(studies))
 
 
-def counted(studies: Studies) -> Fits:
+def counted_fits(studies: Studies) -> Fits:
     """Fits of all studies, and how many converged."""
     total = sum(study.problems for study in studies.values())
     return Fits(total - sum(study.failed for study in studies.values()), total)
@@ -343,7 +353,7 @@ def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
 
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
     """Loss of fits of two atoms to the true atom beside one with a zero expert."""
-    rows, true_row = symmetric(fits.router), symmetric(truth.router)[0]
+    rows, true_row = symmetric_rows(fits.router), symmetric_rows(truth.router)[0]
     wide = true_row.shape[-1] > 4
     blocks = [(slice(0, 4), True), (slice(4, 6), wide)]
     losses = []
@@ -355,7 +365,7 @@ def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tens
     return torch.stack(losses).amin(dim=0)
 
 
-def symmetric(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"]:
+def symmetric_rows(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"]:
     """Rows with A, their first four numbers, made symmetric."""
     rows = router.clone()
     rows[..., 1:3] = rows[..., 1:3].mean(dim=-1, keepdim=True)

@@ -20,7 +20,7 @@ NODES = 64
 """Gauss-Hermite nodes per axis; fifteen digits for the curved wall."""
 
 
-def density(x: Tensor) -> Tensor:
+def normal_density(x: Tensor) -> Tensor:
     """Return the normal density φ."""
     return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 
@@ -53,7 +53,7 @@ class GraphRouter:
     def on_surface(self, y: Tensor, level: float) -> Tensor:
         """φ(x_1)/|∂S/∂x_1| above each y: its mean over y ~ N(0, I_2) is F(t) of eq. 3.8."""
         x = self.height(y, level)
-        return density(x) / (1 + 3 * self.curvature * x.square())
+        return normal_density(x) / (1 + 3 * self.curvature * x.square())
 
     def profile(self, level: float) -> float:
         """F(t), by quadrature."""
@@ -80,7 +80,7 @@ def drawn_router(run: ClaimRun, n_experts: int, dim: int) -> tuple[Tensor, Tenso
     return weight, 0.5 * run.normal(n_experts, stream=2)
 
 
-def affine_scores(run: ClaimRun, n: int, weight: Tensor, bias: Tensor) -> Tensor:
+def gaussian_affine_scores(run: ClaimRun, n: int, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the scores of inputs drawn from N(0, I)."""
     return run.normal(n, weight.shape[1], stream=3) @ weight.T + bias
 
@@ -91,10 +91,10 @@ def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tenso
     spread = (weight[i] - weight[j]).norm(dim=1)
     shift = bias[i] - bias[j]
     inside = ndtr((width - shift) / spread) - ndtr((-width - shift) / spread)
-    return inside, density(shift / spread) / spread
+    return inside, normal_density(shift / spread) / spread
 
 
-def mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
+def bounded_mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> MoESample:
     """Bounded experts 0.9 tanh(u·x) and a bounded target that jumps at x_1 = 0, |Y| <= 1."""
     weight, bias = drawn_router(run, n_experts, dim)
     slopes = run.normal(n_experts, dim, stream=4)
@@ -124,7 +124,7 @@ class Pupil:
     experts: Tensor
 
 
-def pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
+def drawn_pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim: int = 3) -> Pupil:
     """A student at a distance from its teacher in all parameters; experts 0.9 tanh(u·x + c)."""
     inputs = run.normal(n, dim, stream=11)
     columns = torch.cat([inputs, torch.ones(n, 1, dtype=torch.float64)], dim=1)
@@ -141,28 +141,32 @@ def pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim: int =
 
 
 BIAS = 0.07
-"""Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated`)."""
+"""Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated_order_ratio`)."""
 
 
-def router(run: ClaimRun, n_experts: int, dim: int, stream: int = 1) -> tuple[Tensor, Tensor]:
+def streamed_router(
+    run: ClaimRun, n_experts: int, dim: int, stream: int = 1
+) -> tuple[Tensor, Tensor]:
     """Weight (E, D) and bias (E,)."""
     weight = run.normal(n_experts, dim, stream=1000 + stream)
     return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
 
 
-def orthonormal(n_experts: int, dim: int) -> Tensor:
+def orthonormal_rows(n_experts: int, dim: int) -> Tensor:
     """The first E rows of the identity of size D."""
     return torch.eye(n_experts, dim, dtype=torch.float64)
 
 
-def in_ball(run: ClaimRun, n: int, dim: int, radius: float = 1.0, stream: int = 7) -> Tensor:
+def uniform_ball_points(
+    run: ClaimRun, n: int, dim: int, radius: float = 1.0, stream: int = 7
+) -> Tensor:
     """Independent uniform points of the ball."""
     x = run.normal(n, dim, stream=stream)
     u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
     return radius * u ** (1 / dim) * x / x.norm(dim=1, keepdim=True)
 
 
-def extrapolated(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, float]:
+def extrapolated_order_ratio(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """U_2/U_1 over ε, extrapolated to ε = 0 from two widths ε and 2ε, with its standard error."""
     (small, near_), (large, far) = sorted(shares.items())
     values, variance = [], 0.0
@@ -183,7 +187,7 @@ class Layer(NamedTuple):
     c: Float[np.ndarray, "experts hidden"]
 
 
-def drawn(run: ClaimRun, stream: int) -> np.random.Generator:
+def numpy_generator(run: ClaimRun, stream: int) -> np.random.Generator:
     """Return the generator of a stream."""
     return np.random.default_rng([run.seed, stream])
 
@@ -192,11 +196,11 @@ def numpy_router(
     run: ClaimRun, stream: int, n_experts: int, dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw weights and biases."""
-    r = drawn(run, stream)
+    r = numpy_generator(run, stream)
     return r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
 
 
-def layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, dim: int) -> Layer:
+def drawn_layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, dim: int) -> Layer:
     """Draw W, b, V, c in this order from `numpy.random.default_rng(seed)`."""
     r = np.random.default_rng(seed)
     return Layer(
@@ -207,17 +211,17 @@ def layer(seed: int | np.random.Generator, n_experts: int, d_hidden: int, dim: i
     )
 
 
-def dense(V: np.ndarray, c: np.ndarray) -> Layer:
+def dense_layer(V: np.ndarray, c: np.ndarray) -> Layer:
     """One expert with neurons V (H, d), c (H,), always chosen."""
     return Layer(np.zeros((1, V.shape[1])), np.zeros(1), V[None], c[None])
 
 
 def dense_regions(V: np.ndarray, c: np.ndarray) -> int:
     """Regions of the arrangement of hyperplanes V x + c = 0."""
-    return int(count_regions(*dense(V, c), 1))
+    return int(count_regions(*dense_layer(V, c), 1))
 
 
-def bisect(
+def bisect_segments(
     on_low_side: Callable[[np.ndarray], np.ndarray],
     low: np.ndarray,
     high: np.ndarray,
@@ -231,7 +235,7 @@ def bisect(
     return low
 
 
-def crofton(n_experts: int, k: int, d_hidden: int, length: float) -> float:
+def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> float:
     """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
     switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
     return 1 + switches + expected_kinks(k, d_hidden, length)

@@ -181,14 +181,14 @@ def layer_inputs(model: nn.Module, **batch: Tensor) -> dict[str, Float[Tensor, "
     """Return the inputs of every `MoE` of a model in one forward pass, by its name."""
     inputs_by_name: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def input_recorder(name: str) -> Callable[..., None]:
+        def record_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             inputs_by_name[name] = inputs[0].detach().flatten(0, -2)
 
-        return hook
+        return record_input
 
     handles = [
-        module.register_forward_pre_hook(keep(name))
+        module.register_forward_pre_hook(input_recorder(name))
         for name, module in model.named_modules()
         if isinstance(module, MoE)
     ]
@@ -228,7 +228,7 @@ def measure_continuity(
     nearest = nearest_tie_point(inputs[:ties], router.weight.detach(), bias, k)
     walls = _Walls(double, nearest.point, nearest.normal, nearest.distance, epsilon)
     gates = [TopK(k), SmoothTopK(k, epsilon=epsilon, b=50.0), SmoothTopK(k, epsilon=epsilon)]
-    line = walls.line(_layer(double, gates[0]))
+    line = walls.line(_layer_with_gate(double, gates[0]))
     return LayerContinuity(
         name=name,
         epsilon=epsilon,
@@ -274,19 +274,19 @@ class _Walls:
 
     def measure(self, gate: Gate, scores: Tensor, line: _Line) -> GateContinuity:
         """Measure one gate."""
-        layer = _layer(self.layer, gate)
+        layer = _layer_with_gate(self.layer, gate)
         size = layer(self.points).norm(dim=1).median().item()
         by_step = difference_by_step(layer, self.points, self.normals, STEPS)
         walk = walk_across(layer, line.point, line.normal, line.reach, POINTS)
         spacing = 2 * line.reach / (POINTS - 1)
         weights = gate(scores)
         return GateContinuity(
-            steps=_tuple(by_step.steps),
-            largest=_tuple(by_step.largest / size),
-            median=_tuple(by_step.median / size),
+            steps=_as_floats(by_step.steps),
+            largest=_as_floats(by_step.largest / size),
+            median=_as_floats(by_step.median / size),
             exponent=step_exponent(by_step),
-            offsets=_tuple(walk.offsets),
-            output=_tuple(walk.outputs[:, line.coordinate]),
+            offsets=_as_floats(walk.offsets),
+            output=_as_floats(walk.outputs[:, line.coordinate]),
             line=largest_jump(layer, line.point, line.normal, self._events(gate, line)),
             slope=walk.jump / spacing / size,
             experts=(weights != 0).sum(dim=1).double().mean().item(),
@@ -311,7 +311,7 @@ def _linear_top_k(layer: MoE, name: str) -> tuple[LinearRouter, int]:
     raise UnsupportedModelError(f"{name}: needs a linear router and a top-k gate, got {kinds}")
 
 
-def _layer(layer: MoE, gate: Gate) -> Layer:
+def _layer_with_gate(layer: MoE, gate: Gate) -> Layer:
     """Return the layer with another gate, without gradients."""
 
     @torch.no_grad()
@@ -321,5 +321,5 @@ def _layer(layer: MoE, gate: Gate) -> Layer:
     return mapped
 
 
-def _tuple(values: Tensor) -> tuple[float, ...]:
+def _as_floats(values: Tensor) -> tuple[float, ...]:
     return tuple(values.tolist())

@@ -56,15 +56,15 @@ PLANTED = {
     ),
     # a correction of A forgotten: a larger gap of lower order at small radii
     "p5-lojasiewicz": (
-        "flips.split_gap",
+        "flips.two_atom_gap",
         lambda real: lambda point, masses: np.exp(-1 / np.abs(point[0])) ** 4 * np.ones(3),
     ),
     # vertices of a polyhedron of one dimension less
     "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
-    "p5-doubling": ("estimation_laws.doubled", masses_kept),
+    "p5-doubling": ("estimation_laws.doubled_atoms", masses_kept),
     # the sign of the expert forgotten
     "p5-reflection": (
-        "estimation_laws.reflected",
+        "estimation_laws.reflected_atoms",
         lambda real: (
             lambda truth, spare: MoEParameters(
                 real(truth, spare).router, real(truth, spare).bias, real(truth, spare).experts.abs()
@@ -73,7 +73,7 @@ PLANTED = {
     ),
     # A without its correction
     "p5-contact": (
-        "estimation_laws.remainder",
+        "estimation_laws.gate_pair_remainder",
         lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
     ),
     # a coefficient lost from the fourth-order term
@@ -83,7 +83,7 @@ PLANTED = {
     ),
     # walls whose deviation forgot a factor
     "p5-structured": (
-        "router_laws.whitened",
+        "router_laws.whitened_router",
         lambda real: lambda weight, law: 3 * real(weight, law),
     ),
     "p5-real-noise": (
@@ -94,7 +94,7 @@ PLANTED = {
     "p5-frontier": ("continuous_gates.least_moved", scaled(1.2)),
     "p5-gates": ("continuous_gates.continuity_bound", scaled(1.2)),
     "p5-lipschitz": ("continuous_gates.seat_projection", wider),
-    "p5-sphere": ("router_laws.centre", scaled(1.1)),
+    "p5-sphere": ("router_laws.router_sphere_centre", scaled(1.1)),
     # half of what is added to the norm of a token
     "p5-zero": (
         "router_laws.cosine_router",
@@ -102,7 +102,7 @@ PLANTED = {
     ),
     # the second and third moments of the other form
     "p5-soft-slope": (
-        "router_laws.moments",
+        "router_laws.ramp_moments",
         lambda real: (
             lambda form: (
                 real(form)[0],

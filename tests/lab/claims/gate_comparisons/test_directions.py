@@ -12,7 +12,7 @@ from tieline.lab.claims.gate_comparisons import (
     IMAGE_PAIRS,
     NO_DATA,
     NOT_TRAINED,
-    gains,
+    accuracy_gains,
     higher_accuracy,
 )
 from tieline.lab.claims.ledger import run_claim
@@ -42,7 +42,7 @@ def plant(monkeypatch, averages, spread=0.1, balanced=0.3):
         one = replace(SCORE, gate=gate, seed=seed, balanced=balanced)
         return tuple(replace(one, accuracy=(found + gap) / 100) for gap in (-6, 1, 2, 3))
 
-    monkeypatch.setattr(gate_comparisons, "_scores", scores)
+    monkeypatch.setattr(gate_comparisons, "_domain_scores", scores)
 
 
 def verdict():
@@ -91,19 +91,21 @@ def test_models_at_chance_decide_nothing(monkeypatch):
 @pytest.mark.usefixtures("pacs_is_here")
 def test_pairs_have_the_same_seed_and_seeds_of_runs_differ(monkeypatch):
     monkeypatch.setattr(
-        gate_comparisons, "_average", lambda gate, seed: 10.0 * seed + (gate == "smooth")
+        gate_comparisons, "_average_accuracy", lambda gate, seed: 10.0 * seed + (gate == "smooth")
     )
-    assert gains(ClaimRun(False, 2), "smooth", "soft") == [1.0] * IMAGE_PAIRS
+    assert accuracy_gains(ClaimRun(False, 2), "smooth", "soft") == [1.0] * IMAGE_PAIRS
     seen = []
-    monkeypatch.setattr(gate_comparisons, "_average", lambda gate, seed: seen.append(seed) or 1.0)
-    gains(ClaimRun(False, 0), "smooth", "soft")
-    gains(ClaimRun(False, 1), "smooth", "soft")
+    monkeypatch.setattr(
+        gate_comparisons, "_average_accuracy", lambda gate, seed: seen.append(seed) or 1.0
+    )
+    accuracy_gains(ClaimRun(False, 0), "smooth", "soft")
+    accuracy_gains(ClaimRun(False, 1), "smooth", "soft")
     assert sorted(set(seen)) == list(range(2 * IMAGE_PAIRS))
 
 
 def test_the_fast_mode_and_absent_data_leave_it_open(tmp_path, monkeypatch):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    monkeypatch.setattr(gate_comparisons, "_scores", None)  # nothing is trained
+    monkeypatch.setattr(gate_comparisons, "_domain_scores", None)  # nothing is trained
     for run, reason in ((ClaimRun(True, 0), NOT_TRAINED), (FULL, NO_DATA)):
         check = higher_accuracy(run, "smooth", "soft", 1.74)
         assert (check.open, check.passed, check.reference) == (reason, False, 1.74)
@@ -130,9 +132,9 @@ def test_an_average_is_trained_once_and_is_that_of_four_domains(monkeypatch):
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     monkeypatch.setattr(gate_comparisons, "pacs_small", small)
     monkeypatch.setattr(gate_comparisons, "STEPS", 2)
-    gate_comparisons._scores.cache_clear()
-    first = gate_comparisons._average("soft", 0)
-    assert gate_comparisons._average("soft", 0) == first
-    gate_comparisons._scores.cache_clear()
+    gate_comparisons._domain_scores.cache_clear()
+    first = gate_comparisons._average_accuracy("soft", 0)
+    assert gate_comparisons._average_accuracy("soft", 0) == first
+    gate_comparisons._domain_scores.cache_clear()
     assert len(trained) == len({out for _, out in trained}) == 4
     assert (first / 100 * 40) % 1 == pytest.approx(0, abs=1e-9)  # ten images a domain

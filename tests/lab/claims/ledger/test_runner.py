@@ -12,7 +12,7 @@ import torch
 from tests.lab.claims.zoo import make_claim
 from tieline.core.errors import TielineError
 from tieline.lab.claims.claim import ClaimRun, Verdict, select
-from tieline.lab.claims.ledger import ResultStore, _groups, run_claim, run_claims
+from tieline.lab.claims.ledger import ResultStore, _claim_groups, run_claim, run_claims
 
 RUN = ClaimRun(True, 0)
 QUICK = ["p0-lem6.2", "p1-table6", "p1-eqA.7", "p1-table1"]
@@ -45,13 +45,13 @@ def test_claims_that_share_a_study_go_to_one_process_and_the_longest_first():
         make_claim("p0-c", seconds=1),
         make_claim("p0-d", seconds=2, together="study"),
     ]
-    groups = [[claim.id for claim in group] for group in _groups(claims, fast=True)]
+    groups = [[claim.id for claim in group] for group in _claim_groups(claims, fast=True)]
     assert groups == [["p0-b", "p0-d"], ["p0-a"], ["p0-c"]]
 
 
 def test_the_full_mode_has_an_order_of_its_own():
     claims = [make_claim("p0-a", seconds=3), make_claim("p0-b", seconds=1, full_seconds=100)]
-    order = [[group[0].id for group in _groups(claims, fast)] for fast in (True, False)]
+    order = [[group[0].id for group in _claim_groups(claims, fast)] for fast in (True, False)]
     assert order == [["p0-a", "p0-b"], ["p0-b", "p0-a"]]
 
 

@@ -77,9 +77,9 @@ def test_the_key_names_its_parts(kept):
 
 def test_the_fingerprint_sees_what_computes_and_not_what_shows():
     assert fingerprint(0) != fingerprint(1)
-    assert ledger._matters(("measure", "boundary.py"), "paper0")
-    assert ledger._matters(("lab", "claims", "claim.py"), "paper0")
-    assert ledger._matters(("lab", "claims", "paper0", "model.py"), "paper0")
-    assert not ledger._matters(("lab", "claims", "paper1", "ties.py"), "paper0")
-    assert not ledger._matters(("report", "page.py"), "paper0")
-    assert not ledger._matters(("cli", "app.py"), "paper0")
+    assert ledger._affects_results(("measure", "boundary.py"), "paper0")
+    assert ledger._affects_results(("lab", "claims", "claim.py"), "paper0")
+    assert ledger._affects_results(("lab", "claims", "paper0", "model.py"), "paper0")
+    assert not ledger._affects_results(("lab", "claims", "paper1", "ties.py"), "paper0")
+    assert not ledger._affects_results(("report", "page.py"), "paper0")
+    assert not ledger._affects_results(("cli", "app.py"), "paper0")

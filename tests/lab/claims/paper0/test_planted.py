@@ -13,7 +13,7 @@ from tests.lab.claims.claim.test_claims_can_fail import (
     with_argument,
     with_field,
 )
-from tieline.lab.claims.routing_problems import density
+from tieline.lab.claims.routing_problems import normal_density
 
 
 def other_temperature(change):
@@ -52,7 +52,7 @@ PLANTED = {
     "p0-rem5.9": ("remarks.conditional_square", scaled(2.0)),
     "p0-rem5.18": ("remarks.gaussian_risk", scaled(0.9)),
     # outputs half as large
-    "p0-eq5.15": ("remarks.pupil", lambda real: lambda run, n, distance: real(run, n, 1.5)),
+    "p0-eq5.15": ("remarks.drawn_pupil", lambda real: lambda run, n, distance: real(run, n, 1.5)),
     # minimisers of another temperature
     "p0-sec7": ("remarks.least_risk_student", lambda real: lambda tau: real(0.02 / tau)),
     # scores of experts taken for outputs
@@ -71,7 +71,7 @@ PLANTED = {
     )),
     # the surface integral of p in place of p/‖∇S‖
     "p0-eq3.8": ("boundary_mass.GraphRouter.on_surface", lambda real: lambda self, y, level: (
-        density(self.height(y, level))
+        normal_density(self.height(y, level))
     )),
     # log(1/ε) for log((1-ε)/ε)
     "p0-prop3.5": ("boundary_mass.KAPPA", lambda real: math.log(10)),
@@ -80,7 +80,7 @@ PLANTED = {
     "p0-eq3.9": ("boundary_mass.pair_mass", lambda real: lambda *args: (
         real(*args)[0], real(*args)[1] / 2
     )),
-    "p0-prop3.7": ("boundary_mass.density", scaled(0.5)),
+    "p0-prop3.7": ("boundary_mass.normal_density", scaled(0.5)),
     "p0-ex3.8": ("boundary_mass.gaussian_boundary_mass", with_argument(1, 1.1)),
     "p0-lem5.7": ("boundary_mass.ambiguity_mass", other_temperature(lambda tau: tau**2)),
     "p0-lem4.1": ("limit.top_gap", scaled(1.1)),
@@ -127,8 +127,8 @@ PLANTED = {
     # p_1 of the score u·x in place of 2u·x
     "p0-eq6.2": ("breaking.torch.sigmoid", lambda real: lambda x: real(x / 2)),
     # inputs without their covariance
-    "p0-eq6.3": ("breaking.draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
-    "p0-eq6.4": ("breaking.draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
+    "p0-eq6.3": ("breaking.gaussian_draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
+    "p0-eq6.4": ("breaking.gaussian_draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
     # a step downhill
     "p0-eq6.6": ("breaking.alignment_step", with_argument(2, -1.0)),
     # E[g(G)G³] without 1/s³

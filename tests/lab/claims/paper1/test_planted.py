@@ -65,7 +65,7 @@ PLANTED = {
     # the upper end for the lower
     # a cap of a quarter turn, whatever the normals
     "p1-lemA.16": ("ties.polyhedron_bound", lambda real: lambda *args: 0.5),
-    "p1-lemA.17": ("ties.router", lambda real: lambda *args: (
+    "p1-lemA.17": ("ties.streamed_router", lambda real: lambda *args: (
         torch.ones(5, 7, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     )),
     "p1-thm4.4-alpha": ("ties.slice_density", lambda real: lambda *a: min(0.5, real(*a))),
@@ -98,9 +98,9 @@ PLANTED = {
     "p1-corA.23": ("diffusion.face_exit", scaled(0.5)),
     "p1-lemA.25": ("diffusion.topk_mask", lambda real: lambda s, k: torch.ones_like(s) > 0),
     # a dimension too many
-    "p1-lemA.27": ("diffusion.hits", lambda real: lambda dim, *rest: real(dim + 1, *rest)),
+    "p1-lemA.27": ("diffusion.annulus_law", lambda real: lambda dim, *rest: real(dim + 1, *rest)),
     # the outer sphere first
-    "p1-corA.28": ("diffusion.hits", lambda real: lambda *args: 1 - real(*args)),
+    "p1-corA.28": ("diffusion.annulus_law", lambda real: lambda *args: 1 - real(*args)),
     # a variance for a standard deviation
     "p1-lemA.29": ("diffusion.math.sqrt", lambda real: lambda x: x),
     "p1-thmA.30": ("diffusion.exit_orders", past_the_wall),
@@ -117,14 +117,14 @@ PLANTED = {
     "p1-fig1": ("smoothing.SmoothTopK", hard),
     "p1-fig3": ("smoothing.SmoothTopK", hard),
     # the recipe of the other figure
-    "p1-fig4": ("smoothing.course", lambda real: lambda run, gate: real(run, "annealed")),
-    "p1-fig5": ("smoothing.course", lambda real: lambda run, gate: real(run, "smooth50")),
+    "p1-fig4": ("smoothing.smoothing_course", lambda real: lambda run, gate: real(run, "annealed")),
+    "p1-fig5": ("smoothing.smoothing_course", lambda real: lambda run, gate: real(run, "smooth50")),
     # a tolerance in other units
     "p1-fig6-7": ("smoothing.near_counts", lambda real: lambda scores, k, grid: (
         real(scores, k, [1e-3 * tolerance for tolerance in grid])
     )),
     # SMEAR routed by tokens, as if it were causal
-    "p1-secB.2": ("smoothing.smear", lambda real: lambda *args, by_token: (
+    "p1-secB.2": ("smoothing.smear_network", lambda real: lambda *args, by_token: (
         real(*args, by_token=True)
     )),
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),

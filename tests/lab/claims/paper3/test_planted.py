@@ -64,6 +64,11 @@ def in_half_precision(real):
     return lambda x: real(x).astype(np.float16).astype(x.dtype)
 
 
+def spread_out(real):
+    """Lines that cross far from the site of their expert."""
+    return lambda run, n_experts, width: real(run, n_experts, width, 40.0)
+
+
 PLANTED = {
     # a power diagram throughout
     "p3-ex4.3": ("remarks.not_nearest", lambda real: lambda weight, bias, x: (
@@ -78,7 +83,7 @@ PLANTED = {
         real(r, V + 0.1 * r.standard_normal(V.shape), c + 0.1 * r.standard_normal(c.shape))
     )),
     # the upper bound for the expectation
-    "p3-rem4.28": ("remarks.crofton", lambda real: lambda n, k, h, length: (
+    "p3-rem4.28": ("remarks.crofton_pieces", lambda real: lambda n, k, h, length: (
         0.2 * remarks.paper_effective_bound(n, k, h, 1, 8, length)
     )),
     "p3-rem5.2": ("remarks.split_gain", lambda real: lambda n, k, d: real(n, k, d // 10)),
@@ -90,7 +95,7 @@ PLANTED = {
         1.0, *real(run)[1:]
     )),
     # steps that leave the pieces
-    "p3-def3.1": ("algebra.bend", lambda real: lambda points, margins, *rest: (
+    "p3-def3.1": ("algebra.bend_inside_pieces", lambda real: lambda points, margins, *rest: (
         real(points, 50 * margins, *rest)
     )),
     "p3-def3.5": ("algebra.TropicalPolynomial.essential", without_last),
@@ -115,16 +120,16 @@ PLANTED = {
     "p3-prop4.10": ("arrangements.zaslavsky", lambda real: lambda n, d: real(n, d - 1)),
     # one expert in place of N
     "p3-thm4.14": ("arrangements.capacity_bound", lambda real: lambda n, k, h, d: real(1, 1, h, d)),
-    "p3-rem4.15": ("arrangements.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
+    "p3-rem4.15": ("arrangements.placed_layer", spread_out),
     "p3-lem4.18": ("tightness.count_cells", every_coalition),
-    "p3-ex4.9": ("arrangements.dense", lambda real: lambda V, c: (
+    "p3-ex4.9": ("arrangements.dense_layer", lambda real: lambda V, c: (
         real(V, c + 0.01 * np.arange(len(c)))
     )),
     "p3-rem4.11": ("arrangements.zonotope_counts", lambda real: lambda *args: (
         real(*args)._replace(vertices=real(*args).upper)
     )),
     "p3-cor4.12": ("arrangements.dense_regions", one_more),
-    "p3-cor4.16": ("arrangements.placed", lambda real: lambda run, n, h: real(run, n, h, 40.0)),
+    "p3-cor4.16": ("arrangements.placed_layer", spread_out),
     "p3-thm4.17": ("arrangements.sharp_bound", scaled(0.1)),
     "p3-thm4.19": ("tightness.sharp_bound", lambda real: capacity_bound),
     "p3-rem4.20": ("tightness.sharp_bound", lambda real: capacity_bound),
@@ -135,7 +140,7 @@ PLANTED = {
     "p3-ex4.21": ("tightness.expected_regions", scaled(1.001)),
     "p3-asm4.22": ("manifolds.crossings_of", to_two_digits),
     # a half circle for a quarter
-    "p3-rem4.25": ("manifolds.crofton", lambda real: lambda n, k, h, length: (
+    "p3-rem4.25": ("manifolds.crofton_pieces", lambda real: lambda n, k, h, length: (
         real(n, k, h, 2 * length)
     )),
     # a dimension too many
@@ -145,16 +150,16 @@ PLANTED = {
     "p3-thm4.26": ("manifolds.along_segment", lambda real: lambda run, shape, n, biases=False: (
         real(run, shape, n)
     )),
-    "p3-thm4.27": ("manifolds.crofton", scaled(1.2)),
+    "p3-thm4.27": ("manifolds.crofton_pieces", scaled(1.2)),
     "p3-rem4.30": ("manifolds.dense_regions", one_more),
-    "p3-thm5.1": ("tightness.law", scaled(1.01)),
+    "p3-thm5.1": ("tightness.printed_splitting_law", scaled(1.01)),
     "p3-cor5.3": ("tightness.zaslavsky", one_more),
     "p3-def5.5": ("centring.saturation", with_field(smallest=lambda f: 2 * f.smallest)),
     "p3-prop5.6": ("centring.cap_fraction", scaled(1.05)),
     "p3-eq3": ("centring.saturation", with_field(smallest=lambda f: f.smallest / 2)),
-    "p3-def5.8": ("centring.mixture", mixed_in),
-    "p3-prop5.9": ("centring.mixture", mixed_in),
-    "p3-rem5.10": ("centring.mixture", recentring),
+    "p3-def5.8": ("centring.shared_expert_mixture", mixed_in),
+    "p3-prop5.9": ("centring.shared_expert_mixture", mixed_in),
+    "p3-rem5.10": ("centring.shared_expert_mixture", recentring),
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def twins(real):
 
 PLANTED = {
     # the second max read as a min
-    "p4-secB.1-bracket": ("remarks.bracket", lambda real: lambda zeta, tau, bound, printed: (
+    "p4-secB.1-bracket": ("remarks.bracket_pair", lambda real: lambda zeta, tau, bound, printed: (
         real(zeta, tau, bound, printed=False)
     )),
     # gates without row
@@ -71,8 +71,8 @@ PLANTED = {
     "p4-eq5": ("definitions.core_router", lambda real: lambda params, kind: (
         real(MoEParameters(params.router, params.bias + 0.01, params.experts), kind)
     )),
-    "p4-eq8": ("definitions.gated", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
-    "p4-def2": ("definitions.dependent", lambda real: lambda test: 1),
+    "p4-eq8": ("definitions.gated_expert", lambda real: lambda t, x: real(t, x) + t[4] * t[5]),
+    "p4-def2": ("definitions.dependent_functions", lambda real: lambda test: 1),
     # the opposite row without its constant
     "p4-def4": ("definitions.opposite_atoms", lambda real: lambda model: [
         real(model)[0], Atom(real(model)[1].row, real(model)[0].bias, real(model)[0].expert)
@@ -83,24 +83,24 @@ PLANTED = {
     # a split that is not balanced: the first order does not cancel
     "p4-thm3": ("theorems.split_atoms", unbalanced),
     "p4-thm5": ("theorems.split_atoms", unbalanced),
-    "p4-thm1-rate": ("split_rates.split_loss", squared),
+    "p4-thm1-rate": ("split_rates.atom_pair_loss", squared),
     "p4-thm3-rate": ("split_rates.best_measure_loss", squared),
-    "p4-thm4-rate": ("split_rates.split_loss", squared),
+    "p4-thm4-rate": ("split_rates.atom_pair_loss", squared),
     "p4-thm5-rate": ("split_rates.best_measure_loss", squared),
 
     "p4-thm4": ("theorems.split_scale", heavier),
     # inputs off the cube
-    "p4-prop3": ("definitions.inputs", lambda real: lambda *args: 10 * real(*args)),
+    "p4-prop3": ("definitions.uniform_inputs", lambda real: lambda *args: 10 * real(*args)),
     # a rank that counts rounding as independent
-    "p4-def1": ("definitions.dependent", lambda real: lambda test: 0),
+    "p4-def1": ("definitions.dependent_functions", lambda real: lambda test: 0),
     "p4-def3": ("definitions.split_checks", lambda real: lambda run, family, cases: (
         real(run, lambda expert: family("tanh"), cases)
     )),
-    "p4-prop5": ("definitions.drawn", twins),
-    "p4-L1": ("definitions.example", swapped),
-    "p4-eq11": ("definitions.example", swapped),
-    "p4-eq52": ("definitions.example", swapped),
-    "p4-eq53": ("definitions.example", swapped),
+    "p4-prop5": ("definitions.drawn_mixture", twins),
+    "p4-L1": ("definitions.sigmoid_loss_example", swapped),
+    "p4-eq11": ("definitions.sigmoid_loss_example", swapped),
+    "p4-eq52": ("definitions.sigmoid_loss_example", swapped),
+    "p4-eq53": ("definitions.sigmoid_loss_example", swapped),
     "p4-L3": ("definitions.voronoi_loss", with_field(value=lambda found: found.value + 0.01)),
 }  # fmt: skip
 

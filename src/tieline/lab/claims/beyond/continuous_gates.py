@@ -49,7 +49,7 @@ def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @claim("p5-law", "moved times sensitivity", number="law", seconds=1)
-def law(run: ClaimRun) -> Evidence:
+def moved_times_sensitivity(run: ClaimRun) -> Evidence:
     """D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace ramp
     attains it and a straight ramp has 4/3 of it.
 
@@ -70,7 +70,7 @@ def law(run: ClaimRun) -> Evidence:
 
 
 @claim("p5-frontier", "the frontier at finite noise", number="frontier", seconds=6)
-def frontier(run: ClaimRun) -> Evidence:
+def finite_noise_frontier(run: ClaimRun) -> Evidence:
     """To make flips R times cheaper a gate must move the model by at least π/32·R times their cost
     for large R, and by the Fourier frontier for every R.
 
@@ -109,7 +109,7 @@ def frontier(run: ClaimRun) -> Evidence:
 
 
 @claim("p5-gates", "two gates and the bound", number="gates", seconds=2)
-def gates(run: ClaimRun) -> Evidence:
+def gates_against_bound(run: ClaimRun) -> Evidence:
     """Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper 1's ramp;
     that has 16/3 of the bound for b = 1 and more for b = 50.
 
@@ -120,7 +120,8 @@ def gates(run: ClaimRun) -> Evidence:
     """
     epsilon, sigma = 0.4, 0.01
     sampled = {
-        name: _sampled_cost(run, gate, sigma) for name, gate in _competing_gates(epsilon).items()
+        name: _sampled_cost(run, gate, sigma)
+        for name, gate in _laplace_and_smooth_gates(epsilon).items()
     }
     predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
@@ -140,7 +141,7 @@ def gates(run: ClaimRun) -> Evidence:
     )
 
 
-def _competing_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
+def _laplace_and_smooth_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
     return {"projected": ProjectedTopK(1, epsilon=epsilon), "ramp": SmoothTopK(1, epsilon=epsilon)}
 
 
@@ -160,7 +161,7 @@ def _sampled_cost(
 
 
 @claim("p5-lipschitz", "continuity at ties of every order", number="Lipschitz")
-def lipschitz(run: ClaimRun) -> Evidence:
+def continuity_at_ties(run: ClaimRun) -> Evidence:
     """Projected top-k is Lipschitz with constant 1/ε in ℓ2 at ties of every order, and no bound on
     the experts of a token below the number of tied ones is continuous.
 
@@ -224,7 +225,7 @@ def predicted_over_measured(law: LayerLaw, point: LawPoint) -> tuple[float, floa
 @claim(
     "p5-layers", "moved and sensitivity of a trained layer, predicted", number="layers", seconds=4
 )
-def layers(run: ClaimRun) -> Evidence:
+def trained_layer_predictions(run: ClaimRun) -> Evidence:
     """D and S of projected top-k in a layer of a trained model follow from density, jump and noise
     at ties of other text, within 25 % where at most a tenth of the tokens is inside the band, and D
     is 1 to 2 times the frontier at its S.

@@ -1,8 +1,8 @@
 """What theorems on estimation must leave out, and paper 4's Theorem 1 refuted and corrected.
 
-doubling         a softmax mixture times an exponential sum in numerator and denominator
-reflection       σ(s)h = h - σ(-s)h, exactly with two spare experts
-contact          how nearly two sigmoid gates add up to a constant one
+softmax_atoms_double  a softmax mixture times an exponential sum in numerator and denominator
+sigmoid_gates_reflect  σ(s)h = h - σ(-s)h, exactly with two spare experts
+gate_pair_contact  how nearly two sigmoid gates add up to a constant one
 corrected_bound  ‖f - f*‖ against L_1 with ‖Δb‖⁴ in place of ‖Δb‖²
 
 Proofs are in docs/estimation.md.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import Evidence, at_least, at_most, chart, line, near
-from tieline.lab.claims.mixture_splits import FLOOR, drawn, inputs, largest_gap
+from tieline.lab.claims.mixture_splits import FLOOR, drawn_mixture, largest_gap, uniform_inputs
 from tieline.lab.estimation import (
     MoEModel,
     MoEParameters,
@@ -30,7 +30,9 @@ from tieline.lab.estimation.model import router_directions
 from tieline.lab.power_law import exponent
 
 
-def doubled(model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0) -> MoEParameters:
+def doubled_atoms(
+    model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0
+) -> MoEParameters:
     """Every atom but the last `keep` as two of half the mass, rows v ± step."""
     tau, rows = model.tau[0], router_directions("perturbed", truth.router, model.tau[0])
     n = truth.n_experts
@@ -44,7 +46,7 @@ def doubled(model: MoEModel, truth: MoEParameters, step: Tensor, keep: int = 0) 
 
 
 @claim("p5-doubling", "all atoms of a softmax mixture can be doubled", number="doubling")
-def doubling(run: ClaimRun) -> Evidence:
+def softmax_atoms_double(run: ClaimRun) -> Evidence:
     """f of G and of Q·G, Q = Σ q_j e^{u_j·z}, are the same for every softmax router that is linear
     in some z(x) and every expert; with tanh experts no other measure with nonnegative masses has
     the same function. So ‖f - f*‖ >= c L_2 needs k < 2k*.
@@ -55,14 +57,14 @@ def doubling(run: ClaimRun) -> Evidence:
     Overturned by: a vanishing ratio at k = 2k* - 1 with the rows centred
     """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth, x = drawn(run, model, stream=3, router=0.2), inputs(run, 2000, 2)
-    all_doubled = doubled(model, truth, torch.tensor([0.1, -0.05]).double())
+    truth, x = drawn_mixture(run, model, stream=3, router=0.2), uniform_inputs(run, 2000, 2)
+    all_doubled = doubled_atoms(model, truth, torch.tensor([0.1, -0.05]).double())
     gap = largest_gap(model, all_doubled, truth, x)
     loss = quotient_losses(model, all_doubled.expand(1), truth, "L2", 2).values.item()
     ratios = []
     for angle in torch.linspace(0, math.pi, 24, dtype=torch.float64):
         step = 0.05 * torch.stack((angle.cos(), angle.sin()))
-        all_but_one = doubled(model, truth, step, keep=1).expand(1)
+        all_but_one = doubled_atoms(model, truth, step, keep=1).expand(1)
         away = regression_distance(model.with_experts(5), all_but_one, model, truth, n=2000).value
         ratios.append((away / quotient_losses(model, all_but_one, truth, "L2", 2).values).item())
     return Evidence.of(
@@ -74,7 +76,7 @@ def doubling(run: ClaimRun) -> Evidence:
     )
 
 
-def reflected(truth: MoEParameters, spare: Tensor) -> MoEParameters:
+def reflected_atoms(truth: MoEParameters, spare: Tensor) -> MoEParameters:
     """The first atom (s, η) as (t, η), (-t, η), (-s, -η); `spare` has row and constant of t."""
     router = torch.stack((spare[:-1], -spare[:-1], -truth.router[0]))
     bias = torch.stack((spare[-1], -spare[-1], -truth.bias[0]))
@@ -93,7 +95,7 @@ def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
 
 
 @claim("p5-reflection", "sigmoid gates can be reflected", number="reflection")
-def reflection(run: ClaimRun) -> Evidence:
+def sigmoid_gates_reflect(run: ClaimRun) -> Evidence:
     """For odd experts (tanh, linear, odd powers, two-layer) σ(s)h = σ(t)h + σ(-t)h + σ(-s)(-h) for
     every t: with N >= N* + 2 the best measures of paper 4's Thm 3 and Cor. 1 include ones without
     any gate of the truth, on every parameter set. With N = N* + 1 and gates of |c| <= C the
@@ -106,8 +108,8 @@ def reflection(run: ClaimRun) -> Evidence:
     Overturned by: experts of one sign, or a parameter set without negatives
     """
     model = MoEModel("quadratic", "sigmoid", "tanh", 2, 2)
-    truth, x = drawn(run, model), inputs(run, 2000, 2)
-    exact = reflected(truth, run.normal(7, stream=31))
+    truth, x = drawn_mixture(run, model), uniform_inputs(run, 2000, 2)
+    exact = reflected_atoms(truth, run.normal(7, stream=31))
     gap = largest_gap(model, exact, truth, x)
     rows = torch.cat((exact.router, exact.bias[:, None]), dim=1)
     gate = torch.cat((truth.router[0], truth.bias[:1]))
@@ -143,7 +145,7 @@ def slopes_of_sigmoid(p: float) -> tuple[float, float, float, float]:
     return p * q, p * q * (q - p), p * q * (1 - 6 * p * q), p * q * (q - p) * (1 - 12 * p * q)
 
 
-def unequal(p: float, total: float) -> tuple[np.ndarray, np.ndarray, float]:
+def unequal_gate_pair(p: float, total: float) -> tuple[np.ndarray, np.ndarray, float]:
     """B and a of two gates of masses p and S - p without terms of order 1 to 3; the fourth term."""
     d = np.array([slopes_of_sigmoid(mass) for mass in (p, total - p)]).T
     b = np.array([-d[0, 1] / d[0, 0], 1.0])
@@ -153,7 +155,7 @@ def unequal(p: float, total: float) -> tuple[np.ndarray, np.ndarray, float]:
     return b, a, float(fourth.sum())
 
 
-def remainder(masses: np.ndarray, b: np.ndarray, a: np.ndarray, size: float) -> float:
+def gate_pair_remainder(masses: np.ndarray, b: np.ndarray, a: np.ndarray, size: float) -> float:
     """Largest |Σ σ(c_i + ε b_i t + ε² a_i t²) - Σ σ(c_i)| over |t| <= 1."""
     t = np.linspace(-1, 1, 401)[:, None]
     logits = np.log(masses / (1 - masses)) + size * b * t + size**2 * a * t**2
@@ -165,7 +167,7 @@ SPECIAL = 1 - 1 / math.sqrt(3)
 
 
 @claim("p5-contact", "how nearly two gates make a constant one", number="contact")
-def contact(_run: ClaimRun) -> Evidence:
+def gate_pair_contact(_run: ClaimRun) -> Evidence:
     """Two gates b = ±ε, A = O(ε²) of half the mass p each differ from a constant gate by
     pq(q-p)(6pq-1)/6 (εt)⁴ to leading order, which vanishes at σ(c*) = 2p = 1 - 1/√3; above that
     mass two gates of unequal masses differ by O(ε⁵). So ‖f - f*‖ >= c L of paper 4's Thm 1 needs
@@ -182,14 +184,18 @@ def contact(_run: ClaimRun) -> Evidence:
         p = total / 2
         bend = -(1 - 2 * p) / 2
         halves, even = np.array([p, p]), np.array([bend, bend])
-        remainders[name] = [remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes]
+        remainders[name] = [
+            gate_pair_remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes
+        ]
     p = 0.15
     leading = abs(2 * p * (1 - p) * (1 - 2 * p) * (6 * p * (1 - p) - 1) / 12)
-    root = cast("float", brentq(lambda mass: unequal(mass, 0.6)[2], 0.1, 0.25))
-    b, a, _ = unequal(root, 0.6)
-    uneven = [remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
-    signs = [unequal(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
-    small = remainder(np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05)
+    root = cast("float", brentq(lambda mass: unequal_gate_pair(mass, 0.6)[2], 0.1, 0.25))
+    b, a, _ = unequal_gate_pair(root, 0.6)
+    uneven = [gate_pair_remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
+    signs = [unequal_gate_pair(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
+    small = gate_pair_remainder(
+        np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05
+    )
     return Evidence.of(
         near("order, σ(c*) = 0.3, equal", exponent(sizes, remainders["below"]), 4, 0.15),
         near("order, σ(c*) = 1 - 1/√3, equal", exponent(sizes, remainders["special"]), 6, 0.15),
@@ -229,7 +235,7 @@ PINNED = {"b": 0, "A": 2, "Δη": 4}
 """Coordinates of which one is held at its radius, so that the two atoms do not fall back."""
 
 
-def split_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
+def two_atom_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
     """F - f* on a grid, for two atoms near a tanh expert without gate and one input.
 
     Args:
@@ -245,7 +251,7 @@ def split_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
     )
 
 
-def split_loss(point: np.ndarray, power: int) -> float:
+def two_atom_loss(point: np.ndarray, power: int) -> float:
     """L_1 of the two atoms with ‖Δb‖ to a power: 2 in the paper, 4 corrected."""
     return float((np.abs(point[:2]) ** power).sum() + (point[2:8] ** 2).sum() + abs(point[8]))
 
@@ -256,7 +262,7 @@ def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
     By least squares in coordinates scaled by powers of the radius, from the atoms that cancel all
     terms up to the third order.
     """
-    b, a, _ = unequal(masses[0], masses.sum())
+    b, a, _ = unequal_gate_pair(masses[0], masses.sum())
     start = np.array([1, b[1] / b[0], a[0] / b[0] ** 2, a[1] / b[0] ** 2, 0, 0, 0, 0, 0])
     free = np.arange(9) != pinned
     scale = radius**WEIGHTS
@@ -267,7 +273,7 @@ def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
         return scale * point
 
     def gap(moves: np.ndarray) -> np.ndarray:
-        return split_gap(placed(moves), masses) / radius**4
+        return two_atom_gap(placed(moves), masses) / radius**4
 
     begun = start[free] if pinned == 0 else 0 * start[free]
     return placed(least_squares(gap, begun, bounds=(-8, 8), xtol=1e-12, ftol=1e-12).x)
@@ -280,9 +286,9 @@ def least_ratios(total: float, radius: float, shares: np.ndarray) -> dict[int, f
         masses = total * np.array([share, 1 - share])
         for pinned in PINNED.values():
             point = least_split(masses, radius, pinned)
-            gap = math.sqrt(float((split_gap(point, masses) ** 2).mean()))
+            gap = math.sqrt(float((two_atom_gap(point, masses) ** 2).mean()))
             for power, by_split in ratios.items():
-                by_split.append(gap / split_loss(point, power))
+                by_split.append(gap / two_atom_loss(point, power))
     return {power: min(by_split) for power, by_split in ratios.items()}
 
 
@@ -310,7 +316,7 @@ def corrected_bound(run: ClaimRun) -> Evidence:
     )
     above = [fourth_term(0.5 * s, 0.5 * s) for s in np.linspace(SPECIAL + 1e-3, 0.99, 60)]
     root = cast("float", brentq(lambda p: fourth_term(p, 0.6 - p), 0.1, 0.25))
-    direct = cast("float", brentq(lambda p: unequal(p, 0.6)[2], 0.1, 0.25))
+    direct = cast("float", brentq(lambda p: unequal_gate_pair(p, 0.6)[2], 0.1, 0.25))
     rate = exponent(radii, least_by_power[4])
     listed = {
         power: ", ".join(f"{ratio:.2g}" for ratio in ratios)

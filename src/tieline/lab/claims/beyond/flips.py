@@ -14,7 +14,7 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
-from tieline.lab.claims.beyond.estimation_laws import least_split, split_gap
+from tieline.lab.claims.beyond.estimation_laws import least_split, two_atom_gap
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import Evidence, at_least, at_most, near, none_of, within
 from tieline.lab.power_law import exponent
@@ -121,7 +121,9 @@ def flip_laws(run: ClaimRun) -> Evidence:
         shown.append(f"{law}: {len(u)} swaps of {expected:.0f}")
         checks += [
             at_most(f"{law}: distance of U from uniform", uniform_distance(u), critical),
-            at_most(f"{law}: |correlation| of U and D", abs(correlation(u, d)), 4 / len(u) ** 0.5),
+            at_most(
+                f"{law}: |correlation| of U and D", abs(rank_correlation(u, d)), 4 / len(u) ** 0.5
+            ),
             within(
                 f"{law}: mean D", d.mean().item(), error, biased, resolution=0.1, bias=0.02 * biased
             ),
@@ -157,14 +159,14 @@ def uniform_distance(u: Tensor) -> float:
     return float(kstest(u.numpy(), "uniform").statistic)
 
 
-def correlation(u: Tensor, d: Tensor) -> float:
+def rank_correlation(u: Tensor, d: Tensor) -> float:
     """Correlation of the ranks of two samples."""
     ranks = [t.argsort().argsort().double() for t in (u, d)]
     return torch.corrcoef(torch.stack(ranks))[0, 1].item()
 
 
 @claim("p5-certificate", "choices that no order of summation changes", number="certificate")
-def certificate(run: ClaimRun) -> Evidence:
+def certified_against_summation_order(run: ClaimRun) -> Evidence:
     """If z_i - z_j > B_i + B_j for every chosen i and other j, every evaluation of the router's
     product with roundings |δ| <= u chooses the same experts; the share that is not certified bounds
     the flips of that product from above.
@@ -245,4 +247,4 @@ def analytic_exponent(_run: ClaimRun) -> Evidence:
 def analytic_gap(masses: np.ndarray, radius: float) -> float:
     """Least ‖f - f*‖ of two atoms whose b is held at the radius."""
     point = least_split(masses, radius, 0)
-    return math.sqrt(float((split_gap(point, masses) ** 2).mean()))
+    return math.sqrt(float((two_atom_gap(point, masses) ** 2).mean()))

@@ -27,7 +27,7 @@ HALF = (-0.62, -0.40)
 
 
 @claim("p5-heads", "softmax and sigmoid heads are learned alike", number="heads", seconds=3)
-def heads(run: ClaimRun) -> Evidence:
+def heads_learned_alike(run: ClaimRun) -> Evidence:
     """A head with one expert for each token, N = N*, is learned at n^-1/2 under softmax and under
     sigmoid attention; which kind needs fewer samples is a matter of constants and of the family.
 
@@ -51,7 +51,7 @@ def heads(run: ClaimRun) -> Evidence:
     )
     soft, sigmoid = (tied.curve("head", kind, kind) for kind in ("softmax", "sigmoid"))
     ratios = tied.sample_ratio("head"), untied.sample_ratio("mixture")
-    constants = _constant(soft) / _constant(sigmoid)
+    constants = _error_constant(soft) / _error_constant(sigmoid)
     return Evidence.of(
         _as_half(soft),
         _as_half(sigmoid),
@@ -61,7 +61,7 @@ def heads(run: ClaimRun) -> Evidence:
         paper=-0.5,
         measured=f"softmax needs {ratios[0]:.2f} (tied) and {ratios[1]:.2f} (untied) samples for "
         f"one of sigmoid; slopes {soft.experts_rate} softmax, {sigmoid.experts_rate} sigmoid",
-        figure=_error_chart(tied),
+        figure=_head_error_chart(tied),
         note="A head has one expert for each token, neither more nor fewer than its teacher, and "
         "then both kinds are regular least-squares problems. Which kind needs more samples is a "
         "matter of constants, and changes with the family. Students of the other kind do not reach "
@@ -83,17 +83,17 @@ def _as_half(curve: StudentCurve) -> list[Check]:
 
 def _as_predicted(curve: StudentCurve) -> list[Check]:
     """‖f̂ - f*‖ √n at the largest n over √(ν rank I)."""
-    ratio = curve.function[-1] * curve.sizes[-1] ** 0.5 / _constant(curve)
+    ratio = curve.function[-1] * curve.sizes[-1] ** 0.5 / _error_constant(curve)
     name = f"{curve.family} {curve.student}: error of f over its constant"
     return [near(name, ratio, 1, 0.25)]
 
 
-def _constant(curve: StudentCurve) -> float:
+def _error_constant(curve: StudentCurve) -> float:
     assert curve.predicted_function is not None
     return curve.predicted_function
 
 
-def _error_chart(comparison: AttentionComparison) -> FigureData:
+def _head_error_chart(comparison: AttentionComparison) -> FigureData:
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = comparison.curve("head", kind, kind)

@@ -47,7 +47,7 @@ def level_bound(n_experts: int, k: int, dim: int) -> int | float:
     return min(math.comb(n_experts, k), zaslavsky(n_experts, dim + 1) - n_experts, summed)
 
 
-def neighbourly(n_experts: int, k: int, dim: int) -> int:
+def moment_curve_cells(n_experts: int, k: int, dim: int) -> int:
     """Cells of the router on the moment curve, z_i = Σ x_m t_i^m - t_i^{d+1}."""
     t = np.linspace(-1, 1, n_experts)
     return int(
@@ -60,7 +60,7 @@ MANY, HUGE = [2**p for p in (10, 12, 14, 16, 18)], [2**p for p in (24, 26, 28, 3
 
 
 @claim("p5-levels", "the combinatorial gain ends at k = (d+1)/2", number="levels", seconds=1)
-def levels(run: ClaimRun) -> Evidence:
+def combinatorial_gain_ends(run: ClaimRun) -> Evidence:
     """For k > (d+1)/2 the cells of every top-k router are O(N^⌊(d+1)/2⌋), a vanishing share of C(N,
     k), so that Thm 4.19 of paper 3 fails for each such k and not only for k > d + 1; for k <=
     (d+1)/2 routers on the moment curve have all C(N, k) cells. Pieces are at most cells times Φ(kH,
@@ -94,8 +94,8 @@ def levels(run: ClaimRun) -> Evidence:
     return Evidence.of(
         checks,
         none_of("drawn routers above the bound", above),
-        near("moment curve, d = 3, k = 2, N = 9", neighbourly(9, 2, 3), math.comb(9, 2), 0),
-        near("moment curve, d = 5, k = 3, N = 8", neighbourly(8, 3, 5), math.comb(8, 3), 0),
+        near("moment curve, d = 3, k = 2, N = 9", moment_curve_cells(9, 2, 3), math.comb(9, 2), 0),
+        near("moment curve, d = 5, k = 3, N = 8", moment_curve_cells(8, 3, 5), math.comb(8, 3), 0),
         at_most("share of C(N, 4), d = 2, N = 2¹⁸", share[-1], 1e-9),
         at_least(
             "B* over the new bound, N = 4096, k = 4, H = 8, d = 2",

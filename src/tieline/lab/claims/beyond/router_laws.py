@@ -1,7 +1,7 @@
 """Statements about trained models: another router, a soft choice, structured perturbations.
 
-    sphere   (w_e - c)·x = r ‖x‖ cos(w_e - c, x) with ‖w_e - c‖ = r for all e
-    zero     ‖x/(‖x‖ + τ) - y/(‖y‖ + τ)‖ <= ‖x - y‖/τ
+    linear_router_is_cosine  (w_e - c)·x = r ‖x‖ cos(w_e - c, x) with ‖w_e - c‖ = r for all e
+    cosine_lipschitz_at_zero  ‖x/(‖x‖ + τ) - y/(‖y‖ + τ)‖ <= ‖x - y‖/τ
     slope    dL/dε at 0⁺ = f_gap(0) E[ ∫ ℓ(a(u)) du | gap = 0 ],  ℓ(a) = L(y + a Δ) - L(y)
 
 The third is Theorem 4.5 of paper 0 with layers above the choice: L is any function of the output y.
@@ -48,7 +48,7 @@ DIM = 12
 TEMPERATURE, TAU = 0.1, (0.3, 0.2)
 
 
-def centre(rows: Tensor) -> Tensor:
+def router_sphere_centre(rows: Tensor) -> Tensor:
     """The centre of the sphere through the rows of a router, as `reroute` fits it."""
     from tieline.lab.on_model.router_fit import sphere_centre
 
@@ -60,7 +60,7 @@ def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, floa
     rows = run.normal(n_experts, DIM, stream=n_experts)
     lengths = run.normal(tokens, 1, stream=2).mul(2).exp()
     x = run.normal(tokens, DIM, stream=1) * lengths
-    moved = rows - centre(rows)
+    moved = rows - router_sphere_centre(rows)
     radii = moved.norm(dim=1)
     cosine = (x / x.norm(dim=1, keepdim=True)) @ (moved / radii[:, None]).T
     differ = ((x @ rows.T).argsort(dim=1) != cosine.argsort(dim=1)).any(dim=1)
@@ -68,7 +68,7 @@ def other_ranks(run: ClaimRun, n_experts: int, tokens: int) -> tuple[float, floa
 
 
 @claim("p5-sphere", "a linear router is a cosine router about another centre", number="sphere")
-def sphere(run: ClaimRun) -> Evidence:
+def linear_router_is_cosine(run: ClaimRun) -> Evidence:
     """For E <= D + 1 rows in general position there is c with equal ‖w_e - c‖, and the cosine
     router of the rows w_e - c ranks the experts of every token as the linear one, whatever the
     token's norm. For more experts there is none in general.
@@ -99,7 +99,7 @@ def cosine_router(run: ClaimRun, tau: tuple[float, float]) -> CosineRouter:
     return router
 
 
-def steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
+def cosine_steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
     """Largest change of a score over the bound of the law, for pairs of tokens of this size."""
     x, step = (size * run.normal(run.size(300, 3000), DIM, stream=s) for s in (4, 5))
     pairs = [(x, x + step), (x, x * 1e-3), (size * router.weight, 0 * router.weight)]
@@ -113,7 +113,7 @@ def steepness(run: ClaimRun, router: CosineRouter, size: float) -> float:
 
 
 @claim("p5-zero", "the perturbed cosine is Lipschitz, at the zero vector too", number="zero")
-def zero(run: ClaimRun) -> Evidence:
+def cosine_lipschitz_at_zero(run: ClaimRun) -> Evidence:
     """The score of the perturbed cosine router has the Lipschitz constant ‖w‖/((‖w‖ + τ1) τ2 t),
     attained at the zero vector, where it is 0. The plain cosine jumps there by 2/t between opposite
     tokens, however small.
@@ -124,7 +124,7 @@ def zero(run: ClaimRun) -> Evidence:
     """
     router, plain = cosine_router(run, TAU), cosine_router(run, (0.0, 0.0))
     sizes = [10.0**p for p in range(-9, 2)]
-    ratios = [steepness(run, router, size) for size in sizes]
+    ratios = [cosine_steepness(run, router, size) for size in sizes]
     small = 1e-9 * plain.weight
     jump = (plain.score(small) - plain.score(-small)).diagonal().min().item()
     at_zero = router.score(torch.zeros(1, DIM, dtype=torch.float64)).abs().max().item()
@@ -139,7 +139,7 @@ def zero(run: ClaimRun) -> Evidence:
     )
 
 
-def moments(form: str) -> tuple[float, float, float]:
+def ramp_moments(form: str) -> tuple[float, float, float]:
     """M₁, M₂, M₃ of a form, as `soften` uses them."""
     from tieline.lab.on_model.soften_prediction import MOMENTS
 
@@ -153,7 +153,7 @@ SHARES: dict[str, Callable[[Tensor], Tensor]] = {
 """Share of the second expert at gap u ε."""
 
 
-def experts(x: Tensor) -> tuple[Tensor, Tensor]:
+def wall_expert_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of the expert that is chosen at x and of the other one; the wall is at 0."""
     left, right = torch.cos(x), 1.5 - x.sin()
     return torch.where(x < 0, left, right), torch.where(x < 0, right, left)
@@ -172,7 +172,7 @@ def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> fl
     total = 0.0
     for side in (-1.0, 1.0):
         x = side * torch.clamp(u * width, min=1e-12)
-        mine, other = experts(x)
+        mine, other = wall_expert_outputs(x)
         moved = loss(mine + SHARES[form](u) * (other - mine)) - loss(mine)
         density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
         total += width * torch.trapezoid(density * moved, u).item()
@@ -187,10 +187,10 @@ def measured_slope(form: str, loss: Callable[[Tensor], Tensor], width: float = 5
 
 def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Slope from the wall alone, and its part by the gradient."""
-    first, second, third = moments(form)
+    first, second, third = ramp_moments(form)
     share, slopes = third / second, []
     for side in (-1.0, 1.0):
-        mine, other = experts(torch.tensor(side * 1e-12, dtype=torch.float64))
+        mine, other = wall_expert_outputs(torch.tensor(side * 1e-12, dtype=torch.float64))
         y = mine.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss(y), y)
         linear = gradient * (other - mine)
@@ -236,7 +236,7 @@ FORM = "fp8_e4m3"
 """The perturbation: the model in eight bits, which changes the experts of a few tokens in 100."""
 
 
-def moved(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
+def demo_router_moves(run: ClaimRun) -> list[tuple[RouterStates, Tensor]]:
     """Every router of the model in the box, and how far its inputs move in eight bits."""
     tokens = run.size(2_048, 16_384)
     pairs = zip(router_states(tokens), router_states(tokens, FORM), strict=True)
@@ -263,7 +263,7 @@ def structured_exit(run: ClaimRun) -> Evidence:
         stated length in the stated direction, and shorter ones in drawn directions.
     Overturned by: a path law outside the bounds, or a shorter step that changes the set
     """
-    states, steps = moved(run)[0]
+    states, steps = demo_router_moves(run)[0]
     law = perturbation_law(steps)
     scores = states.scores()
     every = torch.arange(0, len(scores), len(scores) // run.size(12, 60))
@@ -362,7 +362,7 @@ def real_noise(run: ClaimRun) -> Evidence:
     Overturned by: a router whose flips differ from those of N(m, Σ) by more than a tenth and four
         standard errors
     """
-    rows = [_flip_shares(run, states, steps) for states, steps in moved(run)]
+    rows = [_flip_shares(run, states, steps) for states, steps in demo_router_moves(run)]
     checks = [
         within(
             f"router {index}: share of flips against N(m, Σ)",

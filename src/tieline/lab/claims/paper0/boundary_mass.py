@@ -25,10 +25,10 @@ from tieline.lab.claims.evidence import (
 )
 from tieline.lab.claims.routing_problems import (
     GraphRouter,
-    affine_scores,
-    density,
+    bounded_mixture,
     drawn_router,
-    mixture,
+    gaussian_affine_scores,
+    normal_density,
     pair_mass,
 )
 from tieline.lab.geometry import (
@@ -51,7 +51,7 @@ KAPPA = math.log((1 - EPSILON) / EPSILON)
 
 
 @claim("p0-sec2-gauge", "gauge and permutation symmetry")
-def gauge(run: ClaimRun) -> Evidence:
+def gauge_and_permutation_symmetry(run: ClaimRun) -> Evidence:
     """Adding c(x) to all scores changes no weight; relabelling experts together with their scores
     changes no prediction, so a minimiser has E! copies.
 
@@ -59,7 +59,7 @@ def gauge(run: ClaimRun) -> Evidence:
     Tested: All 24 relabellings and a drawn shift of a mixture of 4 experts.
     Overturned by: a prediction that changes by more than rounding
     """
-    sample = mixture(run, run.size(2_000, 20_000))
+    sample = bounded_mixture(run, run.size(2_000, 20_000))
     before = soft_predictions(sample, TAU)
     shift = 5 * run.normal(len(before), stream=9)[:, None]
     moved = MoESample(sample.scores + shift, sample.outputs, sample.target)
@@ -89,7 +89,7 @@ def pair_events(run: ClaimRun) -> Evidence:
     Tested: Both sides counted on the same draws, 6 experts, and the weight formed as written.
     Overturned by: a token that one side counts and the other does not
     """
-    scores = affine_scores(run, run.size(20_000, 400_000), *drawn_router(run, 6, 4))
+    scores = gaussian_affine_scores(run, run.size(20_000, 400_000), *drawn_router(run, 6, 4))
     i, j = torch.triu_indices(6, 6, 1)
     share = torch.sigmoid((scores[:, i] - scores[:, j]) / TAU)
     event = ((share >= EPSILON) & (share <= 1 - EPSILON)).any(dim=1).double().mean().item()
@@ -99,7 +99,7 @@ def pair_events(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-rem3.2", "ambiguity is a slab", number="Remark 3.2")
-def slab(run: ClaimRun) -> Evidence:
+def ambiguity_is_a_slab(run: ClaimRun) -> Evidence:
     """A pair is ambiguous exactly where its score difference is at most κ_ε τ.
 
     Setting: every pair and every ε in (0, 1/2), in exact arithmetic; float64 for ε >= 1e-6
@@ -130,7 +130,7 @@ def slab(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-rem3.3", "binary case", number="Remark 3.3")
-def binary(run: ClaimRun) -> Evidence:
+def two_expert_ambiguity(run: ClaimRun) -> Evidence:
     """For two experts the ambiguous inputs are those with score difference in [τ log(ε/(1-ε)), τ
     log((1-ε)/ε)].
 
@@ -189,7 +189,7 @@ def pair_proxy(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq5.3", "K-way ambiguity region", number="eq. 5.3, 5.4")
-def ambiguity(run: ClaimRun) -> Evidence:
+def ambiguity_region(run: ClaimRun) -> Evidence:
     """U_ε is the set of inputs whose largest softmax weight is at most 1 - ε, BM(τ; ε) its mass;
     outside it one expert has weight at least 1 - ε.
 
@@ -198,7 +198,7 @@ def ambiguity(run: ClaimRun) -> Evidence:
         1e-17, where only log-odds still tell.
     Overturned by: a weight above 1 - ε inside the region, or below outside
     """
-    scores = affine_scores(run, run.size(50_000, 500_000), *drawn_router(run, 8, 5))
+    scores = gaussian_affine_scores(run, run.size(50_000, 500_000), *drawn_router(run, 8, 5))
     weight = torch.softmax(scores / TAU, dim=1).amax(dim=1)
     written = (weight <= 1 - EPSILON).double().mean().item()
     odds = float(ambiguity_mass(scores, EPSILON, TAU))
@@ -213,7 +213,7 @@ def ambiguity(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-rem5.4", "sandwich of the ambiguity mass", number="Remark 5.4")
-def sandwich(run: ClaimRun) -> Evidence:
+def ambiguity_mass_sandwich(run: ClaimRun) -> Evidence:
     """BM_top(κ_ε τ) <= BM(τ; ε) <= BM_top(κ_{ε,E} τ) <= BM_pair(κ_{ε,E} τ), with equality of the
     first two for two experts.
 
@@ -250,7 +250,7 @@ def sandwich(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-asm3.4", "regular interfaces, and how to see that they are not")
-def regular(run: ClaimRun) -> Evidence:
+def regular_interfaces(run: ClaimRun) -> Evidence:
     """Near every wall the gradient of the score difference is bounded below; mass near zero
     together with tiny gradients shows that it is not.
 
@@ -293,7 +293,7 @@ def regular(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq3.8", "level-set profile")
-def profile(run: ClaimRun) -> Evidence:
+def level_set_profile(run: ClaimRun) -> Evidence:
     """F(t), the integral of p/‖∇S‖ over the level set S = t, is finite and continuous at 0, and is
     the density of S there.
 
@@ -327,7 +327,7 @@ def profile(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-prop3.5", "coarea expansion for two experts", seconds=0.5)
-def expansion(run: ClaimRun) -> Evidence:
+def coarea_expansion(run: ClaimRun) -> Evidence:
     """BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.
 
     Setting: two experts, under Assumption 3.4, a curved wall; an equality to first order
@@ -362,7 +362,7 @@ def expansion(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-lem3.6", "tube formula of one wall")
-def tube(run: ClaimRun) -> Evidence:
+def wall_tube_formula(run: ClaimRun) -> Evidence:
     """P(|S| <= w) = 2w F(0) + o(w) for any regular wall.
 
     Setting: one pair under Assumption 3.4, a curved wall; an equality to first order
@@ -385,7 +385,7 @@ def tube(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq3.9", "union bound for many experts")
-def union(run: ClaimRun) -> Evidence:
+def boundary_mass_union_bound(run: ClaimRun) -> Evidence:
     """BM_pair(κ_ε τ) <= C̃ τ + o(τ), C̃ the sum of the pairs' constants.
 
     Setting: any number of experts, an upper bound; affine routers under a Gaussian, E = 4 and 12
@@ -395,7 +395,7 @@ def union(run: ClaimRun) -> Evidence:
     checks, ratios = [], []
     for experts in (4, 12):
         weight, bias = drawn_router(run, experts, 5)
-        scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+        scores = gaussian_affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
         for tau in (0.1, 0.01):
             bound = 2 * KAPPA * tau * pair_mass(weight, bias, 0.0)[1].sum().item()
             mass = boundary_mass_pair(scores, KAPPA * tau)
@@ -411,7 +411,7 @@ def union(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-prop3.7", "linear margin tail")
-def margin(run: ClaimRun) -> Evidence:
+def linear_margin_tail(run: ClaimRun) -> Evidence:
     """P(Δ_min <= δ) <= C_margin δ for δ up to some δ_0; C_margin is the sum over pairs of twice the
     largest F near zero.
 
@@ -420,12 +420,12 @@ def margin(run: ClaimRun) -> Evidence:
     Overturned by: a mass above C_margin δ with C_margin as in the proof
     """
     weight, bias = drawn_router(run, 8, 5)
-    scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+    scores = gaussian_affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
     widths = [0.001, 0.003, 0.01, 0.03, 0.1]
     grid = torch.linspace(-widths[-1], widths[-1], 201, dtype=torch.float64)
     i, j = torch.triu_indices(8, 8, 1)
     spread, shift = (weight[i] - weight[j]).norm(dim=1), bias[i] - bias[j]
-    highest = density((grid[:, None] - shift) / spread).div(spread).amax(dim=0)
+    highest = normal_density((grid[:, None] - shift) / spread).div(spread).amax(dim=0)
     constant = 2 * highest.sum().item()
     masses = boundary_mass_pair(scores, torch.tensor(widths, dtype=torch.float64))
     excess = (masses.value - 4 * masses.stderr - constant * torch.tensor(widths)).max().item()
@@ -446,7 +446,7 @@ def margin(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-ex3.8", "linear router under a Gaussian", number="Example 3.8")
-def linear(run: ClaimRun) -> Evidence:
+def gaussian_linear_router(run: ClaimRun) -> Evidence:
     """P(|S| <= r) = Φ((r-b)/σ) - Φ((-r-b)/σ) = 2r φ(b/σ)/σ + o(r), and the surface integral of
     p/‖v‖ is φ(b/σ)/σ.
 
@@ -494,13 +494,15 @@ def _hyperplane_integral(scale: float, offset: float) -> tuple[float, float]:
     """∫ p/‖v‖ over {v·x + b = 0} in the plane, v = scale·(0.6, 0.8), and φ(b/σ)/σ."""
     y = torch.linspace(-12, 12, 4801, dtype=torch.float64)
     foot = -offset / scale
-    along = (density(y) * density(torch.tensor(foot, dtype=torch.float64))).sum().item() * 0.005
-    target = density(torch.tensor(offset / scale, dtype=torch.float64)).item() / scale
+    along = (
+        normal_density(y) * normal_density(torch.tensor(foot, dtype=torch.float64))
+    ).sum().item() * 0.005
+    target = normal_density(torch.tensor(offset / scale, dtype=torch.float64)).item() / scale
     return along / scale, target
 
 
 @claim("p0-lem5.7", "linear scaling of the ambiguity mass")
-def scaling(run: ClaimRun) -> Evidence:
+def ambiguity_mass_scaling(run: ClaimRun) -> Evidence:
     """BM(τ; ε) <= C_ε τ for small τ, by the pairs' slabs of width κ_{ε,E} τ.
 
     Setting: a fixed router under Assumption 3.4, an upper bound for small τ; 6 experts
@@ -508,7 +510,7 @@ def scaling(run: ClaimRun) -> Evidence:
     Overturned by: a mass above the pairs' slabs, or an exponent other than 1
     """
     weight, bias = drawn_router(run, 6, 4)
-    scores = affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
+    scores = gaussian_affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
     taus, wide = [0.3, 0.1, 0.03, 0.01], KAPPA + math.log(5)
     mass = [ambiguity_mass(scores, 0.1, tau) for tau in taus]
     bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]

@@ -37,20 +37,20 @@ D = torch.tensor([1.0, 0.3], dtype=torch.float64)
 SIGMA = torch.tensor([[1.5, 0.4], [0.4, 0.8]], dtype=torch.float64)
 
 
-def draws(run: ClaimRun, n: int) -> Tensor:
+def gaussian_draws(run: ClaimRun, n: int) -> Tensor:
     """Inputs N(0, SIGMA)."""
     return run.normal(n, 2, stream=1) @ torch.linalg.cholesky(SIGMA).T
 
 
 @claim("p0-eq6.2", "gradient of the risk in the router", number="eq. 6.1, 6.2")
-def gradient(run: ClaimRun) -> Evidence:
+def router_gradient(run: ClaimRun) -> Evidence:
     """∇_u L = -(4/τ) E[(Y - h) p_1 p_2 (f_1 - f_2) X].
 
     Setting: every parameter; one drawn sample
     Tested: Automatic differentiation of the sampled risk against the formula on the same sample.
     Overturned by: a difference beyond rounding
     """
-    x = draws(run, run.size(20_000, 200_000))
+    x = gaussian_draws(run, run.size(20_000, 200_000))
     tau, u = 0.7, torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
     target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
     first, second = (
@@ -68,7 +68,7 @@ def gradient(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq6.3", "response model, an assumption", expected=Verdict.FAILS, seconds=2)
-def response(run: ClaimRun) -> Evidence:
+def response_model(run: ClaimRun) -> Evidence:
     """Assumed, as a reduced model and not as a theorem: near u = 0 the product of residual and
     contrast is odd in u·x to first order, so that the update of the router is linear in u, without
     a drift.
@@ -79,7 +79,7 @@ def response(run: ClaimRun) -> Evidence:
         small contrast δ of the experts, by sampling; the true descent beside the reduced one.
     Overturned by: a two-expert model whose gradient at u = 0 has no drift at a nonzero contrast
     """
-    x, tau = draws(run, run.size(400_000, 4_000_000)), 0.5
+    x, tau = gaussian_draws(run, run.size(400_000, 4_000_000)), 0.5
     contrast = 0.1 * D
     target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
     drift = mean_estimate(target * (x @ contrast) * (x @ V) / tau)
@@ -123,7 +123,7 @@ def _both_models(both: SymmetryBreaking) -> FigureData:
 
 
 @claim("p0-eq6.4", "the operator M", number="eq. 6.4, 6.5")
-def linearisation(run: ClaimRun) -> Evidence:
+def symmetric_linearisation(run: ClaimRun) -> Evidence:
     """Under the response model, ψ(·, t) odd and differentiable at 0 for each t, the linear update
     has the symmetric matrix M = E[g(v·X)(d·X) XXᵀ].
 
@@ -135,7 +135,7 @@ def linearisation(run: ClaimRun) -> Evidence:
     Condition: |ψ(s, t)| <= |s| G(t) with E[G(v·X)‖X‖³] finite, so that limit and expectation may be
         exchanged
     """
-    x = draws(run, run.size(400_000, 4_000_000))
+    x = gaussian_draws(run, run.size(400_000, 4_000_000))
     checks = []
     for g in (Response("sign"), Response("tanh", 2.0)):
         closed = operator(V, D, SIGMA, g).matrix
@@ -178,7 +178,7 @@ def _response_gradient(x: Tensor, u: Tensor, tau: float, g: Response, *, jump: b
 
 
 @claim("p0-lem6.1", "Gaussian moment along the separator")
-def moment(run: ClaimRun) -> Evidence:
+def separator_moment(run: ClaimRun) -> Evidence:
     """vᵀMv = κ_g (d·Σv) √(vᵀΣv) with κ_g = E[g(G)G³]/s³ > 0.
 
     Setting: Gaussian inputs, g odd with g(z)z >= 0; sign and tanh in R⁵, an equality
@@ -222,7 +222,7 @@ def sign_response(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq6.7", "without loss of generality d·Σv > 0", expected=Verdict.FAILS, seconds=2)
-def generality(run: ClaimRun) -> Evidence:
+def positive_drive_generality(run: ClaimRun) -> Evidence:
     """Replacing v by -v and swapping the sides leaves the teacher as it is, so d·Σv may be taken
     positive.
 
@@ -232,7 +232,7 @@ def generality(run: ClaimRun) -> Evidence:
     Overturned by: a relabelling that keeps the targets and changes the sign of d·Σv
     """
     d = -D
-    x = draws(run, run.size(2_000, 20_000))
+    x = gaussian_draws(run, run.size(2_000, 20_000))
     new_v, new_d = relabelled(V, d)
     before = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ d)
     after = torch.where(x @ new_v >= 0, 0.5, -0.5) * (x @ new_d)
@@ -256,7 +256,7 @@ def generality(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq6.6", "reduced update")
-def update(run: ClaimRun) -> Evidence:
+def reduced_update(run: ClaimRun) -> Evidence:
     """u_{t+1} = (I + (η/τ) M) u_t to first order.
 
     Setting: the reduced update itself, an identity of matrices
@@ -275,7 +275,7 @@ def update(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-prop6.3", "instability of the symmetric router")
-def instability(run: ClaimRun) -> Evidence:
+def symmetric_router_instability(run: ClaimRun) -> Evidence:
     """If d·Σv ≠ 0, M has a positive eigenvalue whose eigenvector is not orthogonal to v, and the
     reduced update grows along it by 1 + ηλ/τ a step, more for smaller τ.
 
@@ -323,7 +323,7 @@ def instability(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq6.8", "spectral form and alignment", number="eq. 6.8, 6.9")
-def alignment(run: ClaimRun) -> Evidence:
+def spectral_alignment(run: ClaimRun) -> Evidence:
     """Components grow like (1 + ηλ_i/τ)^t; u/‖u‖ tends to the leading eigenvector.
 
     Setting: the reduced update with a simple leading eigenvalue
@@ -351,7 +351,7 @@ def alignment(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-eq6.10", "rate of alignment and its saturation", number="eq. 6.10, 6.11")
-def rate(run: ClaimRun) -> Evidence:
+def alignment_saturation(run: ClaimRun) -> Evidence:
     """ρ(τ) = (1 + ηλ_2/τ)/(1 + ηλ_1/τ) = 1 - (η/τ)(λ_1 - λ_2) + O((η/τ)²), t_align ≍ τ/(η(λ_1 -
     λ_2)); for τ → 0 it saturates at λ_2/λ_1.
 

@@ -26,7 +26,7 @@ from tieline.lab.claims.evidence import (
     within,
 )
 from tieline.lab.claims.paper0.limit import crossing_pair
-from tieline.lab.claims.routing_problems import mixture, pupil
+from tieline.lab.claims.routing_problems import bounded_mixture, drawn_pupil
 from tieline.lab.limits.recovery import (
     match_experts,
     misrouting_bound,
@@ -60,7 +60,7 @@ EPSILON = 0.1
 
 
 @claim("p0-lem5.5", "risk of the interior and of the boundary layer")
-def decomposition(run: ClaimRun) -> Evidence:
+def interior_boundary_risk(run: ClaimRun) -> Evidence:
     """L̃ splits into an interior and a boundary part; the latter is at most C(ε, B, B_stu) BM(τ;
     ε).
 
@@ -71,7 +71,9 @@ def decomposition(run: ClaimRun) -> Evidence:
     """
     gap, sharp, paper = 0.0, [], []
     for tau in (1.0, 0.3, 0.1, 0.03):
-        split = risk_decomposition(pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON)
+        split = risk_decomposition(
+            drawn_pupil(run, run.size(50_000, 500_000), 0.7).sample, tau, EPSILON
+        )
         values = [e.value or 0.0 for e in (split.total, split.interior, split.boundary)]
         gap = max(gap, abs(values[0] - values[1] - values[2]))
         sharp.append(values[2] / (split.sharp_bound.value or math.nan))
@@ -90,7 +92,7 @@ def decomposition(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-prop5.8", "cellwise control on the dominated interior")
-def cellwise(run: ClaimRun) -> Evidence:
+def cellwise_control(run: ClaimRun) -> Evidence:
     """On Ω*_k ∩ {p_k >= 1-ε} the risk is at least half the squared error of expert k, less 4 B_stu²
     ε² times its mass.
 
@@ -100,7 +102,7 @@ def cellwise(run: ClaimRun) -> Evidence:
     """
     slacks, masses = [], []
     for distance in (0.0, 0.2, 0.5, 1.0):
-        student = pupil(run, run.size(30_000, 300_000), distance)
+        student = drawn_pupil(run, run.size(30_000, 300_000), distance)
         for tau in (0.3, 0.05):
             cells = cell_control(student.sample, student.labels, tau, EPSILON)
             slacks += [cell.slack.value or 0.0 for cell in cells]
@@ -113,7 +115,7 @@ def cellwise(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-prop5.10", "shape derivative of the hard risk", seconds=1)
-def shape(run: ClaimRun) -> Evidence:
+def hard_risk_shape_derivative(run: ClaimRun) -> Evidence:
     """Moving a wall changes the hard risk at the rate ∫ [φ₊ D(μ_l) - φ₋ D(μ_k)] p; where it
     vanishes and the second variation is negative, the risk falls.
 
@@ -154,7 +156,7 @@ def shape(run: ClaimRun) -> Evidence:
 
 def _sampled_derivative(run: ClaimRun) -> Check:
     """The derivative of the hard risk of four experts, by the wall's layer and by differences."""
-    sample = mixture(run, run.size(400_000, 4_000_000))
+    sample = bounded_mixture(run, run.size(400_000, 4_000_000))
     change = torch.tensor([1.0, -0.5, 0.0, 0.2], dtype=torch.float64)
     forth = MoESample(sample.scores + 0.02 * change, sample.outputs, sample.target)
     back = MoESample(sample.scores - 0.02 * change, sample.outputs, sample.target)
@@ -197,7 +199,7 @@ TAU, CONFIDENT = 0.05, 0.05
 
 
 @claim("p0-lem5.16", "confident misrouting costs risk", expected=Verdict.FAILS)
-def misrouting(run: ClaimRun) -> Evidence:
+def confident_misrouting_cost(run: ClaimRun) -> Evidence:
     """For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).
 
     Setting: its hypotheses are met: bounded, specialised experts, 2ε B_stu <= √γ/2; every parameter
@@ -207,7 +209,7 @@ def misrouting(run: ClaimRun) -> Evidence:
     Overturned by: a statement for the best permutation only, or E_gap at the actual θ
     """
     gamma, n = 0.05, run.size(50_000, 500_000)
-    teacher = pupil(run, n, 0.0)
+    teacher = drawn_pupil(run, n, 0.0)
     eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
     same, swap = (
         misrouting_bound(
@@ -240,7 +242,7 @@ def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[f
     """Corrected bound less L̃_int, for students at four distances and three permutations."""
     excess = []
     for distance in (0.0, 0.3, 0.7, 1.5):
-        student = pupil(run, n, distance)
+        student = drawn_pupil(run, n, distance)
         sample, labels = student.sample, student.labels
         for p in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
             bound = misrouting_bound(
@@ -255,7 +257,7 @@ def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[f
     "matching of student and teacher experts",
     number="sec. 5.4, after (5.16)",
 )
-def matching(run: ClaimRun) -> Evidence:
+def expert_matching(run: ClaimRun) -> Evidence:
     """The permutation that minimises confident misrouting matches students to teachers.
 
     Setting: the definition of π in the proof; 3 experts, all relabellings
@@ -265,7 +267,7 @@ def matching(run: ClaimRun) -> Evidence:
     """
     from itertools import permutations
 
-    student, wrong = pupil(run, run.size(20_000, 200_000), 0.1), 0
+    student, wrong = drawn_pupil(run, run.size(20_000, 200_000), 0.1), 0
     for p in permutations(range(3)):
         order = list(p)
         sample = type(student.sample)(
@@ -273,7 +275,7 @@ def matching(run: ClaimRun) -> Evidence:
         )
         match = match_experts(sample, student.labels, TAU, CONFIDENT)
         wrong += tuple(order[j] for j in match.permutation) != (0, 1, 2)
-    far = pupil(run, run.size(20_000, 200_000), 1.5)
+    far = drawn_pupil(run, run.size(20_000, 200_000), 1.5)
     best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
     sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
     chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
@@ -313,7 +315,7 @@ def least_risk_student(tau: float) -> TwoCells:
     number="Thm 5.17, (5.13), (5.14)",
     seconds=3,
 )
-def recovery(run: ClaimRun) -> Evidence:
+def teacher_recovery(run: ClaimRun) -> Evidence:
     """A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and partition
     error at most C_2 (BM* + η + ε²).
 
@@ -359,7 +361,7 @@ def recovery(run: ClaimRun) -> Evidence:
     number="Thm 5.17, last part",
     seconds=3,
 )
-def saddles(run: ClaimRun) -> Evidence:
+def strict_saddles(run: ClaimRun) -> Evidence:
     """Every critical point of L_τ whose hard partition is not the teacher's has a negative
     eigenvalue.
 
@@ -400,14 +402,14 @@ def saddles(run: ClaimRun) -> Evidence:
     )
 
 
-def turned(angle: float, offset: float = 0.0) -> TwoCells:
+def turned_wall(angle: float, offset: float = 0.0) -> TwoCells:
     """A wall in the plane with a unit normal at that angle; its experts are zero."""
     normal = [math.cos(angle), math.sin(angle)]
     return two_cells(normal=normal, offset=offset, slopes=[[0.0, 0.0], [0.0, 0.0]])
 
 
 @claim("p0-asm5.11", "specialisation gap")
-def gap(run: ClaimRun) -> Evidence:
+def specialisation_gap_claim(run: ClaimRun) -> Evidence:
     """Whatever its parameters, a wrong expert is within √γ of the right one on mass η of a cell at
     most.
 
@@ -418,7 +420,7 @@ def gap(run: ClaimRun) -> Evidence:
     Condition: experts are confined to neighbourhoods; if they share one family the supremum is the
         mass of the cell
     """
-    teacher = pupil(run, run.size(50_000, 500_000), 0.0)
+    teacher = drawn_pupil(run, run.size(50_000, 500_000), 0.0)
     gammas = [1e-4, 1e-3, 1e-2, 1e-1]
     specialised = specialisation_gap(teacher.sample, teacher.labels, gammas)
     cells = torch.bincount(teacher.labels, minlength=3).double() / len(teacher.labels)
@@ -441,7 +443,7 @@ def gap(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-asm5.12", "velocities that a router can realise")
-def velocities(run: ClaimRun) -> Evidence:
+def realisable_velocities(run: ClaimRun) -> Evidence:
     """A linear router moves its wall by a finite-dimensional space of normal velocities, the affine
     functions of the input on it, and by no others.
 
@@ -481,7 +483,7 @@ def velocities(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-asm5.13", "gradient and Hessian transfer", seconds=1)
-def transfer(run: ClaimRun) -> Evidence:
+def curvature_transfer(run: ClaimRun) -> Evidence:
     """∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.
 
     Setting: an assumption near critical points; two affine experts under a Gaussian
@@ -532,7 +534,7 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
 
 
 @claim("p0-asm5.14", "geometry of the profiled hard problem", seconds=0.7)
-def profiled(run: ClaimRun) -> Evidence:
+def profiled_geometry(run: ClaimRun) -> Evidence:
     """For every wall the experts have one minimiser with curvature at least α_fr; at every wall but
     the teacher's some motion has zero first and negative second variation.
 
@@ -545,11 +547,13 @@ def profiled(run: ClaimRun) -> Evidence:
     """
     teacher = two_cells(normal=[1.0, 0.0], slopes=[[1.0, 0.5], [-0.7, 0.4]], intercepts=[0.2, 0.1])
     angles = [math.pi * (i + 0.5) / run.size(18, 90) for i in range(run.size(18, 90))]
-    values = [_variation(teacher, angle) for angle in angles]
+    values = [_profile_derivatives(teacher, angle) for angle in angles]
     worst = max(neutral for _, _, neutral, _ in values)
-    top = max(range(len(angles)), key=lambda i: gaussian_profile(turned(angles[i]), teacher).value)
+    top = max(
+        range(len(angles)), key=lambda i: gaussian_profile(turned_wall(angles[i]), teacher).value
+    )
     critical = _nearby_maximum(teacher, angles[top])
-    gradient, least, _, _ = _variation(teacher, critical)
+    gradient, least, _, _ = _profile_derivatives(teacher, critical)
     fixed = min(curvature for *_, curvature in values)
     return Evidence.of(
         at_most("largest second variation along a neutral motion", worst, 0),
@@ -570,11 +574,11 @@ def profiled(run: ClaimRun) -> Evidence:
     )
 
 
-def _variation(teacher: TwoCells, angle: float) -> tuple[float, float, float, float]:
+def _profile_derivatives(teacher: TwoCells, angle: float) -> tuple[float, float, float, float]:
     """|∇Ψ_0|, least eigenvalue of its Hessian in (angle, offset), neutral curvature, α_fr."""
     h = 1e-2
     grid = [
-        [gaussian_profile(turned(angle + i * h, j * h), teacher) for j in (-1, 0, 1)]
+        [gaussian_profile(turned_wall(angle + i * h, j * h), teacher) for j in (-1, 0, 1)]
         for i in (-1, 0, 1)
     ]
     f = torch.tensor([[cell.value.item() for cell in row] for row in grid], dtype=torch.float64)
@@ -593,7 +597,7 @@ def _nearby_maximum(teacher: TwoCells, angle: float) -> float:
     from scipy.optimize import minimize_scalar
 
     maximum: Any = minimize_scalar(
-        lambda a: -gaussian_profile(turned(a), teacher).value.item(),
+        lambda a: -gaussian_profile(turned_wall(a), teacher).value.item(),
         bounds=(angle - 0.3, angle + 0.3),
         method="bounded",
         options={"xatol": 1e-8},
@@ -602,7 +606,7 @@ def _nearby_maximum(teacher: TwoCells, angle: float) -> float:
 
 
 @claim("p0-lem5.15", "negative curvature persists")
-def curvature(run: ClaimRun) -> Evidence:
+def negative_curvature_persists(run: ClaimRun) -> Evidence:
     """λ_min(H) <= λ_min(H_0) + ‖H - H_0‖; with λ_min(H_0) <= -λ and a change of λ/2 at most,
     λ_min(H) <= -λ/2.
 

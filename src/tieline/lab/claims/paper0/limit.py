@@ -21,7 +21,12 @@ from tieline.lab.claims.evidence import (
     sampled,
     within,
 )
-from tieline.lab.claims.routing_problems import density, drawn_router, mixture, pair_mass
+from tieline.lab.claims.routing_problems import (
+    bounded_mixture,
+    drawn_router,
+    normal_density,
+    pair_mass,
+)
 from tieline.lab.geometry import top_gap
 from tieline.lab.limits.gamma_limit import free_scale, gamma_convergence, wall_grid
 from tieline.lab.limits.risk import coarea_constant, risk_gap
@@ -77,7 +82,7 @@ def softmax_tail(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-asm4.2", "margin tail P(Δ <= t) <= C t^α")
-def tail(run: ClaimRun) -> Evidence:
+def margin_tail_assumption(run: ClaimRun) -> Evidence:
     """One C and α bound the chance of a small margin for every admissible router.
 
     Setting: an assumption: one C and α for all admissible routers; judged by fitted (C, α)
@@ -106,7 +111,7 @@ def tail(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-asm4.3", "bounded outputs")
-def bounded(run: ClaimRun) -> Evidence:
+def bounded_outputs(run: ClaimRun) -> Evidence:
     """|Y| and |f_k| are bounded.
 
     Setting: an assumption of convenience, as the paper says; tanh against affine experts
@@ -141,7 +146,7 @@ def coarea_rate(run: ClaimRun) -> Evidence:
         beside it, by sampling and, for two affine experts, by quadrature.
     Overturned by: a gap above C_co τ at a small τ
     """
-    sample = mixture(run, run.size(400_000, 4_000_000))
+    sample = bounded_mixture(run, run.size(400_000, 4_000_000))
     weight, bias = drawn_router(run, 4, 3)
     margin = 2 * pair_mass(weight, bias, 0.0)[1].sum().item() * 1.05
     bound = coarea_constant(B_f=0.9, B_Y=0.8, n_experts=4, C_margin=margin)
@@ -190,7 +195,7 @@ def _quadrature_checks() -> list[Check]:
 
 
 @claim("p0-thm4.5", "uniform soft-to-hard bound", seconds=1.5)
-def uniform(run: ClaimRun) -> Evidence:
+def uniform_soft_to_hard_bound(run: ClaimRun) -> Evidence:
     """|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, C_sh = 4 B_f (B_Y + B_f)(E-1)
     C Γ(α+1).
 
@@ -199,7 +204,7 @@ def uniform(run: ClaimRun) -> Evidence:
         order by quadrature beside the bound.
     Overturned by: a gap above C_sh τ^α, or a step of the proof that fails on a sample
     """
-    ratios, violations = _chains(run)
+    ratios, violations = _gap_over_bound(run)
     rooted = [_rooted_gap(tau) for tau in TAUS]
     student, teacher = crossing_pair()
     hard, exact = gaussian_risk(student, teacher).item(), gaussian_slope(student, teacher).value
@@ -230,11 +235,13 @@ def uniform(run: ClaimRun) -> Evidence:
     )
 
 
-def _chains(run: ClaimRun) -> tuple[list[float], int]:
+def _gap_over_bound(run: ClaimRun) -> tuple[list[float], int]:
     """|L_τ - L_0| over the bound, and violations of the steps of the proof, on drawn mixtures."""
     ratios, violations = [], 0
     for seed in range(4):
-        sample = mixture(ClaimRun(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000))
+        sample = bounded_mixture(
+            ClaimRun(run.fast, 100 * run.seed + seed), run.size(50_000, 500_000)
+        )
         constant = margin_constant(sample.margin, 1.0).value or math.nan
         for tau in (1.0, 0.3, 0.1, 0.03, 0.01):
             chain = soft_to_hard_chain(sample, tau, C=constant, B_f=0.9, B_Y=0.8)
@@ -250,7 +257,7 @@ def _rooted_gap(tau: float) -> float:
     u = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
     x = math.sqrt(tau) * u
     lost = 1 / torch.cosh((u * u.abs()).clamp(-600, 600) / 2).square()
-    return -(lost * density(x)).sum().item() * 24 / 20_000 * math.sqrt(tau)
+    return -(lost * normal_density(x)).sum().item() * 24 / 20_000 * math.sqrt(tau)
 
 
 @claim("p0-thm4.7", "Γ-convergence of the soft risks", seconds=3)

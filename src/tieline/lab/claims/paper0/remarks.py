@@ -18,7 +18,7 @@ from tieline.lab.claims.evidence import (
     qualified,
 )
 from tieline.lab.claims.paper0.landscape import TEACHER, least_risk_student, wall_at
-from tieline.lab.claims.routing_problems import pupil
+from tieline.lab.claims.routing_problems import drawn_pupil
 from tieline.lab.limits.risk import risk_decomposition
 from tieline.lab.limits.two_cells import gaussian_profile, gaussian_risk
 from tieline.lab.power_law import exponent
@@ -35,7 +35,7 @@ def standing_teacher(run: ClaimRun) -> Evidence:
     Overturned by: a bound for affine experts under a law without compact support
     Condition: experts with bounded outputs, or inputs of bounded support
     """
-    teacher = pupil(run, run.size(20_000, 200_000), 0.0)
+    teacher = drawn_pupil(run, run.size(20_000, 200_000), 0.0)
     best = teacher.teacher_scores.amax(dim=1, keepdim=True)
     cells = (teacher.teacher_scores == best).sum(dim=1)
     bound = teacher.experts.abs().max().item()
@@ -57,7 +57,7 @@ def affine_maximum(run: ClaimRun, n: int) -> float:
 
 
 @claim("p0-asm5.2", "the student can be the teacher")
-def realisable(run: ClaimRun) -> Evidence:
+def student_can_be_teacher(run: ClaimRun) -> Evidence:
     """Some student has the teacher's experts on their cells, and outputs are bounded.
 
     Setting: an assumption; two affine experts under a Gaussian, and a class without intercepts
@@ -89,7 +89,7 @@ def through_origin_risk(run: ClaimRun, n: int) -> float:
 
 
 @claim("p0-asm5.3", "the router can be the teacher's")
-def router_realisable(run: ClaimRun) -> Evidence:
+def router_can_be_teachers(run: ClaimRun) -> Evidence:
     """Some router parameter induces the teacher's partition, with regular interfaces.
 
     Setting: an assumption; linear routers and teachers whose wall is straight or a circle
@@ -166,7 +166,7 @@ def moments_alone(run: ClaimRun, region: str = "ambiguous") -> Evidence:
 
 
 @claim("p0-rem5.18", "generic descent escapes the saddles", seconds=1)
-def escapes(_run: ClaimRun) -> Evidence:
+def descent_escapes_saddles(_run: ClaimRun) -> Evidence:
     """Descent from generic points approaches the minimising set or escapes by negative curvature.
 
     Setting: a remark, called consistent and not proved; two experts in the plane, profiled risk at
@@ -176,7 +176,7 @@ def escapes(_run: ClaimRun) -> Evidence:
     Overturned by: a start from which descent stays above the least risk
     """
     tau, least = 0.3, float(gaussian_risk(least_risk_student(0.3), TEACHER, tau=0.3))
-    ends = [descended(angle, 0.3, tau) for angle in torch.linspace(0.1, 6.1, 6).tolist()]
+    ends = [descended_risk(angle, 0.3, tau) for angle in torch.linspace(0.1, 6.1, 6).tolist()]
     swapped = [end - least for end in ends]
     return Evidence.of(
         at_most("largest risk at the end less the least of all walls", max(swapped), 1e-3),
@@ -185,7 +185,7 @@ def escapes(_run: ClaimRun) -> Evidence:
     )
 
 
-def descended(angle: float, offset: float, tau: float, steps: int = 80) -> float:
+def descended_risk(angle: float, offset: float, tau: float, steps: int = 80) -> float:
     """Profiled risk after gradient descent with momentum over the angle and offset of a wall."""
     here = torch.tensor([angle, offset], dtype=torch.float64)
     speed, value = torch.zeros(2, dtype=torch.float64), math.inf
@@ -208,7 +208,7 @@ def teacher_risk(run: ClaimRun) -> Evidence:
     Tested: The ratio of both sides at four temperatures and two ε, the student being the teacher.
     Overturned by: a ratio above 1
     """
-    teacher = pupil(run, run.size(50_000, 500_000), 0.0)
+    teacher = drawn_pupil(run, run.size(50_000, 500_000), 0.0)
     bound, ratios = (2 * teacher.experts.abs().max().item()) ** 2, []
     for tau in (0.4, 0.1, 0.03, 0.01):
         for epsilon in (0.05, 0.2):
@@ -223,7 +223,7 @@ def teacher_risk(run: ClaimRun) -> Evidence:
 
 
 @claim("p0-sec7", "a stable hard minimiser has a soft one nearby", number="sec. 7", seconds=2)
-def stableleast_risk_student(_run: ClaimRun) -> Evidence:
+def soft_minimiser_nearby(_run: ClaimRun) -> Evidence:
     """If the profiled hard objective has a stable local minimiser, the soft one has a local
     minimiser nearby for small τ.
 

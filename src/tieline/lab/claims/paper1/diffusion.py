@@ -20,7 +20,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     within,
 )
-from tieline.lab.claims.routing_problems import router
+from tieline.lab.claims.routing_problems import streamed_router
 from tieline.lab.geometry import (
     exit_bounds,
     exit_curve,
@@ -48,14 +48,14 @@ def one_face() -> TopKCell:
 
 def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
     """The cell of a drawn input whose gap is not too small."""
-    weight, bias = router(run, experts, width)
+    weight, bias = streamed_router(run, experts, width)
     x = run.normal(50, width, stream=3)
     scores = x @ weight.T + bias
     return top_k_cell(scores[gap(scores, k).argmax()], k, weight)
 
 
 @claim("p1-propA.21", "hitting time of one face")
-def hitting(run: ClaimRun) -> Evidence:
+def face_hitting_time(run: ClaimRun) -> Evidence:
     """P(τ <= t) = 2(1 - Φ(Y_0/c√t)), and P(τ <= (Y_0/c q_δ)²) = 1 - δ with q_δ = Φ⁻¹((1+δ)/2).
 
     Setting: one face, every σ; distance 1, t = 1
@@ -105,7 +105,7 @@ def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evid
 
 
 @claim("p1-thmA.22", "lower bound of the exit probability", seconds=2)
-def lower_bound(run: ClaimRun) -> Evidence:
+def exit_lower_bound(run: ClaimRun) -> Evidence:
     """P(exit by t) >= 2(1 - Φ(r_min/√t)).
 
     Setting: a lower bound for every cell and time; 8 experts in R¹⁶, isotropic noise
@@ -118,7 +118,7 @@ def lower_bound(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-corA.23", "the exit time is finite")
-def finite(run: ClaimRun) -> Evidence:
+def exit_time_is_finite(run: ClaimRun) -> Evidence:
     """P(τ < ∞) = 1.
 
     Setting: every cell and start; 8 experts in R¹⁶
@@ -157,7 +157,7 @@ def _mean_until(horizon: float) -> float:
 
 
 @claim("p1-lemA.25", "cell boundaries are the ties")
-def boundaries(run: ClaimRun) -> Evidence:
+def cell_boundaries_are_ties(run: ClaimRun) -> Evidence:
     """Γ is the union of the boundaries of all cells.
 
     Setting: affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸
@@ -165,7 +165,7 @@ def boundaries(run: ClaimRun) -> Evidence:
         than the distance to Γ reach one.
     Overturned by: a tie inside a cell, or a boundary without tie
     """
-    weight, bias = router(run, 6, 8)
+    weight, bias = streamed_router(run, 6, 8)
     x = run.normal(run.size(100, 1_000), 8, stream=3)
     tie = nearest_tie_point(x, weight, bias, 2)
     away = run.normal(len(x), 60, 8, stream=4)
@@ -181,7 +181,9 @@ def boundaries(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="equal sets", measured=f"{alone + crossed} exceptions")
 
 
-def annulus(run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int) -> float:
+def annulus_hits(
+    run: ClaimRun, dim: int, start: float, inner: float, outer: float, n: int
+) -> float:
     """Share of Brownian paths that meet the inner sphere before the outer, by walks on spheres."""
     x = torch.zeros(n, dim, dtype=torch.float64)
     x[:, 0] = start
@@ -201,7 +203,7 @@ def annulus(run: ClaimRun, dim: int, start: float, inner: float, outer: float, n
     return inside.double().mean().item()
 
 
-def hits(dim: int, start: float, inner: float, outer: float) -> float:
+def annulus_law(dim: int, start: float, inner: float, outer: float) -> float:
     """P(inner sphere before outer): log(R/a)/log(R/r), or the same with powers 2 - d for logs."""
     if dim == 2:
         return math.log(outer / start) / math.log(outer / inner)
@@ -210,7 +212,7 @@ def hits(dim: int, start: float, inner: float, outer: float) -> float:
 
 
 @claim("p1-lemA.27", "Brownian motion misses points", seconds=1.5)
-def misses(run: ClaimRun) -> Evidence:
+def brownian_misses_points(run: ClaimRun) -> Evidence:
     """In two or more dimensions a Brownian path never meets a given point a ≠ 0.
 
     Setting: two and three dimensions
@@ -220,17 +222,17 @@ def misses(run: ClaimRun) -> Evidence:
     """
     checks, n = [], run.size(4_000, 100_000)
     for dim in (2, 3):
-        share = annulus(run, dim, 1.0, 0.1, 4.0, n)
-        exact = hits(dim, 1.0, 0.1, 4.0)
+        share = annulus_hits(run, dim, 1.0, 0.1, 4.0, n)
+        exact = annulus_law(dim, 1.0, 0.1, 4.0)
         error = math.sqrt(exact * (1 - exact) / n)
         checks.append(
             within(f"d = {dim}, r = 0.1, R = 4", share, error, exact, bias=1e-3, resolution=0.1)
         )
     radii = [10.0**-k for k in range(1, 10)]
-    curve = [hits(2, 1.0, r, 4.0) for r in radii]
+    curve = [annulus_law(2, 1.0, r, 4.0) for r in radii]
     checks.append(at_most("d = 2, r = 1e-9", curve[-1], 0.07))
-    checks.append(at_most("d = 3, r = 1e-9", hits(3, 1.0, 1e-9, 4.0), 1e-8))
-    line_ = annulus(run, 1, 1.0, 0.1, 4.0, n)
+    checks.append(at_most("d = 3, r = 1e-9", annulus_law(3, 1.0, 1e-9, 4.0), 1e-8))
+    line_ = annulus_hits(run, 1, 1.0, 0.1, 4.0, n)
     checks += corrected(near("d = 1, r = 0.1", line_, 3 / 3.9, 0.04))
     return Evidence.of(
         checks,
@@ -240,7 +242,7 @@ def misses(run: ClaimRun) -> Evidence:
             "radius of the ball",
             "chance to meet it",
             line("d = 2", radii, curve),
-            line("d = 3", radii, [hits(3, 1.0, r, 4.0) for r in radii]),
+            line("d = 3", radii, [annulus_law(3, 1.0, r, 4.0) for r in radii]),
             log="xy",
         ),
         note="In the plane the chance falls like 1/log(1/r) only: edges are missed, but not by "
@@ -249,7 +251,7 @@ def misses(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-corA.28", "a path from a ≠ 0 misses the origin")
-def origin(run: ClaimRun) -> Evidence:
+def path_misses_origin(run: ClaimRun) -> Evidence:
     """By translation, a Brownian motion that starts at a ≠ 0 never meets the origin.
 
     Setting: the plane, three starts
@@ -259,11 +261,11 @@ def origin(run: ClaimRun) -> Evidence:
     """
     n, checks = run.size(3_000, 100_000), []
     for start in (0.5, 1.0, 2.0):
-        exact = hits(2, start, 0.05, 4.0)
-        share = annulus(run, 2, start, 0.05, 4.0, n)
+        exact = annulus_law(2, start, 0.05, 4.0)
+        share = annulus_hits(run, 2, start, 0.05, 4.0, n)
         error = math.sqrt(exact * (1 - exact) / n)
         checks.append(within(f"start at {start}", share, error, exact, bias=1e-3, resolution=0.1))
-    checks.append(at_most("limit r → 0: r = 1e-300", hits(2, 1.0, 1e-300, 4.0), 0.01))
+    checks.append(at_most("limit r → 0: r = 1e-300", annulus_law(2, 1.0, 1e-300, 4.0), 0.01))
     return Evidence.of(checks, paper=0, measured=checks[-1].measured)
 
 
@@ -287,19 +289,20 @@ def linear_image(run: ClaimRun) -> Evidence:
         "made standard": (early @ root, early @ root, 0.3 * torch.eye(2, dtype=torch.float64)),
     }
     checks = [
-        at_most(f"{name}: standard errors", _deviation(*pair), 4) for name, pair in pairs.items()
+        at_most(f"{name}: standard errors", _largest_covariance_deviation(*pair), 4)
+        for name, pair in pairs.items()
     ]
     return Evidence.of(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
 
 
-def _deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
+def _largest_covariance_deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
     terms = x[:, :, None] * y[:, None, :]
     error = terms.std(dim=0) / len(x) ** 0.5
     return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
 
 
 @claim("p1-thmA.30", "exits are of order 1", seconds=1.5)
-def first_order(run: ClaimRun) -> Evidence:
+def exits_are_order_one(run: ClaimRun) -> Evidence:
     """A path leaves its cell through an order-1 tie, and through none of higher order, almost
     surely.
 
@@ -333,13 +336,13 @@ def exit_theorem(run: ClaimRun) -> Evidence:
     Tested: Both on a drawn cell under noise that is not isotropic.
     Overturned by: an exit probability below the bound, or an exit of order 2
     """
-    weight, bias = router(run, 6, 8)
+    weight, bias = streamed_router(run, 6, 8)
     sigma = torch.eye(8, dtype=torch.float64) + 0.3 * run.normal(8, 8, stream=5)
     scores = run.normal(40, 8, stream=3) @ weight.T + bias
     cell = top_k_cell(scores[gap(scores, 2).argmax()], 2, weight, sigma)
     bounds, order = (
         _exits_between_bounds(run, cell, cell.distances.min().item() ** 2),
-        first_order(run),
+        exits_are_order_one(run),
     )
     return Evidence.of(
         *bounds.checks,
@@ -361,7 +364,7 @@ def one_flat(run: ClaimRun) -> Evidence:
         and both bounds, n = 1, 2, 3; and a start within ε, where the bound is infinite.
     Overturned by: a time above the bound
     """
-    weight, bias = router(run, 5, 7)
+    weight, bias = streamed_router(run, 5, 7)
     epsilon, horizon = 0.3, 4.0
     checks: list[Check] = []
     values: list[tuple[float, float, float]] = []
@@ -408,8 +411,10 @@ def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
     ]
 
 
-def _time_near_ties(run: ClaimRun, order: int, count: int) -> tuple[list[Check], list[float]]:
-    weight, bias = router(run, 5, 7)
+def _bounded_time_near_ties(
+    run: ClaimRun, order: int, count: int
+) -> tuple[list[Check], list[float]]:
+    weight, bias = streamed_router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):
         bounds = occupation_bounds(x0, weight, bias, order=order, epsilon=epsilon, horizon=4.0)
@@ -433,7 +438,7 @@ def many_flats(run: ClaimRun) -> Evidence:
     Overturned by: a time above the sum over flats
     """
     paths = run.size(400, 8_192)
-    (order_one, ones), (order_two, twos) = (_time_near_ties(run, n, paths) for n in (1, 2))
+    (order_one, ones), (order_two, twos) = (_bounded_time_near_ties(run, n, paths) for n in (1, 2))
     widths = [0.4, 0.2, 0.1]
     share = [second / first for first, second in zip(ones[::3], twos[::3], strict=True)]
     checks = [

@@ -19,7 +19,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     qualified,
 )
-from tieline.lab.claims.routing_problems import router
+from tieline.lab.claims.routing_problems import streamed_router
 from tieline.lab.geometry import occupation_bounds, tube_ratio
 from tieline.lab.power_law import exponent
 
@@ -156,7 +156,7 @@ def coarse_bound(run: ClaimRun) -> Evidence:
         union counts more than once.
     Overturned by: a time above the sum, or a sum above the coarse bound
     """
-    weight, bias = router(run, 4, 3, stream=5)
+    weight, bias = streamed_router(run, 4, 3, stream=5)
     start, epsilon = 0.6 * run.normal(3, stream=44), 0.1
     fine, coarse = slice_sums(weight, bias, start, epsilon)
     spent, several = time_near_ties(run, weight, bias, start, epsilon)

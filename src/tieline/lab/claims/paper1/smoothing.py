@@ -111,7 +111,7 @@ def _ramp_at(share: float) -> float:
 
 
 @claim("p1-sec6-gate", "smoothed gate")
-def gate(run: ClaimRun) -> Evidence:
+def smoothed_gate(run: ClaimRun) -> Evidence:
     """Experts less than ε below z_[k] fade in, those below are dropped, the top k keep their
     logits; near an order-n tie at most n more experts are active; tied experts share alike.
 
@@ -169,7 +169,7 @@ def _tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, 
 
 
 @claim("p1-propA.7", "the smoothed layer is continuous", seconds=2)
-def continuity(run: ClaimRun) -> Evidence:
+def smoothed_layer_is_continuous(run: ClaimRun) -> Evidence:
     """With a continuous h, continuous experts and affine scores the layer is continuous.
 
     Setting: affine scores, ReLU experts, 32 experts, top 4
@@ -207,7 +207,7 @@ def continuity(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-fig1", "jump at a tie, with and without smoothing", seconds=1)
-def figure_one(run: ClaimRun) -> Evidence:
+def figure_one_jump_at_tie(run: ClaimRun) -> Evidence:
     """Across a tie the hard layer jumps and the smooth one does not; its largest difference
     vanishes with the step.
 
@@ -239,7 +239,7 @@ def figure_one(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-fig3", "continuity layer by layer", seconds=1.5)
-def figure_three(run: ClaimRun) -> Evidence:
+def figure_three_layer_continuity(run: ClaimRun) -> Evidence:
     """In each of four layers smoothing removes the jump.
 
     Setting: four drawn layers of the figure's size
@@ -260,7 +260,7 @@ def figure_three(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-sec6-loss", "boundary loss")
-def loss(run: ClaimRun) -> Evidence:
+def boundary_loss_claim(run: ClaimRun) -> Evidence:
     """α ε (K - k*) drives ε down while more than k* experts are in use and up while fewer.
 
     Setting: the direction of the loss in ε, which is what the paper states; convergence at any rate
@@ -280,7 +280,7 @@ def loss(run: ClaimRun) -> Evidence:
         gaussian_near_ties(16, 2, target + 1e-4) - gaussian_near_ties(16, 2, target - 1e-4)
     ) / 2e-4
     limit = 2 / (rise * (1 - math.exp(-target)) ** 2)
-    calm, wild = (_settle(rate * limit, target) for rate in (0.75, 1.3))
+    calm, wild = (_settled_epsilon_error(rate * limit, target) for rate in (0.75, 1.3))
     return Evidence.of(
         near("gradient with 2 experts in use", slopes[0], -0.5, 1e-12),
         near("gradient with 4 experts in use", slopes[1], 1.5, 1e-12),
@@ -294,7 +294,7 @@ def loss(run: ClaimRun) -> Evidence:
     )
 
 
-def _settle(rate: float, target: float) -> float:
+def _settled_epsilon_error(rate: float, target: float) -> float:
     """|ε - ε*| after 400 steps of descent from near ε*, with K(ε) exact."""
     theta = math.log(math.expm1(target * 1.05))
     for _ in range(400):
@@ -399,7 +399,7 @@ NEAR = 0.1
 """Tolerance of K around k*: Adam keeps ε moving, and scores spread meanwhile."""
 
 
-def course(
+def smoothing_course(
     run: ClaimRun, gate: str, *, tolerances: Sequence[float] = (), share: int = 1
 ) -> "RoutingCourse":
     """The course of a real run, measured at its start and 32 times (64 in full mode).
@@ -437,7 +437,7 @@ def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
 @claim(
     "p1-fig4", "boundary loss holds the number of experts", number="Figure 4, sec. B.4", seconds=9
 )
-def figure_four(run: ClaimRun) -> Evidence:
+def figure_four_boundary_loss(run: ClaimRun) -> Evidence:
     """ε grows until the mean number of active experts reaches k* = 2.5, in every layer, and stays
     there.
 
@@ -447,7 +447,7 @@ def figure_four(run: ClaimRun) -> Evidence:
         longer runs.
     Overturned by: a layer whose K settles elsewhere than at k*
     """
-    routed = course(run, "smooth50")
+    routed = smoothing_course(run, "smooth50")
     last, before = routed.between(0.75, 1), routed.between(0.5, 0.75)
     growth = (routed.epsilon[last].mean(dim=0) / 0.05).min().item()
     k = routed.experts[last].mean().item()
@@ -467,7 +467,7 @@ def figure_four(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-fig5", "annealing to hard top-k", number="Figure 5, sec. 7.5", seconds=9)
-def figure_five(run: ClaimRun) -> Evidence:
+def figure_five_annealing(run: ClaimRun) -> Evidence:
     """K follows the budget: 2.5, then linearly down to 2, then 2, where ε tends to 0.
 
     Setting: as Figure 4, with the annealed budget
@@ -475,7 +475,7 @@ def figure_five(run: ClaimRun) -> Evidence:
         demo-small-annealed`, as Figure 4.
     Overturned by: a stage whose K misses its budget
     """
-    routed = course(run, "annealed")
+    routed = smoothing_course(run, "annealed")
     first, middle, end = (
         routed.between(0.375, 0.5),
         routed.between(0.5, 0.75),
@@ -527,7 +527,7 @@ def near_experts(run: ClaimRun) -> Evidence:
         from its start to its end, ε from 0.1 to 4; least excess over k after the first look.
     Overturned by: a stage of training without experts near the boundary
     """
-    routed = course(run, "smoe", tolerances=NEAR_TOLERANCES, share=run.size(4, 1))
+    routed = smoothing_course(run, "smoe", tolerances=NEAR_TOLERANCES, share=run.size(4, 1))
     mean = routed.near.mean(dim=1)  # looks, tolerances
     excess = mean[1:, 0] - 2
     steps = routed.steps.double()
@@ -546,7 +546,7 @@ def near_experts(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-secB.2", "against SMEAR, Soft MoE and ReMoE")
-def rivals(run: ClaimRun) -> Evidence:
+def smear_soft_moe_remoe(run: ClaimRun) -> Evidence:
     """Soft MoE and SMEAR are smooth but dense and not causal; ReMoE is continuous but does not fix
     the number of experts; smooth top-k is continuous, sparse and causal.
 
@@ -567,7 +567,7 @@ def rivals(run: ClaimRun) -> Evidence:
         )
     }
     jumps = {
-        name: _jump(gate)
+        name: _weight_jump(gate)
         for name, gate in (
             ("top-k", TopK(2)),
             ("relu", ReLUGate()),
@@ -597,14 +597,16 @@ def rivals(run: ClaimRun) -> Evidence:
     )
 
 
-def _jump(gate: torch.nn.Module) -> float:
+def _weight_jump(gate: torch.nn.Module) -> float:
     """Largest change of a weight between the two sides of a tie at distance 1e-9."""
     base = torch.tensor([[1.0, 0.5, 0.5, -0.3, 0.0]], dtype=torch.float64)
     push = torch.tensor([[0.0, 1.0, -1.0, 0.0, 1.0]], dtype=torch.float64) * 1e-9
     return (gate(base + push) - gate(base - push)).abs().max().item()
 
 
-def smear(x: Tensor, router: Tensor, inner: Tensor, outer: Tensor, *, by_token: bool) -> Tensor:
+def smear_network(
+    x: Tensor, router: Tensor, inner: Tensor, outer: Tensor, *, by_token: bool
+) -> Tensor:
     """SMEAR: one two-layer network (T, D) whose weights are the experts' weights, merged.
 
     Args:
@@ -634,7 +636,7 @@ def smear_influence(run: ClaimRun, *, by_token: bool = False) -> float:
     x = run.normal(8, 6, stream=2)
     other = x.clone()
     other[-1] += 1.0
-    first, second = (smear(t, *_smear_layer(run), by_token=by_token)[0] for t in (x, other))
+    first, second = (smear_network(t, *_smear_layer(run), by_token=by_token)[0] for t in (x, other))
     return (first - second).norm().item()
 
 
@@ -644,7 +646,9 @@ def smear_jump(run: ClaimRun) -> float:
     tie, across = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.float64)
     tie[0, 0], across[0, 1] = 1.0, 1e-9
     router[:2, 0], router[0, 1], router[1, 1] = 5.0, 1.0, -1.0
-    sides = [smear(tie + sign * across, router, inner, outer, by_token=True) for sign in (1, -1)]
+    sides = [
+        smear_network(tie + sign * across, router, inner, outer, by_token=True) for sign in (1, -1)
+    ]
     return (sides[0] - sides[1]).norm().item()
 
 

@@ -67,7 +67,7 @@ def small_scale(measured: str, *recipes: str) -> str:
     full_seconds=2 * GATE_SECONDS,
     together=TEXT_GROUP,
 )
-def table_one(run: ClaimRun) -> Evidence:
+def table_one_wikitext(run: ClaimRun) -> Evidence:
     """SmoothSMoE lowers perplexity from 33.79/35.52 to 32.72/34.35, and on attacked text from
     42.21/44.18 to 40.99/42.85.
 
@@ -90,7 +90,7 @@ def table_one(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-table2", "GLUE")
-def table_two(run: ClaimRun) -> Evidence:
+def table_two_glue(run: ClaimRun) -> Evidence:
     """SmoothSMoE is best on average on five GLUE tasks, by 0.47 (k = 2) and 0.57 (k = 4) over the
     next.
 
@@ -125,7 +125,7 @@ def table_two(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-table3", "DomainBed", overturned_by=DECIDED_BY, full_seconds=300, together=IMAGE_GROUP)
-def table_three(run: ClaimRun) -> Evidence:
+def table_three_domainbed(run: ClaimRun) -> Evidence:
     """SmoothGMoE is best on average: 0.56 above GMoE (2.1 on TerraInc), and above Soft MoE and
     expert choice.
 
@@ -180,7 +180,7 @@ def table_three(run: ClaimRun) -> Evidence:
     full_seconds=GATE_SECONDS,
     together=TEXT_GROUP,
 )
-def table_four(run: ClaimRun) -> Evidence:
+def table_four_annealed(run: ClaimRun) -> Evidence:
     """Annealed to hard top-2, the model reaches 34.59 (text) on the test set, between SMoE and
     SmoothSMoE.
 
@@ -208,7 +208,7 @@ def table_four(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-table5", "vision-language model")
-def table_five(run: ClaimRun) -> Evidence:
+def table_five_vision_language(run: ClaimRun) -> Evidence:
     """On a 5.6B model SmoothSMoE averages 55.07 and its annealed form 54.98, against 54.53.
 
     Setting: arithmetic of the printed table
@@ -242,7 +242,7 @@ def table_five(run: ClaimRun) -> Evidence:
     ),
     together=TEXT_GROUP,
 )
-def table_six(run: ClaimRun) -> Evidence:
+def table_six_enwik8(run: ClaimRun) -> Evidence:
     """SmoothSMoE reaches 1.122 bits per character against 1.153.
 
     Tested: Direction, in full mode: `demo-small-smooth50` against `-smoe`, bytes, six paired seeds.
@@ -271,7 +271,7 @@ def table_six(run: ClaimRun) -> Evidence:
     full_seconds=3 * GATE_SECONDS,
     together=TEXT_GROUP,
 )
-def table_eight(run: ClaimRun) -> Evidence:
+def table_eight_extra_expert(run: ClaimRun) -> Evidence:
     """SmoothSMoE with k = 4.5 has lower perplexity than hard top-4 and top-5.
 
     Tested: Direction, in full mode: `demo-small-smooth50` with k* = 4.5 against top-4 and top-5,

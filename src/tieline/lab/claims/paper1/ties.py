@@ -26,7 +26,13 @@ from tieline.lab.claims.evidence import (
     sampled,
     within,
 )
-from tieline.lab.claims.routing_problems import BIAS, extrapolated, in_ball, orthonormal, router
+from tieline.lab.claims.routing_problems import (
+    BIAS,
+    extrapolated_order_ratio,
+    orthonormal_rows,
+    streamed_router,
+    uniform_ball_points,
+)
 from tieline.lab.geometry import (
     distance_to_tie,
     nearest_tie_point,
@@ -40,7 +46,7 @@ from tieline.lab.geometry.ties import tie_flat
 from tieline.lab.power_law import exponent
 
 
-def lattice(run: ClaimRun, n: int, experts: int) -> Tensor:
+def lattice_scores(run: ClaimRun, n: int, experts: int) -> Tensor:
     """Scores on a coarse lattice, where ties of all orders are common."""
     draw = torch.randint(0, 4, (n, experts), generator=run.generator(5))
     return draw.double() / 4
@@ -54,7 +60,7 @@ def order_statistics(run: ClaimRun) -> Evidence:
     Tested: Values and indices against a plain sort of (−score, index) on a lattice full of ties.
     Overturned by: an order of tied scores that is not by index
     """
-    scores, wrong = lattice(run, run.size(500, 5_000), 6), 0
+    scores, wrong = lattice_scores(run, run.size(500, 5_000), 6), 0
     for k in range(1, 7):
         ranked = stable_topk(scores, k)
         for row, indices in zip(scores.tolist(), ranked.indices.tolist(), strict=True):
@@ -72,7 +78,7 @@ def _order_by_definition(row: list[float], k: int, exact: bool) -> set[int]:
 
 
 @claim("p1-def3.2", "order of a discontinuity", number="Def. 3.2, A.5")
-def orders(run: ClaimRun) -> Evidence:
+def discontinuity_order(run: ClaimRun) -> Evidence:
     """x has order n if n+1 scores tie at the threshold between ranks k and k+1.
 
     Setting: Def. 3.2 and Def. A.5, which the paper calls equivalent, on scores full of ties
@@ -82,7 +88,7 @@ def orders(run: ClaimRun) -> Evidence:
     Condition: the order is the maximal one, and k may be 1: by Def. 3.2 an order-2 point is of
         order 1 as well, by Def. A.5 it is not
     """
-    scores, differ, wrong = lattice(run, run.size(500, 5_000), 6), 0, 0
+    scores, differ, wrong = lattice_scores(run, run.size(500, 5_000), 6), 0, 0
     for k in range(1, 6):
         tie_orders = tie_order(scores, k, 1e-9).tolist()
         for row, order in zip(scores.tolist(), tie_orders, strict=True):
@@ -103,7 +109,7 @@ def orders(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-propA.2", "cells are full-dimensional")
-def cells(run: ClaimRun) -> Evidence:
+def cells_are_full_dimensional(run: ClaimRun) -> Evidence:
     """Every cell C_S is an open set of full dimension (full row rank, E < D).
 
     Setting: affine scores with linearly independent rows, the paper's assumption, 6 experts in R⁸
@@ -111,7 +117,7 @@ def cells(run: ClaimRun) -> Evidence:
         ball around it; and how many cells are left when E > D + 1.
     Overturned by: a coalition without a ball
     """
-    weight, bias = router(run, 6, 8)
+    weight, bias = streamed_router(run, 6, 8)
     radii = []
     for chosen in itertools.combinations(range(6), 3):
         target = torch.zeros(6, dtype=torch.float64)
@@ -119,7 +125,7 @@ def cells(run: ClaimRun) -> Evidence:
         x = torch.linalg.lstsq(weight, (target - bias)[:, None]).solution.T
         same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(chosen)
         radii.append(distance_to_tie(x, weight, bias, 3).item() if same else 0.0)
-    flat, shift = router(run, 6, 1, stream=2)
+    flat, shift = streamed_router(run, 6, 1, stream=2)
     line = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
     few = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
     return Evidence.of(
@@ -133,7 +139,7 @@ def cells(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-propA.3", "ties have measure zero")
-def measure_zero(run: ClaimRun) -> Evidence:
+def ties_have_measure_zero(run: ClaimRun) -> Evidence:
     """The discontinuity set Γ has Lebesgue measure zero.
 
     Setting: affine scores with linearly independent rows, the paper's assumption, 8 experts in R¹²
@@ -141,7 +147,7 @@ def measure_zero(run: ClaimRun) -> Evidence:
         falls like ε.
     Overturned by: a tube whose mass does not fall with ε
     """
-    weight, bias = router(run, 8, 12)
+    weight, bias = streamed_router(run, 8, 12)
     x = run.normal(run.size(100_000, 1_000_000), 12, stream=3)
     ties = (gap(x @ weight.T + bias, 2) == 0).sum().item()
     distance = distance_to_tie(x, weight, bias, 2)
@@ -156,7 +162,7 @@ def measure_zero(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-propA.6", "dimension of order-n sets")
-def dimension(run: ClaimRun) -> Evidence:
+def tie_set_dimension(run: ClaimRun) -> Evidence:
     """A component of order n lies in a flat of codimension n and has dimension D - n.
 
     Setting: affine scores with linearly independent rows, the paper's assumption, orders 1 to 3 of
@@ -165,14 +171,14 @@ def dimension(run: ClaimRun) -> Evidence:
         positive share of directions on each flat; then 6 experts in D = 2.
     Overturned by: a flat of another codimension
     """
-    weight, bias = router(run, 6, 8)
+    weight, bias = streamed_router(run, 6, 8)
     wrong, least = 0, math.inf
     for n in (1, 2, 3):
         for experts in itertools.combinations(range(6), n + 1):
             wrong += tie_flat(weight, bias, experts).basis.shape[1] != n
         share = sampled_slice_density(weight, 3, tuple(range(n + 1)), 2_000, seed=run.seed)
         least = min(least, share.value or 0.0)
-    narrow, _ = router(run, 6, 2, stream=2)
+    narrow, _ = streamed_router(run, 6, 2, stream=2)
     rank = torch.linalg.matrix_rank(narrow[1:4] - narrow[0]).item()
     return Evidence.of(
         none_of("flats of another codimension", wrong),
@@ -187,7 +193,7 @@ def dimension(run: ClaimRun) -> Evidence:
 @claim(
     "p1-eqA.7", "order statistic as min of max", number="proof of Prop. A.7", expected=Verdict.FAILS
 )
-def representation(run: ClaimRun) -> Evidence:
+def order_statistic_min_max(run: ClaimRun) -> Evidence:
     """z_[k] = min over sets J of k experts of max over J of z_i.
 
     Setting: the displayed identity inside the proof, as printed; drawn scores, k = 2
@@ -220,7 +226,7 @@ def representation(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-def4.1", "Euclidean thickening")
-def thickening(run: ClaimRun) -> Evidence:
+def euclidean_thickening(run: ClaimRun) -> Evidence:
     """T_ε(Γ) is the set of inputs nearer than ε to Γ.
 
     Setting: exact distances to ties of orders 1 and 2, 6 experts in R⁸
@@ -228,7 +234,7 @@ def thickening(run: ClaimRun) -> Evidence:
         leaves the cell earlier, for orders 1 and 2.
     Overturned by: a shorter way to a tie
     """
-    weight, bias = router(run, 6, 8)
+    weight, bias = streamed_router(run, 6, 8)
     x = run.normal(run.size(60, 400), 8, stream=3)
     first, second = (nearest_tie_point(x, weight, bias, 2, order) for order in (1, 2))
     scores = x @ weight.T + bias
@@ -295,7 +301,7 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     Overturned by: the words 'at least one inequality' in the lemma
     Condition: there is at least one inequality; without any the density is 1
     """
-    weight, _ = router(run, 5, 7)
+    weight, _ = streamed_router(run, 5, 7)
     rest = (2, 3, 4)
     choices: list[set[int]] = [
         {*above} for size in range(4) for above in itertools.combinations(rest, size)
@@ -322,7 +328,7 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
 
 
 @claim("p1-lemA.17", "top-k slices have a recession direction")
-def recession(run: ClaimRun) -> Evidence:
+def slice_recession_direction(run: ClaimRun) -> Evidence:
     """With independent rows, every top-k slice has a direction u with c_j·u < 0 for the chosen and
     d_m·u > 0 for the other experts.
 
@@ -332,7 +338,7 @@ def recession(run: ClaimRun) -> Evidence:
         the scores; which of them stays in the slice.
     Overturned by: a slice without one
     """
-    weight, _ = router(run, 5, 7)
+    weight, _ = streamed_router(run, 5, 7)
     missing = inward = outward = total = 0
     for size in (2, 3):
         for tied in itertools.combinations(range(5), size):
@@ -372,11 +378,11 @@ def density_bound(run: ClaimRun) -> Evidence:
     for experts, k, r in ((4, 2, 2), (4, 2, 1), (8, 2, 1), (8, 3, 3), (16, 4, 2)):
         exact = slice_density(experts, k, r)
         estimate = sampled_slice_density(
-            orthonormal(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
+            orthonormal_rows(experts, experts + 1), k, tuple(range(r + 1)), n, seed=run.seed
         )
         name = f"sampled α at E = {experts}, k = {k}, r = {r}"
         checks += corrected(sampled(name, estimate, exact, bias=1e-9))
-    bounds = slice_bounds(orthonormal(5, 7), 2, (0, 1))
+    bounds = slice_bounds(orthonormal_rows(5, 7), 2, (0, 1))
     checks += corrected(
         at_most("lower bound and α, E = 5, k = 2, r = 1", bounds.lower, slice_density(5, 2, 1))
     )
@@ -390,7 +396,7 @@ def density_bound(run: ClaimRun) -> Evidence:
 
 def _tube_shares(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
-    weight, x = orthonormal(4, 5), in_ball(run, n, 5)
+    weight, x = orthonormal_rows(4, 5), uniform_ball_points(run, n, 5)
     return tuple(  # type: ignore[return-value]
         (distance_to_tie(x, weight, None, 2, order) < epsilon).double() for order in (1, 2)
     )
@@ -407,7 +413,7 @@ def tube_orders(run: ClaimRun) -> Evidence:
     """
     n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
     shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
-    value, error = extrapolated(shares)
+    value, error = extrapolated_order_ratio(shares)
     stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
     raw = [(b.mean() / a.mean()).item() / epsilon for epsilon, (a, b) in shares.items()]
     checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]

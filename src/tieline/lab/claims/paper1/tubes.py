@@ -24,7 +24,12 @@ from tieline.lab.claims.evidence import (
     sampled,
     within,
 )
-from tieline.lab.claims.routing_problems import BIAS, extrapolated, in_ball, router
+from tieline.lab.claims.routing_problems import (
+    BIAS,
+    extrapolated_order_ratio,
+    streamed_router,
+    uniform_ball_points,
+)
 from tieline.lab.geometry import (
     ball_volume,
     band_ratio,
@@ -37,7 +42,7 @@ from tieline.lab.geometry import (
 from tieline.lab.power_law import exponent
 
 
-def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
+def hyperplane_tube_integral(dim: int, offset: float, epsilon: float, radius: float) -> float:
     """The integral of Prop. A.9 over the ball's volume, by an adaptive rule."""
     low, high = max(-radius, offset - epsilon), min(radius, offset + epsilon)
     if low >= high:
@@ -49,7 +54,7 @@ def slab(dim: int, offset: float, epsilon: float, radius: float) -> float:
 
 
 @claim("p1-propA.9", "tube of a hyperplane in a ball")
-def hyperplane(run: ClaimRun) -> Evidence:
+def hyperplane_tube(run: ClaimRun) -> Evidence:
     """Its volume is the integral of ω_{D-1}(R² - u²)^((D-1)/2) over |u - δ| < ε, |u| < R.
 
     Setting: every D, δ, ε; four cases and one by sampling
@@ -59,14 +64,14 @@ def hyperplane(run: ClaimRun) -> Evidence:
     """
     checks: list[Check] = []
     for dim, offset, epsilon in ((3, 0.3, 0.1), (8, 0.0, 0.2), (20, 0.9, 0.3), (5, 1.5, 0.2)):
-        stated = slab(dim, offset, epsilon, 1.0)
+        stated = hyperplane_tube_integral(dim, offset, epsilon, 1.0)
         ours = tube_fraction(dim=dim, codim=1, offset=offset, epsilon=epsilon, radius=1.0)
         checks.append(near(f"D = {dim}, δ = {offset}, ε = {epsilon}", ours, stated, 1e-11))
     n = run.size(200_000, 2_000_000)
     estimate = sampled_tube(
         dim=8, codim=1, offset=0.3, epsilon=0.1, radius=1.0, samples=n, seed=run.seed
     )
-    exact = slab(8, 0.3, 0.1, 1.0)
+    exact = hyperplane_tube_integral(8, 0.3, 0.1, 1.0)
     checks.append(sampled("sampled, D = 8", estimate, exact))
     return Evidence.of(checks, paper=exact, measured=estimate.value)
 
@@ -93,12 +98,14 @@ def incomplete_beta(run: ClaimRun) -> Evidence:
     """
     dim, epsilon = 7, 0.1
     sides = {
-        d: (_printed_beta(dim, d, epsilon, 1.0), slab(dim, d, epsilon, 1.0))
+        d: (_printed_beta(dim, d, epsilon, 1.0), hyperplane_tube_integral(dim, d, epsilon, 1.0))
         for d in (-0.5, 0.05, 0.5)
     }
     radii = [2.0, 4.0, 8.0, 16.0]
     lead = [tube_leading_term(dim=dim, codim=1, epsilon=epsilon, radius=r) for r in radii]
-    left = [slab(dim, 0.5, epsilon, r) - t for r, t in zip(radii, lead, strict=True)]
+    left = [
+        hyperplane_tube_integral(dim, 0.5, epsilon, r) - t for r, t in zip(radii, lead, strict=True)
+    ]
     return Evidence.of(
         near("δ = -0.5", *sides[-0.5], 1e-11),
         qualified(
@@ -139,7 +146,7 @@ def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
         leading term.
     Overturned by: a share above the sum of the facets' tubes
     """
-    weight, bias = router(run, 5, 7)
+    weight, bias = streamed_router(run, 5, 7)
     widths = [0.2, 0.1, 0.05]
     options = {"order": order, "radius": 2.0, "samples": run.size(*sizes), "seed": run.seed}
     tubes = [tie_tube(weight, 0.3 * bias, 2, epsilon=width, **options) for width in widths]
@@ -326,7 +333,7 @@ def band_test(run: ClaimRun) -> Evidence:
 
 def _band_indicators(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
     """Indicators of the ℓ∞ bands of Def. 4.6, orders 1 and 2."""
-    scores = in_ball(run, n, 5)[:, :4]
+    scores = uniform_ball_points(run, n, 5)[:, :4]
     return tuple(  # type: ignore[return-value]
         (linf_distance(scores, 2, order) <= epsilon).double() for order in (1, 2)
     )
@@ -334,7 +341,7 @@ def _band_indicators(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Ten
 
 def _fibre_indicators(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tuple[Tensor, Tensor]:
     """Indicators of {‖A_J x - d_J‖_∞ <= ε}, over slices or over whole flats, orders 1 and 2."""
-    z = in_ball(run, n, 5)[:, :4]
+    z = uniform_ball_points(run, n, 5)[:, :4]
     indicators = []
     for r in (1, 2):
         hit = torch.zeros(n, dtype=torch.bool)
@@ -359,7 +366,7 @@ def band_orders(run: ClaimRun) -> Evidence:
     Overturned by: bands measured by A_J (Thm A.19), for which the formula holds on fibres
     """
     n = run.size(400_000, 4_000_000)
-    value, error = extrapolated(
+    value, error = extrapolated_order_ratio(
         {epsilon: _band_indicators(run, epsilon, n) for epsilon in (0.025, 0.05)}
     )
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0)
@@ -395,10 +402,10 @@ def fibre_orders(run: ClaimRun) -> Evidence:
     """
     n = run.size(400_000, 4_000_000)
     stated = band_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
-    flats = extrapolated(
+    flats = extrapolated_order_ratio(
         {epsilon: _fibre_indicators(run, epsilon, n, slices=False) for epsilon in (0.025, 0.05)}
     )
-    slices = extrapolated(
+    slices = extrapolated_order_ratio(
         {epsilon: _fibre_indicators(run, epsilon, n, slices=True) for epsilon in (0.025, 0.05)}
     )
     return Evidence.of(

@@ -18,13 +18,13 @@ from tieline.lab.claims.evidence import (
     qualified,
 )
 from tieline.lab.claims.mixture_splits import (
-    dependent,
-    drawn,
-    inputs,
+    dependent_functions,
+    drawn_mixture,
     same_function,
     shift_rows,
     split_checks,
     split_scale,
+    uniform_inputs,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.lab.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
@@ -47,7 +47,7 @@ def through_the_layer(model: MoEModel, params: MoEParameters, x: Tensor) -> Tens
 def layer_gap(run: ClaimRun, gate) -> float:
     """Largest difference between model and routing core."""
     model = MoEModel(gate, "softmax", "relu", WIDTH, EXPERTS, tau=(0.3, 0.2))
-    params, x = drawn(run, model), inputs(run, 500, WIDTH)
+    params, x = drawn_mixture(run, model), uniform_inputs(run, 500, WIDTH)
     return float((model.regression(params, x) - through_the_layer(model, params, x)).abs().max())
 
 
@@ -75,7 +75,7 @@ def perturbed_model(run: ClaimRun) -> Evidence:
     gap = layer_gap(run, "perturbed")
     model = MoEModel("perturbed", "softmax", "relu", WIDTH, EXPERTS, tau=(0.3, 0.2))
     linear = MoEModel("linear", "softmax", "relu", WIDTH, EXPERTS)
-    params, x = drawn(run, model), inputs(run, 500, WIDTH)
+    params, x = drawn_mixture(run, model), uniform_inputs(run, 500, WIDTH)
     rows = params.router / (params.router.norm(dim=1, keepdim=True) + 0.3)
     scores = linear.scores(
         MoEParameters(rows, params.bias, params.experts), x / (x.norm(dim=1, keepdim=True) + 0.2)
@@ -90,7 +90,7 @@ def perturbed_model(run: ClaimRun) -> Evidence:
     )
 
 
-def numerator(tau: tuple[float, float]):
+def cosine_numerator(tau: tuple[float, float]):
     """H(x, β) = exp(cosine) tanh(a·x + b) as a function of β for one input."""
 
     def h(beta: Tensor, x: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def numerator(tau: tuple[float, float]):
     return h
 
 
-def radial(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
+def radial_derivative(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """β·∂H/∂β by automatic differentiation, and its closed form, at 200 inputs."""
-    beta, x = run.normal(WIDTH, stream=3), inputs(run, 200, WIDTH)
-    h = numerator(tau)
+    beta, x = run.normal(WIDTH, stream=3), uniform_inputs(run, 200, WIDTH)
+    h = cosine_numerator(tau)
     slopes = vmap(jacrev(h), (None, 0))(beta, x) @ beta
     norm = beta.norm()
     score = (x @ beta) / ((norm + tau[0]) * (x.norm(dim=1) + tau[1]))
@@ -119,8 +119,8 @@ def radial_equation(run: ClaimRun) -> Evidence:
     Tested: Automatic derivatives at 200 inputs; the perturbed one against s τ1/(‖β‖ + τ1) H.
     Overturned by: a radial derivative that is not zero (vanilla)
     """
-    vanilla, _ = radial(run, (0.0, 0.0))
-    perturbed, closed = radial(run, (0.1, 0.1))
+    vanilla, _ = radial_derivative(run, (0.0, 0.0))
+    perturbed, closed = radial_derivative(run, (0.1, 0.1))
     size = float(perturbed.square().mean().sqrt())
     return Evidence.of(
         at_most("largest |β·∂H/∂β|, vanilla", float(vanilla.abs().max()), 1e-12),
@@ -148,8 +148,8 @@ def radial_orders(run: ClaimRun) -> Evidence:
     Tested: Automatic derivatives of orders 1, 2 and 3 along β at 20 inputs.
     Overturned by: a derivative that is not zero
     """
-    beta, x = run.normal(3, stream=4), inputs(run, 20, 3)
-    h = numerator((0.0, 0.0))
+    beta, x = run.normal(3, stream=4), uniform_inputs(run, 20, 3)
+    h = cosine_numerator((0.0, 0.0))
 
     step = torch.zeros(len(x), dtype=torch.float64, requires_grad=True)
     value, worst = torch.stack([h(beta + t * beta, p) for t, p in zip(step, x, strict=True)]), []
@@ -160,7 +160,7 @@ def radial_orders(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=0, measured=max(worst))
 
 
-def example() -> tuple[MoEParameters, MoEParameters]:
+def voronoi_example() -> tuple[MoEParameters, MoEParameters]:
     """A fit of three atoms and a truth of two."""
     truth = MoEParameters([[1, 0], [0, 0]], [0.2, 0], [[1, -1, 0.5], [-1, 1, 0]])
     fit = MoEParameters(
@@ -171,7 +171,7 @@ def example() -> tuple[MoEParameters, MoEParameters]:
     return fit, truth
 
 
-def hand(powers: tuple[Real, Real]) -> float:
+def voronoi_loss_by_hand(powers: tuple[Real, Real]) -> float:
     """The loss of the example term by term; exponents in the large and in the single cell."""
     e, (p, q) = math.exp, powers
     mass = abs(e(-0.4) + e(-0.6) - e(0.2)) + abs(e(0.1) - 1)
@@ -180,7 +180,7 @@ def hand(powers: tuple[Real, Real]) -> float:
 
 
 @claim("p2-eq5", "Voronoi cells", number="(5)")
-def cells(run: ClaimRun) -> Evidence:
+def voronoi_cells_of_atoms(run: ClaimRun) -> Evidence:
     """Every atom of a fit belongs to the cell of the nearest atom of the truth.
 
     Setting: the definition, 1000 atoms against 5
@@ -188,8 +188,8 @@ def cells(run: ClaimRun) -> Evidence:
     Overturned by: an atom in another cell
     """
     model = MoEModel("linear", "softmax", "tanh", 3, 5)
-    truth = drawn(run, model)
-    fit = drawn(run, model.with_experts(1000), stream=2)
+    truth = drawn_mixture(run, model)
+    fit = drawn_mixture(run, model.with_experts(1000), stream=2)
     members_of = voronoi_loss(fit, truth, "L3", 2).cells
     rows, atoms = (torch.cat((p.router, p.experts), dim=1) for p in (fit, truth))
     nearest = torch.cdist(rows, atoms, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
@@ -209,12 +209,17 @@ def first_loss(run: ClaimRun) -> Evidence:
     Tested: Hand arithmetic on a fit of three atoms against a truth of two, r = 1, 2, 3.
     Overturned by: a digit that differs
     """
-    fit, truth = example()
+    fit, truth = voronoi_example()
     checks = [
-        near(f"r = {r}", voronoi_loss(fit, truth, "L1", 2, r).value, hand((r, r)), 1e-13)
+        near(
+            f"r = {r}",
+            voronoi_loss(fit, truth, "L1", 2, r).value,
+            voronoi_loss_by_hand((r, r)),
+            1e-13,
+        )
         for r in (1, 2, 3)
     ]
-    return Evidence.of(checks, paper=hand((2, 2)), measured=checks[1].measured)
+    return Evidence.of(checks, paper=voronoi_loss_by_hand((2, 2)), measured=checks[1].measured)
 
 
 @claim("p2-eq11", "L_2", number="(11)")
@@ -225,9 +230,13 @@ def second_loss(run: ClaimRun) -> Evidence:
     Tested: Hand arithmetic on the same example.
     Overturned by: a digit that differs
     """
-    fit, truth = example()
+    fit, truth = voronoi_example()
     value = voronoi_loss(fit, truth, "L2", 2).value
-    return Evidence.of(near("L_2", value, hand((2, 1)), 1e-13), paper=hand((2, 1)), measured=value)
+    return Evidence.of(
+        near("L_2", value, voronoi_loss_by_hand((2, 1)), 1e-13),
+        paper=voronoi_loss_by_hand((2, 1)),
+        measured=value,
+    )
 
 
 @claim("p2-eq13", "L_3", number="(13)")
@@ -238,13 +247,16 @@ def third_loss(run: ClaimRun) -> Evidence:
     Tested: Hand arithmetic on the same example, and its twelve digits.
     Overturned by: a digit that differs
     """
-    fit, truth = example()
+    fit, truth = voronoi_example()
     value = voronoi_loss(fit, truth, "L3", 2).value
-    checks = [near("L_3", value, hand((1, 1)), 1e-13), near("digits", value, 0.765631865614, 6e-13)]
+    checks = [
+        near("L_3", value, voronoi_loss_by_hand((1, 1)), 1e-13),
+        near("digits", value, 0.765631865614, 6e-13),
+    ]
     return Evidence.of(checks, paper=0.765631865614, measured=value)
 
 
-def model_of(expert: str, **changes) -> MoEModel:
+def perturbed_cosine_model(expert: str, **changes) -> MoEModel:
     """The perturbed cosine router with two experts on the plane."""
     return MoEModel(
         **{
@@ -259,7 +271,7 @@ def model_of(expert: str, **changes) -> MoEModel:
 
 
 @claim("p2-def1", "strong identifiability and its examples", expected=Verdict.FAILS, seconds=0.7)
-def strong(run: ClaimRun) -> Evidence:
+def cosine_strong_identifiability(run: ClaimRun) -> Evidence:
     """The derivatives of H̃ up to order two are independent for ReLU, tanh and uᵖ, p >= 2, and not
     for linear experts.
 
@@ -269,11 +281,11 @@ def strong(run: ClaimRun) -> Evidence:
         split test besides.
     Overturned by: a definition modulo z_u x_v = z_v x_u; tanh and GELU then pass the split test
     """
-    x = inputs(run, 800, 2)
+    x = uniform_inputs(run, 800, 2)
     counts = {}
     for expert in ("relu", "tanh", "polynomial", "linear"):
-        model = model_of(expert)
-        counts[expert] = dependent(rank_test(model, generic_atoms(model, 2), "strong", x))
+        model = perturbed_cosine_model(expert)
+        counts[expert] = dependent_functions(rank_test(model, generic_atoms(model, 2), "strong", x))
     linear = counts.pop("linear")
     return Evidence.of(
         *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
@@ -281,7 +293,7 @@ def strong(run: ClaimRun) -> Evidence:
         corrected(near("tanh: one equation per atom", counts["tanh"], 2, 0)),
         split_checks(
             run,
-            model_of,
+            perturbed_cosine_model,
             {
                 "tanh": "identifiable",
                 "gelu": "identifiable",
@@ -299,7 +311,7 @@ def strong(run: ClaimRun) -> Evidence:
 
 
 @claim("p2-def2", "weak identifiability and its examples")
-def weak(run: ClaimRun) -> Evidence:
+def cosine_weak_identifiability(run: ClaimRun) -> Evidence:
     """H̃ and its first derivatives are independent for ReLU, tanh and uᵖ, at any distinct
     parameters.
 
@@ -309,11 +321,11 @@ def weak(run: ClaimRun) -> Evidence:
     Condition: φ of no degree (tanh, GELU) and generic parameters: Euler's equation H = a·∂_a H + b
         ∂_b H makes ReLU and uᵖ dependent, and two experts with a = 0 are multiples of one function
     """
-    x, checks = inputs(run, 500, 2), []
+    x, checks = uniform_inputs(run, 500, 2), []
     for expert in ("relu", "polynomial", "tanh", "gelu"):
-        model = model_of(expert)
-        generic = dependent(rank_test(model, generic_atoms(model, 2), "weak", x))
-        same = dependent(rank_test(model, witness_atoms(model), "weak", x))
+        model = perturbed_cosine_model(expert)
+        generic = dependent_functions(rank_test(model, generic_atoms(model, 2), "weak", x))
+        same = dependent_functions(rank_test(model, witness_atoms(model), "weak", x))
         smooth = expert in ("tanh", "gelu")
         independent = near(f"dependent, {expert}", generic, 0, 0)
         checks += qualified(independent) if smooth else [independent]
@@ -324,7 +336,7 @@ def weak(run: ClaimRun) -> Evidence:
 
 
 @claim("p2-prop1", "identifiability of the mixing measure", number="Prop. 1, (A.3)")
-def measures(run: ClaimRun) -> Evidence:
+def mixing_measure_identifiability(run: ClaimRun) -> Evidence:
     """If two perturbed cosine mixtures are the same function, they are the same measure, once the
     last bias is 0.
 
@@ -338,14 +350,14 @@ def measures(run: ClaimRun) -> Evidence:
     Condition: the last router row is fixed as the last bias is, fewer than 2k* atoms, and experts
         such as tanh that are independent over functions of z (proof in docs/estimation.md)
     """
-    x = inputs(run, 2000, 2)
-    shifted = model_of("tanh", n_experts=3)
-    truth = drawn(run, shifted, router=0.05)
+    x = uniform_inputs(run, 2000, 2)
+    shifted = perturbed_cosine_model("tanh", n_experts=3)
+    truth = drawn_mixture(run, shifted, router=0.05)
     step = torch.tensor([0.2, -0.1], dtype=torch.float64)
     pairs = {"rows moved": (shifted, truth, shift_rows(shifted, truth, step))}
     for expert in ("relu", "polynomial"):
-        model = model_of(expert, n_experts=3)
-        params = drawn(run, model, stream=2)
+        model = perturbed_cosine_model(expert, n_experts=3)
+        params = drawn_mixture(run, model, stream=2)
         pairs[f"{expert} split"] = (model, params, split_scale(model, params))
     flat = information(shifted, truth).nullity
     unseen = near("unseen directions beyond common shifts", flat - shifted.d - 1, 0, 0)

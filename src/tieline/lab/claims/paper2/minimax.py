@@ -21,7 +21,13 @@ from tieline.lab.claims.evidence import (
     near,
     qualified,
 )
-from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
+from tieline.lab.claims.mixture_splits import (
+    drawn_mixture,
+    largest_gap,
+    split_scale,
+    uniform_inputs,
+    without_row,
+)
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 
 SIZES = (10**2, 10**4, 10**6, 10**8)
@@ -35,10 +41,10 @@ def two_points(
     """Two measures of one function: longer cosine rows (paper 2), or a split power (paper 4)."""
     if paper == 4:
         model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=1)
-        truth = without_row(drawn(run, model))
+        truth = without_row(drawn_mixture(run, model))
         return model, truth, split_scale(model, truth, 0.3)
     model = MoEModel("cosine", "softmax", "tanh", 2, 3)
-    truth = drawn(run, model)
+    truth = drawn_mixture(run, model)
     order = [0] * over + [0, 1, 2]
     bias = truth.bias[order].clone()
     bias[: over + 1] -= math.log(over + 1)
@@ -73,7 +79,7 @@ def le_cam(loss: float, gap: float, n: int) -> float:
     number="Thm 2",
     given={"paper": 2, "over": 1},
 )
-def minimax(run: ClaimRun, paper: int, over: int) -> Evidence:
+def minimax_bounds(run: ClaimRun, paper: int, over: int) -> Evidence:
     """inf sup E[L_{1,r}] >= c n^-1/2 over measures of k* to k atoms, for every r >= 1.
 
     Setting: over-specified, vanilla cosine; the statement itself, not what is drawn from it
@@ -82,7 +88,7 @@ def minimax(run: ClaimRun, paper: int, over: int) -> Evidence:
     Overturned by: two such measures whose functions differ
     """
     model, truth, other = two_points(run, paper, over)
-    x = inputs(run, 2000, 2)
+    x = uniform_inputs(run, 2000, 2)
     gap, kind = largest_gap(model, other, truth, x), "L1" if paper == 2 else "L2"
     losses = [voronoi_loss(other, truth, kind, paper, r).value for r in (1, 2, 3)]
     scaled = [math.sqrt(n) * le_cam(min(losses), gap, n) for n in SIZES]
@@ -159,7 +165,7 @@ def inferred_experts(run: ClaimRun) -> Evidence:
 
 
 @claim("p2-eq18", "the covering step of Theorem 1", number="(18)")
-def covering(run: ClaimRun) -> Evidence:
+def covering_step(run: ClaimRun) -> Evidence:
     """∫ Σ |softmax_i(β) - softmax_i(β̄)|² <= C Σ ‖β_i - β̄_i‖² ‖x‖² + |β_0i - β̄_0i|² <= C' τ for
     parameters within τ of one another.
 
@@ -192,7 +198,7 @@ def covering_ratio(run: ClaimRun, tau: float, length: float) -> float:
     else:
         step = run.normal(4, 3, stream=52)
         moved = rows + tau * step / step.norm(dim=1, keepdim=True)
-    x = inputs(run, 2000, 3)
+    x = uniform_inputs(run, 2000, 3)
     unit = x / x.norm(dim=1, keepdim=True)
     weights = [(unit @ (r / r.norm(dim=1, keepdim=True)).T).softmax(dim=1) for r in (rows, moved)]
     change = (weights[0] - weights[1]).square().sum(dim=1).mean().item()
@@ -207,7 +213,7 @@ def covering_ratio(run: ClaimRun, tau: float, length: float) -> float:
     number="Lemma 1",
 )
 @claim("p2-lem1", "concentration of the least-squares fit")
-def concentration(run: ClaimRun) -> Evidence:
+def least_squares_concentration(run: ClaimRun) -> Evidence:
     """P(‖f̂ - f*‖ > δ) <= c e^(-nδ²/c²) for all δ >= δ_n, for classes of entropy log(1/ε).
 
     Setting: the simplest class with that entropy, three-dimensional linear regression; one c for

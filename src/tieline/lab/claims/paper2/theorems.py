@@ -22,27 +22,27 @@ from tieline.lab.claims.evidence import (
 )
 from tieline.lab.claims.mixture_splits import (
     FLOOR,
-    drawn,
+    drawn_mixture,
     flat_bound,
-    inputs,
     largest_gap,
     least_ratio,
     shift_rows,
     split_ratio,
     split_scale,
+    uniform_inputs,
 )
 from tieline.lab.claims.rate_studies import (
-    counted,
+    counted_fits,
     each_falling,
     each_parametric,
-    efficient,
-    parametric,
+    efficiency_checks,
+    parametric_rate_check,
     printed_slopes,
     rate_chart,
     rate_evidence,
     regression_rate,
     slopes_text,
-    slow,
+    slow_rate_check,
     small_plan,
     small_study,
     up_to_symmetry,
@@ -52,11 +52,11 @@ from tieline.lab.estimation.fit import lift, population_minimiser
 from tieline.lab.estimation.rates import RateStudy
 
 
-def vanishing(run: ClaimRun, over: int) -> tuple[list[Check], float]:
+def vanilla_loss_ratios(run: ClaimRun, over: int) -> tuple[list[Check], float]:
     """‖f - f*‖ / L_{1,r} when rows of a vanilla cosine are lengthened."""
     model = MoEModel("cosine", "softmax", "tanh", 3, 3)
-    truth = drawn(run, model)
-    x, ratios = inputs(run, 2000, 3), []
+    truth = drawn_mixture(run, model)
+    x, ratios = uniform_inputs(run, 2000, 3), []
     for r in (1, 2, 3):
         for step in (0.3, 0.1, 0.03):
             order = [0] * over + [0, 1, 2]
@@ -82,7 +82,7 @@ def vanilla_over(run: ClaimRun) -> Evidence:
         quotiented, over the flattest directions.
     Overturned by: a lower bound on the ratio along longer rows
     """
-    checks, ratio = vanishing(run, 1)
+    checks, ratio = vanilla_loss_ratios(run, 1)
     return Evidence.of(
         checks,
         paper=0,
@@ -101,7 +101,7 @@ def vanilla_exact(run: ClaimRun) -> Evidence:
     Tested: Longer rows, r = 1, 2, 3; the same with lengths quotiented.
     Overturned by: a lower bound on the ratio along longer rows
     """
-    checks, ratio = vanishing(run, 0)
+    checks, ratio = vanilla_loss_ratios(run, 0)
     return Evidence.of(checks, paper=0, corrected="positive up to length", measured=ratio)
 
 
@@ -121,7 +121,7 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         split: tanh and GELU, not ReLU and uᵖ
     """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth, x = drawn(run, model, router=0.05), inputs(run, 2000, 2)
+    truth, x = drawn_mixture(run, model, router=0.05), uniform_inputs(run, 2000, 2)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
     gap, loss = largest_gap(model, moved, truth, x), voronoi_loss(moved, truth, "L2", 2).value
     checks = [
@@ -130,12 +130,16 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     ]
     for expert in ("relu", "polynomial"):
         other = MoEModel("perturbed", "softmax", expert, 2, 3)
-        unsplit = drawn(run, other, stream=2)
+        unsplit = drawn_mixture(run, other, stream=2)
         split = split_scale(other, unsplit, 0.4)
         left = largest_gap(other, split, unsplit, x)
         checks += corrected(at_most(f"{expert} split: |g - g*|", left, 1e-12))
     ratio = split_ratio(
-        model, drawn(run, model, stream=3, router=0.2), run.normal(200, 5, stream=23), "L2", 2
+        model,
+        drawn_mixture(run, model, stream=3, router=0.2),
+        run.normal(200, 5, stream=23),
+        "L2",
+        2,
     )
     checks += qualified(at_least("tanh: least ratio, quotient L_2", ratio, FLOOR))
     both = [(model.scores(p, x)).softmax(dim=-1) for p in (truth, moved)]
@@ -164,9 +168,9 @@ def perturbed_exact(run: ClaimRun) -> Evidence:
     Condition: rows up to a common shift of v = β/(‖β‖ + τ1)
     """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth = drawn(run, model, router=0.05)
+    truth = drawn_mixture(run, model, router=0.05)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
-    gap = largest_gap(model, moved, truth, inputs(run, 2000, 2))
+    gap = largest_gap(model, moved, truth, uniform_inputs(run, 2000, 2))
     loss = voronoi_loss(moved, truth, "L3", 2).value
     least = least_ratio(run, model, truth, "L3", 2)
     return flat_bound(gap, loss, least, "a common shift", "quotient L_3")
@@ -176,14 +180,14 @@ OVER = "k = k* + 1"
 EXACT = "k = k*"
 
 
-def family(gate: Any, expert: str = "tanh", power: int = 2) -> MoEModel:
+def softmax_plane_family(gate: Any, expert: str = "tanh", power: int = 2) -> MoEModel:
     """A softmax mixture of two experts in the plane."""
     return MoEModel(gate, "softmax", expert, 2, 2, power=power)
 
 
 def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) -> list[Check]:
     """Errors of an exact study over the Cramér-Rao limits of its truth."""
-    return efficient(name, study, model, small_plan(run, model).truth)
+    return efficiency_checks(name, study, model, small_plan(run, model).truth)
 
 
 @claim(
@@ -211,8 +215,10 @@ def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
     Overturned by: a slope outside -1/2 ± 0.1 in either setting
     """
     cases = {EXACT: 0, OVER: 1}
-    studies = {n: small_study(run, family(gate), extra=k) for n, k in cases.items()}
-    return regression_rate(studies, at_the_limit(run, EXACT, family(gate), studies[EXACT]))
+    studies = {n: small_study(run, softmax_plane_family(gate), extra=k) for n, k in cases.items()}
+    return regression_rate(
+        studies, at_the_limit(run, EXACT, softmax_plane_family(gate), studies[EXACT])
+    )
 
 
 @claim(
@@ -234,10 +240,10 @@ def cosine_over(run: ClaimRun) -> Evidence:
     Overturned by: an expert error that stops falling, or a proof for the worst truth that is not
         about the length of a row
     """
-    studies = {OVER: small_study(run, family("cosine"), extra=1)}
+    studies = {OVER: small_study(run, softmax_plane_family("cosine"), extra=1)}
     return rate_evidence(
         [
-            slow(f"experts, {OVER}", studies[OVER]),
+            slow_rate_check(f"experts, {OVER}", studies[OVER]),
             *corrected(*each_parametric("quotient slope", studies, "quotient")),
             *each_falling("experts", studies, "experts"),
         ],
@@ -268,15 +274,18 @@ def cosine_exact(run: ClaimRun) -> Evidence:
     Overturned by: an n·MSE of the experts that grows over the Cramér-Rao limit
     """
     radii = (0.003, 0.02, 0.1)
-    study = small_study(run, family("cosine"), radii=radii)
+    study = small_study(run, softmax_plane_family("cosine"), radii=radii)
     raw = [study.rate("raw", r).slope for r in radii]
     return Evidence.of(
-        slow("experts, k = k*", study),
+        slow_rate_check("experts, k = k*", study),
         corrected(
-            *(parametric(f"quotient slope, start radius {r}", study, "quotient", r) for r in radii),
+            *(
+                parametric_rate_check(f"quotient slope, start radius {r}", study, "quotient", r)
+                for r in radii
+            ),
             at_least("raw slope rises with the radius", raw[2] - raw[0], 0.1),
         ),
-        at_the_limit(run, EXACT, family("cosine"), study),
+        at_the_limit(run, EXACT, softmax_plane_family("cosine"), study),
         paper="slower than any power",
         corrected=-0.5,
         measured="; ".join(f"r = {r}: {slopes_text(study, r)}" for r in radii),
@@ -284,7 +293,7 @@ def cosine_exact(run: ClaimRun) -> Evidence:
         note="Least squares leave the length of a router row where it began, so the raw loss tells "
         "the start radius. A slope over a few decades cannot refute 1/log^τ n; an n·MSE that stays "
         "at the Cramér-Rao limit does.",
-        fits=counted({"exact": study}),
+        fits=counted_fits({"exact": study}),
     )
 
 
@@ -304,7 +313,7 @@ def perturbed_over_rate(run: ClaimRun) -> Evidence:
     Condition: up to a common shift of the router rows, which softmax does not see
     """
     return up_to_symmetry(
-        {OVER: small_study(run, family("perturbed"), extra=1)},
+        {OVER: small_study(run, softmax_plane_family("perturbed"), extra=1)},
         note="ReLU and powers have a further freedom with several atoms in a cell (mass against "
         "scale), for which the theorem fails outright; tanh has not.",
     )
@@ -320,7 +329,9 @@ def perturbed_exact_rate(run: ClaimRun) -> Evidence:
     Condition: up to a common shift of the router rows, which softmax does not see
     """
     experts = ("tanh", "relu")
-    return up_to_symmetry({name: small_study(run, family("perturbed", name)) for name in experts})
+    return up_to_symmetry(
+        {name: small_study(run, softmax_plane_family("perturbed", name)) for name in experts}
+    )
 
 
 GATES, EXPERTS = ("linear", "cosine", "perturbed"), ("linear", "polynomial", "relu")
@@ -329,7 +340,7 @@ QUARTER = (("linear", "relu"), ("perturbed", "polynomial"), ("perturbed", "relu"
 
 
 @claim("p2-table1", "expert rates by router and expert", expected=Verdict.FAILS, seconds=4)
-def table(run: ClaimRun) -> Evidence:
+def table_one_expert_rates(run: ClaimRun) -> Evidence:
     """Linear experts are learned at 1/log^τ n under every router, every expert under the cosine
     router, squares also under the linear router; the others at n^-1/4.
 
@@ -341,11 +352,13 @@ def table(run: ClaimRun) -> Evidence:
     Overturned by: an expert that the function determines in one of the three entries n^-1/4, k > k*
     """
     entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
-    over = {entry: split_gap(run, family(*entry)) for entry in entries}
+    over = {entry: strength_split_gap(run, softmax_plane_family(*entry)) for entry in entries}
     # the direction of a short cosine row is lost at a start radius of its length
     more = {"cosine": {"starts": 6}}
     studies = {
-        f"{gate}, {expert}": small_study(run, family(gate, expert), **more.get(gate, {}))
+        f"{gate}, {expert}": small_study(
+            run, softmax_plane_family(gate, expert), **more.get(gate, {})
+        )
         for gate, expert in entries
     }
     slowest = max(gap for entry, gap in over.items() if entry not in QUARTER)
@@ -376,10 +389,12 @@ def table(run: ClaimRun) -> Evidence:
     )
 
 
-def split_gap(run: ClaimRun, model: MoEModel) -> float:
+def strength_split_gap(run: ClaimRun, model: MoEModel) -> float:
     """Largest |f - f*| of the truth with its first expert as two of strengths 1 ± 0.4."""
-    truth = drawn(run, model, stream=2)
-    return largest_gap(model, split_scale(model, truth, 0.4), truth, inputs(run, 2000, model.d))
+    truth = drawn_mixture(run, model, stream=2)
+    return largest_gap(
+        model, split_scale(model, truth, 0.4), truth, uniform_inputs(run, 2000, model.d)
+    )
 
 
 @claim(
@@ -388,7 +403,7 @@ def split_gap(run: ClaimRun, model: MoEModel) -> float:
     number="Section 4",
     seconds=2,
 )
-def population(run: ClaimRun) -> Evidence:
+def population_minimiser_uses_all(run: ClaimRun) -> Evidence:
     """Where the data are of another family, the minimiser Ḡ of ‖q - f_G‖ has all k atoms.
 
     Setting: misspecified: data of a linear router, a perturbed cosine fitted, k = 2 and 3
@@ -396,12 +411,12 @@ def population(run: ClaimRun) -> Evidence:
         router with two: misfits, least mass, least distance of two atoms.
     Overturned by: a minimiser that leaves an atom without mass
     """
-    case = small_plan(run, family("linear"))
+    case = small_plan(run, softmax_plane_family("linear"))
     two, three = (
         population_minimiser(
-            family("perturbed").with_experts(k),
+            softmax_plane_family("perturbed").with_experts(k),
             lambda x: case.source.regression(case.truth, x),
-            near=lift(family("perturbed").with_experts(k), case.truth),
+            near=lift(softmax_plane_family("perturbed").with_experts(k), case.truth),
             n=run.size(3000, 20_000),
             starts=4,
             seed=run.seed,
@@ -442,7 +457,7 @@ def undefined_share(run: ClaimRun, *, zero_rows: int = 2) -> float:
     """
     rows = 0.1 / math.sqrt(32) * run.normal(8, 32, stream=61)
     rows[8 - zero_rows :] = 0
-    x = inputs(run, 500, 32, stream=62)
+    x = uniform_inputs(run, 500, 32, stream=62)
     lengths = rows.norm(dim=1) * x.norm(dim=1, keepdim=True)
     weights = (x @ rows.T / lengths).softmax(dim=1)
     return float(weights.isnan().any(dim=1).double().mean())
@@ -469,7 +484,7 @@ def undefined_share(run: ClaimRun, *, zero_rows: int = 2) -> float:
     seconds=2,
     given={"extra": 0, "paper": (-0.11, -0.50)},
 )
-def figure_one(run: ClaimRun, extra: int, paper: tuple[float, float]) -> Evidence:
+def figure_one_cosine_perturbed(run: ClaimRun, extra: int, paper: tuple[float, float]) -> Evidence:
     """With k = k*, the loss of the perturbed router falls like n^-0.50, that of the cosine router
     like n^-0.11.
 
@@ -482,7 +497,9 @@ def figure_one(run: ClaimRun, extra: int, paper: tuple[float, float]) -> Evidenc
         {"sizes": (10**6, 10**8, 10**10, 10**12), "repetitions": run.size(6, 24)} if extra else {}
     )
     studies = {
-        gate: small_study(run, family(gate, "relu"), extra=extra, radii=RADII[extra], **grid)
+        gate: small_study(
+            run, softmax_plane_family(gate, "relu"), extra=extra, radii=RADII[extra], **grid
+        )
         for gate in ("cosine", "perturbed")
     }
     exact = [] if extra else each_parametric("quotient slope", studies, "quotient")
@@ -520,7 +537,7 @@ def figure_one(run: ClaimRun, extra: int, paper: tuple[float, float]) -> Evidenc
     seconds=7,
     given={"gates": ("cosine", "perturbed"), "expert": "relu", "paper": (-0.10, -0.45)},
 )
-def outside(
+def figure_two_linear_data(
     run: ClaimRun, gates: tuple[str, str], expert: str, paper: tuple[float, float]
 ) -> Evidence:
     """With ReLU experts and data of a linear router, the cosine router's loss falls like n^-0.10,
@@ -530,10 +547,13 @@ def outside(
     Tested: Raw slopes from two start radii against the population minimiser of each router; slopes
         of ‖f - f_Ḡ‖.
     """
-    source = family("linear", expert)
+    source = softmax_plane_family("linear", expert)
     studies = {
         g: small_study(
-            run, family(g, expert), radii=RADII[0], **({} if g == "linear" else {"source": source})
+            run,
+            softmax_plane_family(g, expert),
+            radii=RADII[0],
+            **({} if g == "linear" else {"source": source}),
         )
         for g in gates
     }

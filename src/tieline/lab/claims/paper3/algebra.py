@@ -17,7 +17,13 @@ from tieline.lab.claims.evidence import (
     none_of,
     qualified,
 )
-from tieline.lab.claims.routing_problems import bisect, dense, dense_regions, drawn, layer
+from tieline.lab.claims.routing_problems import (
+    bisect_segments,
+    dense_layer,
+    dense_regions,
+    drawn_layer,
+    numpy_generator,
+)
 from tieline.lab.tropical import (
     TropicalPolynomial,
     elementary_symmetric,
@@ -30,7 +36,7 @@ from tieline.lab.tropical.affine import chosen
 from tieline.lab.tropical.algebra import ONE, ZERO, plus, power, times
 
 
-def bend(points: np.ndarray, margins: np.ndarray, net: tuple, softmax: bool) -> float:
+def bend_inside_pieces(points: np.ndarray, margins: np.ndarray, net: tuple, softmax: bool) -> float:
     """Largest relative second difference of the layer's output inside the pieces."""
     (W, b, V, c, k), out = net
     step = np.zeros_like(points)
@@ -61,19 +67,19 @@ def linear_regions(run: ClaimRun) -> Evidence:
     Overturned by: constant gates in (2), or pieces in place of affine regions
     Condition: k = 1 or constant gates, and output weights that do not cancel
     """
-    net = layer(drawn(run, 1), 6, 3, 2)
-    out = drawn(run, 2).standard_normal((6, 3))
+    net = drawn_layer(numpy_generator(run, 1), 6, 3, 2)
+    out = numpy_generator(run, 2).standard_normal((6, 3))
     pieces = regions(*net, 2)
     soft, constant = (
-        bend(pieces.witnesses, pieces.margins, ((*net, 2), out), softmax)
+        bend_inside_pieces(pieces.witnesses, pieces.margins, ((*net, 2), out), softmax)
         for softmax in (True, False)
     )
     first = regions(*net, 1)
-    single = bend(first.witnesses, first.margins, ((*net, 1), out), True)
+    single = bend_inside_pieces(first.witnesses, first.margins, ((*net, 1), out), True)
     line = rational_form(
         [(np.array([[1.0], [-1.0]]), np.zeros(2)), (np.array([[1.0, -1.0]]), np.zeros(1))]
     )
-    x = drawn(run, 3).standard_normal((200, 1))
+    x = numpy_generator(run, 3).standard_normal((200, 1))
     folded = float(np.abs(line[0].evaluate(x) - x[:, 0]).max())
     neurons = dense_regions(np.array([[1.0], [2.0]]), np.array([0.0, 1.0]))
     return Evidence.of(
@@ -104,12 +110,12 @@ def zaslavsky_function(run: ClaimRun) -> Evidence:
     Tested: Exact counts and listings of drawn arrangements, d = 1 ... 4; the ratio at n = 3000.
     Overturned by: a count other than Φ
     """
-    r, wrong, listed = drawn(run, 1), 0, 0
+    r, wrong, listed = numpy_generator(run, 1), 0, 0
     shapes = [(5, 1), (3, 2), (9, 2), (12, 2), (4, 3), (8, 3), (3, 4), (7, 4)]
     for n, d in shapes:
         V, c = r.standard_normal((n, d)), r.standard_normal(n)
         wrong += dense_regions(V, c) != zaslavsky(n, d)
-        listed += len(regions(*dense(V, c), 1)) != zaslavsky(n, d)
+        listed += len(regions(*dense_layer(V, c), 1)) != zaslavsky(n, d)
     ratio = zaslavsky(3000, 3) * math.factorial(3) / 3000**3
     return Evidence.of(
         none_of("counts other than Φ", wrong),
@@ -124,14 +130,14 @@ def two_layers(first: tuple, second: tuple) -> int:
     """Regions of a network with two hidden layers on the plane, counted pattern by pattern."""
     (A, a), (B, b) = first, second
     total = 0
-    first_pieces = regions(*dense(A, a), 1)
+    first_pieces = regions(*dense_layer(A, a), 1)
     for active in first_pieces.patterns[:, 0]:
         V, c = (B * active) @ A, B @ (active * a) + b
         cuts = np.linalg.norm(V, axis=1) > 0
         if not cuts.any():
             total += 1
             continue
-        both = regions(*dense(np.vstack([A, V[cuts]]), np.append(a, c[cuts])), 1)
+        both = regions(*dense_layer(np.vstack([A, V[cuts]]), np.append(a, c[cuts])), 1)
         total += int((both.patterns[:, 0, : len(a)] == active).all(axis=1).sum())
     return total
 
@@ -147,10 +153,10 @@ def two_layer_example(run: ClaimRun) -> Evidence:
     Overturned by: a network with 49, or the words 'at most'
     Condition: 49 as an upper bound: at most 40 can be reached
     """
-    r, most, counts = drawn(run, 1), 0, set()
+    r, most, counts = numpy_generator(run, 1), 0, set()
     for _ in range(run.size(80, 3_000)):
         A, a, B, b = (r.standard_normal(s) for s in ((3, 2), 3, (3, 3), 3))
-        counts.add(len(regions(*dense(A, a), 1)))
+        counts.add(len(regions(*dense_layer(A, a), 1)))
         most = max(most, two_layers((A, a), (B, b)))
     # with m neurons active the second layer sees min(m, 2) dimensions; one pattern of 8 is missing
     bounds = [zaslavsky(3, min(m, 2)) for m in (0, 1, 1, 1, 2, 2, 2, 3)]
@@ -176,7 +182,7 @@ def two_layer_example(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-def3.4", "tropical semiring")
-def semiring(run: ClaimRun) -> Evidence:
+def tropical_semiring(run: ClaimRun) -> Evidence:
     """R ∪ {-∞} with x ⊕ y = max(x, y), x ⊗ y = x + y is a semiring with neutral elements -∞ and 0;
     x^{⊗k} = kx.
 
@@ -205,7 +211,7 @@ def semiring(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-def3.5", "tropical polynomials")
-def polynomials(run: ClaimRun) -> Evidence:
+def tropical_polynomials(run: ClaimRun) -> Evidence:
     """A tropical polynomial is convex and piecewise affine; its hypersurface, where two terms
     attain the maximum, is where it is not differentiable.
 
@@ -214,7 +220,7 @@ def polynomials(run: ClaimRun) -> Evidence:
         points of the hypersurface; essential terms against slopes that occur.
     Overturned by: a crease off the hypersurface
     """
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     P = TropicalPolynomial(r.integers(0, 5, (9, 2)).astype(float), r.standard_normal(9))
     x, y = r.standard_normal((2, run.size(2_000, 20_000), 2)) * 3
     convex = P.evaluate((x + y) / 2) - (P.evaluate(x) + P.evaluate(y)) / 2
@@ -222,7 +228,7 @@ def polynomials(run: ClaimRun) -> Evidence:
     differ = P.terms_at(low).argmax(1) != P.terms_at(high).argmax(1)
     low, high = low[differ], high[differ]
     start = P.terms_at(low).argmax(1)
-    low = bisect(lambda x: (P.terms_at(x).argmax(1) == start)[:, None], low, high)
+    low = bisect_segments(lambda x: (P.terms_at(x).argmax(1) == start)[:, None], low, high)
     off = int((~P.on_hypersurface(low, 1e-9)).sum())
     slopes = {
         tuple(P.exponents[i]) for i in P.terms_at(30 * r.standard_normal((40_000, 2))).argmax(1)
@@ -240,7 +246,7 @@ def polynomials(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-def3.6", "a network as a tropical quotient", seconds=2)
-def quotients(run: ClaimRun) -> Evidence:
+def network_tropical_quotient(run: ClaimRun) -> Evidence:
     """A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its decision
     boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.
 
@@ -249,7 +255,7 @@ def quotients(run: ClaimRun) -> Evidence:
         found by bisection against the hypersurface of P ⊕ Q.
     Overturned by: a sign change off P ⊕ Q
     """
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     sizes = [2, 3, 3, 1]
     net = [(r.standard_normal((o, i)), r.standard_normal(o)) for i, o in itertools.pairwise(sizes)]
     net[-1] = (net[-1][0], np.zeros(1))
@@ -268,7 +274,7 @@ def quotients(run: ClaimRun) -> Evidence:
     low, high = x[forward(x) < shift], x[forward(x) > shift]
     n = min(len(low), len(high))
     low, high = low[:n], high[:n]
-    low = bisect(lambda x: (forward(x) < shift)[:, None], low, high)
+    low = bisect_segments(lambda x: (forward(x) < shift)[:, None], low, high)
     off = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
     terms = len(form.numerator.coefficients), len(Q.coefficients)
     return Evidence.of(
@@ -283,7 +289,7 @@ def quotients(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-sec3.5", "top-k score as a symmetric tropical polynomial", number="Sec. 3.5")
-def symmetric(run: ClaimRun) -> Evidence:
+def top_k_symmetric_polynomial(run: ClaimRun) -> Evidence:
     """The score of the chosen coalition is the k-th elementary symmetric tropical polynomial of the
     scores.
 
@@ -292,7 +298,7 @@ def symmetric(run: ClaimRun) -> Evidence:
         sum of the k largest scores, for all k.
     Overturned by: a score other than the sum of the k largest
     """
-    r, worst, recursion = drawn(run, 1), 0.0, 0.0
+    r, worst, recursion = numpy_generator(run, 1), 0.0, 0.0
     W, b = r.standard_normal((7, 3)), r.standard_normal(7)
     x = r.standard_normal((run.size(300, 3_000), 3))
     scores = torch.from_numpy(x @ W.T + b)

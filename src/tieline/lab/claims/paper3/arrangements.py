@@ -22,10 +22,10 @@ from tieline.lab.claims.evidence import (
 )
 from tieline.lab.claims.routing_problems import (
     Layer,
-    dense,
+    dense_layer,
     dense_regions,
-    drawn,
-    layer,
+    drawn_layer,
+    numpy_generator,
     numpy_router,
 )
 from tieline.lab.power_law import exponent
@@ -63,7 +63,7 @@ def top_one(run: ClaimRun) -> Evidence:
         int(count_cells(*numpy_router(run, 100 + s, 16, 2), 1)) for s in range(run.size(60, 600))
     ]
     full = [int(count_cells(*numpy_router(run, 900 + s, 5, 4), 1)) for s in range(20)]
-    x = 3 * drawn(run, 2).standard_normal((500, 2))
+    x = 3 * numpy_generator(run, 2).standard_normal((500, 2))
     power = ((x[:, None] - W) ** 2).sum(axis=2) - (W**2).sum(axis=1) - 2 * b
     wrong = int((power.argmin(axis=1) != (x @ W.T + b).argmax(axis=1)).sum())
     mean, error = float(np.mean(planar)), float(np.std(planar)) / math.sqrt(len(planar))
@@ -96,8 +96,8 @@ def order_k(run: ClaimRun) -> Evidence:
     for cell, out, new, other in listed.facets:
         expected = set(listed.coalitions[cell]) - {out} | {new}
         swaps += expected != set(listed.coalitions[other])
-    x = 2 * drawn(run, 2).standard_normal((run.size(3_000, 30_000), 2))
-    y = x + 0.7 * drawn(run, 3).standard_normal(x.shape)
+    x = 2 * numpy_generator(run, 2).standard_normal((run.size(3_000, 30_000), 2))
+    y = x + 0.7 * numpy_generator(run, 3).standard_normal(x.shape)
     first, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
     same = (first == other).all(axis=1)
     broken = int((middle != first).any(axis=1)[same].sum())
@@ -171,7 +171,7 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
 
 
 @claim("p3-thm4.5-supports", "supports of single experts")
-def supports(run: ClaimRun) -> Evidence:
+def single_expert_supports(run: ClaimRun) -> Evidence:
     """The region that a single expert serves is not convex, 1 < k < N.
 
     Setting: every expert of every router with 1 < k < N, as printed
@@ -229,7 +229,7 @@ def softmax_keeps(run: ClaimRun) -> Evidence:
     Tested: Coalitions of the logits and of their softmax in float64; logits 40 apart in float32.
     Overturned by: a coalition that softmax changes
     """
-    scores = drawn(run, 1).standard_normal((run.size(20_000, 200_000), 16))
+    scores = numpy_generator(run, 1).standard_normal((run.size(20_000, 200_000), 16))
     soft = np.exp(scores - scores.max(axis=1, keepdims=True))
     soft /= soft.sum(axis=1, keepdims=True)
     wrong = int((chosen(scores, 4) != chosen(soft, 4)).any(axis=1).sum())
@@ -246,12 +246,12 @@ THREE = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 """Normals of three lines of the plane, no two parallel."""
 
 
-def lines(normals: np.ndarray, offsets: list[float]) -> int:
+def line_regions(normals: np.ndarray, offsets: list[float]) -> int:
     """Regions of lines of the plane by linear programming, in any position."""
-    return len(regions(*dense(normals, np.array(offsets)), 1))
+    return len(regions(*dense_layer(normals, np.array(offsets)), 1))
 
 
-def refused(normals: np.ndarray, offsets: list[float]) -> float:
+def degenerate_lines_rejected(normals: np.ndarray, offsets: list[float]) -> float:
     """Return 1 if the exact count rejects the lines as degenerate, 0 if it counts them."""
     try:
         dense_regions(normals, np.array(offsets))
@@ -285,7 +285,7 @@ def general_position(run: ClaimRun) -> Evidence:
     Condition: biases drawn from a density as well: with the usual zero biases all hyperplanes meet
         in one point
     """
-    r, wrong = drawn(run, 1), 0
+    r, wrong = numpy_generator(run, 1), 0
     for _ in range(run.size(20, 200)):
         wrong += position_failures(r.standard_normal((7, 3)), r.standard_normal(7))
     central = position_failures(r.standard_normal((7, 3)), np.zeros(7))
@@ -322,9 +322,9 @@ def three_lines(_run: ClaimRun) -> Evidence:
     """
     parallel = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     counts = (
-        lines(THREE, [0.0, 0.0, -1.0]),
-        lines(parallel, [0.0, -1.0, 0.0]),
-        lines(THREE, [0.0] * 3),
+        line_regions(THREE, [0.0, 0.0, -1.0]),
+        line_regions(parallel, [0.0, -1.0, 0.0]),
+        line_regions(THREE, [0.0] * 3),
     )
     checks = [
         near("general position", counts[0], 7, 0),
@@ -332,13 +332,18 @@ def three_lines(_run: ClaimRun) -> Evidence:
         near("one common point", counts[2], 6, 0),
         near("exact count in general position", dense_regions(THREE, np.array([0, 0, -1.0])), 7, 0),
         near("exact count of cones", dense_regions(THREE, np.zeros(3)), 6, 0),
-        near("exact count refuses parallels", refused(parallel, [0.0, -1.0, 0.0]), 1, 0),
+        near(
+            "exact count refuses parallels",
+            degenerate_lines_rejected(parallel, [0.0, -1.0, 0.0]),
+            1,
+            0,
+        ),
     ]
     return Evidence.of(checks, paper="7, 6, 6", measured=", ".join(str(n) for n in counts))
 
 
 @claim("p3-prop4.10", "bound for dense layers")
-def dense_bound(run: ClaimRun) -> Evidence:
+def dense_layer_bound(run: ClaimRun) -> Evidence:
     """A dense layer has at most Φ(H, d) = Θ(H^d) regions, with equality exactly in general
     position; the leading term is H^d/d!.
 
@@ -347,7 +352,7 @@ def dense_bound(run: ClaimRun) -> Evidence:
         repeated neuron; the exponent in H.
     Overturned by: a count
     """
-    r, wrong = drawn(run, 1), 0
+    r, wrong = numpy_generator(run, 1), 0
     widths = [4, 8, 16, 32]
     counts = [dense_regions(r.standard_normal((h, 3)), r.standard_normal(h)) for h in widths]
     wrong = sum(n != zaslavsky(h, 3) for n, h in zip(counts, widths, strict=True))
@@ -357,7 +362,7 @@ def dense_bound(run: ClaimRun) -> Evidence:
         V[1] = V[0] if spoil in ("parallel", "twice") else V[1]
         c = np.zeros(6) if spoil == "point" else c
         c[1] = c[0] if spoil == "twice" else c[1]
-        below.append(len(regions(*dense(V, c), 1)))
+        below.append(len(regions(*dense_layer(V, c), 1)))
     large = [2**n for n in range(10, 14)]
     return Evidence.of(
         none_of("counts in general position other than Φ", wrong),
@@ -377,7 +382,7 @@ def dense_bound(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-rem4.11", "vertices of the zonotope")
-def zonotope(run: ClaimRun) -> Evidence:
+def zonotope_vertices(run: ClaimRun) -> Evidence:
     """Regions of a dense layer and vertices of its Newton zonotope in R^{d+1} are not in bijection
     but of the same order Θ(H^d).
 
@@ -386,12 +391,15 @@ def zonotope(run: ClaimRun) -> Evidence:
         their ratio as H grows.
     Overturned by: an order other than H^d
     """
-    V, c = drawn(run, 1).standard_normal((8, 2)), drawn(run, 2).standard_normal(8)
+    V, c = (
+        numpy_generator(run, 1).standard_normal((8, 2)),
+        numpy_generator(run, 2).standard_normal(8),
+    )
     counts = zonotope_counts(V, c)
     signs = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
     hull = len(ConvexHull(signs @ np.column_stack([V, c])).vertices)
     closed = 2 * sum(math.comb(7, j) for j in range(3))
-    wide = zonotope_counts(*(drawn(run, 3).standard_normal(s) for s in ((96, 2), 96)))
+    wide = zonotope_counts(*(numpy_generator(run, 3).standard_normal(s) for s in ((96, 2), 96)))
     return Evidence.of(
         near("vertices of the hull of 2^8 sums", hull, counts.vertices, 0),
         near("2 Σ C(H-1, j)", counts.vertices, closed, 0),
@@ -413,7 +421,7 @@ def dense_tight(run: ClaimRun) -> Evidence:
     Tested: Drawn layers and neurons on the moment curve, counted exactly.
     Overturned by: fewer regions than Φ
     """
-    r, wrong = drawn(run, 1), 0
+    r, wrong = numpy_generator(run, 1), 0
     for h, d in ((10, 2), (9, 3), (8, 4), (7, 5)):
         wrong += dense_regions(r.standard_normal((h, d)), r.standard_normal(h)) != zaslavsky(h, d)
     t = np.linspace(-1, 1, 10)
@@ -429,11 +437,11 @@ INSTANCES = {(1, 4, 3, 2, 1): 16, (4, 8, 4, 2, 3): 161, (5, 6, 2, 3, 2): 74, (7,
 """(seed, N, H, d, k) of fully specified layers, with the number of their pieces."""
 
 
-def placed(run: ClaimRun, experts: int, width: int, size: float = 1e-2) -> Layer:
+def placed_layer(run: ClaimRun, experts: int, width: int, size: float = 1e-2) -> Layer:
     """A planar top-1 layer: the lines of each expert cross near its site, in its own cell."""
     angle = 2 * math.pi * np.arange(experts) / experts + 0.1
     sites = np.column_stack([np.cos(angle), np.sin(angle)])
-    r = drawn(run, 40)
+    r = numpy_generator(run, 40)
     direction = (
         r.uniform(0, math.pi)
         + math.pi * (np.arange(width) + r.uniform(0.3, 0.7, (experts, width))) / width
@@ -443,11 +451,14 @@ def placed(run: ClaimRun, experts: int, width: int, size: float = 1e-2) -> Layer
     return Layer(sites, np.zeros(experts) + 1e-3 * r.standard_normal(experts), V, c)
 
 
-def counted(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
+def exact_region_counts(run: ClaimRun, shape: tuple[int, int, int, int], n: int) -> np.ndarray:
     """Exact counts of n drawn layers (N, H, d, k)."""
     experts, width, dim, k = shape
     return np.array(
-        [int(count_regions(*layer(drawn(run, 300 + s), experts, width, dim), k)) for s in range(n)]
+        [
+            int(count_regions(*drawn_layer(numpy_generator(run, 300 + s), experts, width, dim), k))
+            for s in range(n)
+        ]
     )
 
 
@@ -460,7 +471,7 @@ def top_one_bound(run: ClaimRun) -> Evidence:
         expectation per dense layer as H grows.
     Overturned by: a layer above N Φ(H, d)
     """
-    counts = counted(run, (8, 8, 2, 1), run.size(60, 600))
+    counts = exact_region_counts(run, (8, 8, 2, 1), run.size(60, 600))
     error = float(counts.std()) / math.sqrt(len(counts))
     widths = [4, 16, 64, 256, 1024]
     gain = [expected_regions(8, 1, h, 2) / zaslavsky(h, 2) for h in widths]
@@ -497,12 +508,15 @@ def wide_experts(run: ClaimRun) -> Evidence:
     Overturned by: a limit of the share at 1 for drawn layers
     Condition: the hyperplanes of each expert cross inside its own cell
     """
-    listed = regions(*layer(drawn(run, 1), 4, 12, 2), 1)
+    listed = regions(*drawn_layer(numpy_generator(run, 1), 4, 12, 2), 1)
     most = int(np.bincount(listed.coalitions[:, 0]).max())
     widths, bounds = [4, 16, 64], {h: capacity_bound(4, 1, h, 2) for h in (4, 16, 32, 64, 4096)}
-    share = [int(count_regions(*layer(drawn(run, 2), 4, h, 2), 1)) / bounds[h] for h in widths]
+    share = [
+        int(count_regions(*drawn_layer(numpy_generator(run, 2), 4, h, 2), 1)) / bounds[h]
+        for h in widths
+    ]
     expected = {h: expected_regions(4, 1, h, 2) / bounds[h] for h in bounds}
-    full = int(count_regions(*placed(run, 4, 32), 1)) / bounds[32]
+    full = int(count_regions(*placed_layer(run, 4, 32), 1)) / bounds[32]
     checks = [
         at_most("most pieces in a cell", most, zaslavsky(12, 2)),
         at_least("share of N Φ(H, d) at H = 64", share[-1], 0.9),
@@ -532,7 +546,7 @@ def top_one_tight(run: ClaimRun) -> Evidence:
     Overturned by: a construction below the bound
     """
     shapes = [(4, 6), (8, 8), (12, 5)]
-    counts = [int(count_regions(*placed(run, n, h), 1)) for n, h in shapes]
+    counts = [int(count_regions(*placed_layer(run, n, h), 1)) for n, h in shapes]
     bound = [capacity_bound(n, 1, h, 2) for n, h in shapes]
     checks = [
         near(f"pieces of the construction, N = {n}, H = {h}", a, z, 0)
@@ -550,11 +564,11 @@ def top_k_bound(run: ClaimRun) -> Evidence:
         against B*; their mean against the closed form.
     Overturned by: a layer above C(N, k) Φ(kH, d)
     """
-    exact = {s: int(count_regions(*layer(*s[:4]), s[4])) for s in INSTANCES}
-    listed = sum(len(regions(*layer(*s[:4]), s[4])) != n for s, n in INSTANCES.items())
+    exact = {s: int(count_regions(*drawn_layer(*s[:4]), s[4])) for s in INSTANCES}
+    listed = sum(len(regions(*drawn_layer(*s[:4]), s[4])) != n for s, n in INSTANCES.items())
     first = (1, 4, 3, 2, 1)
-    rational = int(count_regions_rational(*layer(*first[:4]), first[4]))
-    counts = counted(run, (8, 4, 2, 3), run.size(60, 600))
+    rational = int(count_regions_rational(*drawn_layer(*first[:4]), first[4]))
+    counts = exact_region_counts(run, (8, 4, 2, 3), run.size(60, 600))
     error = float(counts.std()) / math.sqrt(len(counts))
     bound, better = capacity_bound(8, 3, 4, 2), sharp_bound(8, 3, 4, 2)
     worst = max(

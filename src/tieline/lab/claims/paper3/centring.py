@@ -37,7 +37,7 @@ from tieline.lab.claims.evidence import (
     qualified,
     within,
 )
-from tieline.lab.claims.routing_problems import drawn
+from tieline.lab.claims.routing_problems import numpy_generator
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     ball_meets_tie,
@@ -50,14 +50,14 @@ from tieline.lab.tropical import (
 from tieline.lab.tropical.affine import chosen
 
 
-def in_ball(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
+def numpy_ball_points(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
     """Uniform points of the unit ball."""
     x = r.standard_normal((n, dim))
     return x / np.linalg.norm(x, axis=1, keepdims=True) * r.uniform(0, 1, (n, 1)) ** (1 / dim)
 
 
 @claim("p3-def5.5", "tropical saturation")
-def saturated(run: ClaimRun) -> Evidence:
+def tropical_saturation(run: ClaimRun) -> Evidence:
     """A router is ε-saturated on a data set whose distance to the hypersurface exceeds ε; its
     choices are then locally constant.
 
@@ -66,7 +66,7 @@ def saturated(run: ClaimRun) -> Evidence:
         that length to the nearest tie.
     Overturned by: a change within the distance
     """
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     W, b, x = r.standard_normal((8, 3)), r.standard_normal(8), r.standard_normal((200, 3))
     distances = saturation(x, W, b, 2)
     before = chosen(x @ W.T + b, 2)
@@ -93,13 +93,13 @@ def angular_collapse(run: ClaimRun) -> Evidence:
         the closed form over its leading term at R/‖μ‖ = 10⁻³.
     Overturned by: another constant or order
     """
-    r, n, checks = drawn(run, 1), run.size(200_000, 2_000_000), []
+    r, n, checks = numpy_generator(run, 1), run.size(200_000, 2_000_000), []
     for dim, sine in ((3, 0.5), (5, 0.8)):
         x = r.standard_normal((n, dim))
         share = float((x[:, 0] > math.sqrt(1 - sine**2) * np.linalg.norm(x, axis=1)).mean())
         error = math.sqrt(share * (1 - share) / n)
         checks.append(within(f"share of the cap, d = {dim}", share, error, cap_fraction(dim, sine)))
-    ball = in_ball(r, 20_000, 3) * 0.5 + np.array([1.0, 0.0, 0.0])
+    ball = numpy_ball_points(r, 20_000, 3) * 0.5 + np.array([1.0, 0.0, 0.0])
     angle = np.arccos(ball[:, 0] / np.linalg.norm(ball, axis=1))
     ratios = [cap_fraction(d, 1e-3) / (cap_constant(d) * 1e-3 ** (d - 1)) for d in (2, 3, 8, 20)]
     printed = max(
@@ -146,7 +146,7 @@ def coalitions_left(run: ClaimRun) -> Evidence:
         in R/‖μ‖ against d - 1 and 1; the chance against the closed form.
     Overturned by: a count of coalitions weighted by the cap they fill
     """
-    dim, n, r = 8, run.size(2_000, 20_000), drawn(run, 1)
+    dim, n, r = 8, run.size(2_000, 20_000), numpy_generator(run, 1)
     mean = np.eye(dim)[:1]
     reach = np.array(
         [saturation(mean, r.standard_normal((16, dim)), None, 4).smallest for _ in range(n)]
@@ -184,7 +184,9 @@ def coalitions_left(run: ClaimRun) -> Evidence:
     )
 
 
-def mixture(x: np.ndarray, layer: tuple, shared: tuple | None) -> tuple[np.ndarray, np.ndarray]:
+def shared_expert_mixture(
+    x: np.ndarray, layer: tuple, shared: tuple | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Output and coalition of a top-k layer with affine experts, and a shared expert if given."""
     W, experts, k = layer
     scores = x @ W.T
@@ -197,7 +199,7 @@ def mixture(x: np.ndarray, layer: tuple, shared: tuple | None) -> tuple[np.ndarr
 
 def far_data(run: ClaimRun, n: int) -> tuple[np.ndarray, tuple, tuple]:
     """Inputs around a mean of length 30, a layer of 16 experts, a shared expert."""
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     mean = 30 * np.eye(8)[0]
     layer = r.standard_normal((16, 8)), r.standard_normal((16, 8, 4)), 4
     return (
@@ -216,7 +218,10 @@ def shared_expert(run: ClaimRun) -> Evidence:
     Overturned by: a weight other than one
     """
     x, layer, shared = far_data(run, 500)
-    (plain, before), (both, after) = mixture(x, layer, None), mixture(x, layer, shared)
+    (plain, before), (both, after) = (
+        shared_expert_mixture(x, layer, None),
+        shared_expert_mixture(x, layer, shared),
+    )
     error = float(np.abs(both - plain - x @ shared[0] - shared[1]).max())
     checks = [
         at_most("what is added, less the expert", error, 1e-9),
@@ -226,7 +231,7 @@ def shared_expert(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-prop5.9", "affine carrier and residual")
-def carrier(run: ClaimRun) -> Evidence:
+def affine_carrier(run: ClaimRun) -> Evidence:
     """With an affine shared expert the layer is a global affine part plus a routed residual, the
     first independent of the routing.
 
@@ -238,8 +243,8 @@ def carrier(run: ClaimRun) -> Evidence:
     x, (W, experts, k), shared = far_data(run, 500)
     carriers = []
     for router in (W, np.roll(W, 1, axis=0)):
-        output = mixture(x, (router, experts, k), shared)[0]
-        carriers.append(output - mixture(x, (router, experts, k), None)[0])
+        output = shared_expert_mixture(x, (router, experts, k), shared)[0]
+        carriers.append(output - shared_expert_mixture(x, (router, experts, k), None)[0])
     apart = float(np.abs(carriers[0] - carriers[1]).max())
     fitted = np.column_stack([x, np.ones(len(x))])
     left = carriers[0] - fitted @ np.linalg.lstsq(fitted, carriers[0], rcond=None)[0]
@@ -278,7 +283,7 @@ def coalitions_by_carrier(
     return {kind: _trained_coalitions(run, x, y, kind, steps) for kind in CARRIERS}
 
 
-def _start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
+def _coalition_start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
     """The start of every kind: normal weights, no shared expert."""
     shapes = {"router": (EXPERTS, DIM), "inner": (EXPERTS, DIM, HIDDEN), "outer": (EXPERTS, HIDDEN)}
     scale = {"router": DIM, "inner": DIM, "outer": HIDDEN}
@@ -294,7 +299,7 @@ def _trained_coalitions(
     run: ClaimRun, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
 ) -> Float[Tensor, " mixtures"]:
     wide = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
-    start = _start(run, len(x))
+    start = _coalition_start(run, len(x))
     if kind == "fitted":
         start["shared"] = torch.linalg.lstsq(wide, y).solution
     parameters = {name: value.clone().requires_grad_() for name, value in start.items()}
@@ -302,16 +307,16 @@ def _trained_coalitions(
     trained = [value for value in parameters.values() if value.requires_grad]
     optimiser = torch.optim.Adam(trained, lr=rate)
     for _ in range(steps):
-        error = _output(parameters, x, wide) - y
+        error = _mixture_outputs(parameters, x, wide) - y
         optimiser.zero_grad()
         error.square().mean(dim=(1, 2)).sum().backward()
         optimiser.step()
     with torch.no_grad():
         chosen = topk_mask(x @ parameters["router"].mT, CHOSEN)
-    return _effective(chosen)
+    return _effective_coalitions(chosen)
 
 
-def _output(parameters: dict[str, Tensor], x: Tensor, wide: Tensor) -> Tensor:
+def _mixture_outputs(parameters: dict[str, Tensor], x: Tensor, wide: Tensor) -> Tensor:
     """Σ g_e h_e + shared, for all mixtures at once."""
     scores = x @ parameters["router"].mT
     kept = topk_mask(scores, CHOSEN)
@@ -322,7 +327,7 @@ def _output(parameters: dict[str, Tensor], x: Tensor, wide: Tensor) -> Tensor:
     return routed + wide @ parameters["shared"]
 
 
-def _effective(chosen: Tensor) -> Float[Tensor, " mixtures"]:
+def _effective_coalitions(chosen: Tensor) -> Float[Tensor, " mixtures"]:
     """Exp of the entropy of the coalitions of each mixture."""
     codes = (chosen.long() << torch.arange(chosen.shape[-1])).sum(dim=-1)
     numbers = []
@@ -351,9 +356,9 @@ def does_it_centre(run: ClaimRun) -> Evidence:
         zero changes little
     """
     x, layer, shared = far_data(run, run.size(4_000, 40_000))
-    used = [len(np.unique(mixture(x, layer, s)[1], axis=0)) for s in (None, shared)]
+    used = [len(np.unique(shared_expert_mixture(x, layer, s)[1], axis=0)) for s in (None, shared)]
     biased = centring(x, layer[0], None, layer[2]).router_bias.coalitions
-    middle = len(np.unique(mixture(x - x.mean(axis=0), layer, shared)[1], axis=0))
+    middle = len(np.unique(shared_expert_mixture(x - x.mean(axis=0), layer, shared)[1], axis=0))
     trained = coalitions_by_carrier(run)
     gains = {kind: (trained[kind] / trained["none"]).log().tolist() for kind in CARRIERS[1:]}
     means = {kind: f"{trained[kind].mean().item():.1f}" for kind in CARRIERS}
@@ -364,8 +369,8 @@ def does_it_centre(run: ClaimRun) -> Evidence:
             near("given router: with a router bias and centred", biased, middle, 0.02 * middle),
             at_least("given router: centring multiplies them by", middle / used[0], 10),
         ),
-        qualified(_gain("a fitted shared expert", gains["fitted"], least=0)),
-        corrected(_gain("one from zero", gains["from zero"], most=0.25)),
+        qualified(_coalition_gain_check("a fitted shared expert", gains["fitted"], least=0)),
+        corrected(_coalition_gain_check("one from zero", gains["from zero"], most=0.25)),
         paper="as many as centred data",
         corrected="of a given router by a bias or centred input; of a trained one by a carrier "
         "that is there first",
@@ -376,7 +381,7 @@ def does_it_centre(run: ClaimRun) -> Evidence:
     )
 
 
-def _gain(carrier: str, gains: list[float], **limits: Real) -> Check:
+def _coalition_gain_check(carrier: str, gains: list[float], **limits: Real) -> Check:
     """Check the mean of the logarithms of the gains in coalitions by a shared expert."""
     name = f"trained router: log of the gain by {carrier}"
     return estimated(name, fmean(gains), mean_interval(gains), **limits)

@@ -19,7 +19,12 @@ from tieline.lab.claims.evidence import (
     qualified,
     within,
 )
-from tieline.lab.claims.routing_problems import bisect, crofton, dense_regions, drawn
+from tieline.lab.claims.routing_problems import (
+    bisect_segments,
+    crofton_pieces,
+    dense_regions,
+    numpy_generator,
+)
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
 
@@ -35,7 +40,7 @@ def along_segment(
     The router has no bias, as in the paper; experts have normal ones with `biases`.
     """
     experts, k, width, dim = shape
-    r, ends = drawn(run, 500 + width), np.eye(dim)[:2]
+    r, ends = numpy_generator(run, 500 + width), np.eye(dim)[:2]
     counts = np.array(
         [
             pieces_along(
@@ -52,7 +57,7 @@ def along_segment(
     return float(counts.mean()), float(counts.std()) / math.sqrt(n)
 
 
-def curve(t: np.ndarray) -> np.ndarray:
+def space_curve(t: np.ndarray) -> np.ndarray:
     """A closed curve of R³ that lies in no plane."""
     return np.stack([np.cos(t), np.sin(t), 0.5 * np.sin(2 * t)], axis=-1)
 
@@ -60,16 +65,16 @@ def curve(t: np.ndarray) -> np.ndarray:
 def crossings_of(normal: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndarray]:
     """Parameters at which the curve meets a plane, and the sine of the angle there."""
     t = np.linspace(0, 2 * math.pi, 4_001)
-    side = curve(t) @ normal + offset
+    side = space_curve(t) @ normal + offset
     low, high = t[:-1][side[:-1] * side[1:] < 0], t[1:][side[:-1] * side[1:] < 0]
-    start = curve(low) @ normal + offset
-    low = bisect(lambda t: (curve(t) @ normal + offset) * start > 0, low, high, 50)
+    start = space_curve(low) @ normal + offset
+    low = bisect_segments(lambda t: (space_curve(t) @ normal + offset) * start > 0, low, high, 50)
     along = np.stack([-np.sin(low), np.cos(low), np.cos(2 * low)], axis=-1)
     return low, np.abs(along @ normal) / np.linalg.norm(along, axis=1) / np.linalg.norm(normal)
 
 
 @claim("p3-asm4.22", "transversality")
-def transversality(run: ClaimRun) -> Evidence:
+def manifold_transversality(run: ClaimRun) -> Evidence:
     """Hyperplanes with weights drawn from a density meet a manifold transversally with probability
     one: j of them in codimension j, or not at all.
 
@@ -78,7 +83,7 @@ def transversality(run: ClaimRun) -> Evidence:
         planes; a plane that was chosen to touch.
     Overturned by: a drawn plane that touches the curve
     """
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     planes = [(r.standard_normal(3), r.standard_normal()) for _ in range(run.size(100, 1_000))]
     met = [crossings_of(*plane) for plane in planes]
     sine = min(float(s.min()) for _, s in met if len(s))
@@ -87,7 +92,7 @@ def transversality(run: ClaimRun) -> Evidence:
         bool((np.abs(a[:, None] - b) < 1e-9).any()) for a, b in itertools.combinations(crossings, 2)
     )
     touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
-    side = curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
+    side = space_curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
     return Evidence.of(
         at_least("smallest sine at a crossing", sine, 1e-9),
         none_of("pairs of planes that meet on the curve", both),
@@ -108,7 +113,7 @@ def effective_dense(run: ClaimRun) -> Evidence:
     Overturned by: a manifold inside a flat of its own dimension among the hypotheses
     Condition: the manifold lies in a flat of dimension d_eff; a circle meets 2H regions
     """
-    r, width = drawn(run, 1), 8
+    r, width = numpy_generator(run, 1), 8
     angle = math.pi * (np.arange(width) + r.uniform(0.2, 0.8, width)) / width
     V, c = np.stack([np.cos(angle), np.sin(angle)], axis=1), 0.01 * r.standard_normal(width)
     t = np.linspace(0, 2 * math.pi, 100_001)
@@ -142,13 +147,13 @@ def effective_order(run: ClaimRun) -> Evidence:
     """
     widths, n = [8, 32, 128], run.size(100, 1_000)
     means = [along_segment(run, (1, 1, h, 6), n) for h in widths]
-    r = drawn(run, 1)
+    r = numpy_generator(run, 1)
     turn = np.linalg.qr(r.standard_normal((5, 2)))[0]
     plane = [dense_regions(r.standard_normal((h, 5)) @ turn, r.standard_normal(h)) for h in widths]
     checks = [
         near("exponent on a segment", exponent(widths, [m - 1 for m, _ in means]), 1, 0.05),
         near("exponent on a plane", exponent(widths, plane), 2, 0.1),
-        within("pieces on a segment, H = 128", *means[-1], crofton(1, 1, 128, QUARTER)),
+        within("pieces on a segment, H = 128", *means[-1], crofton_pieces(1, 1, 128, QUARTER)),
     ]
     return Evidence.of(checks, paper="d_eff", measured=exponent(widths, [m - 1 for m, _ in means]))
 
@@ -183,7 +188,7 @@ def effective_upper(run: ClaimRun) -> Evidence:
         corrected(
             within("pieces per neuron with biases", biased, biased_error, 1 / 3),
             within("pieces per neuron, Crofton", slope, error, 0.5),
-            within("pieces at H = 128, Crofton", high, f, crofton(2, 1, wide, QUARTER)),
+            within("pieces at H = 128, Crofton", high, f, crofton_pieces(2, 1, wide, QUARTER)),
         ),
         paper=stated,
         corrected=0.5,
@@ -192,7 +197,7 @@ def effective_upper(run: ClaimRun) -> Evidence:
             "H",
             "pieces, N = 2, k = 1, d = 8",
             dots("drawn layers", [narrow, wide], [low, high], [e, f]),
-            line("1 + (L/π)(kH + ρ)", widths, [crofton(2, 1, h, QUARTER) for h in widths]),
+            line("1 + (L/π)(kH + ρ)", widths, [crofton_pieces(2, 1, h, QUARTER) for h in widths]),
             line(
                 "the bound",
                 widths,
@@ -218,14 +223,14 @@ def effective_lower(run: ClaimRun) -> Evidence:
     """
     experts, k, width, dim = [8, 32, 128, 512], 4, 8, 8
     left = [
-        crofton(n, k, width, QUARTER) / paper_effective_bound(n, k, width, 1, dim, QUARTER)
+        crofton_pieces(n, k, width, QUARTER) / paper_effective_bound(n, k, width, 1, dim, QUARTER)
         for n in experts
     ]
     mean, error = along_segment(run, (32, k, width, dim), run.size(200, 2_000))
     return Evidence.of(
         at_least("constant at N = 512 over that at N = 8", left[-1] / left[0], 0.1),
         corrected(
-            within("mean pieces, N = 32", mean, error, crofton(32, k, width, QUARTER)),
+            within("mean pieces, N = 32", mean, error, crofton_pieces(32, k, width, QUARTER)),
             at_most(
                 "switches from N = 128 to 512, ratio",
                 expected_switches(512, k, 1.0) / expected_switches(128, k, 1.0),
@@ -233,7 +238,7 @@ def effective_lower(run: ClaimRun) -> Evidence:
             ),
         ),
         paper="a constant",
-        corrected=crofton(32, k, width, QUARTER),
+        corrected=crofton_pieces(32, k, width, QUARTER),
         measured=mean,
         figure=chart("N", "largest c, k = 4", line("c", experts, left), log="xy"),
         note="Pieces along a curve grow no faster than N; C(N, k) grows like N^k. Measured: mean "
@@ -242,7 +247,7 @@ def effective_lower(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-cor4.29", "ratio of the bounds")
-def resilience(_run: ClaimRun) -> Evidence:
+def bound_ratio_resilience(_run: ClaimRun) -> Evidence:
     """The bounds of Thm 4.26 and Prop. 4.24 are in the ratio O(C(N, k) k^d_eff).
 
     Setting: a ratio of two formulas, not of pieces, as its title says
@@ -251,7 +256,7 @@ def resilience(_run: ClaimRun) -> Evidence:
     """
     n, k, width = 16, 4, 100_000
     ratio = math.comb(n, k) * zaslavsky(k * width, 3) / zaslavsky(width, 3)
-    true = crofton(n, k, width, QUARTER) / crofton(1, 1, width, QUARTER)
+    true = crofton_pieces(n, k, width, QUARTER) / crofton_pieces(1, 1, width, QUARTER)
     return Evidence.of(
         near("ratio over C(N, k) k³", ratio / (math.comb(n, k) * k**3), 1, 1e-3),
         corrected(near("ratio of expected pieces on a curve", true, k, 0.01)),
@@ -271,7 +276,7 @@ def rank_condition(run: ClaimRun) -> Evidence:
     Tested: Bounded regions (all, less those of the neurons without bias) for n = 1 ... 5 in R³.
     Overturned by: a bounded cell of fewer than d_eff hyperplanes
     """
-    r, all_regions, bounded = drawn(run, 1), [], []
+    r, all_regions, bounded = numpy_generator(run, 1), [], []
     for n in range(1, 6):
         V, c = r.standard_normal((n, 3)), r.standard_normal(n)
         all_regions.append(dense_regions(V, c))

@@ -17,13 +17,13 @@ from tieline.lab.claims.evidence import (
     near,
     qualified,
 )
-from tieline.lab.claims.routing_problems import crofton, dense_regions, drawn
+from tieline.lab.claims.routing_problems import crofton_pieces, dense_regions, numpy_generator
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import paper_effective_bound, zaslavsky
 
 
 @claim("p3-ex4.3", "top-1 cells as a Voronoi diagram")
-def voronoi_cells(run: ClaimRun) -> Evidence:
+def top_one_voronoi_cells(run: ClaimRun) -> Evidence:
     """The walls z_i = z_j are perpendicular bisectors of the expert centroids: top-1 cells are a
     Voronoi diagram.
 
@@ -33,7 +33,7 @@ def voronoi_cells(run: ClaimRun) -> Evidence:
     Overturned by: the words 'power diagram', or the bias of the condition
     Condition: b_i = -‖w_i‖²/2 up to a common constant; otherwise a power diagram
     """
-    r = drawn(run, 61)
+    r = numpy_generator(run, 61)
     weight, x = r.standard_normal((10, 2)), 2 * r.standard_normal((20_000, 2))
     any_bias = not_nearest(weight, 0.5 * r.standard_normal(10), x)
     voronoi = not_nearest(weight, -(weight**2).sum(axis=1) / 2, x)
@@ -61,7 +61,7 @@ def pairwise_walls(run: ClaimRun) -> Evidence:
     Tested: Pairs that meet along a wall, by linear programmes, in the plane and in R¹¹.
     Overturned by: more walls than pairs
     """
-    r, n = drawn(run, 62), 12
+    r, n = numpy_generator(run, 62), 12
     counts = [existing_walls(r.standard_normal((n, d)), r.standard_normal(n)) for d in (2, n - 1)]
     return Evidence.of(
         at_most("walls in the plane", counts[0], n * (n - 1) // 2),
@@ -98,7 +98,7 @@ def polynomial_width(run: ClaimRun) -> Evidence:
     """
     widths = [64, 256, 1024]
     powers = {d: exponent(widths, [zaslavsky(h, d) for h in widths]) for d in (2, 5)}
-    r = drawn(run, 63)
+    r = numpy_generator(run, 63)
     counted = dense_regions(r.standard_normal((20, 2)), r.standard_normal(20))
     return Evidence.of(
         *(near(f"exponent, d = {d}", power, d, 0.05) for d, power in powers.items()),
@@ -129,7 +129,7 @@ def without_transversality(run: ClaimRun) -> Evidence:
 
 def degenerate_counts(run: ClaimRun) -> tuple[dict[str, int], list[int]]:
     """Regions of three degenerate arrangements of six lines, and after a small move."""
-    r = drawn(run, 64)
+    r = numpy_generator(run, 64)
     V, c = r.standard_normal((6, 2)), r.standard_normal(6)
     point = np.array([0.3, -0.2])
     through, parallel, equal = (V.copy(), c.copy()), (V.copy(), c.copy()), (V.copy(), c.copy())
@@ -177,7 +177,9 @@ def effective_theta(_run: ClaimRun) -> Evidence:
 def theta_ratio(n_experts: int) -> float:
     """Expected pieces along a quarter circle over the paper's formula."""
     length = math.pi / 2
-    return crofton(n_experts, 4, 8, length) / paper_effective_bound(n_experts, 4, 8, 1, 8, length)
+    return crofton_pieces(n_experts, 4, 8, length) / paper_effective_bound(
+        n_experts, 4, 8, 1, 8, length
+    )
 
 
 @claim("p3-rem5.2", "the width penalty under the manifold hypothesis")
@@ -228,7 +230,7 @@ def rank_deficiency(run: ClaimRun) -> Evidence:
 
 def tangent_ranks(run: ClaimRun, tangent: int, width: int, parts: int, k: int) -> tuple[int, int]:
     """Rank on a tangent space of one expert of width H/m, and of the k m that are active."""
-    r = drawn(run, 65)
+    r = numpy_generator(run, 65)
     basis = np.linalg.qr(r.standard_normal((32, tangent)))[0]
     experts = r.standard_normal((k * parts, width // parts, 32)) @ basis
     ranks = (experts[0], experts.reshape(-1, tangent))
@@ -257,7 +259,7 @@ def minimal_inequalities(run: ClaimRun) -> Evidence:
 
 def needed_inequalities(run: ClaimRun, dim: int, n_experts: int = 6, k: int = 2) -> int:
     """Number of the k(N-k) inequalities of the cell at the origin that no others imply."""
-    r = drawn(run, 66)
+    r = numpy_generator(run, 66)
     weight, bias = r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
     chosen = np.argsort(-bias)[:k]
     pairs = [(u, v) for u in chosen for v in range(n_experts) if v not in chosen]
@@ -299,7 +301,7 @@ def equal_chambers(run: ClaimRun) -> Evidence:
 
 def chamber_shares(run: ClaimRun) -> tuple[float, float, float, int]:
     """Largest over least share of one router, mean share of one order with error, planar orders."""
-    r = drawn(run, 67)
+    r = numpy_generator(run, 67)
     x = r.standard_normal((run.size(40_000, 200_000), 8))
     weight = r.standard_normal((4, 8))
     orders = np.unique(np.argsort(x @ weight.T, axis=1), axis=0, return_counts=True)[1]

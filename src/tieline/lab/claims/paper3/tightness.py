@@ -16,7 +16,7 @@ from tieline.lab.claims.evidence import (
     near,
     qualified,
 )
-from tieline.lab.claims.routing_problems import drawn, layer, numpy_router
+from tieline.lab.claims.routing_problems import drawn_layer, numpy_generator, numpy_router
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     attainability,
@@ -35,7 +35,7 @@ MANY = [64, 256, 1024, 4096]
 
 
 @claim("p3-thm4.19", "lower bound for top-k", expected=Verdict.FAILS)
-def lower_bound(_run: ClaimRun) -> Evidence:
+def top_k_lower_bound(_run: ClaimRun) -> Evidence:
     """Some weights give Ω(C(N, k) H^d) regions; by (6) every one of C(N, k) cells holds Φ(kH, d) of
     them.
 
@@ -100,7 +100,7 @@ def tight_order(_run: ClaimRun) -> Evidence:
 
 
 @claim("p3-table1", "capacities and costs")
-def table(_run: ClaimRun) -> Evidence:
+def table_one_capacities(_run: ClaimRun) -> Evidence:
     """Active and total parameters, and the exact capacity (tight bound) Φ(H, d), N Φ(H, d), C(N, k)
     Φ(kH, d), C(N, k) Φ(H, d).
 
@@ -142,9 +142,9 @@ def equal_compute(run: ClaimRun) -> Evidence:
     """
     capacities, best = paper_capacities(16, 4, 5, 5), sharp_bound(16, 4, 5, 5)
     mean = expected_regions(16, 4, 5, 5)
-    dense_count = int(count_regions(*layer(0, 1, 20, 5), 1))
+    dense_count = int(count_regions(*drawn_layer(0, 1, 20, 5), 1))
     width = 2 if run.fast else 5
-    exact = int(count_regions(*layer(0, 16, width, 5), 4))
+    exact = int(count_regions(*drawn_layer(0, 16, width, 5), 4))
     expected = expected_regions(16, 4, width, 5)
     checks = [
         at_least("expected pieces of top-4", mean, capacities.top_k),
@@ -178,7 +178,7 @@ def equal_compute(run: ClaimRun) -> Evidence:
 
 
 @claim("p3-lem4.18", "every coalition reached", seconds=1)
-def reachability(run: ClaimRun) -> Evidence:
+def coalition_reachability(run: ClaimRun) -> Evidence:
     """Some router chooses every set of k experts on a set of positive measure.
 
     Setting: existence of a router in the given d_in for every N and k, as printed
@@ -188,7 +188,7 @@ def reachability(run: ClaimRun) -> Evidence:
     Condition: rank [W 1] = N, or k or N - k at most (d+1)/2; impossible for k >= ⌊(d+3)/2⌋ and N -
         k >= d + 2
     """
-    W, reached = drawn(run, 1).standard_normal((6, 6)), 0
+    W, reached = numpy_generator(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
         target = np.isin(np.arange(6), coalition).astype(float)
         mask = chosen((W @ np.linalg.solve(W, target))[None], 3)[0]
@@ -213,13 +213,13 @@ def reachability(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=70, corrected="fewer than 70", measured=most)
 
 
-def law(n: int, k: int, m: int, d_eff: int) -> float:
+def printed_splitting_law(n: int, k: int, m: int, d_eff: int) -> float:
     """(Ne/k)^{(m-1)k} m^{-d_eff - 1/2}, as printed."""
     return (n * math.e / k) ** ((m - 1) * k) * m ** (-d_eff - 0.5)
 
 
 @claim("p3-thm5.1", "gain of splitting", expected=Verdict.FAILS)
-def splitting(_run: ClaimRun) -> Evidence:
+def splitting_gain(_run: ClaimRun) -> Evidence:
     """Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} (1 + o(1))
     as N grows, k and m fixed.
 
@@ -230,7 +230,10 @@ def splitting(_run: ClaimRun) -> Evidence:
     """
     k, m, d = 2, 2, 3
     sizes = [10**p for p in range(2, 9)]
-    over = [math.comb(m * n, m * k) / math.comb(n, k) / m**d / law(n, k, m, d) for n in sizes]
+    over = [
+        math.comb(m * n, m * k) / math.comb(n, k) / m**d / printed_splitting_law(n, k, m, d)
+        for n in sizes
+    ]
     constant = (
         math.factorial(k)
         / math.factorial(m * k)
@@ -240,7 +243,7 @@ def splitting(_run: ClaimRun) -> Evidence:
     kept = capacity_bound(32, 4, 8, d) / math.comb(32, 4)
     split = capacity_bound(64, 8, 4, d) / math.comb(64, 8)
     gain = expected_regions(64, 8, 4, d) / expected_regions(32, 4, 8, d)
-    printed = law(32, 4, 2, d)
+    printed = printed_splitting_law(32, 4, 2, d)
     return Evidence.of(
         near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
         corrected(
@@ -282,12 +285,14 @@ def granularity_limit(run: ClaimRun) -> Evidence:
     Overturned by: the condition kH >= d_eff, which splitting keeps
     """
     splits = [1, 2, 4, 8]
-    counts = [int(count_regions(*layer(drawn(run, m), m, 8 // m, 3), m)) for m in splits]
+    counts = [
+        int(count_regions(*drawn_layer(numpy_generator(run, m), m, 8 // m, 3), m)) for m in splits
+    ]
     routed = [expected_regions(4 * m, m, 8 // m, 3) for m in splits]
     drops = sum(b < a for a, b in itertools.pairwise(routed))
     beyond = np.array(
         [
-            int(count_regions(*layer(drawn(run, 60 + s), 16, 2, 3), 4))
+            int(count_regions(*drawn_layer(numpy_generator(run, 60 + s), 16, 2, 3), 4))
             for s in range(run.size(30, 300))
         ]
     )

@@ -20,14 +20,14 @@ from tieline.lab.claims.evidence import (
     qualified,
 )
 from tieline.lab.claims.mixture_splits import (
-    dependent,
-    drawn,
-    inputs,
+    dependent_functions,
+    drawn_mixture,
     largest_gap,
     same_function,
     split_checks,
     split_scale,
-    twisted,
+    twisted_quadratic,
+    uniform_inputs,
     without_row,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
@@ -43,7 +43,7 @@ from tieline.routing.gates import Gate
 
 
 @claim("p4-sec2", "attention as a mixture of experts", number="section 2, (1)-(3)")
-def attention(run: ClaimRun) -> Evidence:
+def attention_as_mixture(run: ClaimRun) -> Evidence:
     """Each row of softmax or sigmoid self-attention is a mixture with quadratic scores X M Xᵀ and
     linear experts X P.
 
@@ -71,7 +71,7 @@ def attention(run: ClaimRun) -> Evidence:
 
 
 @claim("p4-eq5", "sigmoid gating regression", number="(4), (5), (48)")
-def model(run: ClaimRun) -> Evidence:
+def sigmoid_gating_regression(run: ClaimRun) -> Evidence:
     """The regression function is Σ σ(xᵀAx + b·x + c) E(x, η), or without b.
 
     Setting: full and partial score, sigmoid and softmax, d = 3
@@ -79,13 +79,13 @@ def model(run: ClaimRun) -> Evidence:
     Overturned by: a value that differs
     """
     worst = []
-    x = inputs(run, 300, 3)
+    x = uniform_inputs(run, 300, 3)
     scores: list[tuple[GateName, str]] = [("quadratic", "full"), ("partial", "partial")]
     links: list[tuple[LinkName, Gate]] = [("sigmoid", Sigmoid()), ("softmax", Softmax())]
     for gate, kind in scores:
         for link, layer in links:
             family = MoEModel(gate, link, "relu", 3, 4)
-            params = drawn(run, family)
+            params = drawn_mixture(run, family)
             router = core_router(params, kind)
             a, b = params.experts[:, :-1], params.experts[:, -1]
             f = (layer(router(x)) * torch.relu(x @ a.T + b)).sum(dim=1)
@@ -108,14 +108,14 @@ def core_router(params: MoEParameters, kind) -> QuadraticRouter:
     return router
 
 
-def gated(theta: Tensor, x: Tensor) -> Tensor:
+def gated_expert(theta: Tensor, x: Tensor) -> Tensor:
     """F(x; A, b, c, α, β) = σ(xᵀAx + b·x + c)(α·x + β) on the plane, θ of 4 + 2 + 1 + 2 + 1."""
     score = x @ theta[:4].reshape(2, 2) @ x + theta[4:6] @ x + theta[6]
     return score.sigmoid() * (theta[7:9] @ x + theta[9])
 
 
 @claim("p4-eq8", "the equations behind slow polynomial experts", number="(8)", seconds=0.7)
-def equations(run: ClaimRun) -> Evidence:
+def slow_polynomial_equations(run: ClaimRun) -> Evidence:
     """For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = ∂²F/∂c∂α.
 
     Setting: linear experts, d = 2
@@ -123,15 +123,15 @@ def equations(run: ClaimRun) -> Evidence:
         tanh expert.
     Overturned by: a residual beyond rounding
     """
-    theta, x = run.normal(10, stream=1), inputs(run, 50, 2)
-    second = vmap(jacrev(jacrev(gated)), (None, 0))(theta, x)
+    theta, x = run.normal(10, stream=1), uniform_inputs(run, 50, 2)
+    second = vmap(jacrev(jacrev(gated_expert)), (None, 0))(theta, x)
 
     def with_tanh(t: Tensor, point: Tensor) -> Tensor:
         score = point @ t[:4].reshape(2, 2) @ point + t[4:6] @ point + t[6]
         return score.sigmoid() * torch.tanh(t[7:9] @ point + t[9])
 
     other = vmap(jacrev(jacrev(with_tanh)), (None, 0))(theta, x)
-    worst, every = residuals(second), residuals(other)
+    worst, every = equation_residuals(second), equation_residuals(other)
     return Evidence.of(
         *(at_most(name, value, 1e-12) for name, value in worst.items()),
         corrected(
@@ -144,7 +144,7 @@ def equations(run: ClaimRun) -> Evidence:
     )
 
 
-def residuals(second: Tensor) -> dict[str, float]:
+def equation_residuals(second: Tensor) -> dict[str, float]:
     """Largest residual of each equation of (8)."""
     A, b, c, alpha, beta = slice(0, 4), slice(4, 6), 6, slice(7, 9), 9
     pairs = {
@@ -156,7 +156,7 @@ def residuals(second: Tensor) -> dict[str, float]:
 
 
 @claim("p4-prop3", "a sigmoid that vanishes", expected=Verdict.FAILS)
-def vanishing(run: ClaimRun) -> Evidence:
+def vanishing_sigmoid(run: ClaimRun) -> Evidence:
     """Two sigmoids tend to one only if the second has A = 0, b = 0 and c → +∞.
 
     Setting: the proposition as printed: c_2 = +∞; bounded inputs
@@ -165,7 +165,7 @@ def vanishing(run: ClaimRun) -> Evidence:
     Overturned by: c → -∞ in the conclusion, and A_2 and b_2 left free: any bounded A_2 and b_2 let
         the second sigmoid vanish
     """
-    x = inputs(run, 2000, 2)
+    x = uniform_inputs(run, 2000, 2)
     A = run.normal(2, 2, stream=1)
     bend = ((x @ A) * x).sum(dim=1)
 
@@ -184,12 +184,12 @@ def vanishing(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
 
 
-def sigma(c: float) -> float:
+def logistic(c: float) -> float:
     """The logistic function."""
     return 1 / (1 + math.exp(-c))
 
 
-def example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
+def sigmoid_loss_example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
     """A fit of three atoms and a truth of two; two atoms fall into the first cell."""
     truth = quadratic_parameters(
         [[[0, 0], [0, 0]], [[1, 0], [0, -1]]],
@@ -206,7 +206,7 @@ def example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
     return fit, truth
 
 
-MASS = abs(sigma(-0.5) + sigma(-0.7) - sigma(0.3))
+MASS = abs(logistic(-0.5) + logistic(-0.7) - logistic(0.3))
 ROOT = math.sqrt(0.05)
 
 
@@ -234,13 +234,13 @@ def loss_by_hand(
     Tested: Hand arithmetic on a fit of three atoms against a truth of two.
     Overturned by: a digit that differs
     """
-    fit, truth = example(full=full)
+    fit, truth = sigmoid_loss_example(full=full)
     value = voronoi_loss(fit, truth, kind, 4, r).value
     return Evidence.of(near(kind, value, by_hand, 1e-12), paper=by_hand, measured=value)
 
 
 @claim("p4-L3", "L_3 and its index", number="section 4.2")
-def third(run: ClaimRun) -> Evidence:
+def loss_three_and_index(run: ClaimRun) -> Evidence:
     """Σ_j Σ_{i ∈ A_j} ‖A_i - Ā_i‖ + …: every atom against the atom of the same number.
 
     Setting: the definition as printed, with the index i on both sides
@@ -249,7 +249,7 @@ def third(run: ClaimRun) -> Evidence:
     Overturned by: the index j of the cell on the right
     Condition: the second index is that of the cell, A_i - Ā_j
     """
-    fit, truth = example()
+    fit, truth = sigmoid_loss_example()
     other = truth.take([1, 0])
     printed = float(
         (other.router - truth.router).norm(dim=1).sum()
@@ -270,7 +270,7 @@ def third(run: ClaimRun) -> Evidence:
 
 
 @claim("p4-eq52", "L_4", number="(52)")
-def fourth(run: ClaimRun) -> Evidence:
+def loss_four(run: ClaimRun) -> Evidence:
     """L_1 without b.
 
     Setting: the definition, partial score
@@ -281,7 +281,7 @@ def fourth(run: ClaimRun) -> Evidence:
 
 
 @claim("p4-eq53", "L_5", number="(53)")
-def fifth(run: ClaimRun) -> Evidence:
+def loss_five(run: ClaimRun) -> Evidence:
     """L_3 without b, index of the cell.
 
     Setting: the definition, partial score, index of the cell
@@ -292,17 +292,17 @@ def fifth(run: ClaimRun) -> Evidence:
     return loss_by_hand(run, "L5", terms, full=False)
 
 
-def family(gate, expert: str, n: int = 2, activation: str = "relu") -> MoEModel:
+def sigmoid_definition_family(gate, expert: str, n: int = 2, activation: str = "relu") -> MoEModel:
     """A sigmoid model on the plane; `activation` is that of two-layer experts."""
     return MoEModel(gate, "sigmoid", expert, 2, n, activation=activation)
 
 
 def strong_counts(run: ClaimRun, gate, experts: dict[str, dict]) -> dict[str, int]:
     """Dependent derivatives of the strong definition, by expert."""
-    x, counts = inputs(run, 800, 2), {}
+    x, counts = uniform_inputs(run, 800, 2), {}
     for name, form in experts.items():
-        model = family(gate, **form)
-        counts[name] = dependent(rank_test(model, generic_atoms(model, 2), "strong", x))
+        model = sigmoid_definition_family(gate, **form)
+        counts[name] = dependent_functions(rank_test(model, generic_atoms(model, 2), "strong", x))
     return counts
 
 
@@ -313,7 +313,7 @@ LAYERED = {
 
 
 @claim("p4-def1", "strong identifiability and its examples", expected=Verdict.FAILS, seconds=0.3)
-def strong(run: ClaimRun) -> Evidence:
+def sigmoid_strong_identifiability(run: ClaimRun) -> Evidence:
     """The derivatives of F in (A, b, η) of orders one and two at A = b = 0 are independent for
     two-layer ReLU and GELU experts, not for polynomial ones.
 
@@ -334,7 +334,7 @@ def strong(run: ClaimRun) -> Evidence:
         ),
         split_checks(
             run,
-            partial(family, "quadratic"),
+            partial(sigmoid_definition_family, "quadratic"),
             dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable"),
         ),
         paper=0,
@@ -369,7 +369,7 @@ def partial_strong(run: ClaimRun) -> Evidence:
     }
     return Evidence.of(
         *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-        split_checks(run, partial(family, "partial"), cases),
+        split_checks(run, partial(sigmoid_definition_family, "partial"), cases),
         paper=0,
         corrected="tanh, GELU pass the split test; ReLU, u² up to scale; linear experts do not",
         measured=f"{counts}",
@@ -417,7 +417,7 @@ def one_expert_atoms(model: MoEModel) -> list[Atom]:
     given={"gate": "partial"},
 )
 @claim("p4-def2", "weak identifiability and its examples", given={"gate": "quadratic"})
-def weak(run: ClaimRun, gate) -> Evidence:
+def sigmoid_weak_identifiability(run: ClaimRun, gate) -> Evidence:
     """The first derivatives of F in (A, b, c, η) are independent at any distinct parameters, for
     two-layer networks and polynomial experts.
 
@@ -430,11 +430,11 @@ def weak(run: ClaimRun, gate) -> Evidence:
     Condition: A symmetric, rows that are not constant and of which none is another or its opposite;
         and not λ ReLU, which no row saves
     """
-    x, as_written, excluded = inputs(run, 600, 2), [], []
+    x, as_written, excluded = uniform_inputs(run, 600, 2), [], []
 
     def dependencies(form: dict, atoms) -> int:
-        model = family(gate, **form)
-        return dependent(rank_test(model, atoms(model), "weak", x))
+        model = sigmoid_definition_family(gate, **form)
+        return dependent_functions(rank_test(model, atoms(model), "weak", x))
 
     for name, form in WEAK_FORMS.items():
         witnesses = {"opposite rows": opposite_atoms, "proportional experts": witness_atoms}
@@ -491,17 +491,20 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
     Condition: A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no
         two are multiples of one another, such as tanh
     """
-    tanh, relu = family(gate, "tanh", 3), family(gate, "relu", 3)
-    truth, flat = drawn(run, tanh), without_row(drawn(run, relu, stream=2))
+    tanh, relu = (
+        sigmoid_definition_family(gate, "tanh", 3),
+        sigmoid_definition_family(gate, "relu", 3),
+    )
+    truth, flat = drawn_mixture(run, tanh), without_row(drawn_mixture(run, relu, stream=2))
     bias, experts = flat.bias.clone(), flat.experts.clone()
     bias[0] = torch.logit(flat.bias[0].sigmoid() / 2)
     experts[0] *= 2
     pairs = {
-        "antisymmetric part": (tanh, truth, twisted(truth)),
+        "antisymmetric part": (tanh, truth, twisted_quadratic(truth)),
         "half the mass, twice the scale": (relu, flat, MoEParameters(flat.router, bias, experts)),
         "ReLU split": (relu, flat, split_scale(relu, flat)),
     }
-    x = inputs(run, 2000, 2)
+    x = uniform_inputs(run, 2000, 2)
     return same_function(
         pairs,
         x,
@@ -513,7 +516,7 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
     )
 
 
-def reflected(truth: MoEParameters, row: int) -> MoEParameters:
+def reflected_sigmoid_pair(truth: MoEParameters, row: int) -> MoEParameters:
     """The first expert twice, under a row and under its opposite: the expert alone, ungated."""
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64)
     rows, bias = torch.outer(sign, truth.router[row]), sign * truth.bias[row]
@@ -522,7 +525,7 @@ def reflected(truth: MoEParameters, row: int) -> MoEParameters:
 
 def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
     """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
-    first, other = reflected(truth, 0), reflected(truth, 1)
+    first, other = reflected_sigmoid_pair(truth, 0), reflected_sigmoid_pair(truth, 1)
     gap, apart = largest_gap(model, first, other, x), voronoi_loss(other, first, loss, 4).value
     return [
         at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
@@ -538,9 +541,13 @@ def _independent_terms(run: ClaimRun, gate) -> Check:
 
     Two measures are one function only if their terms together are linearly dependent.
     """
-    model, x, least = family(gate, "tanh", 6), 4 * inputs(run, 2000, 2), []
+    model, x, least = (
+        sigmoid_definition_family(gate, "tanh", 6),
+        4 * uniform_inputs(run, 2000, 2),
+        [],
+    )
     for stream in range(100, 164):
-        atoms = drawn(run, model, stream)
+        atoms = drawn_mixture(run, model, stream)
         terms = model.weights(atoms, x) * model.expert_outputs(atoms, x)
         least.append(float(torch.linalg.svdvals(terms / terms.norm(dim=0))[-1]))
     name = "least singular value of the terms of two measures"

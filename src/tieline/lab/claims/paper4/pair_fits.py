@@ -159,7 +159,7 @@ def fit_pairs(
     return PairStudy(SIZES, losses, distance.reshape(shape), Fits(answered, count), run.seed)
 
 
-def split_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
+def atom_pair_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
     """L_1 or L_4 of two atoms in the cell of one: masses, and squares of all differences."""
 
     def loss(atoms: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ import torch
 
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import Evidence, at_least, at_most, corrected, near, qualified
-from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
+from tieline.lab.claims.mixture_splits import (
+    drawn_mixture,
+    largest_gap,
+    split_scale,
+    uniform_inputs,
+    without_row,
+)
 from tieline.lab.estimation import MoEModel, MoEParameters
 
 
@@ -17,7 +23,7 @@ from tieline.lab.estimation import MoEModel, MoEParameters
     number="sec. B.1, Step 1",
     expected=Verdict.FAILS,
 )
-def brackets(run: ClaimRun) -> Evidence:
+def entropy_brackets(run: ClaimRun) -> Evidence:
     """[max(ζ - τ, 0), max(ζ + τ, M)] are brackets of width at most min(2τ, M) that cover the class
     |f| <= M.
 
@@ -31,8 +37,8 @@ def brackets(run: ClaimRun) -> Evidence:
     f = (
         zeta + tau * (2 * torch.rand(2000, dtype=torch.float64, generator=run.generator(55)) - 1)
     ).clamp(-M, M)
-    printed = bracket(zeta, tau, M, printed=True)
-    mended = bracket(zeta, tau, M, printed=False)
+    printed = bracket_pair(zeta, tau, M, printed=True)
+    mended = bracket_pair(zeta, tau, M, printed=False)
     wide = [(high - low).max().item() for low, high in (printed, mended)]
     outside = [int(((f < low) | (f > high)).sum()) for low, high in (printed, mended)]
     return Evidence.of(
@@ -48,7 +54,7 @@ def brackets(run: ClaimRun) -> Evidence:
     )
 
 
-def bracket(
+def bracket_pair(
     zeta: torch.Tensor, tau: float, bound: float, *, printed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lower and upper function, as printed or mended."""
@@ -74,12 +80,12 @@ def two_gates(run: ClaimRun) -> Evidence:
     least, constant = (least_two_gates(score, 10.0) for score in (row, flat))
     vanishing = least_two_gates(row, 40.0)
     model = MoEModel("quadratic", "sigmoid", "two_layer", 2, 2, activation="gelu")
-    truth = drawn(run, model)
+    truth = drawn_mixture(run, model)
     pair = truth.take([0, 0, 1])
     experts = pair.experts.clone()
     experts[0, -1], experts[1, -1] = 0.7 * experts[0, -1], 0.3 * experts[1, -1]
     gap = largest_gap(
-        model, MoEParameters(pair.router, pair.bias, experts), truth, inputs(run, 500, 2)
+        model, MoEParameters(pair.router, pair.bias, experts), truth, uniform_inputs(run, 500, 2)
     )
     return Evidence.of(
         at_least("|f - f*| of λ₁φ, λ₂φ under one gate", gap, 1e-6),
@@ -126,9 +132,9 @@ def partial_linear(run: ClaimRun) -> Evidence:
     Overturned by: a score that tells the two apart
     """
     model = MoEModel("partial", "sigmoid", "linear", 2, 3)
-    truth = without_row(drawn(run, model))
+    truth = without_row(drawn_mixture(run, model))
     split = split_scale(model, truth, 0.3)
-    gap = largest_gap(model, split, truth, inputs(run, 2000, 2))
+    gap = largest_gap(model, split, truth, uniform_inputs(run, 2000, 2))
     apart = (split.experts[0] - truth.experts[0]).norm().item()
     return Evidence.of(
         at_least("|f - f*| of the split over the distance of the experts", gap / apart, 1e-6),

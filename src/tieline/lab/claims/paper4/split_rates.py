@@ -22,16 +22,22 @@ from tieline.lab.claims.evidence import (
     line,
     qualified,
 )
-from tieline.lab.claims.mixture_splits import drawn, inputs, largest_gap, split_scale, without_row
+from tieline.lab.claims.mixture_splits import (
+    drawn_mixture,
+    largest_gap,
+    split_scale,
+    uniform_inputs,
+    without_row,
+)
 from tieline.lab.claims.paper4.pair_fits import (
     AtomPair,
     PairStudy,
+    atom_pair_loss,
     best_measure_loss,
     dense_atom,
     fit_pairs,
     quantile_text,
     sparse_atom,
-    split_loss,
 )
 from tieline.lab.claims.rate_studies import WINDOW, nearest_best
 from tieline.lab.estimation import MoEModel
@@ -117,8 +123,10 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
 def example_gap(run: ClaimRun, gate) -> float:
     """Largest |f - f*| of λ GELU under a zero row as two of strengths 1 ± 0.3."""
     model = MoEModel(gate, "sigmoid", "two_layer", 2, 3, activation="gelu")
-    truth = without_row(drawn(run, model))
-    return largest_gap(model, split_scale(model, truth, 0.3, -1), truth, inputs(run, 2000, 2))
+    truth = without_row(drawn_mixture(run, model))
+    return largest_gap(
+        model, split_scale(model, truth, 0.3, -1), truth, uniform_inputs(run, 2000, 2)
+    )
 
 
 SPLIT_MASS = 0.155
@@ -142,8 +150,8 @@ def partial_sparse_rate(run: ClaimRun) -> Evidence:
         without outer scale; the paper's own examples can be split for nothing
     """
     pair = AtomPair("tanh", sparse_atom(), "acαβ")
-    start = pair.start(c=_logit(SPLIT_MASS))
-    study = fit_pairs(run, pair, start, split_loss(pair.truth), radius=0.3, repetitions=48)
+    start = pair.start(c=_gate_constant(SPLIT_MASS))
+    study = fit_pairs(run, pair, start, atom_pair_loss(pair.truth), radius=0.3, repetitions=48)
     gap = example_gap(run, "partial")
     return Evidence.of(
         at_least("λ GELU: |f - f*| of a split", gap, 1e-6),
@@ -173,8 +181,8 @@ def full_sparse_rate(run: ClaimRun) -> Evidence:
     Overturned by: slopes of the upper quantiles within -1/2 ± 0.14 for tanh
     """
     pair = AtomPair("tanh", sparse_atom(), "abc")
-    start = pair.start(c=_logit(SPLIT_MASS))
-    study = fit_pairs(run, pair, start, split_loss(pair.truth), radius=0.3, repetitions=80)
+    start = pair.start(c=_gate_constant(SPLIT_MASS))
+    study = fit_pairs(run, pair, start, atom_pair_loss(pair.truth), radius=0.3, repetitions=80)
     gap = example_gap(run, "quadratic")
     return Evidence.of(
         at_least("λ GELU: |f - f*| of a split", gap, 1e-6),
@@ -195,6 +203,6 @@ def full_sparse_rate(run: ClaimRun) -> Evidence:
     )
 
 
-def _logit(mass: float) -> float:
+def _gate_constant(mass: float) -> float:
     """Constant c of a gate of this mass."""
     return float(sparse_atom(mass)[2])

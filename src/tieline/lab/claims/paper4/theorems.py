@@ -29,12 +29,12 @@ from tieline.lab.claims.evidence import (
 )
 from tieline.lab.claims.mixture_splits import (
     FLOOR,
-    drawn,
-    inputs,
+    drawn_mixture,
     largest_gap,
     least_ratio,
     split_ratio,
     split_scale,
+    uniform_inputs,
     without_row,
 )
 from tieline.lab.claims.paper4.pair_fits import (
@@ -50,7 +50,7 @@ from tieline.lab.claims.rate_studies import (
     printed_slopes,
     rate_evidence,
     regression_rate,
-    slow,
+    slow_rate_check,
     small_study,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
@@ -60,7 +60,7 @@ from tieline.lab.power_law import exponent
 
 def sparse_truth(run: ClaimRun, model: MoEModel) -> MoEParameters:
     """Parameters whose first router row is zero."""
-    return without_row(drawn(run, model))
+    return without_row(drawn_mixture(run, model))
 
 
 def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
@@ -93,7 +93,7 @@ def full_sparse(run: ClaimRun) -> Evidence:
         of L_1 in ε, for the two-layer GELU and ReLU experts of the paper.
     Overturned by: a loss with ‖Δb‖⁴ in place of ‖Δb‖², or the partial score
     """
-    x, steps = inputs(run, 2000, 2), [0.1, 0.05, 0.025]
+    x, steps = uniform_inputs(run, 2000, 2), [0.1, 0.05, 0.025]
     checks, shown = [], {}
     for expert in ("gelu", "relu"):
         model = MoEModel("quadratic", "sigmoid", "two_layer", 2, 3, activation=expert)
@@ -129,7 +129,7 @@ def full_sparse(run: ClaimRun) -> Evidence:
 
 
 @claim("p4-thm2", "polynomial experts: the vanishing ratio", number="Thm 2, Lemma 2")
-def polynomial(run: ClaimRun) -> Evidence:
+def polynomial_vanishing_ratio(run: ClaimRun) -> Evidence:
     """‖f_G - f_G*‖ / L_{2,r} has no positive lower bound for experts (α·x + β)ᵖ, any r.
 
     Setting: over-specified, sparse, full score, loss L_{2,r}; powers 1, 2, 3
@@ -137,7 +137,7 @@ def polynomial(run: ClaimRun) -> Evidence:
         1, 2, 3.
     Overturned by: a lower bound on the ratio along splits
     """
-    x, ratios, gaps = inputs(run, 2000, 2), [], []
+    x, ratios, gaps = uniform_inputs(run, 2000, 2), [], []
     for power in (1, 2, 3):
         model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=power)
         truth = sparse_truth(run, model)
@@ -173,7 +173,7 @@ SPLIT_STEPS = [0.1, 0.05, 0.025, 0.0125]
     expected=Verdict.FAILS,
     given={"gate": "quadratic", "loss": "L3"},
 )
-def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
+def dense_regime_bound(run: ClaimRun, gate, loss: str) -> Evidence:
     """For weakly identifiable experts L_3 against the nearest best measure of N > N* atoms is
     bounded by the distance of the functions.
 
@@ -205,7 +205,7 @@ def dense_bound(run: ClaimRun, gate, loss: str) -> Evidence:
             ),
         ]
     model = MoEModel(gate, "sigmoid", "tanh", 2, 2)
-    least = least_ratio(run, model, drawn(run, model), loss, 4)
+    least = least_ratio(run, model, drawn_mixture(run, model), loss, 4)
     checks += corrected(at_least("tanh, N = N*, A symmetric: least ratio", least, FLOOR))
     return Evidence.of(
         checks,
@@ -230,7 +230,7 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     Condition: A symmetric, and experts that cannot be split, such as tanh without an outer scale;
         the paper's own examples can
     """
-    x, checks, gaps = inputs(run, 2000, 2), [], []
+    x, checks, gaps = uniform_inputs(run, 2000, 2), [], []
     forms = {
         "u²": ({"expert": "polynomial"}, None),
         "linear": ({"expert": "linear"}, None),
@@ -257,12 +257,14 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     )
 
 
-def family(expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid") -> MoEModel:
+def sigmoid_plane_family(
+    expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid"
+) -> MoEModel:
     """A mixture of two experts in the plane."""
     return MoEModel(gate, link, expert, 2, 2)
 
 
-def single(expert: str = "tanh", gate: Any = "quadratic") -> MoEModel:
+def single_sigmoid_expert(expert: str = "tanh", gate: Any = "quadratic") -> MoEModel:
     """One expert in the plane under a sigmoid gate, for fits with one too many."""
     return MoEModel(gate, "sigmoid", expert, 2, 1)
 
@@ -278,7 +280,9 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
     What a drawn expert is near (a constant, a line) decides from which n on its law shows.
     """
     grid = QUARTIC if gate == "quadratic" else {}
-    return small_study(run, single("tanh", gate), extra=1, sparse=True, fixed=True, **grid)
+    return small_study(
+        run, single_sigmoid_expert("tanh", gate), extra=1, sparse=True, fixed=True, **grid
+    )
 
 
 @claim(
@@ -329,7 +333,7 @@ def dense_regression(run: ClaimRun, gate: str) -> Evidence:
     Condition: experts that can be split or can vanish, as all of the paper's examples: then f* is
         itself one of the best functions with more experts
     """
-    studies = {OVER: small_study(run, single("tanh", gate), extra=1)}
+    studies = {OVER: small_study(run, single_sigmoid_expert("tanh", gate), extra=1)}
     left = best_of_two(full=gate == "quadratic")
     return rate_evidence(
         [
@@ -381,12 +385,12 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     Overturned by: an expert error with a slope below -0.15
     """
     fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
-    over = small_study(run, family("linear"), extra=1, sparse=True, **fits)
-    studies = {OVER: over, "N = N*": small_study(run, family("linear"))}
+    over = small_study(run, sigmoid_plane_family("linear"), extra=1, sparse=True, **fits)
+    studies = {OVER: over, "N = N*": small_study(run, sigmoid_plane_family("linear"))}
     exact = {"N = N*": studies["N = N*"]}
     return rate_evidence(
         [
-            slow(f"experts, {OVER}", studies[OVER]),
+            slow_rate_check(f"experts, {OVER}", studies[OVER]),
             *corrected(*each_parametric("experts", exact, "experts")),
         ],
         studies,
@@ -404,7 +408,7 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     expected=Verdict.FAILS,
     seconds=2,
 )
-def table(run: ClaimRun) -> Evidence:
+def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
     """For an error ε of the experts, ReLU and GELU networks need ε^-4 (sparse) and ε^-2 (dense)
     samples under both links; powers need exp(ε^-1/τ) when sparse, and when dense ε^-2 under the
     sigmoid, exp(ε^-1/τ) under softmax.
@@ -436,7 +440,7 @@ def table(run: ClaimRun) -> Evidence:
         checks.append(at_most(f"sigmoid, {name}, dense: power of 1/ε", power, 2, 0.2))
         checks += corrected(near(f"sigmoid, {name}, dense: ε^-4", power, 4, 0.2))
     studies = {
-        f"{link}, {expert}": small_study(run, family(expert, link=link))
+        f"{link}, {expert}": small_study(run, sigmoid_plane_family(expert, link=link))
         for link in ("softmax", "sigmoid")
         for expert in ("linear", "relu")
     }
@@ -461,9 +465,9 @@ def table_gap(run: ClaimRun, link: Any, expert: str, regime: str) -> float:
         {"expert": "two_layer", "activation": "gelu"} if expert == "GELU" else {"expert": "linear"}
     )
     model = MoEModel("quadratic", link, d=2, n_experts=2, **form)
-    truth = drawn(run, model) if regime == "dense" else sparse_truth(run, model)
+    truth = drawn_mixture(run, model) if regime == "dense" else sparse_truth(run, model)
     split = split_scale(model, truth, 0.4, -1 if expert == "GELU" else None)
-    return largest_gap(model, split, truth, inputs(run, 2000, 2))
+    return largest_gap(model, split, truth, uniform_inputs(run, 2000, 2))
 
 
 def samples_power(activation: str) -> float:
@@ -534,10 +538,10 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     Tested: Raw slopes of both from two start radii on a small design, the sigmoid's against its
         population minimiser; slopes of ‖f - f_Ḡ‖; the softmax's raw slope with N = N* + 1.
     """
-    soft = family(expert, link="softmax")
+    soft = sigmoid_plane_family(expert, link="softmax")
     studies = {
         "softmax": small_study(run, soft, radii=RADII),
-        "sigmoid": small_study(run, family(expert), source=soft, radii=RADII),
+        "sigmoid": small_study(run, sigmoid_plane_family(expert), source=soft, radii=RADII),
     }
     specified = {"softmax": studies["softmax"]}
     others = [
@@ -586,10 +590,10 @@ def sigmoid_data(
         slopes with N = N* + 1, as the paper assumes.
     """
     studies = {
-        name: small_study(run, family(name), sparse=sparse, radii=RADII)
+        name: small_study(run, sigmoid_plane_family(name), sparse=sparse, radii=RADII)
         for name in ("relu", "linear")
     }
-    over = {name: family(name) for name in studies}
+    over = {name: sigmoid_plane_family(name) for name in studies}
     return printed_slopes(
         dict(zip(studies, paper, strict=True)),
         studies,

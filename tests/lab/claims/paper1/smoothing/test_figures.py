@@ -62,7 +62,7 @@ WRONG = {
 
 
 def told(monkeypatch, name, course):
-    monkeypatch.setattr(courses, "course", lambda run, gate: course)
+    monkeypatch.setattr(courses, "smoothing_course", lambda run, gate: course)
     return run_claim(all_claims()[name], ClaimRun(True, 0))
 
 
@@ -86,8 +86,8 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 
     seen = []
     monkeypatch.setattr(module, "routing_course", lambda config, *how: seen.append((config, how)))
-    courses.course(ClaimRun(True, 3), "annealed")
-    courses.course(ClaimRun(False, 0), "smooth50")
+    courses.smoothing_course(ClaimRun(True, 3), "annealed")
+    courses.smoothing_course(ClaimRun(False, 0), "smooth50")
     (fast, how), (full, _) = seen
     assert (fast.recipe, fast.seed, fast.model.layers) == ("demo-small-annealed", 3, 2)
     assert how == (fast.optim.steps // 32, 64, ())
@@ -98,7 +98,7 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
     monkeypatch.setattr(demo_router_inputs, "find_spec", lambda name: None)
     with pytest.raises(TielineError, match=r"needs transformers: pip install 'tieline\[train\]'"):
-        courses.course(ClaimRun(True, 0), "smooth50")
+        courses.smoothing_course(ClaimRun(True, 0), "smooth50")
 
 
 @pytest.mark.slow
