@@ -277,9 +277,11 @@ def domain_gate(name: str, shape: PatchConfig | VisionTransformerConfig, k: int 
     gate = GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
     if name != "soft":
         return gate
-    from tieline.routing.gates import capacity  # loads torch, which the list of recipes need not
+    from tieline.routing.gates import (
+        expert_capacity,
+    )  # loads torch, which the list of recipes need not
 
-    slots = capacity(shape.tokens, shape.n_experts, k)
+    slots = expert_capacity(shape.tokens, shape.n_experts, k)
     return replace(gate, gate_options={"slots": slots})
 
 

@@ -37,7 +37,7 @@ from tieline.lab.training.recipes import (
 )
 from tieline.lab.training.training_run import run_training
 from tieline.routing import MoE
-from tieline.routing.gates import capacity
+from tieline.routing.gates import expert_capacity
 
 
 def domains(n=40, side=8):
@@ -98,7 +98,7 @@ def test_recipes_state_the_papers_sizes():
 def test_soft_slots_and_expert_choice_do_the_work_of_two_experts_per_patch():
     for config, tokens in ((pacs_small, 16), (pacs_paper, 197)):
         soft, choice = config("soft", "sketch").gate, config("expert-choice", "sketch").gate
-        assert soft.gate_options == {"slots": capacity(tokens, 6, 2)}
+        assert soft.gate_options == {"slots": expert_capacity(tokens, 6, 2)}
         assert (choice.gate, choice.k, choice.gate_options) == ("expert_choice", 2, {})
         assert choice.router_options == config("cosine", "sketch").gate.router_options
     pixels = torch.randint(0, 256, (6, 32, 32, 3), dtype=torch.uint8)

@@ -20,7 +20,7 @@ from tieline.lab.training.sentence_tasks import (
 )
 from tieline.lab.training.training_run import run_training
 from tieline.routing import GShardTopK
-from tieline.routing.gates import capacity
+from tieline.routing.gates import expert_capacity
 
 MARKS = (97, 98, 99)
 tokens = st.lists(st.integers(0, 9), max_size=12)
@@ -146,7 +146,7 @@ def test_noise_is_for_training_alone_and_no_expert_holds_more_than_its_capacity(
     assert not torch.equal(*noisy)
     for weights in (*still, *noisy):
         load = (weights != 0).sum(dim=0)
-        assert load.max() <= capacity(len(tokens), 16, 2, 1.5)
+        assert load.max() <= expert_capacity(len(tokens), 16, 2, 1.5)
         assert load.sum() < 2 * len(tokens)  # padding is alike and overflows its experts
 
 
