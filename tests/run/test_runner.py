@@ -15,7 +15,7 @@ from tieline.run import runner
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied
 from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, observing
-from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.plan import Budget, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
 
@@ -188,3 +188,19 @@ def test_log_probabilities_of_a_reference_are_computed_once_per_batch(monkeypatc
     counting = Counting()
     Runner(model).run(Plan((Phase("noise", batches, tuple(passes)),)), [counting])
     assert len(computed) == len(counting.kl) + len(batches)
+
+
+def test_a_plan_of_two_phases_tells_of_both(opened, batches):
+    first = plan_of(batches).phases[0]
+    second = Phase("again", {n: batches[n] for n in (0, 1)}, (Pass(0), Pass(1)))
+    completed = Runner(opened).run(Plan((first, second)), [Divergence()])
+    assert completed.batches == (0, 1, 2)
+    assert not completed.dropped
+
+
+def test_a_batch_that_one_phase_leaves_out_is_not_completed(opened, batches):
+    no_time = Budget(1e-9)
+    phase = Phase("test", batches, tuple(map(Pass, batches)))
+    last = Phase("last", {0: batches[0]}, (Pass(0),))
+    completed = Runner(opened).run(Plan((phase, last)), [Divergence()], budget=no_time)
+    assert completed.batches == (0,)

@@ -210,6 +210,7 @@ class _Audit:
         self._seconds: dict[str, float] = {}
 
     def _observers(self, perturbations: Sequence[Perturbation]) -> tuple[LocalEffects, FullEffects]:
+        """Observers of the routers by themselves, and of the whole model."""
         calls = len(self._every) * len(self._routers)
         tokens = sum(batch.numel() for batch in self._every)
         local = LocalEffects(
@@ -242,16 +243,16 @@ class _Audit:
         phase = audit_phase("audit", self._batches, list(self._conditions.values()))
         observers = [self._local, self._full]
         budget = self._budget.share(FOR_RUNS)
-        ran = self._runner.run(Plan((phase,)), observers, self._progress, budget=budget)
-        if ran.dropped:
-            names = ", ".join(perturbation.name for perturbation in ran.dropped)
+        completed = self._runner.run(Plan((phase,)), observers, self._progress, budget=budget)
+        if completed.dropped:
+            names = ", ".join(perturbation.name for perturbation in completed.dropped)
             self._left_out.append(f"perturbations {names}")
-            for perturbation in ran.dropped:
+            for perturbation in completed.dropped:
                 del self._conditions[perturbation]
-        if len(ran.batches) < len(self._batches):
-            left = [ids.numel() for n, ids in self._batches.items() if n not in ran.batches]
+        if len(completed.batches) < len(self._batches):
+            left = [ids.numel() for n, ids in self._batches.items() if n not in completed.batches]
             self._left_out.append(f"{sum(left):,} of {phase.tokens:,} tokens")
-            self._batches = {number: self._batches[number] for number in ran.batches}
+            self._batches = {number: self._batches[number] for number in completed.batches}
             self._every = list(self._batches.values())
         self._seconds["runs"] = self._budget.elapsed()
 
@@ -313,28 +314,31 @@ class _Audit:
         costs = {p.name: self._all_bytes(p) for p in conditions if p.kind == "rounding"}
         runs = RemedyRuns(self._runner, conditions, keeps, costs, self._every[0], self._local.kept)
         try:
-            ran = runs.run(self._batches, self._budget, self._progress)
+            completed = runs.run(self._batches, self._budget, self._progress)
         except HiddenStatesError as problem:
             self._left_out.append(f"remedies: {problem}")
             return None
-        if len(ran.batches) < len(self._batches):
-            left = len(self._batches) - len(ran.batches)
+        if len(completed.batches) < len(self._batches):
+            left = len(self._batches) - len(completed.batches)
             self._left_out.append(f"remedies for {left} batches")
         self._seconds["remedies"] = self._budget.elapsed() - began
         shared = self._runner.ranks.share_text
-        return runs.table(self._every if shared else [self._batches[n] for n in ran.batches])
+        return runs.table(self._every if shared else [self._batches[n] for n in completed.batches])
 
     def _all_bytes(self, perturbation: Perturbation) -> int:
+        """Bytes that all routers take more in float32 than in the format."""
         level = str(perturbation.level)
         return sum(extra_bytes(router, level) for router in self._routers.values())
 
     def _keep_list(self, perturbation: Perturbation, row: PerturbationEffect) -> KeepList:
+        """Routers to keep in float32 under a perturbation, by their measured damage."""
         level = str(perturbation.level)
         damages = {layer.name: layer.damage.value or 0.0 for layer in row.layers}
         costs = {name: extra_bytes(router, level) for name, router in self._routers.items()}
         return keep_list(damages, costs, self._options.recover)
 
     def _worth_a_run(self, keep: KeepList) -> bool:
+        """Whether a list keeps some routers, not none and not all."""
         return 0 < len(keep.layers) < len(self._routers)
 
     def result(self, effects: tuple[PerturbationEffect, ...]) -> PrecisionAudit:
@@ -459,7 +463,7 @@ def perturbation_effect(
         predicted_low=_complete_mean([layer.predicted_low for layer in layers]),
         full=everywhere,
         any_layer=full.any_layer.mean(),
-        compounding=_compounding_factor(everywhere, flips),
+        compounding=_full_over_local_flips(everywhere, flips),
         moved=full.moved.mean(),
         moved_p99=_quantile_of_shares(torch.cat(full.shares), 0.99) if full.shares else None,
         damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
@@ -492,7 +496,7 @@ def _complete_mean(values: list[float | None]) -> float | None:
     return sum(present) / len(present) if len(present) == len(values) else None
 
 
-def _compounding_factor(above: Estimate, below: Estimate) -> float | None:
+def _full_over_local_flips(above: Estimate, below: Estimate) -> float | None:
     """Full-forward flips over layer-local ones; None where one is missing or zero."""
     if above.value is None or not below.value:
         return None

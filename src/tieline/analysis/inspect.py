@@ -124,6 +124,7 @@ class LayerMeasurer(Observer):
                 self._measure_jumps(trace, name, rerun)
 
     def _measure_jumps(self, trace: RoutingTrace, name: str, rerun: Rerun) -> None:
+        """Measure the jumps of one layer, and drop its sample."""
         if self.sampler is None:
             return
         (self._jumps[name],) = measure_jumps(
@@ -328,6 +329,7 @@ class _Inspector:
         return ObserverSettings(4, DEFAULT_EPSILONS, inputs, True)
 
     def _sampler(self, recorder: RouteRecorder, plan: JumpSettings) -> BlockSampler:
+        """What samples the calls of the blocks of all routers looked at."""
         blocks = {name: block_of(self.model.module, name) for name in self.names}
         sizes = (plan.near, plan.random, plan.seed, self.ranks.tokens)
         return BlockSampler(blocks, recorder, *sizes)

@@ -224,8 +224,6 @@ class BlockSampler(Observer):
         return random.without(near.tokens, self._random)
 
 
-PerToken = Float[Tensor, " tokens"]
-
 Places = Int[Tensor, " tokens"]
 
 Runner = Callable[[Sequence[BlockRun]], list[Tensor]]

@@ -119,6 +119,7 @@ class LossCheck:
         self._hooks.close()
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Warn if the auxiliary loss of this forward pass is off."""
         if _is_learning(model):
             self._tell(transformers_warning(model, output), "auxiliary loss")
 
@@ -149,6 +150,7 @@ def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
     """A hook that warns if no auxiliary loss can reach a layer."""
 
     def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Warn if nothing can balance the layer."""
         gate = layer.gate
         if not (_is_learning(layer) and isinstance(gate, SelectiveGate)):
             return
@@ -342,8 +344,8 @@ class TensorBoardWriter:
     """
 
     def __init__(self, target: Any) -> None:
-        self._own = isinstance(target, str | Path)
-        self._writer = _summary_writer(target) if self._own else target
+        self._opened_here = isinstance(target, str | Path)
+        self._writer = _summary_writer(target) if self._opened_here else target
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to the curve of each scalar."""
@@ -352,7 +354,7 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Close the writer if it was made here."""
-        if self._own:
+        if self._opened_here:
             self._writer.close()
 
 
@@ -503,10 +505,12 @@ class RoutingMonitor:
         return layers
 
     def _take(self, call: RouterCall) -> None:
+        """Keep a call that has tokens."""
         if call.tokens and call.logits is not None:
             self._calls[call.trace.name].append(call)
 
     def _failed(self, problem: TielineError) -> None:
+        """Keep the first error of a step."""
         self._problem = self._problem or problem
 
     def _tell(self, message: str | None, kind: str) -> None:

@@ -173,7 +173,7 @@ def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, flo
 def _loudest_document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
     """The document of the largest mean level, over the third largest."""
     numbers, codes = np.unique(documents, return_inverse=True)
-    outlier = _outlier(codes, level, len(numbers))
+    outlier = _loudest_group(codes, level, len(numbers))
     return None if outlier is None else outlier._replace(group=int(numbers[outlier.group]))
 
 
@@ -184,10 +184,10 @@ def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) ->
         return None
     codes = chosen[rows].ravel()
     values = np.repeat(growth[rows], k)
-    return _outlier(codes, values, int(codes.max()) + 1)
+    return _loudest_group(codes, values, int(codes.max()) + 1)
 
 
-def _outlier(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | None:
+def _loudest_group(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | None:
     """The group of the largest mean, over the third largest; None with fewer than four groups."""
     count = np.bincount(codes, minlength=groups)
     able = np.flatnonzero(count >= FEWEST)
@@ -299,32 +299,34 @@ def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
         shapes: the layers in order of depth.
     """
     loud = [shape for shape in shapes if shape.relative]
-    experts = [x for shape in loud if (x := _expert_pattern(shape, shapes))]
-    offsets = [x for shape in loud if (x := _offset_pattern(shape, shapes))]
+    experts = [x for shape in loud if (x := _loud_expert_pattern(shape, shapes))]
+    offsets = [x for shape in loud if (x := _expert_offset_pattern(shape, shapes))]
     rows = [x for shape in loud if (x := _outlier_pattern("row", shape.name, shape.row))]
     positions = [x for shape in loud[:1] if (x := _position_pattern(shape))]
     documents = [x for s in loud[:1] if (x := _outlier_pattern("document", s.name, s.document))]
     layers = _layer_patterns(shapes)
-    lags = [x for shape in shapes if (x := _lag_pattern(shape))][:1]
+    lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
     for patterns in (lags, offsets, experts, rows, positions, documents, layers):
         if patterns:
-            return tuple(_strongest(patterns))
+            return tuple(_strongest_pattern(patterns))
     return ()
 
 
 def find_known_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     """Return the patterns that need no reference: a lag, and offsets like the recorded bias."""
-    lags = [x for shape in shapes if (x := _lag_pattern(shape))]
-    offsets = [x for shape in shapes if shape.relative and (x := _offset_pattern(shape, shapes))]
+    lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))]
+    offsets = [
+        x for shape in shapes if shape.relative and (x := _expert_offset_pattern(shape, shapes))
+    ]
     return tuple([*lags, *(x for x in offsets if x.detail == "bias")][:1])
 
 
-def _strongest(patterns: Sequence[Pattern]) -> list[Pattern]:
+def _strongest_pattern(patterns: Sequence[Pattern]) -> list[Pattern]:
     """The pattern that is furthest beyond its limit."""
     return sorted(patterns, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
 
 
-def _lag_pattern(shape: NoiseShape) -> Pattern | None:
+def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:
     """The lag of a layer whose flips mostly have the experts of a neighbour."""
     limit = LIMITS["lag"]
     if shape.lag is None or shape.lag[1] < limit:
@@ -333,7 +335,7 @@ def _lag_pattern(shape: NoiseShape) -> Pattern | None:
     return Pattern("lag", shape.name, share, limit, number=lag, flips=count)
 
 
-def _expert_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
+def _loud_expert_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
     """An expert of the layer before, whose tokens gained noise."""
     index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
     return _outlier_pattern("expert", shapes[index - 1].name, shape.expert)
@@ -347,7 +349,7 @@ def _outlier_pattern(kind: PatternKind, layer: str, outlier: Outlier | None) -> 
     return Pattern(kind, layer, outlier.excess, limit, number=outlier.group)
 
 
-def _offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
+def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
     """Offsets of experts that are the recorded bias, or those of one layer alone."""
     limit = LIMITS["offset"]
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0

@@ -204,7 +204,7 @@ def compare_choices(
     band = _band_per_token(tol, scores)
     _check_choice_shapes(ids_a, ids_b, scores)
     broken_a, broken_b = _invalid_choices(ids_a, scores), _invalid_choices(ids_b, scores)
-    set_a, set_b = _chosen_mask(ids_a, scores), _chosen_mask(ids_b, scores)
+    set_a, set_b = _ids_as_mask(ids_a, scores), _ids_as_mask(ids_b, scores)
     differ = sets_differ(set_a, set_b) | broken_a | broken_b
     regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
     beyond = {name: ~(value <= band) for name, value in regrets.items()}
@@ -261,7 +261,7 @@ def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0
     return roundings * grid_step(torch.cat([threshold, scores.double()], dim=1), dtype)[:, 0]
 
 
-def _chosen_mask(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
+def _ids_as_mask(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
     """Chosen experts as a mask; ids outside of the range are left to `_invalid_choices`."""
     inside = ids.long().clamp(0, scores.shape[1] - 1)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, inside, True)
@@ -270,7 +270,7 @@ def _chosen_mask(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
 def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
     """Tokens with an id outside of the range or an expert named twice."""
     outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
-    return outside | (_chosen_mask(ids, scores).sum(dim=1) < ids.shape[1])
+    return outside | (_ids_as_mask(ids, scores).sum(dim=1) < ids.shape[1])
 
 
 def _invalid_choice_text(name: str, ids: Int[Tensor, " k"], experts: int) -> str:

@@ -109,6 +109,7 @@ class _CleanPass:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of the batch."""
         return math.prod(self.shape)
 
 
@@ -201,6 +202,7 @@ class LocalEffects(Observer):
             return predicted_flips(layer, router, flat, self._perturbations)
 
     def _repeats(self, expected: float) -> int:
+        """Draws of noise that give the flips asked for, if this many are expected per draw."""
         wished = self._flips_per_call / max(expected, 1e-9)
         return max(1, min(MOST_REPEATS, math.ceil(wished)))
 

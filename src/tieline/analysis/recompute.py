@@ -292,6 +292,8 @@ class Inputs:
         return [self._cut(slice(start, stop), rows) for start, stop in spans]
 
     def _cut(self, span: slice, rows: int) -> "Inputs":
+        """The call on some rows of the batch."""
+
         def cut(value: Any) -> Any:
             has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
             return value[span] if has_rows else value
@@ -342,11 +344,13 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
     errors: list[str] = []
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
+        """Run the module, and keep its output."""
         output = main_tensor(module(*args, **kwargs))
         outputs.append(output.detach())
         return output
 
     def run() -> Tensor:
+        """Run forward and backward under checkpointing; a mismatch is kept as text."""
         leaves = _gradient_leaves(module, inputs)
         with torch.enable_grad(), set_checkpoint_early_stop(False):
             output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.kwargs)

@@ -43,7 +43,7 @@ from tieline.models.smoothed_router import GateName
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
 from tieline.run.forward import forward, only_running
-from tieline.run.plan import Budget, Ids, Pass, Phase, Plan, Ran
+from tieline.run.plan import Budget, CompletedRun, Ids, Pass, Phase, Plan
 from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace
 
@@ -203,7 +203,9 @@ class RemedyRuns:
             pairs[LISTED] = _keeping_routers(condition, listed)
         return pairs
 
-    def run(self, batches: Mapping[int, Ids], budget: Budget, on_progress: Progress | None) -> Ran:
+    def run(
+        self, batches: Mapping[int, Ids], budget: Budget, on_progress: Progress | None
+    ) -> CompletedRun:
         """Run every remedy on these batches, as long as there is time.
 
         Second runs take every other batch, and their errors are those of it. What is compared with
@@ -242,6 +244,7 @@ class RemedyRuns:
             use_experts(self._model, before if can_use_experts(self._model) else None)
 
     def _in_turns(self, ids: Ids) -> dict[str, float]:
+        """Time every form in turns; median over the original."""
         forms: dict[str, Callable[[], AbstractContextManager[Any]]] = {NOTHING: nullcontext}
         if self._replay_bytes:
             with capture(self._model, distances=False, epsilons=()) as recorder:
@@ -297,6 +300,7 @@ class RemedyRuns:
         return int(sum(count.sum() for count in sums[0].counts)) if sums else 0
 
     def _effects(self, batches: Sequence[Ids], remedy: str) -> tuple[RemedyEffect, ...]:
+        """What a remedy leaves of each perturbation that it applies to."""
         effects = []
         for perturbation in self._conditions:
             pair = self._repaired.get((remedy, perturbation.name))
@@ -313,6 +317,7 @@ class RemedyRuns:
         return tuple(effects)
 
     def _bytes(self, remedy: str, perturbation: str) -> int:
+        """Bytes that a remedy takes more under a perturbation."""
         if remedy == ALL_ROUTERS:
             return self._costs.get(perturbation, 0)
         return self._keeps[perturbation].bytes if remedy == LISTED else 0

@@ -127,8 +127,8 @@ class RolloutMismatch:
         recorded = rows >= 0
         for index, (ours, theirs) in enumerate(layers):
             flips = _set_overlap(ours, theirs, rows) < 1
-            self._gaps[0, index] += _gap_histogram(ours.gap[recorded])
-            self._gaps[1, index] += _gap_histogram(ours.gap[recorded & flips])
+            self._gaps[0, index] += _binned_gaps(ours.gap[recorded])
+            self._gaps[1, index] += _binned_gaps(ours.gap[recorded & flips])
         documents = _document_faults(live, record, rows, layers)
         counts = (len(rows), int((~recorded).sum()), *documents)
         self._counts += torch.tensor(counts)
@@ -143,7 +143,7 @@ class RolloutMismatch:
         totals: dict[str, int] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if not totals["tokens"]:
             return {}
-        scalars = _scalars(totals, gaps, self.per_layer)
+        scalars = _rollout_scalars(totals, gaps, self.per_layer)
         if self.limits is not None and _is_first_rank():
             self._warn(scalars, totals, gaps)
         return scalars
@@ -215,7 +215,7 @@ def _set_overlap(ours: LayerTrace, theirs: LayerTrace, rows: Tensor) -> Float[Te
     return (chosen[:, :, None] == recorded[:, None, :]).any(dim=2).double().mean(dim=1)
 
 
-def _gap_histogram(gaps: Float[Tensor, " tokens"]) -> Int[Tensor, " bins"]:
+def _binned_gaps(gaps: Float[Tensor, " tokens"]) -> Int[Tensor, " bins"]:
     """Numbers of gaps on the fixed grid; infinite ones in the last bin."""
     exponents = gaps.double().clamp(min=2.0**LOWEST, max=2.0**HIGHEST).log2() - LOWEST
     bins = (exponents * BINS_PER_OCTAVE).floor().long().clamp(0, N_BINS)
@@ -235,31 +235,43 @@ def _document_faults(
     layers: list[tuple[LayerTrace, LayerTrace]],
 ) -> tuple[int, int, int]:
     """Numbers of documents with a record, of those shifted by a row, and of those exchanged."""
-    places = _RecordPlaces(record)
+    neighbours = _RecordRows(record)
     documents = shifted = exchanged = 0
     for number in live.documents.unique().tolist():
         inside = (live.documents == number) & (rows >= 0)
-        own = rows[inside]
-        documents += bool(len(own))
-        if len(own) < SHORTEST:
+        its_rows = rows[inside]
+        documents += bool(len(its_rows))
+        if len(its_rows) < SHORTEST:
             continue
-        agreement = _mean_overlap(layers, inside, own)
+        agreement = _mean_overlap(layers, inside, its_rows)
         if agreement > 1 - BETTER:
             continue
         if any(
-            _is_better(layers, inside, own, places.moved(own, rows=step), agreement)
+            _is_better(
+                layers,
+                inside,
+                its_rows,
+                neighbours.moved(its_rows, rows=step),
+                agreement,
+            )
             for step in (-1, 1)
         ):
             shifted += 1
         elif any(
-            _is_better(layers, inside, own, places.moved(own, document=other), agreement)
-            for other in range(places.count)
+            _is_better(
+                layers,
+                inside,
+                its_rows,
+                neighbours.moved(its_rows, document=other),
+                agreement,
+            )
+            for other in range(neighbours.count)
         ):
             exchanged += 1
     return documents, shifted, exchanged
 
 
-class _RecordPlaces:
+class _RecordRows:
     """Finds rows of a record beside others: one further, or of another document."""
 
     def __init__(self, record: RoutingTrace) -> None:
@@ -268,26 +280,26 @@ class _RecordPlaces:
         self.count, self.documents = len(numbers), torch.from_numpy(order).long()
         self.positions = record.positions.long()
 
-    def moved(self, own: Tensor, rows: int = 0, document: int | None = None) -> Tensor:
+    def moved(self, its_rows: Tensor, rows: int = 0, document: int | None = None) -> Tensor:
         """The rows so many further in their documents, or of the same positions in another."""
-        documents = self.documents[own]
+        documents = self.documents[its_rows]
         if document is not None:
             documents = torch.where(documents == document, -1, document)
-        positions = self.positions[own] + rows
-        found = self.table.at(documents, positions.clamp(min=0))
-        return found.masked_fill(positions < 0, -1)
+        positions = self.positions[its_rows] + rows
+        moved_rows = self.table.at(documents, positions.clamp(min=0))
+        return moved_rows.masked_fill(positions < 0, -1)
 
 
 def _is_better(
     layers: list[tuple[LayerTrace, LayerTrace]],
     inside: Tensor,
-    own: Tensor,
+    its_rows: Tensor,
     other: Tensor,
     agreement: float,
 ) -> bool:
     """Whether other rows of the record agree far better with a document than its own."""
     there = other >= 0
-    if int(there.sum()) < max(SHORTEST, len(own) // 2):
+    if int(there.sum()) < max(SHORTEST, len(its_rows) // 2):
         return False
     tokens = inside.nonzero().squeeze(1)[there]
     mask = torch.zeros_like(inside)
@@ -307,7 +319,7 @@ def _mean_overlap(
     return total / len(layers)
 
 
-def _scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> dict[str, float]:
+def _rollout_scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> dict[str, float]:
     """The numbers of a step from its counts."""
     tokens = gaps[0].sum(dim=1).clamp(min=1).double()
     flips = gaps[1].sum(dim=1).double()

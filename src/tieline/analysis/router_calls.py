@@ -93,17 +93,17 @@ def transformers_call(
 
     Under replay the trace is that of the router's own choice, and `used` that of the replayed one.
     """
-    own = live_output(observer.family, router, output)
-    logits = read_output(observer.family, router, call, own).logits
+    live = live_output(observer.family, router, output)
+    logits = read_output(observer.family, router, call, live).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
         batch = _unmasked_batch(len(logits))
-    trace = observer.observe(router, call, own, batch)
+    trace = observer.observe(router, call, live, batch)
     if batch.kept is not None:
         logits = logits.index_select(0, batch.kept.to(logits.device))
     sums, active = _logit_sums(logits, observer.family.probabilities), float(trace.facts.k)
     used = _chosen_counts(trace)
-    if own is not output:
+    if live is not output:
         used = _replayed_counts(observer.family, router, call, output, batch)
     return RouterCall(trace, sums, used, active, None, is_recomputing(), rounding)
 
@@ -272,6 +272,7 @@ def _watch_router(
         return
 
     def observed(*args: Any, **kwargs: Any) -> Any:
+        """Run the router's method, and report its call."""
         # of the class at each call, which a replay or capture replaces meanwhile
         output = getattr(type(router), family.method)(router, *args, **kwargs)
         report(args, kwargs, output)
@@ -322,6 +323,7 @@ class _Reader:
         return read
 
     def _report(self, module: nn.Module, make: Callable[[], RouterCall]) -> None:
+        """Hand a call to whoever watches, unless it is a repetition or not training."""
         if is_recomputing() and not self.repetitions:
             return
         if self.training_only and not module.training:

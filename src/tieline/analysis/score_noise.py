@@ -187,6 +187,7 @@ def _rounding_step(layer: LayerTrace) -> float:
 
 
 def _score_spread(layer: LayerTrace, scores: Tensor) -> float:
+    """Standard deviation of a token's scores over all experts, median over tokens."""
     facts = layer.facts
     finite = scores.isfinite()
     count = finite.sum(1)
@@ -318,10 +319,12 @@ def flip_margins(
     of_a, of_b = (scores[rows].double() for scores in plain_scores(a, b))
     in_a, in_b = a.experts[rows], b.experts[rows]
     k = a.facts.k
-    return torch.maximum(_margin(of_a, in_a, in_b[:, :k], k), _margin(of_b, in_b, in_a[:, :k], k))
+    return torch.maximum(
+        _margin_on_side(of_a, in_a, in_b[:, :k], k), _margin_on_side(of_b, in_b, in_a[:, :k], k)
+    )
 
 
-def _margin(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
+def _margin_on_side(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
     """Distance, in the scores of one side, of the experts that changed places."""
     chosen = experts[:, :k]
     leaving = ~(chosen[:, :, None] == other[:, None, :]).any(2)

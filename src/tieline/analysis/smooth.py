@@ -102,6 +102,7 @@ class Calibration:
         return calibration
 
     def _take(self, model: nn.Module, measured: Measured, noise: str) -> None:
+        """Take the layers, scores and noise that were measured."""
         plans, _ = plan_layers(model, None)
         self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
         self.noise = noise_perturbation(noise)

@@ -112,9 +112,9 @@ def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
     """Number of distinct chosen sets (Def. 8.3); the order of the ranks does not matter."""
     tokens, k = chosen.shape
     members = _checked_ids(chosen, n_experts).sort(dim=1).values
-    words = _packed_members(members, n_experts)
-    sets = words[:, 0]
-    for word in words.T[1:]:  # numbers of distinct sets instead of rows, which sort more slowly
+    packed = _packed_members(members, n_experts)
+    sets = packed[:, 0]
+    for word in packed.T[1:]:  # numbers of distinct sets instead of rows, which sort more slowly
         before, here = (column.unique(return_inverse=True)[1] for column in (sets, word))
         sets = before * tokens + here
     counts = sets.sort().values.unique_consecutive(return_counts=True)[1]

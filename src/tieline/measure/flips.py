@@ -265,10 +265,10 @@ def _flip_integral(
     low, width = ends[0].to(z.dtype), (ends[1] - ends[0]).to(z.dtype)
     sigma = torch.maximum(sigma, width[:, None] * (2 / MOST_STEPS)).T.contiguous()
     step, unit = width / steps, math.sqrt(2) * sigma
-    place = low / step + torch.arange(1, steps, device=z.device)[:, None]
+    grid = low / step + torch.arange(1, steps, device=z.device)[:, None]
     rate, start = (step / unit)[:, None], (-z.T.contiguous() / unit).clamp_(max=1e4)[:, None]
     # x / √2 of each rank; past eleven deviations all vanishes, and no tail may underflow
-    x = torch.addcmul(start, rate, place).clamp_(-8.0, 8.0)
+    x = torch.addcmul(start, rate, grid).clamp_(-8.0, 8.0)
     tail = torch.special.erfc(x)  # twice the upper tail
     hazard = x[:k].square_().mul_(-LOG2_E).exp2_().div_(tail[:k]).mul_(rate[:k]).sum(dim=0)
     weight = tail[:k].prod(dim=0).mul_(hazard)

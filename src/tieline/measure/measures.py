@@ -221,6 +221,7 @@ def measure_layers(
     threads = torch.get_num_threads()
 
     def measured(layer: LayerTrace) -> MeasuredLayer:
+        """Measure one layer on this thread alone."""
         with one_thread():
             return measured_layer(layer, settings, trace.epsilons, weights.get(layer.name))
 

@@ -145,7 +145,7 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
     z, q = ranked.double(), step.double()
     tie = shared_cell(z[:, k - 1] - z[:, k], step)
     flips = tie / 2
-    binomials = _binomials(z.shape[1])
+    binomials = _binomial_coefficients(z.shape[1])
     with one_thread():
         rows = (_crowded_cells(z, k, q) & (tie > 0)).nonzero().squeeze(1)
         crowd = z[rows]
@@ -183,7 +183,7 @@ def _mean_over_offsets(z: Scores, k: int, q: PerToken, binomials: Tensor) -> Per
     return (1 - 1 / binomials.flatten()[cell]).mean(dim=0)
 
 
-def _binomials(most: int) -> Float[Tensor, "n n"]:
+def _binomial_coefficients(most: int) -> Float[Tensor, "n n"]:
     """Binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
     n = torch.arange(most + 1, dtype=torch.float64)
     logs = torch.lgamma(n + 1)
@@ -489,9 +489,9 @@ def score_error_bound(
     if steps * unit >= 1:
         return exact, torch.full_like(exact, torch.inf)
     # the float64 scores here are themselves off by this much at most
-    own = x.shape[-1] * 2.0**-53 * total
+    float64_error = x.shape[-1] * 2.0**-53 * total
     inner = steps * unit / (1 - steps * unit) * total
-    return exact, own + inner + output_unit * (exact.abs() + inner + own)
+    return exact, float64_error + inner + output_unit * (exact.abs() + inner + float64_error)
 
 
 def certified_choices(

@@ -94,18 +94,23 @@ class RouterScope:
             self.running, self.exact = None, False
 
     def _exactly(self, begins: bool) -> Callable[..., None]:
+        """Hook that begins or ends exact computation."""
+
         def set_exact(*call: object) -> None:
             self.exact = begins
 
         return set_exact
 
     def _entering(self, name: str) -> Callable[..., None]:
+        """Hook that notes which router runs."""
+
         def enter(module: nn.Module, args: object) -> None:
             self.running = name
 
         return enter
 
     def _left(self, module: nn.Module, args: object, output: object) -> None:
+        """Note that the router has ended."""
         self.running = None
 
 
@@ -213,9 +218,11 @@ def state_noise(
     require(region in ("router", "all"), f"region: router or all, got {region!r}")
 
     def noisy_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Add noise to the first argument."""
         return _with_state_noise(args[0], ratio, generator), *args[1:]
 
     def noisy_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Add noise to the hidden states that a layer returns."""
         if isinstance(output, Tensor):
             return _with_state_noise(output, ratio, generator)
         return _with_state_noise(output[0], ratio, generator), *output[1:]
@@ -477,6 +484,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _active(self) -> bool:
+        """Whether products that run now are rounded."""
         running = self._scope.running
         if running is None:
             return self._region != "router" and not self._scope.exact
@@ -493,6 +501,7 @@ class _Products(TorchFunctionMode):
         return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
 
     def _rounded(self, value: Any, rounding: Any) -> Any:
+        """Round a tensor to a grid, unless it lies on it already."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or rounding is None:
             return value
         state = (rounding, self._unwritten)

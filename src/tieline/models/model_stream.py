@@ -63,6 +63,7 @@ class ModelStream:
         self.head = self._unit_named(model.get_output_embeddings())
 
     def _unit_named(self, module: Any) -> str | None:
+        """Name of the unit that is this module; None if it is none."""
         return next((n for n, unit in self.weights.units.items() if unit is module), None)
 
     @property

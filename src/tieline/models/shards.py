@@ -187,6 +187,7 @@ class Shards:
         return {file: sorted(spans) for file, spans in by_file.items()}
 
     def _some(self, name: str, rows: slice | None) -> Stored:
+        """Where some rows of a tensor are stored."""
         stored = self.tensors[name]
         if rows is None:
             return stored
@@ -198,6 +199,7 @@ class Shards:
 
     @contextmanager
     def _open(self, file: str) -> Iterator[int]:
+        """Open a file of weights for reading."""
         try:
             handle = os.open(self.path(file), os.O_RDONLY)
         except OSError as problem:

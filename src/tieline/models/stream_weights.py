@@ -112,6 +112,7 @@ def find_units(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, 
     containers: dict[str, nn.Module] = {}
 
     def walk(name: str, module: nn.Module) -> None:
+        """Sort a module into units and containers, from the outside in."""
         size = sum(t.numel() * t.element_size() for t in own_tensors(module).values())
         children = dict(module.named_children())
         if type(module).__name__ in unsplit or (size and not children) or size > RESIDENT:
@@ -145,6 +146,7 @@ class CutBlocks(Fp8Dequantize):
     def _dequantize_one(
         self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
     ) -> Tensor:
+        """Unpack a matrix whose last blocks may be cut off."""
         rows, columns = quantized.shape[-2:]
         more = self._missing(quantized, scales)
         if not any(more):
@@ -194,7 +196,7 @@ class Weights:
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._sources = [s for key in shards.tensors for s in self._mapped(key, renamings)]
-        self.found = self._found()
+        self.stored_targets = self._stored_targets()
         self._pool: dict[int, list[Tensor]] = {}
         self._pooled: dict[str, list[Tensor]] = {}
         self._finite: set[str] = set()
@@ -205,6 +207,7 @@ class Weights:
         self._special = (*build_glob_alternation(list(plan))[:2], plan) if plan else None
 
     def _mapped(self, key: str, renamings: list[Any]) -> Iterator[Source]:
+        """The parameter that a tensor of the checkpoint goes into, if the model has it."""
         prefix = self.model.base_model_prefix
         target, pattern = rename_source_key(key, renamings, self._converters, prefix, self.meta)
         if target not in self.meta and key in self.meta:
@@ -212,7 +215,7 @@ class Weights:
         if target in self.meta:
             yield Source(key, target, pattern)
 
-    def _found(self) -> set[str]:
+    def _stored_targets(self) -> set[str]:
         """Parameters that the checkpoint has; a converter may make more than one of a tensor."""
         targets = set()
         for source in self._sources:
@@ -225,7 +228,11 @@ class Weights:
     def arrange(self) -> None:
         """Say how each unit is read, once ties between weights are known; resident ones are."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        self.tied = {t: s for t, s in tied.items() if t not in self.found and s in self.found}
+        self.tied = {
+            t: s
+            for t, s in tied.items()
+            if t not in self.stored_targets and s in self.stored_targets
+        }
         by_unit: dict[str, list[Source]] = {name: [] for name in self.units}
         resident: list[Source] = []
         for source in self._sources:
@@ -239,7 +246,7 @@ class Weights:
         self._names = {name: [] for name in self.units}
         for name in self.meta:
             unit = self.unit_of(name)
-            if unit is not None and (name in self.found or name in self.tied):
+            if unit is not None and (name in self.stored_targets or name in self.tied):
                 self._names[unit].append(name)
         self._read(self._plan(resident), reuse=False)
 
@@ -253,6 +260,7 @@ class Weights:
         return path if path in self.units else None
 
     def _plan(self, sources: list[Source]) -> ReadPlan:
+        """How these tensors are read: in place, stacked, or by converters."""
         plan, stacked = ReadPlan([], [], []), {}
         for source in sources:
             if source.pattern is None and self._is_plain(source):
@@ -267,6 +275,7 @@ class Weights:
         return plan
 
     def _is_plain(self, source: Source) -> bool:
+        """Whether a tensor is only cast on its way into the model."""
         stored = self.shards.tensors[source.key]
         return stored.shape == tuple(self.meta[source.target].shape) and (
             self._config.hf_quantizer is None or stored.kind in ("F64", "F32", "F16", "BF16")
@@ -389,6 +398,7 @@ class Weights:
         self.shards.release(self.plans[unit].keys)
 
     def _fill_part(self, part: Part, expert: int, into: Tensor) -> None:
+        """Read one expert, unpacked by its block scales where it has some."""
         key = part.keys[expert]
         if not part.scales:
             self.shards.copy(key, into)
@@ -436,7 +446,7 @@ class Weights:
 
     def at(self, name: str) -> Tensor:
         """The tensor that stands at a name."""
-        module, leaf = self._place(name)
+        module, leaf = self._module_and_leaf(name)
         tensor = module._parameters.get(leaf)
         tensor = module._buffers[leaf] if tensor is None else tensor
         assert tensor is not None
@@ -444,7 +454,7 @@ class Weights:
 
     def put(self, name: str, value: Tensor) -> None:
         """Let a tensor stand at a name."""
-        module, leaf = self._place(name)
+        module, leaf = self._module_and_leaf(name)
         if leaf in module._buffers:
             module._buffers[leaf] = value
         elif isinstance(value, nn.Parameter):
@@ -452,7 +462,8 @@ class Weights:
         else:
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
-    def _place(self, name: str) -> tuple[nn.Module, str]:
+    def _module_and_leaf(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds a name, and the last part of the name."""
         path, _, leaf = name.rpartition(".")
         return self.model.get_submodule(path), leaf
 
@@ -486,10 +497,11 @@ def open_skeleton(
         load_config: Any,
         expected_keys: Any = None,
     ) -> tuple[LoadStateDictInfo, None]:
+        """Note where the weights are in place of reading them, and report what is missing."""
         require(state_dict is None and bool(checkpoint_files), "the weights are in no files")
         weights = Weights(model, open_files(checkpoint_files or []), load_config)
         kept.append(weights)
-        missing = set(weights.meta) - weights.found
+        missing = set(weights.meta) - weights.stored_targets
         shapes: Any = weights.wrong_shapes()
         _mark_loaded(model, missing)
         nothing: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}

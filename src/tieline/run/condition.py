@@ -96,7 +96,7 @@ class Perturbation:
         return noise if self.kind == "score noise" else f"{self.part} {noise}"
 
     @property
-    def parts(self) -> Region:
+    def region(self) -> Region:
         """The same part by its name in `models.emulate`."""
         return "all" if self.part == "model" else self.part
 
@@ -142,7 +142,7 @@ class Rounded(NamedTuple):
     """What is rounded in the weights: format, part of the model, routers that are spared."""
 
     level: str
-    parts: Region
+    region: Region
     kept: tuple[str, ...]
 
 
@@ -188,7 +188,7 @@ class Condition:
         """What is rounded in the weights; None where they stay as they are."""
         if self.perturbation is None or self.perturbation.kind != "rounding":
             return None
-        return Rounded(str(self.perturbation.level), self.perturbation.parts, self.kept)
+        return Rounded(str(self.perturbation.level), self.perturbation.region, self.kept)
 
     def weights(self, modules: nn.Module) -> AbstractContextManager[None]:
         """Context in which the weights of these modules that are in memory are rounded."""
@@ -222,18 +222,18 @@ class Condition:
         """Rounding of products or noise, and the noise of a second run after it."""
         if self.perturbation is None:
             return []
-        level, parts = self.perturbation.level, self.perturbation.parts
+        level, region = self.perturbation.level, self.perturbation.region
         if self.perturbation.kind == "score noise":
             return [score_noise(model, float(level), generator)]
         if self.perturbation.kind == "state noise":
-            noisy_part = "all" if parts == "all" else "router"
+            noisy_part = "all" if region == "all" else "router"
             return [state_noise(model, float(level), generator, noisy_part)]
-        products = rounded_products(model, str(level), parts, self.kept)
+        products = rounded_products(model, str(level), region, self.kept)
         if not self.draw:
             return [products]
         ratio = rounding_noise(str(level))  # before products are rounded
-        if parts == "all":
-            return [products, state_noise(model, ratio, generator, parts)]
+        if region == "all":
+            return [products, state_noise(model, ratio, generator, region)]
         routers = modular_routers(model).items()
         noisy = [router for name, router in routers if name not in self.kept]
         return [products, *(state_noise(router, ratio, generator) for router in noisy)]

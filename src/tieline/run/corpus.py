@@ -86,6 +86,7 @@ class Corpus:
 
     @cached_property
     def _read(self) -> tuple[str, str]:
+        """The text, and where it is from."""
         return as_text(self.text)
 
     @property

@@ -103,6 +103,7 @@ class ParkedPass(threading.Thread):
         self._wait()
 
     def _wait(self) -> None:
+        """Wait for a turn, and enter the scope of the pass."""
         self._turn.acquire()
         if self._given_up:
             raise _GivenUp
@@ -270,6 +271,7 @@ def _awaiting_groups(every: Iterable[ExpertGroups]) -> Iterator[None]:
     """Let passes park until the group of an expert is read; whoever is no pass reads it."""
 
     def obtain(groups: ExpertGroups, group: int) -> None:
+        """Park until the group is read, or read it outside of all passes."""
         waiting = current_pass()
         if waiting is None:
             groups.read(group)
@@ -312,6 +314,7 @@ def _parking_at_units(stream: ModelStream, without: set[Any]) -> Iterator[None]:
     """Let passes park where they enter a unit, except these."""
 
     def park(name: str, module: nn.Module, args: object) -> None:
+        """Park the pass that enters this unit."""
         here = current_pass()
         if here is not None:
             here.park(name)
@@ -334,6 +337,7 @@ def _without_head(stream: ModelStream) -> Iterator[None]:
         return
 
     def first_column(self: nn.Module, states: Any, *args: Any, **kwargs: Any) -> Any:
+        """The first column of the states in place of logits."""
         return states[..., :1]
 
     with swapped_class(head, subclass(type(head), forward=first_column)):

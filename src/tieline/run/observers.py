@@ -222,6 +222,7 @@ class Watch:
         named: dict[str, Any],
         output: Any,
     ) -> None:
+        """Show the call of a block to its observer."""
         if self.busy:
             return
         with self.looking():
@@ -247,6 +248,7 @@ def watching(
     """
 
     def after(site: Site, router: nn.Module, call: Call, output: Any) -> Any:
+        """Show the call of a router, and return its rewritten output."""
         if watch.busy or is_recomputing():
             return output
         if watch.observers:
@@ -457,5 +459,6 @@ class RouteRecorder(Observer):
         return self._joined
 
     def _trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
+        """A trace of these layers with the tokens of a batch."""
         keys = batch.tokens, batch.documents, batch.positions
         return RoutingTrace(layers, *keys, self._settings.epsilons, self._provenance)

@@ -171,12 +171,12 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Ran:
+class CompletedRun:
     """What a run did.
 
     Attributes:
-        batches: numbers of the batches that were run.
-        dropped: perturbations that were left out when the time was up.
+        batches: numbers of the batches that every phase with them has run.
+        dropped: perturbations that some phase left out when the time was up.
     """
 
     batches: tuple[int, ...]

@@ -66,6 +66,8 @@ class Journal:
             yield
 
     def _given(self, unit: str) -> Any:
+        """Hook that notes the tensors a pass gives to a unit."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             here = current_pass()
             if here is None:
@@ -85,6 +87,8 @@ class Journal:
         return hook
 
     def _returned(self, unit: str) -> Any:
+        """Hook that keeps what a pass got from a unit."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             here = current_pass()
             if here is None:
@@ -177,6 +181,8 @@ class Replay:
                 self._weights.put(name, self._weights.meta[name])
 
     def _returning(self, unit: str) -> Any:
+        """Forward of a unit that returns what an earlier run kept of it."""
+
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             here = current_pass()
             assert here is not None
@@ -191,6 +197,8 @@ class Replay:
         return forward
 
     def _giving(self, done: set[int]) -> Any:
+        """Hook that replaces the arguments of the first unit that is run by kept ones."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             here = current_pass()
             if here is None or here.number in done:
@@ -291,4 +299,5 @@ class RunState:
                 journal.save(half, left)
 
     def _state_folder(self, unit: str, number: int) -> Path:
+        """Folder of what one observer kept of a unit."""
         return self.folder / f"{unit or 'model'}-{number}"

@@ -82,7 +82,7 @@ from tieline.run.observers import (
     sites_of,
     watching,
 )
-from tieline.run.plan import Budget, Pass, Phase, Plan, Ran, clean_plan
+from tieline.run.plan import Budget, CompletedRun, Pass, Phase, Plan, clean_plan
 from tieline.run.ranks import Ranks
 from tieline.run.resume import Journal, Replay
 from tieline.trace.record import RoutingTrace
@@ -226,7 +226,7 @@ class ByPass(Schedule):
         self._dropped: tuple[Any, ...] = ()
         self._done = 0
 
-    def run(self, on_progress: Progress | None) -> Ran:
+    def run(self, on_progress: Progress | None) -> CompletedRun:
         """Run the windows of batches, as long as there is time."""
         budget, slowest, batches = self._budget, 0.0, []
         for window in self.phase.windows(self._window()):
@@ -238,7 +238,7 @@ class ByPass(Schedule):
             slowest = max(slowest, budget.elapsed() - began)
         for observer in self.observers:
             observer.on_unit_done("", run_blocks)
-        return Ran(tuple(batches), self._dropped)
+        return CompletedRun(tuple(batches), self._dropped)
 
     def _window(self) -> int:
         """Batches whose logits are kept at once."""
@@ -253,6 +253,7 @@ class ByPass(Schedule):
     def _run_window(
         self, window: Sequence[Pass], first: bool, on_progress: Progress | None
     ) -> None:
+        """Run the passes of a window, those with equal weights under one rounding."""
         total = len(self.phase.passes)
         for (model, _), group in groupby(window, key=lambda run: (run.model, _weights_of(run))):
             runs = [run for run in group if run.condition.perturbation not in self._dropped]
@@ -269,12 +270,14 @@ class ByPass(Schedule):
                         on_progress(self.phase.name, min(self._done, total), total)
 
     def _run_pass(self, run: Pass) -> None:
+        """Run one pass and show its logits."""
         state = self.begin(run)
         with self.scope(state):
             logits = self.logits(state)
         self.finish(state, logits)
 
     def _perturbations(self) -> list[Any]:
+        """Perturbations of the phase, in order."""
         runs = self.phase.passes
         return [p for p in dict.fromkeys(run.condition.perturbation for run in runs) if p]
 
@@ -322,7 +325,7 @@ class ByUnit(Schedule):
         self._roundings = [StreamRounding(stream) for stream in self._streams]
         self._scopes: dict[tuple[int, Rounded], Scope] = {}
 
-    def run(self, on_progress: Progress | None) -> Ran:
+    def run(self, on_progress: Progress | None) -> CompletedRun:
         """Read the weights once and run every pass."""
         if self.phase.logits != "none":
             for stream in self._streams:
@@ -334,9 +337,10 @@ class ByUnit(Schedule):
         for run in self.phase.passes:
             self.begin(run)
         self._stream(0, on_progress)
-        return Ran(tuple(self.phase.batches))
+        return CompletedRun(tuple(self.phase.batches))
 
     def _check_room(self) -> None:
+        """Refuse more hidden states side by side than memory holds."""
         most = max(Counter(run.batch for run in self.phase.passes).values())
         if most > len(self._streams):
             check_room(self._streams[0], self.phase.tokens, most, self._memory)
@@ -359,6 +363,7 @@ class ByUnit(Schedule):
         lead_passes(stream, jobs, events, head=head, journal=journal, replay=replay)
 
     def _job(self, state: RunningPass) -> Any:
+        """Logits of one pass; finishes it where the head is not run."""
         logits = self.logits(state)
         if self.phase.logits == "none":
             self.finish(state, None)
@@ -477,6 +482,7 @@ class StreamRounding:
             with self._expert_buffers.borrow() as allocate:
 
                 def change(module: nn.Module, experts: Tensor) -> Tensor:
+                    """Experts of a group rounded to the grid of the format."""
                     return rounded_in_pieces(experts, grid, weight_axis(module, experts), allocate)
 
                 with self._stream.changed_experts(change):
@@ -558,7 +564,7 @@ class Runner:
         *,
         budget: Budget | None = None,
         resume: Resume | None = None,
-    ) -> Ran:
+    ) -> CompletedRun:
         """Run every pass, show it to the observers, and join what processes counted.
 
         Args:
@@ -571,22 +577,30 @@ class Runner:
         for condition in plan.conditions:
             why = self.supports(condition)
             require(why is None, str(why))
-        ran = Ran(())
+        completed: list[CompletedRun] = []
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(only_running(model.module))
             for phase in plan.phases:
                 if self.streamed:
                     require_setting(budget is None or not budget.is_limited, NO_BUDGET)
-                    ran = ByUnit(self.models, phase, observers, self.memory, resume).run(
-                        on_progress
-                    )
+                    schedule = ByUnit(self.models, phase, observers, self.memory, resume)
                 else:
-                    ran = ByPass(self.models, phase, observers, budget).run(on_progress)
+                    schedule = ByPass(self.models, phase, observers, budget)
+                completed.append(schedule.run(on_progress))
         self.ranks.keep_pace(*(model.module for model in self.models))
         for observer in observers:
             observer.join(self.ranks)
-        return ran
+        return _completed_by_all(plan, completed)
+
+
+def _completed_by_all(plan: Plan, completed: Sequence[CompletedRun]) -> CompletedRun:
+    """Batches that no phase left out, and perturbations that some phase left out."""
+    phases = list(zip(plan.phases, completed, strict=True))
+    every = dict.fromkeys(number for phase in plan.phases for number in phase.batches)
+    left_out = {n for phase, run in phases for n in phase.batches if n not in run.batches}
+    dropped = dict.fromkeys(perturbation for run in completed for perturbation in run.dropped)
+    return CompletedRun(tuple(n for n in every if n not in left_out), tuple(dropped))
 
 
 NO_BUDGET = "a streamed audit has no result before its last layer: leave out {budget_minutes}"
