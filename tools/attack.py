@@ -39,7 +39,7 @@ from transformers.utils import logging
 
 from tieline import cli
 from tieline.cli.app import app_with_commands
-from tieline.cli.deliver import Outputs
+from tieline.cli.outputs import Outputs
 from tieline.lab.estimation.rates import RateStore
 from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
 from tieline.lab.training.checkpoint import last_checkpoint
@@ -232,14 +232,14 @@ class Run:
 
 def _be_command(words: list[str], errors: int, checked: Path) -> None:
     """Become the command, which makes a file once it has looked at its outputs: never returns."""
-    code, look = 70, Outputs.check
+    code, look = 70, Outputs.check_targets
 
     def check(outputs: Outputs, *inputs: object) -> None:
         look(outputs, *inputs)
         checked.touch()
 
     try:
-        setattr(Outputs, "check", check)  # noqa: B010 - a method is replaced on purpose
+        setattr(Outputs, "check_targets", check)  # noqa: B010 - a method is replaced on purpose
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(0, 1)

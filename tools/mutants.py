@@ -531,7 +531,7 @@ MUTANTS: list[Mutant] = [
         "report-2",
         "math.log10(v) if v > 0 else floor for v in r",
         "math.log10(v) if v > 0 else None for v in r",
-        "report/test_inspection_charts.py",
+        "report/test_inspect_charts.py",
         "exact ties lose their colour",
     ),
     _m(
@@ -625,7 +625,7 @@ MUTANTS: list[Mutant] = [
         "report-words-2",
         'return f"{math.ceil(number / scale - 1e-9) * scale:,}"',
         'return f"{math.floor(number / scale - 1e-9) * scale:,}"',
-        "report/words/test_numbers.py report/words/test___init__.py report/test_inspection.py",
+        "report/words/test_numbers.py report/words/test___init__.py report/test_inspect.py",
         "tokens that are needed are rounded upwards",
     ),
     _m(
@@ -640,7 +640,7 @@ MUTANTS: list[Mutant] = [
         "cli-settings-1",
         "return not typed if self.switches_off else self.described.value(self.name, typed)",
         "return self.described.value(self.name, typed)",
-        "cli/test_options.py cli/test_capture.py cli/inspect/test_inspect.py",
+        "cli/test_options.py cli/commands/test_capture.py cli/commands/test_inspect.py",
         "--no-jumps switches jumps off",
     ),
     _m(

@@ -60,7 +60,7 @@ def announced(capsys, monkeypatch, seconds):
     """What is said on stderr while eight passes take so many seconds each."""
     clock = iter(seconds * number for number in range(100))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    lines = progress._Lines("loading the model")
+    lines = progress._ProgressLines("loading the model")
     for done in range(1, 9):
         lines("audit", done, 8)
     return capsys.readouterr().err.splitlines()
@@ -75,7 +75,7 @@ def test_a_short_stage_says_nothing(capsys, monkeypatch):
 
 
 def test_the_time_of_the_whole_job_is_said_once_and_is_no_stage(capsys):
-    lines = progress._Lines("loading the model")
+    lines = progress._ProgressLines("loading the model")
     lines(progress.IN_ALL, 0, 240)
     assert capsys.readouterr().err == "This will take about 4 min.\n"
     assert lines._latest[0] == "loading the model"

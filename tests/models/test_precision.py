@@ -18,7 +18,7 @@ from tieline.models.precision import (
     stored_dtype,
     stored_in,
 )
-from tieline.report.provenance import precision_text
+from tieline.report.tables import precision_text
 
 CPU, HALVES = torch.device("cpu"), (torch.bfloat16, torch.float16)
 

@@ -13,8 +13,8 @@ from tests.report.zoo import make_inspection
 from tieline import report
 from tieline.core.errors import ParameterError
 from tieline.core.plugins import result_formats
+from tieline.report.result_views import printable_view
 from tieline.report.tables import text_table
-from tieline.report.views import printable_view
 
 
 @pytest.mark.parametrize("name", sorted({entry.drawing for entry in result_formats().values()}))

@@ -69,12 +69,14 @@ def test_names_in_b_are_shown_where_they_differ(result):
 
 def test_charts_show_the_numbers_of_the_result(result):
     panels = {panel.key: panel.figure for panel in diff_panels(result)}
-    assert panels["diff-rates"]["data"][0]["y"] == [0.0, 0.1, 0.1, 0.0]
+    assert panels["diff-rates"]["layout"]["yaxis"]["ticksuffix"] == " %"
+    assert "%{y:.3~r} %, " in panels["diff-rates"]["data"][0]["hovertemplate"]
+    assert panels["diff-rates"]["data"][0]["y"] == [0.0, 10.0, 10.0, 0.0]
     causes = panels["diff-causes"]["data"]
     assert [trace["y"] for trace in causes] == [[0, 0, 20, 0], [0, 0, 20, 0], [0, 40, 0, 0]]
-    assert panels["diff-depth"]["data"][0]["y"] == [0.0, 0.1, 0.15, 0.15]
-    assert panels["diff-after"]["data"][0]["y"] == pytest.approx([0.0, 0.1, 20 / 360, 0.0])
-    assert panels["diff-after"]["data"][1]["y"] == [None, None, 0.5, 0.0]
+    assert panels["diff-depth"]["data"][0]["y"] == [0.0, 10.0, 15.0, 15.0]
+    assert panels["diff-after"]["data"][0]["y"] == pytest.approx([0.0, 10.0, 2000 / 360, 0.0])
+    assert panels["diff-after"]["data"][1]["y"] == [None, None, 50.0, 0.0]
 
 
 def test_the_terminal_shows_as_many_columns_as_fit(result):

@@ -26,12 +26,12 @@ from tieline.report.html_page import (
     compact_json,
     embed_json,
     missing_charts_line,
-    render,
+    notebook_html,
+    render_page,
     script_hash,
     template_environment,
 )
 from tieline.report.tables import Grid
-from tieline.report.views import notebook_html
 
 texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
 HEAD = {"kind": "report", "title": "t", "facts": "f", "verdict": "v"}
@@ -118,7 +118,7 @@ def test_the_hash_is_the_one_a_browser_computes():
 
 
 def page(panels):
-    return render(
+    return render_page(
         "smooth.html",
         panels,
         **HEAD,
@@ -130,7 +130,7 @@ def page(panels):
 
 
 EMPTY = Chart(Axis("x"), Axis("y"))
-DRAWN = Panel("a", "A", "How.").drawn(EMPTY)
+DRAWN = Panel("a", "A", "How.").with_chart(EMPTY)
 
 
 def test_the_hashes_of_the_policy_are_those_of_the_scripts_on_the_page():
@@ -151,7 +151,7 @@ def test_a_page_holds_no_address_of_another_site():
 
 def test_a_label_of_a_chart_holds_no_link_and_no_direction():
     label = '<A href="https://example.org">\u202elayer</a>'
-    made = page([Panel("a", "A", "How.").drawn(Chart(Axis(label), Axis("y")))])
+    made = page([Panel("a", "A", "How.").with_chart(Chart(Axis(label), Axis("y")))])
     data = re.search(r'id="report-data">(.*?)</script>', made, flags=re.DOTALL)[1]
     shown = json.loads(data)["figures"]["a"]["layout"]["xaxis"]["title"]["text"]
     assert "<a" not in shown.lower()
@@ -162,7 +162,7 @@ def test_no_text_of_a_page_turns_the_words_around_it():
     hostile = {
         name: f"{name}\u202e\u2066\x1b[31m\x9b" for name in ("kind", "title", "facts", "verdict")
     }
-    made = render(
+    made = render_page(
         "smooth.html",
         **hostile,
         repairs=Grid(("a\u202e",), (("b\u2067",),)),
@@ -193,7 +193,7 @@ def test_advice_stands_apart_and_commands_are_code():
     assert '<p class="verdict">v</p>' in made
     assert "advice" not in made[made.index("<body>") :]
     words = {**HEAD, "verdict": "2 % flip. What to do: run `tieline <x>`, now."}
-    made = render(
+    made = render_page(
         "smooth.html",
         [],
         **words,
@@ -230,7 +230,7 @@ def test_paper_shows_what_is_folded_away_and_every_column(tmp_path):
 
 def panel(key, wide=False, drawn=True):
     made = Panel(key, key.upper(), "How.", wide=wide)
-    return made.drawn(EMPTY) if drawn else made.missing(["ok", "no scores", "no scores"])
+    return made.with_chart(EMPTY) if drawn else made.without_chart(["ok", "no scores", "no scores"])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_panels_without_a_chart_have_no_place():
 
 def test_what_is_missing_is_one_line_with_each_reason_once():
     panels = [panel("a", drawn=False), panel("b"), panel("c", drawn=False)]
-    other = Panel("d", "D", "How.").missing([])
+    other = Panel("d", "D", "How.").without_chart([])
     assert missing_charts_line(panels) == "“A”, “C” (no scores)"
     assert missing_charts_line([*panels, other]) == "“A”, “C” (no scores); “D” (no data)"
     assert missing_charts_line([panel("b")]) == ""

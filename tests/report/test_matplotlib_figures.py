@@ -15,7 +15,7 @@ from tieline.report.charts import Axis, Chart, Guide, Heat, Series
 from tieline.report.matplotlib_figures import (
     chart_figure,
     check_figure_path,
-    drawn_bytes,
+    figure_bytes,
     inline_image,
     styled_figure,
 )
@@ -29,18 +29,18 @@ def drawn():
 
 @pytest.mark.parametrize("suffix", list(MAGIC))
 def test_the_file_is_what_its_name_says_and_the_same_each_time(tmp_path, suffix):
-    data = drawn_bytes(drawn, tmp_path / f"a{suffix}")
+    data = figure_bytes(drawn, tmp_path / f"a{suffix}")
     assert data.startswith(MAGIC[suffix])
     assert b"CreationDate" not in data
     assert b"dc:date" not in data
-    assert data == drawn_bytes(drawn, tmp_path / f"a{suffix}")
+    assert data == figure_bytes(drawn, tmp_path / f"a{suffix}")
 
 
 def test_other_formats_are_refused_before_anything_is_drawn(tmp_path):
     with pytest.raises(ParameterError, match=r"got .a\.jpg."):
         check_figure_path(tmp_path / "a.jpg")
     with pytest.raises(ParameterError, match=r"got .a\.jpg."):
-        drawn_bytes(lambda: pytest.fail("drawn"), tmp_path / "a.jpg")
+        figure_bytes(lambda: pytest.fail("drawn"), tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize(("kind", "type_"), [("svg", "svg+xml"), ("png", "png")])
@@ -51,7 +51,7 @@ def test_an_inline_image_is_the_file_in_an_address(kind, type_):
 
 
 def test_text_stays_text():
-    svg = drawn_bytes(
+    svg = figure_bytes(
         lambda: styled_figure(lambda axes: axes.set_title("gap below ε")), _path("a.svg")
     )
     assert "gap below ε".encode() in svg

@@ -10,17 +10,19 @@ from rich.console import Console
 
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.analysis.inspection import Finding
-from tieline.report.inspection import COLUMNS, terminal
-from tieline.report.inspection_charts import layer_rows
+from tieline.report.html_page import visible_characters
+from tieline.report.inspect import COLUMNS, terminal
+from tieline.report.inspect_charts import inspected_layer_rows
 from tieline.report.tables import (
     SIGNS,
     Column,
+    dotted_rows,
     finding_text,
     grid,
-    one_form,
     rich_table,
     text_table,
-    visible,
+    timing_rows,
+    uniform_numbers,
 )
 from tieline.report.words.numbers import DASH, significant
 
@@ -54,7 +56,7 @@ def test_no_line_is_too_long_and_no_cell_is_cut(result, width):
 
 def test_a_wider_terminal_shows_more_columns(result):
     counts = [
-        len(rich_table(COLUMNS, layer_rows(result), width).columns)
+        len(rich_table(COLUMNS, inspected_layer_rows(result), width).columns)
         for width in (10, 40, 80, 120, 300)
     ]
     assert counts == sorted(counts)
@@ -136,20 +138,20 @@ texts = st.text(max_size=20) | st.sampled_from(HOSTILE)
     ],
 )
 def test_a_column_has_one_form_of_numbers(cells, wanted):
-    assert one_form(cells) == wanted
+    assert uniform_numbers(cells) == wanted
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=6))
 def test_one_form_keeps_the_numbers(numbers):
     cells = [significant(number) for number in numbers]
-    forms = one_form(cells)
+    forms = uniform_numbers(cells)
     assert [float(x.replace(",", "")) for x in forms] == [float(x.replace(",", "")) for x in cells]
     assert len({"e" in x for x in forms if "." in x}) <= 1
 
 
 @given(texts)
 def test_visible_text_has_no_acting_characters(text):
-    shown = visible(text)
+    shown = visible_characters(text)
     shown.encode()
     kept = [sign for sign in shown if sign not in "\n\t"]
     assert all(ord(sign) >= 0x20 and ord(sign) != 0x7F for sign in kept)
@@ -157,4 +159,14 @@ def test_visible_text_has_no_acting_characters(text):
 
 
 def test_visible_text_shows_what_was_hidden():
-    assert visible("a\x00\u202eb\n\t\ud800日") == "a␀⟨202E⟩b↵\n⇥\t\ufffd日"
+    assert visible_characters("a\x00\u202eb\n\t\ud800日") == "a␀⟨202E⟩b↵\n⇥\t\ufffd日"
+
+
+def test_nested_provenance_is_flat_and_what_is_empty_is_left_out():
+    nested = {"a": {"b": 1, "c": {"d": 0}}, "e": None, "f": "", "g": [], "h": False}
+    assert dotted_rows(nested) == [("a.b", 1), ("a.c.d", 0), ("h", False)]
+
+
+def test_timings_are_seconds_and_rates():
+    rows = timing_rows({"total": 1.25, "tokens_per_second": 3141.6})
+    assert rows == [("time.total", "1.25 s"), ("tokens per second", "3,142")]

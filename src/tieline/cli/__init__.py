@@ -1,4 +1,4 @@
-"""The command line, one file per command of the instrument.
+"""The command line; `commands` has the commands of the instrument.
 
 Look    tieline inspect [MODEL]        how near a model's tokens are to a routing tie
         tieline diff A B               whether two runs route alike and, if not, why
@@ -16,14 +16,14 @@ attention, frontier) and of other packages are added as plug-ins (`tieline.core.
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tieline.cli.ending import terminal_session
+from tieline.cli.terminal_session import open_terminal_session
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    with terminal_session(ends_process=arguments is None):  # before anything else is imported
+    with open_terminal_session(ends_process=arguments is None):  # before anything else is imported
         from tieline.cli.app import run
 
         raise SystemExit(run(arguments))

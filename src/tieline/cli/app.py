@@ -1,10 +1,11 @@
 """The application: its commands in groups, how a command ends, and what its errors say.
 
 run                run a command and return its exit code
+run_job            import and run the job of a command
 guarded            a command whose every end is an exit code and one message
 with_json_target   a bare --json means --json -
 
-`tieline.cli.ending` lists the exit codes.
+`tieline.cli.terminal_session` lists the exit codes.
 """
 
 import functools
@@ -12,6 +13,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +23,9 @@ import typer
 from typer.core import TyperGroup
 
 from tieline._version import __version__
-from tieline.cli.ending import (
+from tieline.cli.options import Debug, add_command_parameter, option_names, with_settings
+from tieline.cli.progress import progress_bars
+from tieline.cli.terminal_session import (
     BAD_INPUT,
     CONDITION_HELD,
     FINE,
@@ -29,12 +34,11 @@ from tieline.cli.ending import (
     closed_pipe_ignored,
     handle_interrupts,
     mute_stdout,
-    say,
+    print_to_stderr,
     warnings_as_notes,
     was_stopped,
 )
-from tieline.cli.options import Debug, add_parameter, option_names, with_settings
-from tieline.cli.ranks import claims_error_report
+from tieline.cli.torchrun import claims_error_report, joined_processes
 from tieline.core.errors import (
     PrecisionWarning,
     StreamingWarning,
@@ -44,7 +48,7 @@ from tieline.core.errors import (
 )
 from tieline.core.files import out_of_space
 from tieline.core.plugins import command_groups, import_command
-from tieline.core.setting_fields import SettingError
+from tieline.core.setting_fields import SettingError, Settings
 
 __all__ = [
     "BAD_INPUT",
@@ -53,8 +57,9 @@ __all__ = [
     "app",
     "app_with_commands",
     "guarded",
+    "print_to_stderr",
     "run",
-    "say",
+    "run_job",
     "with_json_target",
 ]
 
@@ -78,7 +83,7 @@ NO_MEMORY = "can't allocate memory"
 """What torch says where Python raises MemoryError."""
 
 
-class _Grouped(TyperGroup):
+class _GroupedCommands(TyperGroup):
     """Lists the commands under the headings that the plug-ins name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -97,7 +102,7 @@ class _Grouped(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Grouped,
+    cls=_GroupedCommands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -115,8 +120,9 @@ TAKES_MODEL = (
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
-        typed = sys.argv[1:] if arguments is None else arguments
-        app_with_commands()(with_json_target(typed), prog_name="tieline")
+        app_with_commands()(
+            with_json_target(sys.argv[1:] if arguments is None else arguments), prog_name="tieline"
+        )
         code = FINE
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else FINE
@@ -124,7 +130,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             mute_stdout()
             return FINE
     except TielineError as problem:
-        say(f"error: {problem}")
+        print_to_stderr(f"error: {problem}")
         code = BAD_INPUT
     except OSError as problem:
         code = _stdout_error(problem)
@@ -152,8 +158,29 @@ def _flush_stdout(code: int) -> int:
 def _stdout_error(problem: OSError) -> int:
     """Report that stdout cannot be written to, and return the exit code."""
     mute_stdout()
-    say(f"error: cannot write to stdout: {problem.strerror}")
+    print_to_stderr(f"error: cannot write to stdout: {problem.strerror}")
     return BAD_INPUT
+
+
+def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> Any:
+    """Import and run a job on models, with its progress on stderr.
+
+    Args:
+        job: "module:function".
+        sources: positional arguments of the function.
+        settings: its settings.
+        doing: what the job does ("auditing"), if it may run on several processes.
+    """
+    with progress_bars() as progress, ExitStack() as processes:
+        options: dict[str, Any] = {"settings": settings, "progress": progress}
+        if doing:
+            parallel = getattr(settings, "parallel", None)
+            options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
+        from tieline.models.checkpoint import quiet_transformers
+
+        quiet_transformers()
+        module, _, function = job.partition(":")
+        return getattr(import_module(module), function)(*sources, **options)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,10 +201,10 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             code, message = exit_message(problem, run_command)
             hint = "; --debug shows where it happened" if code == OUR_BUG else ""
             if claims_error_report():
-                say(shortened(message) + ("" if debug else hint))
+                print_to_stderr(shortened(message) + ("" if debug else hint))
             raise typer.Exit(code) from problem
 
-    add_parameter(run, "debug", False, Debug)
+    add_command_parameter(run, "debug", False, Debug)
     return run
 
 
@@ -190,7 +217,7 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     if isinstance(problem, TielineError):
         return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):
-        return BAD_INPUT, f"error: no space left on the disk of {_full_file(problem)}"
+        return BAD_INPUT, f"error: no space left on the disk of {_name_of_full_disk(problem)}"
     if isinstance(problem, OSError):
         return BAD_INPUT, f"error: {problem}"
     if isinstance(problem, MemoryError) or NO_MEMORY in str(problem):
@@ -203,13 +230,13 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     return OUR_BUG, f"this is a bug of tieline: {type(problem).__name__}: {problem}"
 
 
-def _full_file(problem: BaseException) -> str:
+def _name_of_full_disk(problem: BaseException) -> str:
     """The file that an error of the operating system names."""
     name = getattr(problem, "filename", None) or getattr(problem.__cause__, "filename", None)
     return str(name or "the output")
 
 
-def _show_version(asked: bool | None) -> None:
+def _print_version(asked: bool | None) -> None:
     """Print the version and exit, if that was asked for."""
     if asked:
         print(f"tieline {__version__}")
@@ -221,7 +248,7 @@ def _tieline_options(
     version: Annotated[
         bool | None,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = None,
 ) -> None:

@@ -24,7 +24,7 @@ __all__ = [
     "Json",
     "ModelName",
     "Overwrite",
-    "add_parameter",
+    "add_command_parameter",
     "option_names",
     "with_settings",
 ]
@@ -80,7 +80,7 @@ class _Option(NamedTuple):
             metavar=described.metavar,
             show_default=described.show_default,
         )
-        kind = described.kind or (str if described.read else _without_none(self.hint))
+        kind = described.kind or (str if described.read else _type_without_none(self.hint))
         optional = self.default is None
         return inspect.Parameter(
             self.name,
@@ -103,7 +103,7 @@ class _Option(NamedTuple):
         return not typed if self.switches_off else self.described.value(self.name, typed)
 
 
-def _without_none(hint: Any) -> Any:
+def _type_without_none(hint: Any) -> Any:
     """The type of a hint `T` or `T | None`."""
     if get_origin(hint) not in (Union, UnionType):
         return hint
@@ -111,7 +111,7 @@ def _without_none(hint: Any) -> Any:
     return kind
 
 
-def _options_of(settings: type[Settings]) -> list[_Option]:
+def _options_of_settings(settings: type[Settings]) -> list[_Option]:
     """The options of a settings class: first its own fields, then those of the groups it has."""
     hints, groups = get_type_hints(settings), settings.__mro__[1:]
     shared = {name for group in groups for name in getattr(group, "__annotations__", ())}
@@ -133,33 +133,33 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
         if isinstance(hints[name], type) and issubclass(hints[name], Settings):
-            classes[name] = _options_of(hints[name])
+            classes[name] = _options_of_settings(hints[name])
             parameters += [option.parameter for option in classes[name]]
         else:
             only = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=only, annotation=hints[name]))
 
     @functools.wraps(command)
-    def run(**typed: Any) -> None:
+    def run(**arguments: Any) -> None:
         for name, options in classes.items():
-            values = {option.name: option.value(typed.pop(option.name)) for option in options}
-            typed[name] = hints[name](**values)
-        command(**typed)
+            values = {option.name: option.value(arguments.pop(option.name)) for option in options}
+            arguments[name] = hints[name](**values)
+        command(**arguments)
 
-    _set_parameters(run, parameters)
+    _set_command_parameters(run, parameters)
     return run
 
 
-def add_parameter(
+def add_command_parameter(
     command: Callable[..., None], name: str, default: object, annotation: object
 ) -> None:
     """Add a parameter to the end of a command's signature, in place."""
     only = inspect.Parameter.KEYWORD_ONLY
     added = inspect.Parameter(name, only, default=default, annotation=annotation)
-    _set_parameters(command, [*inspect.signature(command).parameters.values(), added])
+    _set_command_parameters(command, [*inspect.signature(command).parameters.values(), added])
 
 
-def _set_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
+def _set_command_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
     """Give a command the signature and annotations that Typer makes options from."""
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

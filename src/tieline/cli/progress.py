@@ -21,8 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from tieline.cli.ending import say
-from tieline.cli.ranks import is_first
+from tieline.cli.terminal_session import print_to_stderr
+from tieline.cli.torchrun import is_first
 from tieline.core.text import printable_line, unfiltered
 
 Report = Callable[[str, int, int], None]
@@ -60,20 +60,20 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
         return
     console = console or Console(file=unfiltered(sys.stderr))
     if not console.is_terminal:
-        with _printed_lines(first) as lines:
+        with _progress_lines(first) as lines:
             yield lines
         return
     spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
     description = TextColumn("{task.description}{task.fields[done]}", markup=False)
     columns = (spinner, description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        yield _Stages(bars, first)
+        yield _StageBars(bars, first)
 
 
 @contextmanager
-def _printed_lines(first: str) -> Iterator["_Lines"]:
+def _progress_lines(first: str) -> Iterator["_ProgressLines"]:
     """Print lines from a thread, because one step of a stage may take minutes."""
-    lines, ended = _Lines(first), threading.Event()
+    lines, ended = _ProgressLines(first), threading.Event()
 
     def print_lines() -> None:
         pause = PATIENCE
@@ -90,7 +90,7 @@ def _printed_lines(first: str) -> Iterator["_Lines"]:
         thread.join()
 
 
-class _Lines:
+class _ProgressLines:
     """Prints a line with the stage, how much of it is done, and the time since the start."""
 
     def __init__(self, first: str) -> None:
@@ -100,7 +100,7 @@ class _Lines:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == IN_ALL:
-            say(total_sentence(total))
+            print_to_stderr(job_duration_sentence(total))
             return
         now = time.monotonic()
         if stage != self._latest[0]:
@@ -120,15 +120,16 @@ class _Lines:
         if left > LONG:
             from tieline.report.words.numbers import duration
 
-            say(
-                f"{stage}: about {duration(left, 1)} more, after{_stage_amount(stage, done, total)}"
-            )
+            amount = _progress_amount(stage, done, total)
+            print_to_stderr(f"{stage}: about {duration(left, 1)} more, after{amount}")
 
     def print_line(self) -> None:
         """Print the latest state to stderr."""
         stage, done, total = self._latest
         seconds = time.monotonic() - self._began
-        say(f"{stage}{_stage_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}")
+        print_to_stderr(
+            f"{stage}{_progress_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}"
+        )
 
     def _left(self, seconds: float) -> str:
         """Return the estimated time left of a stage that counts bytes."""
@@ -138,21 +139,21 @@ class _Lines:
         return f", about {seconds * (total - done) / done:.0f} s left"
 
 
-def _stage_amount(stage: str, done: int, total: int) -> str:
+def _progress_amount(stage: str, done: int, total: int) -> str:
     """Return how much of a stage is done, as text."""
     if stage in BYTES:
         return f" {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f" {done:,} of {total:,}" if total > 1 else ""
 
 
-def total_sentence(seconds: int) -> str:
+def job_duration_sentence(seconds: int) -> str:
     """Return how long the job will take, as a line."""
     from tieline.report.words.numbers import duration
 
     return f"This will take about {duration(float(seconds), 1)}."
 
 
-class _Stages:
+class _StageBars:
     """Bars by stage; a stage that begins ends those before it."""
 
     def __init__(self, bars: Progress, first: str) -> None:
@@ -162,16 +163,17 @@ class _Stages:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == IN_ALL:
-            self._bars.console.print(total_sentence(total), markup=False, highlight=False)
+            self._bars.console.print(job_duration_sentence(total), markup=False, highlight=False)
             return
         if stage not in self._tasks:
             self._begin(stage, total)
-        amount = _stage_amount(stage, done, total) if stage in BYTES else ""
+        amount = _progress_amount(stage, done, total) if stage in BYTES else ""
         self._bars.update(self._tasks[stage], completed=done, total=total, done=amount)
         if done >= total and stage in FOLLOWED_BY:
             self._begin(FOLLOWED_BY[stage], None)
 
     def _begin(self, stage: str, total: int | None) -> None:
+        """Begin a stage and end those before it."""
         for task in self._tasks.values():
             self._bars.update(task, completed=1, total=1)
             self._bars.stop_task(task)

@@ -39,7 +39,6 @@ __all__ = [
     "Plugin",
     "ResultFormat",
     "command_groups",
-    "commands_in",
     "import_added",
     "import_command",
     "plugins",
@@ -98,20 +97,15 @@ class Command(NamedTuple):
     plugin: str
 
 
-def commands_in(package: str, *names: str) -> dict[str, str]:
-    """Modules of commands that are files of one package, named as the commands are."""
-    return {name: f"{package}.{name}" for name in names}
-
-
 INSTRUMENT = Plugin(
     commands={
-        "Look": commands_in("tieline.cli", "inspect", "diff", "audit", "check"),
-        "Repair": commands_in("tieline.cli", "smooth"),
-        "Files": commands_in("tieline.cli", "capture", "convert", "merge"),
+        "Look": dict.fromkeys(("inspect", "diff", "audit", "check"), "tieline.cli.commands"),
+        "Repair": {"smooth": "tieline.cli.commands"},
+        "Files": dict.fromkeys(("capture", "convert", "merge"), "tieline.cli.commands"),
     },
     results={
         "tieline-inspection": ResultFormat(
-            "tieline.analysis.inspection:Inspection", "tieline.report.inspection"
+            "tieline.analysis.inspection:Inspection", "tieline.report.inspect"
         ),
         "tieline-diff": ResultFormat(
             "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"
@@ -123,16 +117,16 @@ INSTRUMENT = Plugin(
             "tieline.analysis.smooth_repair:Repair", "tieline.report.smooth"
         ),
         "tieline-merge": ResultFormat(
-            "tieline.analysis.route_files:Merged", "tieline.report.files:MERGED"
+            "tieline.analysis.route_files:Merged", "tieline.report.route_files:MERGED"
         ),
         "tieline-conversion": ResultFormat(
-            "tieline.analysis.route_files:Converted", "tieline.report.files:CONVERTED"
+            "tieline.analysis.route_files:Converted", "tieline.report.route_files:CONVERTED"
         ),
         "tieline-capture": ResultFormat(
-            "tieline.engines.engine_capture:EngineCapture", "tieline.report.files:CAPTURED"
+            "tieline.engines.engine_capture:EngineCapture", "tieline.report.route_files:CAPTURED"
         ),
         "tieline-engines": ResultFormat(
-            "tieline.engines.registry:EngineList", "tieline.report.files:ENGINES"
+            "tieline.engines.registry:EngineList", "tieline.report.route_files:ENGINES"
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
     },

@@ -3,16 +3,15 @@
 The entry point "lab" of the group "tieline.plugins" names this module (`tieline.core.plugins`).
 """
 
-from tieline.core.plugins import Plugin, ResultFormat, commands_in
+from tieline.core.plugins import Plugin, ResultFormat
 
-COMMANDS = "tieline.lab.commands"
-ON_MODEL = ("soften", "slice", "walks", "attention", "frontier", "reroute", "upcycle", "design")
+COMMANDS = (
+    *("soften", "slice", "walks", "attention", "frontier", "reroute", "upcycle", "design"),
+    *("train", "rates", "reproduce"),
+)
 
 PLUGIN = Plugin(
-    commands={
-        "Lab": dict.fromkeys(ON_MODEL, f"{COMMANDS}.on_model")
-        | commands_in(COMMANDS, "train", "rates", "reproduce"),
-    },
+    commands={"Lab": dict.fromkeys(COMMANDS, "tieline.lab.commands")},
     results={
         "tieline-softening": ResultFormat(
             "tieline.lab.on_model.soften_records:Softening", "tieline.lab.report.soften"

@@ -8,7 +8,7 @@
     sentence    a sentence of a record: the verdict of a result, the text of an answer
 
 `tieline.core.plugins` says what draws a result, by the name of its format: a module or an object
-with the first five (`tieline.report.views.views`). `SENTENCES` names the function that writes a
+with the first five (`tieline.report.result_views`). `SENTENCES` names the function that writes a
 sentence, by class and property.
 """
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["SENTENCES", "figures", "notebook", "page", "sentence", "summary", "terminal"]
 
 SENTENCES = {
-    "Inspection.verdict": "tieline.report.words.inspection:inspection_verdict",
-    "Inspection.findings": "tieline.report.words.inspection:inspection_findings",
-    "RoutingDiff.verdict": "tieline.report.words.diff:verdict",
-    "RoutingDiff.findings": "tieline.report.words.diff:findings",
-    "Alignment.notes": "tieline.report.words.diff:notes",
-    "Pattern.text": "tieline.report.words.diff:pattern",
-    "ChoiceAnswer.text": "tieline.report.words.diff:choice",
-    "FlipAnswer.text": "tieline.report.words.diff:flips",
-    "OutputAnswer.text": "tieline.report.words.diff:outputs",
-    "SizeAnswer.text": "tieline.report.words.diff:size",
-    "ShapeAnswer.text": "tieline.report.words.diff:shape",
+    "Inspection.verdict": "tieline.report.words.inspect:inspection_verdict",
+    "Inspection.findings": "tieline.report.words.inspect:inspection_findings",
+    "RoutingDiff.verdict": "tieline.report.words.diff:diff_verdict",
+    "RoutingDiff.findings": "tieline.report.words.diff:diff_findings",
+    "Alignment.notes": "tieline.report.words.diff:alignment_notes",
+    "Pattern.text": "tieline.report.words.diff:pattern_sentence",
+    "ChoiceAnswer.text": "tieline.report.words.diff:choice_answer",
+    "FlipAnswer.text": "tieline.report.words.diff:flips_answer",
+    "OutputAnswer.text": "tieline.report.words.diff:outputs_answer",
+    "SizeAnswer.text": "tieline.report.words.diff:noise_size_answer",
+    "ShapeAnswer.text": "tieline.report.words.diff:pattern_answer",
     "PrecisionAudit.verdict": "tieline.report.words.audit:audit_verdict",
-    "RouteCheck.verdict": "tieline.report.words.check:verdict",
-    "RouteFinding.message": "tieline.report.words.check:message",
-    "RouteFinding.where": "tieline.report.words.check:where",
-    "RouteFinding.cause": "tieline.report.words.check:cause",
+    "RouteCheck.verdict": "tieline.report.words.check:check_verdict",
+    "RouteFinding.message": "tieline.report.words.check:route_finding_message",
+    "RouteFinding.where": "tieline.report.words.check:route_finding_place",
+    "RouteFinding.cause": "tieline.report.words.check:route_finding_cause",
 }
 """Class and property of a record to "module:function"."""
 
@@ -70,7 +70,7 @@ def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: Any, width: int) -> "RenderableType":
     """Return a result for a terminal that is `width` characters wide; its texts are printable."""
-    from tieline.report.views import printable_view
+    from tieline.report.result_views import printable_view
 
     return printable_view(_result_drawing(result).terminal(result, width))
 

@@ -21,9 +21,17 @@ from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import origin_rows, precision_text, provenance_text
-from tieline.report.tables import Column, Grid, grid, rich_table, text_table
-from tieline.report.views import Report, views
+from tieline.report.result_views import Report, report_views
+from tieline.report.tables import (
+    Column,
+    Grid,
+    grid,
+    precision_text,
+    provenance_rows,
+    provenance_text,
+    rich_table,
+    text_table,
+)
 from tieline.report.words.audit import audit_caveats, audit_notes, remedies_of, remedy_sentences
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
 
@@ -68,7 +76,7 @@ IGNORE_TITLE = "Keeping the routers out of quantisation"
 
 def _audit_report(result: PrecisionAudit) -> Report:
     """Verdict, all perturbations, charts, routers to keep, remedies, layers, provenance."""
-    shown = [column for column in COLUMNS if (column.rank or 0) < 7]
+    columns = [column for column in COLUMNS if (column.rank or 0) < 7]
     size = {"width": 6.75, "height": 3.4}
     return Report(
         kind="precision audit",
@@ -76,7 +84,7 @@ def _audit_report(result: PrecisionAudit) -> Report:
         title=provenance_text(result.provenance, "model") or "unnamed model",
         facts=_audit_facts(result),
         verdict=result.verdict,
-        table=lambda: grid(shown, result.effects),
+        table=lambda: grid(columns, result.effects),
         body=partial(_audit_page_body, result),
         below=partial(_audit_terminal_views, result),
         figures={
@@ -95,13 +103,13 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
         "panels": audit_panels(result),
         "table": grid(COLUMNS, result.effects),
         "notes": audit_notes(result, _audited_layer_labels(result)),
-        "keeps": Grid(KEEP_HEADINGS, keep_rows(result)),
+        "keeps": Grid(KEEP_HEADINGS, kept_router_rows(result)),
         "remedies": [] if table is None else remedy_grids(table),
         "choices": [] if table is None else remedy_sentences(table),
-        "ignore": ignore_rows(result),
+        "ignore": ignored_router_rows(result),
         "ignore_title": IGNORE_TITLE,
         "layers": Grid(LAYER_HEADINGS, _effects_by_layer(result)),
-        "provenance": origin_rows(result.provenance, result.timings),
+        "provenance": provenance_rows(result.provenance, result.timings),
     }
 
 
@@ -109,14 +117,14 @@ def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[Renderable
     """One row per perturbation, the remedies and what was left out; everything if all was run."""
     columns = COLUMNS if result.is_full else SERVED_COLUMNS
     below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
-    keeps, ignored, table = keep_rows(result), ignore_rows(result), result.remedies
+    keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
-        below += [] if table is None else remedies_view(table, brief=True)
+        below += [] if table is None else remedies_terminal_view(table, brief=True)
         return [*below, *map(Text, audit_caveats(result)), MORE]
     if keeps:
         below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if table is not None:
-        below += remedies_view(table)
+        below += remedies_terminal_view(table)
     if ignored:
         below += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
     return [*below, *map(Text, audit_notes(result, _audited_layer_labels(result)))]
@@ -130,7 +138,7 @@ def _titled_table(
     return Text(title, style="bold"), table, Text()
 
 
-page, figures, terminal, summary, notebook = views(_audit_report)
+page, figures, terminal, summary, notebook = report_views(_audit_report)
 
 
 def audit_panels(result: PrecisionAudit) -> list[Panel]:
@@ -138,13 +146,13 @@ def audit_panels(result: PrecisionAudit) -> list[Panel]:
     layers = _layer_damage_chart(result)
     reason = ["no rounding of the routers was run"]
     return [
-        FLIPS.drawn(_audit_flips_chart(result.effects)),
-        KL.drawn(_audit_kl_chart(result.effects)),
-        LAYERS.drawn(layers) if layers else LAYERS.missing(reason),
+        FLIPS.with_chart(_audit_flips_chart(result.effects)),
+        KL.with_chart(_audit_kl_chart(result.effects)),
+        LAYERS.with_chart(layers) if layers else LAYERS.without_chart(reason),
     ]
 
 
-def ignore_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
+def ignored_router_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
     """For each quantisation library: the argument that leaves all routers alone, as Python."""
     return tuple(
         (library, ", ".join(f"{name}={value!r}" for name, value in arguments.items()))
@@ -152,7 +160,7 @@ def ignore_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
     )
 
 
-def keep_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
+def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     """For each rounding of the routers: format, layers to keep, what that recovers and costs."""
     kept = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
     return tuple(
@@ -216,7 +224,7 @@ def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
     ]
 
 
-def remedies_view(table: RemedyTable, brief: bool = False) -> list[RenderableType]:
+def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[RenderableType]:
     """The tables of the remedies for a terminal, and their sentences unless `brief`."""
     below: list[RenderableType] = []
     for name in table.perturbations:
@@ -260,9 +268,9 @@ def _audited_layer_labels(result: PrecisionAudit) -> dict[str, str]:
 def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     """Local, predicted and full flip rates, by perturbation."""
     series = (
-        _estimate_series(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
-        _point_series(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
-        _estimate_series(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
+        _perturbation_estimates(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
+        _perturbation_points(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
+        _perturbation_estimates(rows, "full run", lambda row: row.full, "diamond-open", "@warn"),
     )
     shares = Axis("tokens that change experts, mean over layers", "log", percent=True)
     return _perturbations_chart(shares, series)
@@ -271,8 +279,8 @@ def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
 def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
     """KL to the clean run and its floor, by perturbation."""
     series = (
-        _estimate_series(rows, "KL", lambda row: row.kl, "circle", "@warn"),
-        _point_series(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
+        _perturbation_estimates(rows, "KL", lambda row: row.kl, "circle", "@warn"),
+        _perturbation_points(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
     )
     nats = Axis("KL to the clean run (nats per token)", "log")
     return _perturbations_chart(nats, series)
@@ -297,7 +305,7 @@ def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
             f"layer {label}",
             layer_colour(index, len(labels)),
             size=9,
-            hover="%{x}: %{y:.3~p}<extra>%{fullData.name}</extra>",
+            hover="%{x}: %{y:percent}<extra>%{fullData.name}</extra>",
         )
         for index, label in enumerate(labels)
     )
@@ -306,7 +314,7 @@ def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
     return Chart(formats, damage, series, layers=tuple(labels))
 
 
-def _point_series(
+def _perturbation_points(
     rows: Sequence[PerturbationEffect], name: str, value: NumberOf, symbol: Symbol, colour: str
 ) -> Series:
     """One point per row; zero has no place on a logarithmic axis."""
@@ -321,16 +329,16 @@ def _point_series(
     )
 
 
-def _estimate_series(
+def _perturbation_estimates(
     rows: Sequence[PerturbationEffect], name: str, estimate: EstimateOf, symbol: Symbol, colour: str
 ) -> Series:
     """The same with bars of two standard errors."""
     spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
-    series = _point_series(rows, name, lambda row: estimate(row).value, symbol, colour)
+    series = _perturbation_points(rows, name, lambda row: estimate(row).value, symbol, colour)
     return replace(series, errors=(spread, spread))
 
 
-def _predicted_flips(row: PerturbationEffect) -> str:
+def _predicted_flips_cell(row: PerturbationEffect) -> str:
     """Range of the predicted flip rates."""
     low, high = row.predicted_low, row.predicted
     if high is None:
@@ -354,12 +362,12 @@ def _loss_change(row: PerturbationEffect) -> str:
     return change if error is None else f"{change} ± {significant(error, 1)}"
 
 
-def _percent_of(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+def _share_cell(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
     """Cells of a share."""
     return lambda row: percent(estimate(row).value)
 
 
-def _nats_of(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
+def _kl_cell(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
     """Cells of a KL."""
     return lambda row: significant(estimate(row).value, 2)
 
@@ -369,31 +377,33 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
     Column(
         "local flips",
         "tokens whose experts change when this router alone is perturbed, inputs clean",
-        _percent_of(lambda row: row.local),
+        _share_cell(lambda row: row.local),
         1,
     ),
-    Column("predicted", "the same, predicted from the clean scores alone", _predicted_flips, 2),
-    Column("full flips", "the same per layer in a full run", _percent_of(lambda row: row.full), 3),
+    Column(
+        "predicted", "the same, predicted from the clean scores alone", _predicted_flips_cell, 2
+    ),
+    Column("full flips", "the same per layer in a full run", _share_cell(lambda row: row.full), 3),
     Column("×", "full flips over local flips: what depth adds", _compounding_factor, 7),
     Column(
-        "any layer", "tokens that flip in a layer at least", _percent_of(lambda r: r.any_layer), 8
+        "any layer", "tokens that flip in a layer at least", _share_cell(lambda r: r.any_layer), 8
     ),
     Column(
-        "moved", "routed weight that goes to other experts", _percent_of(lambda row: row.moved), 9
+        "moved", "routed weight that goes to other experts", _share_cell(lambda row: row.moved), 9
     ),
     Column("moved 99 %", "its 99 % quantile", lambda row: percent(row.moved_p99), None),
     Column(
-        "damage", "mean change of a layer’s output by flips", _percent_of(lambda r: r.damage), 6
+        "damage", "mean change of a layer’s output by flips", _share_cell(lambda r: r.damage), 6
     ),
     Column("Δ loss", "change of the loss, nats per token", _loss_change, 5),
-    Column("KL", "KL to the clean run, nats per token", _nats_of(lambda row: row.kl), 4),
-    Column("floor", "KL with clean routes forced", _nats_of(lambda row: row.kl_floor), 10),
+    Column("KL", "KL to the clean run, nats per token", _kl_cell(lambda row: row.kl), 4),
+    Column("floor", "KL with clean routes forced", _kl_cell(lambda row: row.kl_floor), 10),
     Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
 )
 
 SERVED_COLUMNS = (
     COLUMNS[0],
-    Column("tokens that change", "in a layer at least", _percent_of(lambda row: row.any_layer), 1),
+    Column("tokens that change", "in a layer at least", _share_cell(lambda row: row.any_layer), 1),
     *(replace(column, rank=2) for column in COLUMNS if column.heading in ("KL", "floor", "Δ loss")),
 )
 """Columns of an audit of the precision served."""

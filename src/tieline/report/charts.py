@@ -71,7 +71,8 @@ class Series:
         opacity: 1 for opaque.
         errors: lengths of error bars above and below the values.
         in_legend: whether the legend names it.
-        hover: text shown on a page at a value, in Plotly's template language.
+        hover: text shown on a page at a value, in Plotly's template language; "%{y:percent}" is
+            a value of a percent axis.
         details: further values for the hover text.
     """
 

@@ -7,8 +7,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.check import CheckedFile, RouteCheck
+from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, text_table
-from tieline.report.views import Report, Section, views
 from tieline.trace.soundness import RouteFinding
 
 FILE_HEADINGS = ("file", "format", "rows", "documents", "layers", "routed", "k", "experts", "type")
@@ -21,15 +21,19 @@ def _check_report(result: RouteCheck) -> Report:
     several = len(result.files) > 1
     nothing = Section("Findings", notes=["Nothing was found."])
     findings = (
-        Section("Findings", _findings_grid(result), prose=True) if result.findings else nothing
+        Section("Findings", _route_findings_grid(result), prose=True)
+        if result.findings
+        else nothing
     )
-    files = Section("Files", _files_grid(result), notes=_reader_notes(result))
+    files = Section("Files", _route_files_grid(result), notes=_route_reader_notes(result))
     return Report(
         kind="check",
         title=f"{len(result.files)} files" if several else result.files[0].name,
         facts=_check_subtitle(result),
         verdict=result.verdict,
-        table=lambda: _findings_grid(result) if result.findings else _files_grid(result),
+        table=lambda: (
+            _route_findings_grid(result) if result.findings else _route_files_grid(result)
+        ),
         body=lambda: {"sections": [findings, files]},
         below=partial(_check_terminal, result),
     )
@@ -37,9 +41,9 @@ def _check_report(result: RouteCheck) -> Report:
 
 def _check_terminal(result: RouteCheck, width: int) -> list[RenderableType]:
     """The files, then the findings one by one."""
-    rows = [(Path(name).name, *others) for name, *others in _files_grid(result).rows]
-    lines = [_finding_line(finding, len(result.files) > 1) for finding in result.findings]
-    notes = [Text(note, "dim") for note in _reader_notes(result)]
+    rows = [(Path(name).name, *others) for name, *others in _route_files_grid(result).rows]
+    lines = [_route_finding_line(finding, len(result.files) > 1) for finding in result.findings]
+    notes = [Text(note, "dim") for note in _route_reader_notes(result)]
     return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines]
 
 
@@ -49,7 +53,9 @@ def _check_summary(result: RouteCheck) -> str:
     return "\n".join([result.verdict, *lines])
 
 
-page, figures, terminal, summary, notebook = views(_check_report)._replace(summary=_check_summary)
+page, figures, terminal, summary, notebook = report_views(_check_report)._replace(
+    summary=_check_summary
+)
 
 
 def _check_subtitle(result: RouteCheck) -> str:
@@ -62,7 +68,7 @@ def _check_subtitle(result: RouteCheck) -> str:
     return " · ".join(facts)
 
 
-def _finding_line(finding: RouteFinding, several: bool) -> Text:
+def _route_finding_line(finding: RouteFinding, several: bool) -> Text:
     """Severity, kind, sentence, place and cause of a finding."""
     where = f" [{finding.where}]" if finding.where else ""
     file = f"{finding.file}: " if several else ""
@@ -73,7 +79,7 @@ def _finding_line(finding: RouteFinding, several: bool) -> Text:
     return text.append(f"\n    {finding.cause}", "dim") if finding.cause else text
 
 
-def _findings_grid(result: RouteCheck) -> Grid:
+def _route_findings_grid(result: RouteCheck) -> Grid:
     """One row per finding."""
     several = len(result.files) > 1
     rows = [
@@ -83,18 +89,18 @@ def _findings_grid(result: RouteCheck) -> Grid:
     return Grid(HEAD, tuple(rows))
 
 
-def _file_row(file: CheckedFile) -> tuple[str, ...]:
+def _route_file_row(file: CheckedFile) -> tuple[str, ...]:
     """Name, format and sizes of a file."""
     numbers = (file.rows, file.documents, file.layers, file.routed, file.k, file.n_experts)
     return (file.name, file.producer, *(f"{number:,}" for number in numbers), file.dtype)
 
 
-def _files_grid(result: RouteCheck) -> Grid:
+def _route_files_grid(result: RouteCheck) -> Grid:
     """One row per file."""
-    return Grid(FILE_HEADINGS, tuple(map(_file_row, result.files)))
+    return Grid(FILE_HEADINGS, tuple(map(_route_file_row, result.files)))
 
 
-def _reader_notes(result: RouteCheck) -> list[str]:
+def _route_reader_notes(result: RouteCheck) -> list[str]:
     """What the readers found and assumed."""
     several = len(result.files) > 1
     return [

@@ -20,16 +20,18 @@ from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import metric_rows, origin_rows, provenance_text
+from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
     finding_rows,
     findings_view,
     grid,
+    metric_rows,
+    provenance_rows,
+    provenance_text,
     rich_table,
 )
-from tieline.report.views import Report, views
 from tieline.report.words.numbers import DASH, percent, significant
 
 if TYPE_CHECKING:
@@ -89,48 +91,50 @@ class DiffRow:
     by_engine: Share | None = None
 
 
-def _report(result: RoutingDiff) -> Report:
+def _diff_report(result: RoutingDiff) -> Report:
     """Verdict, findings, charts, all layers, alignment, provenance."""
-    shown = [column for column in COLUMNS if column.rank is not None]
+    columns = [column for column in COLUMNS if column.rank is not None]
     return Report(
         kind="routing comparison",
         name="Comparison",
-        title=_title(result),
-        facts=_subtitle(result),
+        title=_diff_title(result),
+        facts=_diff_facts(result),
         verdict=result.verdict,
-        table=lambda: grid(shown, _rows(result)),
-        body=partial(_page_body, result),
+        table=lambda: grid(columns, _diff_rows(result)),
+        body=partial(_diff_page_body, result),
         below=lambda width: (
-            rich_table(COLUMNS, _rows(result), width),
-            findings_view(result.findings, _layer_names(result)),
+            rich_table(COLUMNS, _diff_rows(result), width),
+            findings_view(result.findings, _compared_layer_names(result)),
         ),
         figures={
-            "layers": lambda: chart_figure(_rates_chart(result)),
-            "causes": partial(_causes_figure, result),
-            "depth": lambda: chart_figure(_depth_chart(result)),
+            "layers": lambda: chart_figure(_flip_rates_chart(result)),
+            "causes": partial(_flip_causes_figure, result),
+            "depth": lambda: chart_figure(_flips_by_depth_chart(result)),
         },
     )
 
 
-def _page_body(result: RoutingDiff) -> dict[str, Any]:
+def _diff_page_body(result: RoutingDiff) -> dict[str, Any]:
+    """What the template of the page shows."""
     return {
         "template": "diff.html",
         "style": "",
         "panels": diff_panels(result),
-        "findings": finding_rows(result.findings, _layer_names(result)),
+        "findings": finding_rows(result.findings, _compared_layer_names(result)),
         "shown": MOST_FINDINGS,
-        "table": grid(COLUMNS, _rows(result)),
+        "table": grid(COLUMNS, _diff_rows(result)),
         "alignment": _alignment_rows(result.alignment),
-        "provenance": origin_rows(result.provenance, result.timings),
+        "provenance": provenance_rows(result.provenance, result.timings),
         "metrics": metric_rows(result.metrics),
     }
 
 
-page, figures, terminal, summary, notebook = views(_report)
+page, figures, terminal, summary, notebook = report_views(_diff_report)
 
 
-def _causes_figure(result: RoutingDiff) -> "Figure":
-    chart = _causes_chart(result)
+def _flip_causes_figure(result: RoutingDiff) -> "Figure":
+    """The causes of flips by matplotlib; raises where they cannot be told."""
+    chart = _flip_causes_chart(result)
     if chart is None:
         raise TraceError(f"no figure of the causes: {result.layers[0].attribution_status}")
     return chart_figure(chart)
@@ -139,28 +143,35 @@ def _causes_figure(result: RoutingDiff) -> "Figure":
 def diff_panels(result: RoutingDiff) -> list[Panel]:
     """Every chart, or the reason why it cannot be drawn."""
     layers = result.layers
-    drawn = (
-        (RATES, _rates_chart(result), []),
-        (CAUSES, _causes_chart(result), [layer.attribution_status for layer in layers]),
-        (DEPTH, _depth_chart(result), []),
-        (AFTER, _after_chart(result), ["no token flips before the last layer"]),
-        (WEIGHT, _weight_chart(result), [layer.weight_status for layer in layers]),
+    charts = (
+        (RATES, _flip_rates_chart(result), []),
+        (CAUSES, _flip_causes_chart(result), [layer.attribution_status for layer in layers]),
+        (DEPTH, _flips_by_depth_chart(result), []),
+        (AFTER, _flips_after_flips_chart(result), ["no token flips before the last layer"]),
+        (WEIGHT, _weight_moved_chart(result), [layer.weight_status for layer in layers]),
     )
-    return [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
+    return [
+        p.with_chart(chart) if chart else p.without_chart(statuses) for p, chart, statuses in charts
+    ]
 
 
-def _layer_names(result: RoutingDiff) -> list[str]:
+def _compared_layer_names(result: RoutingDiff) -> list[str]:
+    """Names of the layers in A."""
     return [layer.name for layer in result.layers]
 
 
-def _labels(result: RoutingDiff) -> list[str]:
-    return short_names(_layer_names(result))
+def _compared_layer_labels(result: RoutingDiff) -> list[str]:
+    """Short names of the layers in A."""
+    return short_names(_compared_layer_names(result))
 
 
-def _rows(result: RoutingDiff) -> list[DiffRow]:
+def _diff_rows(result: RoutingDiff) -> list[DiffRow]:
+    """One row per layer; flips of a quantised side are split by format and engine."""
     rows = [
         DiffRow(*row)
-        for row in zip(_labels(result), result.layers, result.tokens.depth, strict=True)
+        for row in zip(
+            _compared_layer_labels(result), result.layers, result.tokens.depth, strict=True
+        )
     ]
     split = result.dequantised
     if split is None or len(split.format_flips) != len(rows):
@@ -169,11 +180,13 @@ def _rows(result: RoutingDiff) -> list[DiffRow]:
     return [replace(row, by_format=by_format, by_engine=added) for row, by_format, added in flips]
 
 
-def _title(result: RoutingDiff) -> str:
-    return " against ".join(_side_name(result.provenance.get(side)) for side in ("a", "b"))
+def _diff_title(result: RoutingDiff) -> str:
+    """Names of both sides."""
+    return " against ".join(_diff_side_name(result.provenance.get(side)) for side in ("a", "b"))
 
 
-def _side_name(provenance: object) -> str:
+def _diff_side_name(provenance: object) -> str:
+    """Model or file, engine, precision and kernel of one side."""
     name, engine = (
         provenance_text(provenance, "model", "file") or "unnamed run",
         provenance_text(provenance, "engine"),
@@ -186,7 +199,8 @@ def _side_name(provenance: object) -> str:
     return f"{name} ({', '.join(more)})" if more else name
 
 
-def _subtitle(result: RoutingDiff) -> str:
+def _diff_facts(result: RoutingDiff) -> str:
+    """Tokens, layers and experts that are compared, in one line."""
     alignment, layers = result.alignment, result.layers
     routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
     tokens = f"{alignment.tokens:,} tokens of {alignment.documents:,} documents"
@@ -198,24 +212,30 @@ def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
     shift = alignment.layer_shift
     rows = {
         "tokens compared": f"{alignment.tokens:,}, of which {alignment.ids_checked:,} by equal ids",
-        "tokens in A only, in B only": _both(alignment.tokens_only_a, alignment.tokens_only_b),
-        "tokens not routed (-1) in A, in B": _both(alignment.unrouted_a, alignment.unrouted_b),
+        "tokens in A only, in B only": _counts_of_both_sides(
+            alignment.tokens_only_a, alignment.tokens_only_b
+        ),
+        "tokens not routed (-1) in A, in B": _counts_of_both_sides(
+            alignment.unrouted_a, alignment.unrouted_b
+        ),
         "shift of tokens": f"{alignment.token_shift:+d}" if alignment.token_shift else "",
         "shift of layers": "paired by order" if shift is None else f"{shift:+d}" if shift else "",
         "layers in A only": ", ".join(alignment.only_a),
         "layers in B only": ", ".join(alignment.only_b),
         "dense layers of A": ", ".join(alignment.dense_a),
         "dense layers of B": ", ".join(alignment.dense_b),
-        "experts numbered otherwise": "; ".join(map(_renumbering, alignment.permuted)),
+        "experts numbered otherwise": "; ".join(map(_expert_renumbering_text, alignment.permuted)),
     }
     return [(name, text) for name, text in rows.items() if text]
 
 
-def _both(a: int, b: int) -> str:
+def _counts_of_both_sides(a: int, b: int) -> str:
+    """Two counts; empty if both are zero."""
     return f"{a:,}, {b:,}" if a or b else ""
 
 
-def _renumbering(pair: LayerPair) -> str:
+def _expert_renumbering_text(pair: LayerPair) -> str:
+    """Experts of A and B that have different numbers in a layer."""
     both = zip(pair.moved_experts, pair.moved_to, strict=True)
     return f"{pair.name_a}: " + ", ".join(f"{i} → {j}" for i, j in both)
 
@@ -223,26 +243,29 @@ def _renumbering(pair: LayerPair) -> str:
 LAYER = Axis("layer of A", "category")
 
 
-def _share_axis(title: str) -> Axis:
+def _token_share_axis(title: str) -> Axis:
+    """A percent axis from zero."""
     return Axis(title, percent=True, from_zero=True)
 
 
-def _rates_chart(result: RoutingDiff) -> Chart:
+def _flip_rates_chart(result: RoutingDiff) -> Chart:
+    """Flip rate of every layer with its interval."""
     rates = [layer.flip for layer in result.layers]
     above = [(rate.high or 0.0) - (rate.value or 0.0) for rate in rates]
     below = [(rate.value or 0.0) - (rate.low or 0.0) for rate in rates]
-    dots = _points(result, "flip rate", rates, "@accent")
+    dots = _flip_rate_points(result, "flip rate", rates, "@accent")
     dots = replace(dots, errors=(above, below), in_legend=False)
-    return Chart(LAYER, _share_axis("tokens that choose other experts"), (dots,), height=380)
+    return Chart(LAYER, _token_share_axis("tokens that choose other experts"), (dots,), height=380)
 
 
-def _causes_chart(result: RoutingDiff) -> Chart | None:
+def _flip_causes_chart(result: RoutingDiff) -> Chart | None:
+    """Stacked flips by cause, layer by layer; None if no cause can be told."""
     causes = [layer.attribution for layer in result.layers]
     if not any(causes):
         return None
     bars = tuple(
         Series(
-            _labels(result),
+            _compared_layer_labels(result),
             [None if cause is None else count(cause) for cause in causes],
             name,
             colour,
@@ -254,90 +277,131 @@ def _causes_chart(result: RoutingDiff) -> Chart | None:
     return Chart(LAYER, Axis("flips", from_zero=True), bars, stacked=True)
 
 
-def _depth_chart(result: RoutingDiff) -> Chart:
-    steps, labels = result.tokens.depth, _labels(result)
-    so_far = _line(labels, [step.cumulative for step in steps], "flipped so far", "@accent")
+def _flips_by_depth_chart(result: RoutingDiff) -> Chart:
+    """Share of tokens flipped so far, and if layers flipped independently."""
+    steps, labels = result.tokens.depth, _compared_layer_labels(result)
+    so_far = _layer_share_line(
+        labels, [step.cumulative for step in steps], "flipped so far", "@accent"
+    )
     independent = [step.independent for step in steps]
-    alone = _line(labels, independent, "if layers were independent", "@muted")
-    return Chart(LAYER, _share_axis("share of tokens"), (so_far, replace(alone, dash="dash")))
+    alone = _layer_share_line(labels, independent, "if layers were independent", "@muted")
+    return Chart(LAYER, _token_share_axis("share of tokens"), (so_far, replace(alone, dash="dash")))
 
 
-def _after_chart(result: RoutingDiff) -> Chart | None:
+def _flips_after_flips_chart(result: RoutingDiff) -> Chart | None:
+    """Flip rates with and without an earlier flip; None without earlier flips."""
     steps = result.tokens.depth
     if not any(step.after.total for step in steps):
         return None
-    fresh = _points(result, "without an earlier flip", [step.fresh for step in steps], "@accent")
-    after = _points(result, "after an earlier flip", [step.after for step in steps], "@warn")
+    fresh = _flip_rate_points(
+        result, "without an earlier flip", [step.fresh for step in steps], "@accent"
+    )
+    after = _flip_rate_points(
+        result, "after an earlier flip", [step.after for step in steps], "@warn"
+    )
     dots = (fresh, replace(after, symbol="diamond", size=9))
-    return Chart(LAYER, _share_axis("flip rate"), dots)
+    return Chart(LAYER, _token_share_axis("flip rate"), dots)
 
 
-def _weight_chart(result: RoutingDiff) -> Chart | None:
-    weights, labels = [layer.weight for layer in result.layers], _labels(result)
+def _weight_moved_chart(result: RoutingDiff) -> Chart | None:
+    """Combine weight on other experts, mean and 99th percentile; None without weights."""
+    weights, labels = [layer.weight for layer in result.layers], _compared_layer_labels(result)
     if not any(weights):
         return None
-    mean = _line(labels, [x and x.mean for x in weights], "mean over tokens", "@accent")
-    worst = _line(labels, [x and x.p99 for x in weights], "99th percentile", "@warn")
-    return Chart(LAYER, _share_axis("share of the weight"), (mean, worst), height=380)
+    mean = _layer_share_line(labels, [x and x.mean for x in weights], "mean over tokens", "@accent")
+    worst = _layer_share_line(labels, [x and x.p99 for x in weights], "99th percentile", "@warn")
+    return Chart(LAYER, _token_share_axis("share of the weight"), (mean, worst), height=380)
 
 
-def _points(result: RoutingDiff, name: str, rates: Sequence[Share], colour: str) -> Series:
+def _flip_rate_points(
+    result: RoutingDiff, name: str, rates: Sequence[Share], colour: str
+) -> Series:
+    """A dot per layer, with its counts at the pointer."""
     return Series(
-        _labels(result),
+        _compared_layer_labels(result),
         [rate.value for rate in rates],
         name,
         colour,
         details=[f"{rate.count:,} of {rate.total:,}" for rate in rates],
-        hover=f"layer %{{x}}: %{{y:.3~p}}, %{{customdata}}, {name}<extra></extra>",
+        hover=f"layer %{{x}}: %{{y:percent}}, %{{customdata}}, {name}<extra></extra>",
     )
 
 
-def _line(labels: list[str], values: Sequence[float | None], name: str, colour: str) -> Series:
-    hover = f"layer %{{x}}: %{{y:.3~p}} {name}<extra></extra>"
+def _layer_share_line(
+    labels: list[str], values: Sequence[float | None], name: str, colour: str
+) -> Series:
+    """A line over the layers."""
+    hover = f"layer %{{x}}: %{{y:percent}} {name}<extra></extra>"
     return Series(labels, values, name, colour, "line+points", size=6, hover=hover)
 
 
-def _interval(row: DiffRow) -> str:
+def _flip_interval_cell(row: DiffRow) -> str:
+    """The interval of the flip rate."""
     low, high = row.layer.flip.low, row.layer.flip.high
     return DASH if low is None else f"{percent(low)} – {percent(high)}"
 
 
-def _cause(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
+def _cause_cell(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
     """A cell of the attribution; a dash where there is none."""
     return lambda row: DASH if row.layer.attribution is None else count(row.layer.attribution)
 
 
-def _weight(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
+def _weight_cell(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
+    """Cells of a share of the combine weight."""
     return lambda row: percent(row.layer.weight and number(row.layer.weight))
 
 
-def _count(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
-    def cell(row: DiffRow) -> str:
-        flips = share(row)
-        return DASH if flips is None else f"{flips.count:,}"
-
-    return cell
+def _flips_cell(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
+    """Cells of a count of flips; a dash where the split is not known."""
+    return lambda row: DASH if (flips := share(row)) is None else f"{flips.count:,}"
 
 
-def _other_name(row: DiffRow) -> str:
+def _name_in_b_cell(row: DiffRow) -> str:
+    """The name of the layer in B, where it is another."""
     return DASH if row.layer.name_b == row.layer.name else row.layer.name_b
 
 
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
-    Column("in B", "its name there, where it is another", _other_name),
+    Column("in B", "its name there, where it is another", _name_in_b_cell),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
-    Column("95 % interval", "of the share, clustered by document", _interval, 5),
-    Column("by format", "of the dequantised weights", _count(lambda x: x.by_format), 2, True),
-    Column("by engine", "between those and the engine", _count(lambda x: x.by_engine), 2, True),
-    Column("near-ties", "first flips that noise explains", _cause(lambda x: f"{x.explained:,}"), 4),
-    Column("unexplained", "first flips wider than that", _cause(lambda x: f"{x.unexplained:,}"), 3),
-    Column("later", "flips after an earlier one", _cause(lambda x: f"{x.later:,}"), 9),
-    Column("noise", "difference of a token's scores", _cause(lambda x: significant(x.noise)), 8),
-    Column("relative", "to the spread of scores", _cause(lambda x: percent(x.relative)), 10),
-    Column("weight moved", "mean share on other experts", _weight(lambda weight: weight.mean), 6),
-    Column("p99", "its 99th percentile over tokens", _weight(lambda weight: weight.p99), 7),
+    Column("95 % interval", "of the share, clustered by document", _flip_interval_cell, 5),
+    Column("by format", "of the dequantised weights", _flips_cell(lambda x: x.by_format), 2, True),
+    Column(
+        "by engine",
+        "between those and the engine",
+        _flips_cell(lambda x: x.by_engine),
+        2,
+        True,
+    ),
+    Column(
+        "near-ties",
+        "first flips that noise explains",
+        _cause_cell(lambda x: f"{x.explained:,}"),
+        4,
+    ),
+    Column(
+        "unexplained",
+        "first flips wider than that",
+        _cause_cell(lambda x: f"{x.unexplained:,}"),
+        3,
+    ),
+    Column("later", "flips after an earlier one", _cause_cell(lambda x: f"{x.later:,}"), 9),
+    Column(
+        "noise",
+        "difference of a token's scores",
+        _cause_cell(lambda x: significant(x.noise)),
+        8,
+    ),
+    Column("relative", "to the spread of scores", _cause_cell(lambda x: percent(x.relative)), 10),
+    Column(
+        "weight moved",
+        "mean share on other experts",
+        _weight_cell(lambda weight: weight.mean),
+        6,
+    ),
+    Column("p99", "its 99th percentile over tokens", _weight_cell(lambda weight: weight.p99), 7),
     Column("first flips", "tokens that flip here first", lambda x: f"{x.step.first:,}"),
     Column("so far", "tokens flipped here or before", lambda x: percent(x.step.cumulative)),
 )

@@ -7,6 +7,7 @@ be shown but never run, follows no link and turns no words around.
 
     Panel             a chart on a page, with its title and how to read it
     render            a template of `templates/` as a whole page
+    notebook_html     title, verdict, table and figures without script
     embed_json        JSON that cannot end the script element which holds it
 """
 
@@ -16,17 +17,20 @@ import hashlib
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tieline.core.errors import require
+from tieline.core.errors import TraceError, require
 from tieline.core.text import printable
 from tieline.report.charts import Chart
+from tieline.report.matplotlib_figures import Drawings, inline_image
 from tieline.report.plotly_figures import plotly_figure
-from tieline.report.tables import visible
+from tieline.report.tables import Grid
 
 LARGEST_PAGE = 6_000_000
 """Bytes; a larger page is refused rather than written."""
@@ -60,11 +64,11 @@ class Panel:
     reason: str = ""
     wide: bool = False
 
-    def drawn(self, chart: Chart) -> "Panel":
+    def with_chart(self, chart: Chart) -> "Panel":
         """Return the panel with this chart."""
         return replace(self, figure=plotly_figure(chart))
 
-    def missing(self, statuses: Sequence[str]) -> "Panel":
+    def without_chart(self, statuses: Sequence[str]) -> "Panel":
         """Return the panel without a chart, with each reason of the sections that it needs once."""
         return replace(self, reason="; ".join(dict.fromkeys(s for s in statuses if s != "ok")))
 
@@ -78,7 +82,7 @@ def missing_charts_line(panels: Sequence[Panel]) -> str:
     return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in titles.items())
 
 
-def render(
+def render_page(
     template: str,
     panels: Sequence[Panel] = (),
     data: Mapping[str, Any] | None = None,
@@ -117,16 +121,40 @@ def render(
     return page
 
 
+def notebook_html(
+    title: str,
+    facts: str,
+    verdict: str,
+    table: Grid,
+    drawings: Drawings,
+) -> str:
+    """Title, verdict, table and figures as a piece of HTML without script.
+
+    Args:
+        title: name of the result.
+        facts: one line below it.
+        verdict: what it comes to; may be empty.
+        table: its main table.
+        drawings: figures by name; those that the result cannot give are left out.
+    """
+    images = []
+    for name, draw in drawings.items():
+        with suppress(TraceError):
+            images.append((name, inline_image(draw, "png")))
+    content = {"title": title, "facts": facts, "verdict": verdict, "table": table}
+    return template_environment().get_template("notebook.html").render(content, images=images)
+
+
 def arranged_panels(panels: Sequence[Panel]) -> list[Panel]:
     """The panels that have a chart; one that would stand alone in its row takes the whole width."""
-    drawn = [panel for panel in panels if panel.figure is not None]
+    charted = [panel for panel in panels if panel.figure is not None]
     beside = 0
-    for index, panel in enumerate(drawn):
+    for index, panel in enumerate(charted):
         beside = 0 if panel.wide else beside + 1
-        last = index + 1 == len(drawn) or drawn[index + 1].wide
+        last = index + 1 == len(charted) or charted[index + 1].wide
         if last and beside % 2:
-            drawn[index] = replace(panel, wide=True)
-    return drawn
+            charted[index] = replace(panel, wide=True)
+    return charted
 
 
 def compact_json(value: Any, digits: int = 4) -> Any:
@@ -135,9 +163,9 @@ def compact_json(value: Any, digits: int = 4) -> Any:
     Numbers that are not finite become None.
     """
     if isinstance(value, float):
-        short = float(f"{value:.{digits}g}")
+        rounded = float(f"{value:.{digits}g}")
         # the largest numbers would round to infinity
-        return (short if math.isfinite(short) else value) if math.isfinite(value) else None
+        return (rounded if math.isfinite(rounded) else value) if math.isfinite(value) else None
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -177,7 +205,7 @@ def template_environment() -> Environment:
     )
     templates.filters |= {
         "unbroken": lambda text: text.replace(" %", "\u00a0%"),
-        "visible": visible,
+        "visible": visible_characters,
     }
     templates.globals["zip"] = zip
     return templates
@@ -224,3 +252,28 @@ def _content_policy(scripts: Sequence[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+
+
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def visible_characters(text: str) -> str:
+    """The text with a sign for every control character; line ends get a sign before them.
+
+    Marks that turn the direction of writing would rearrange the text around them, so they are
+    shown by number; halves of surrogate pairs cannot be written to a file at all.
+    """
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(sign: str) -> str:
+    """What stands for one character."""
+    if sign == "\n":
+        return "↵\n"
+    if sign == "\t":
+        return "⇥\t"
+    if ord(sign) < 0x20:
+        return chr(0x2400 + ord(sign))
+    if sign in _DIRECTIONS or unicodedata.category(sign) in ("Cc", "Zl", "Zp"):
+        return f"⟨{ord(sign):04X}⟩"
+    return "\ufffd" if unicodedata.category(sign) == "Cs" else sign

@@ -5,7 +5,7 @@ the same figure gives the same bytes.
 
     chart_figure     a figure of a `Chart`, or of several side by side
     styled_figure    a figure of the project's style with its axes
-    drawn_bytes      a drawing as the bytes of a file
+    figure_bytes      a drawing as the bytes of a file
     inline_image     a drawing as the address of an image, for notebooks and pages without script
 """
 
@@ -20,11 +20,15 @@ from typing import TYPE_CHECKING, Any
 from tieline.core.errors import require
 from tieline.core.text import printable_line
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, layer_colour
+from tieline.report.words.numbers import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+Drawings = Mapping[str, Callable[[], "Figure"]]
+"""Figures by name, each drawn when called; the main one first."""
 
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
 """The colours of the roles of a page's charts, in its light scheme."""
@@ -112,17 +116,17 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
     """
     chart = _on_paper(chart)
     for guide in chart.guides:
-        _draw_guide(guide, axes)
+        _draw_paper_guide(guide, axes)
     if chart.heat is not None:
         _draw_heat_map(chart.heat, axes)
     bottom: dict[Any, float] = {}
     for series in chart.series:
-        _draw_values(series, axes, chart, bottom if chart.stacked else {})
-    _set_axis(axes, "x", chart.x)
-    _set_axis(axes, "y", chart.y)
+        _draw_series(series, axes, chart, bottom if chart.stacked else {})
+    _set_paper_axis(axes, "x", chart.x)
+    _set_paper_axis(axes, "y", chart.y)
     names = [series.name for series in chart.series if series.in_legend and series.name]
     if legend and chart.layers:
-        _name_layers(axes, chart.layers)
+        _draw_layer_legend(axes, chart.layers)
     elif legend and names:
         columns = max(1, min(3, LEGEND_LETTERS // max(map(len, names))))
         axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
@@ -153,7 +157,7 @@ def _paper_colour(role: str) -> Any:
     return colormaps[DEPTH](0.8 * float(role.removeprefix("@ramp:")))
 
 
-def _draw_values(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
+def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
     """Draw points, a line or bars; bars are stacked on `bottom`, which grows."""
     colour, label = _paper_colour(series.colour), series.name if series.in_legend else None
     x = list(series.x)
@@ -202,7 +206,7 @@ def _draw_heat_map(heat: Heat, axes: "Axes") -> None:
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
 
 
-def _draw_guide(guide: Guide, axes: "Axes") -> None:
+def _draw_paper_guide(guide: Guide, axes: "Axes") -> None:
     """Draw the line of a guide with its name."""
     colour, line = _paper_colour(guide.colour), {"linestyle": DASHES[guide.dash], "linewidth": 0.8}
     if guide.axis == "y":
@@ -219,7 +223,7 @@ def _draw_guide(guide: Guide, axes: "Axes") -> None:
     axes.annotate(guide.name, (guide.at, 0.03 + guide.lift), xycoords=where, **style)
 
 
-def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
+def _set_paper_axis(axes: "Axes", letter: str, spec: Axis) -> None:
     """Title, scale, limits and ticks of one axis."""
     options: dict[str, Any] = {f"{letter}label": spec.title}
     if spec.scale == "log":
@@ -233,7 +237,9 @@ def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
         from matplotlib.ticker import FuncFormatter
 
         axis = axes.xaxis if letter == "x" else axes.yaxis
-        axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+        axis.set_major_formatter(
+            FuncFormatter(lambda share, _: percent(share, 6, trim=True, least=0.0))
+        )
     if spec.ticks:
         axes.set_xticks(list(spec.ticks), labels=list(spec.ticks.values()))
         axes.tick_params(which="minor", labelbottom=False)
@@ -243,7 +249,7 @@ def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
             label.set(ha="right", rotation_mode="anchor")
 
 
-def _name_layers(axes: "Axes", labels: Sequence[str]) -> None:
+def _draw_layer_legend(axes: "Axes", labels: Sequence[str]) -> None:
     """Add a legend of what is labelled for a few layers, a bar of colours for many."""
     if len(labels) <= MOST_NAMED:
         axes.legend(fontsize=6.5)
@@ -261,7 +267,7 @@ def _name_layers(axes: "Axes", labels: Sequence[str]) -> None:
     bar.set_ticks(indices, labels=[labels[index] for index in indices])
 
 
-def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
+def figure_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
     """Return what `draw` draws as a file of the path's format, without a date.
 
     Args:
@@ -281,7 +287,7 @@ def drawn_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> byt
 
 def inline_image(draw: "Callable[[], Figure]", kind: str = "svg") -> str:
     """Return what `draw` draws as a `data:` address of an image, "svg" or "png"."""
-    code = base64.b64encode(drawn_bytes(draw, Path(f"drawing.{kind}"), dpi=144)).decode()
+    code = base64.b64encode(figure_bytes(draw, Path(f"drawing.{kind}"), dpi=144)).decode()
     return f"data:image/{kind.replace('svg', 'svg+xml')};base64,{code}"
 
 

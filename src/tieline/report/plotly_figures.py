@@ -9,9 +9,11 @@ page replaces.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series
+from tieline.report.words.numbers import percent
 
 MOST_NAMED = 10
 """Largest number of layers that a legend names one by one; a bar of colours tells more."""
@@ -22,6 +24,7 @@ SYMBOLS = {"dash": "line-ew", "cross": "x-thin"}
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
     """Return a chart as a Plotly figure, in JSON values."""
+    chart = _with_percentages(chart)
     many = len(chart.layers) > MOST_NAMED
     data = [] if chart.heat is None else [_plotly_heat(chart.heat)]
     data += [_plotly_series(series, many) for series in chart.series]
@@ -45,6 +48,39 @@ def plotly_figure(chart: Chart) -> dict[str, Any]:
     return {"data": data, "layout": {"height": chart.height, **layout}}
 
 
+def _with_percentages(chart: Chart) -> Chart:
+    """The chart with the shares of its percent axes times 100: Plotly writes 4% for a share."""
+    x, y = (100.0 if axis.percent else 1.0 for axis in (chart.x, chart.y))
+    if x == y == 1:
+        return chart
+    return replace(
+        chart,
+        x=replace(chart.x, limits=_scaled(chart.x.limits, x)),
+        y=replace(chart.y, limits=_scaled(chart.y.limits, y)),
+        series=tuple(
+            replace(
+                series,
+                x=_scaled(series.x, x),
+                y=_scaled(series.y, y),
+                errors=series.errors and tuple(_scaled(lengths, y) for lengths in series.errors),
+            )
+            for series in chart.series
+        ),
+        guides=tuple(
+            replace(guide, at=guide.at * factor, span=_scaled(guide.span, factor))
+            for guide in chart.guides
+            for factor in [x if guide.axis == "x" else y]
+        ),
+    )
+
+
+def _scaled(values: Any, factor: float) -> Any:
+    """Numbers times a factor, as a tuple; None and names stay."""
+    if values is None or factor == 1:
+        return values
+    return tuple(value if value is None else factor * value for value in values)
+
+
 def _plotly_axis(spec: Axis) -> dict[str, Any]:
     """An axis with its title, limits and ticks."""
     options: dict[str, Any] = {}
@@ -60,19 +96,20 @@ def _plotly_axis(spec: Axis) -> dict[str, Any]:
     if spec.percent and spec.scale == "log":
         return _plotly_percent_axis(spec.title) | options
     if spec.percent:
-        options["tickformat"] = ".2~p"
+        options |= {"tickformat": ".3~r", "ticksuffix": " %"}
     elif spec.scale == "linear" and not spec.from_zero:
         options["exponentformat"] = "power"
     if spec.ticks:
         options |= {"tickvals": list(spec.ticks), "ticktext": list(spec.ticks.values())}
         options["dtick"] = None
-    return _titled_axis(spec.title, "-" if spec.scale == "linear" else spec.scale, **options)
+    return _titled_plotly_axis(spec.title, "-" if spec.scale == "linear" else spec.scale, **options)
 
 
 def _plotly_series(series: Series, many: bool) -> dict[str, Any]:
     """A series as a trace of Plotly; of many layers the legend names none."""
     trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
-    trace |= {"hovertemplate": series.hover} if series.hover else {"hoverinfo": "skip"}
+    hover = series.hover.replace(":percent}", ":.3~r} %")
+    trace |= {"hovertemplate": hover} if hover else {"hoverinfo": "skip"}
     trace["showlegend"] = series.in_legend and not (many and series.colour.startswith("@ramp"))
     if series.details:
         trace["customdata"] = list(series.details)
@@ -158,7 +195,7 @@ def _plotly_guide_name(guide: Guide, chart: Chart) -> dict[str, Any]:
     return note | {"x": 1.0, "y": at, **where}
 
 
-def _titled_axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]:
+def _titled_plotly_axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]:
     """Return an axis of Plotly; "log" gets ticks at powers of ten, "-" is the scale of the data."""
     log = {"dtick": 1, "exponentformat": "power", "tickangle": 0}
     extra = log if scale == "log" else {}
@@ -169,8 +206,9 @@ def _titled_axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]
 def _plotly_percent_axis(title: str) -> dict[str, Any]:
     """Return a logarithmic axis of percentages up to 5000 %, ticks at 1, 2 and 5 of a decade."""
     ticks = [digit * 10.0**power for power in range(-8, 2) for digit in (1, 2, 5)]
-    text = [f"{100 * tick:g} %" for tick in ticks]
-    return _titled_axis(title, scale="log", tickvals=ticks, ticktext=text, dtick=None)
+    text = [percent(tick, trim=True, least=0.0) for tick in ticks]
+    values = [100 * tick for tick in ticks]
+    return _titled_plotly_axis(title, scale="log", tickvals=values, ticktext=text, dtick=None)
 
 
 def plotly_depth_bar(labels: Sequence[str]) -> list[dict[str, Any]]:

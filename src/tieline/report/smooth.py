@@ -17,9 +17,8 @@ from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import dotted_rows
-from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, terminal_view, views
+from tieline.report.result_views import Report, report_views, terminal_view
+from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import finite, significant, with_error
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
@@ -52,7 +51,7 @@ def _smoothing_report(result: Repair) -> Report:
         body=lambda: {
             "template": "smooth.html",
             "style": "",
-            "panels": [KL.drawn(chart())],
+            "panels": [KL.with_chart(chart())],
             "repairs": _repair_table(result),
             "sentences": [*smoothing_facts(result), *smoothing_details(result)],
             "layers": _epsilon_table(result),
@@ -72,7 +71,7 @@ def _smoothing_terminal(result: Repair, width: int) -> RenderableType:
     )
 
 
-page, figures, terminal, summary, notebook = views(_smoothing_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_smoothing_report)._replace(
     terminal=_smoothing_terminal
 )
 

@@ -3,17 +3,18 @@
 Column         heading, meaning and text of the cells of one column
 Grid           a table of plain text: what templates draw
 grid           the table of some columns and rows
-one_form       the cells of a column with one form of numbers
+uniform_numbers       the cells of a column with one form of numbers
 rich_table     the same for a terminal, with the columns that fit
 text_table     a table of given texts for a terminal; grid_table of a `Grid`
 finding_text   a finding as a sentence
 finding_rows   severity and sentence of each finding
 findings_view  findings for a terminal
-visible        text with a sign for every control character
+provenance_rows  provenance and timings, for the end of a page; metric_rows the named numbers
+provenance_text  one entry of a provenance, which anybody may have written
+precision_text   what a model computed in, and what its weights were stored in
 """
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -28,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.core.text import short_names
-from tieline.report.words.numbers import DASH, short_exponent
+from tieline.report.words.numbers import DASH, short_exponent, significant
 
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
     from tieline.analysis.inspection import Finding
@@ -80,7 +81,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.quantities == "columns":
-            object.__setattr__(self, "rows", _one_form_per_column(self.rows))
+            object.__setattr__(self, "rows", _uniform_columns(self.rows))
 
 
 _EXPONENT = re.compile(r"^[+-]?\d(\.\d+)?e-?\d+\b")
@@ -88,7 +89,7 @@ _EXPONENT = re.compile(r"^[+-]?\d(\.\d+)?e-?\d+\b")
 _DECIMAL = re.compile(r"(?<![\w.,])([+-]?)(\d[\d,]*\.\d+)(?![\w.,]|\s?[%×])")
 
 
-def one_form(cells: Sequence[str]) -> list[str]:
+def uniform_numbers(cells: Sequence[str]) -> list[str]:
     """The cells of a column with one form of numbers: if one has an exponent, all decimals have.
 
     Counts and percentages stay as they are.
@@ -104,9 +105,9 @@ def _with_exponent(match: re.Match[str]) -> str:
     return match[1] + short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
 
 
-def _one_form_per_column(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _uniform_columns(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Rows whose columns have one form of numbers each."""
-    return tuple(zip(*(one_form(cells) for cells in zip(*rows, strict=True)), strict=True))
+    return tuple(zip(*(uniform_numbers(cells) for cells in zip(*rows, strict=True)), strict=True))
 
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
@@ -131,14 +132,14 @@ def rich_table(
         width: characters of the terminal.
         left: number of columns, from the first, whose text is at the left of its cell.
     """
-    filled = [(column, one_form([column.cell(row) for row in rows])) for column in columns]
+    filled = [(column, uniform_numbers([column.cell(row) for row in rows])) for column in columns]
     filled = [(c, cells) for c, cells in filled if not c.optional or any(x != DASH for x in cells)]
-    shown = _fitting_columns(filled, width)
-    table = _empty_table()
-    for column, _ in shown:
+    fitting = _fitting_columns(filled, width)
+    table = _empty_terminal_table()
+    for column, _ in fitting:
         justify = "left" if column in columns[:left] else "right"
         table.add_column(column.heading, justify=justify, no_wrap=True)
-    for cells in zip(*(cells for _, cells in shown), strict=True):
+    for cells in zip(*(cells for _, cells in fitting), strict=True):
         table.add_row(*map(Text, cells))
     return table
 
@@ -151,11 +152,11 @@ def text_table(
     quantities: Literal["columns", "rows"] = "columns",
 ) -> Table:
     """A table of these texts; long cells are folded where asked for."""
-    table = _empty_table()
+    table = _empty_terminal_table()
     for index, heading in enumerate(head):
         justify = "left" if index < left else "right"
         table.add_column(heading, justify=justify, no_wrap=not fold, overflow="fold")
-    for row in rows if quantities == "rows" else _one_form_per_column(rows):
+    for row in rows if quantities == "rows" else _uniform_columns(rows):
         table.add_row(*map(Text, row))
     return table
 
@@ -165,23 +166,23 @@ def grid_table(table: Grid, left: int = 0) -> Table:
     return text_table(table.head, table.rows, left, quantities=table.quantities)
 
 
-def finding_text(finding: "Finding", short: Mapping[str, str]) -> str:
+def finding_text(finding: "Finding", labels: Mapping[str, str]) -> str:
     """A finding as a sentence, with its layer where the words do not name it.
 
     Args:
         finding: a finding of the result.
-        short: short name of each layer.
+        labels: short name of each layer.
     """
     text, name = finding.text, finding.layer
-    label = "" if name is None else f"layer {short.get(name, name)}"
+    label = "" if name is None else f"layer {labels.get(name, name)}"
     where = f" ({label})" if label and label not in text else ""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}{where}."
 
 
 def finding_rows(findings: "Sequence[Finding]", names: Sequence[str]) -> list[tuple[str, str]]:
     """Severity and sentence of each finding; `names` are those of the layers."""
-    short = dict(zip(names, short_names(names), strict=True))
-    return [(finding.severity, finding_text(finding, short)) for finding in findings]
+    labels = dict(zip(names, short_names(names), strict=True))
+    return [(finding.severity, finding_text(finding, labels)) for finding in findings]
 
 
 def findings_view(findings: "Sequence[Finding]", names: Sequence[str]) -> Table:
@@ -217,7 +218,10 @@ class _WholeCells(Table):
     """A table that never cuts a cell: where it is too wide, rows become blocks of lines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        if self.row_count == 0 or sum(map(_least_width, self.columns)) - 3 <= options.max_width:
+        if (
+            self.row_count == 0
+            or sum(map(_least_column_width, self.columns)) - 3 <= options.max_width
+        ):
             yield from super().__rich_console__(console, options)
             return
         rows = zip(*(column.cells for column in self.columns), strict=True)
@@ -230,38 +234,62 @@ class _WholeCells(Table):
             yield Padding(block, (0, 0, 1, 0))
 
 
-def _least_width(column: RichColumn) -> int:
+def _least_column_width(column: RichColumn) -> int:
     """Letters that a column needs: its longest cell, or word where cells may be folded."""
     texts = [str(cell) for cell in (column.header, *column.cells)]
     pieces = texts if column.no_wrap else [word for text in texts for word in text.split()]
     return max(map(cell_len, pieces), default=0) + 3
 
 
-def _empty_table() -> Table:
+def _empty_terminal_table() -> Table:
     """A table without outer edges that never cuts a cell."""
     return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
 
 
-_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+def dotted_rows(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
+    """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
+    rows: list[tuple[str, object]] = []
+    for key, item in value.items():
+        name = f"{above}{key}"
+        if isinstance(item, Mapping):
+            rows += dotted_rows(item, f"{name}.")
+        elif item not in (None, "", [], ()):
+            rows.append((name, item))
+    return rows
 
 
-def visible(text: str) -> str:
-    """The text with a sign for every control character; line ends get a sign before them.
-
-    Marks that turn the direction of writing would rearrange the text around them, so they are
-    shown by number; halves of surrogate pairs cannot be written to a file at all.
-    """
-    return "".join(map(_visible_sign, text))
+def provenance_text(provenance: object, *names: str) -> str:
+    """The first of these entries that a provenance has, as text; empty if it has none."""
+    entries = provenance if isinstance(provenance, Mapping) else {}
+    return next((str(entries[name]) for name in names if entries.get(name)), "")
 
 
-def _visible_sign(sign: str) -> str:
-    """What stands for one character."""
-    if sign == "\n":
-        return "↵\n"
-    if sign == "\t":
-        return "⇥\t"
-    if ord(sign) < 0x20:
-        return chr(0x2400 + ord(sign))
-    if sign in _DIRECTIONS or unicodedata.category(sign) in ("Cc", "Zl", "Zp"):
-        return f"⟨{ord(sign):04X}⟩"
-    return "\ufffd" if unicodedata.category(sign) == "Cs" else sign
+def precision_text(provenance: object) -> str:
+    """What the model computed in and, where it differs, what its weights were stored in."""
+    computed, stored = (
+        provenance_text(provenance, "dtype"),
+        provenance_text(provenance, "stored_dtype"),
+    )
+    return f"{computed} (stored in {stored})" if stored not in ("", computed) else computed
+
+
+def provenance_rows(
+    provenance: Mapping[str, Any], timings: Mapping[str, float]
+) -> list[tuple[str, object]]:
+    """Where the numbers of a page come from: its provenance, then its timings."""
+    facts = [
+        (n, significant(v, 4) if isinstance(v, float) else v) for n, v in dotted_rows(provenance)
+    ]
+    return [*facts, *timing_rows(timings)]
+
+
+def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The named numbers of a result in the order of their names."""
+    return [(name, significant(number, 4)) for name, number in sorted(metrics.items())]
+
+
+def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Seconds per stage, then rates."""
+    rates = {name: value for name, value in timings.items() if name.endswith("per_second")}
+    stages = [(f"time.{n}", f"{significant(v)} s") for n, v in timings.items() if n not in rates]
+    return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]

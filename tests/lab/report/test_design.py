@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.report.browser import find_browser, look_at
 from tieline.core.errors import TielineError
 from tieline.lab.report.design import (
-    cell_text,
+    design_cell_text,
     design_recommendation,
     figures,
     notebook,
@@ -21,7 +21,7 @@ from tieline.lab.report.design import (
     terminal,
 )
 from tieline.lab.tropical.advisor import PRESETS, Entry, LayerShape, advise
-from tieline.report.matplotlib_figures import drawn_bytes
+from tieline.report.matplotlib_figures import figure_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
@@ -49,11 +49,11 @@ def test_the_table_has_a_row_and_a_range_for_every_quantity(advice):
 
 
 def test_long_numbers_are_powers_of_ten():
-    assert cell_text("coalitions", Entry(None, 612.4)) == "10^612"
-    assert cell_text("coalitions", Entry(None, None)) == "–"
-    assert cell_text("coalitions", Entry(1820, 3.26)) == "1,820"
-    assert cell_text("parameters", Entry(402_784_256, 8.6)) == "4.03e8"
-    assert cell_text("bf16_flips", Entry(0.0219, -1.66)) == "2.2 %"
+    assert design_cell_text("coalitions", Entry(None, 612.4)) == "10^612"
+    assert design_cell_text("coalitions", Entry(None, None)) == "–"
+    assert design_cell_text("coalitions", Entry(1820, 3.26)) == "1,820"
+    assert design_cell_text("parameters", Entry(402_784_256, 8.6)) == "4.03e8"
+    assert design_cell_text("bf16_flips", Entry(0.0219, -1.66)) == "2.2 %"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_figure_draws_each_logarithm_over_the_splits(advice):
 
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_the_figure_comes_in_every_format_and_always_alike(advice, suffix):
-    draw = partial(drawn_bytes, figures(advice)["design"])
+    draw = partial(figure_bytes, figures(advice)["design"])
     made = draw(Path(f"figure{suffix}"))
     assert made.startswith(SIGNATURES[suffix])
     assert made == draw(Path(f"figure{suffix}"))
@@ -108,7 +108,7 @@ def test_the_page_holds_every_number_and_nothing_that_runs(advice):
     assert "a &lt;b&gt;layer&lt;/b&gt;" in made
     for name, quantity in advice.quantities.items():
         assert made.count(f'<th scope="row">{escape(quantity.heading)}</th>') == 2
-        assert cell_text(name, advice.rows[2].entries[name]) in made
+        assert design_cell_text(name, advice.rows[2].entries[name]) in made
     assert "m = 1, 2, 4: as if routing were not group-limited" in made
 
 

@@ -15,11 +15,11 @@ from tieline.lab.claims.evidence import Check, Evidence, FigureAxis, FigureData,
 from tieline.lab.claims.ledger import Catalogue, Ledger, LedgerProvenance, PaperTitle
 from tieline.lab.report.ledger import (
     CATALOGUE,
-    check_text,
+    claim_check_text,
+    claim_value_text,
+    claim_verdict_text,
     page,
     terminal,
-    value_text,
-    verdict_text,
 )
 
 HOSTILE = '<script>alert(1)</script> & "quotes" [bold]not markup[/bold]'
@@ -97,16 +97,16 @@ def test_the_catalogue(ledger):
 
 
 def test_words():
-    assert value_text(None) == value_text("") == "–"
+    assert claim_value_text(None) == claim_value_text("") == "–"
     values = ("inf", float("inf"), float("-inf"), 1234, 0.25, "about")
-    assert [*map(value_text, values)] == ["∞", "∞", "-∞", "1,234", "0.250000", "about"]
-    assert check_text(replace(CHECK, name="x")) == "✓ x: 1.50000 <= 2.00000 ± 0.100000"
-    assert check_text(replace(CHECK, name="x", passed=False, tolerance=0.0)) == (
+    assert [*map(claim_value_text, values)] == ["∞", "∞", "-∞", "1,234", "0.250000", "about"]
+    assert claim_check_text(replace(CHECK, name="x")) == "✓ x: 1.50000 <= 2.00000 ± 0.100000"
+    assert claim_check_text(replace(CHECK, name="x", passed=False, tolerance=0.0)) == (
         "✗ x: 1.50000 <= 2.00000"
     )
-    assert verdict_text(make_outcome()) == "● holds"
-    assert "expected: holds" in verdict_text(make_outcome("a", Verdict.FAILS, True))
-    assert "a check failed" in verdict_text(make_outcome("a", Verdict.HOLDS, True))
+    assert claim_verdict_text(make_outcome()) == "● holds"
+    assert "expected: holds" in claim_verdict_text(make_outcome("a", Verdict.FAILS, True))
+    assert "a check failed" in claim_verdict_text(make_outcome("a", Verdict.HOLDS, True))
 
 
 def test_the_page_holds_every_claim_and_one_figure_per_claim_that_has_one(ledger):
@@ -154,8 +154,8 @@ def test_an_undecided_claim_says_why(ledger):
     made = make_outcome("p0-e", Verdict.UNDECIDED, checks=(wide,), fits=Fits(9, 10))
     told = replace(made, reason="the interval is too wide")
     shown = replace(ledger, claims=(*ledger.claims, told))
-    assert verdict_text(told) == "? undecided"
-    assert check_text(wide) == (
+    assert claim_verdict_text(told) == "? undecided"
+    assert claim_check_text(wide) == (
         "? slope: -0.400000 [-0.6, -0.2] = -0.500000 ± 0.100000 (reaches across)"
     )
     text = " ".join(printed(terminal(shown, 100), 100).split())

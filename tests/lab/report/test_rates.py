@@ -18,7 +18,7 @@ from tieline.lab.estimation.rates import (
 )
 from tieline.lab.power_law import PowerLaw
 from tieline.lab.report.rates import figures, page, terminal
-from tieline.report.matplotlib_figures import drawn_bytes
+from tieline.report.matplotlib_figures import figure_bytes
 
 SIZES = (1000, 3000, 10_000, 30_000, 100_000)
 
@@ -97,7 +97,7 @@ def test_sizes_that_a_ridge_decides_are_points_without_a_line(study):
 
 
 def test_the_same_study_gives_the_same_bytes(study, tmp_path):
-    draw = partial(drawn_bytes, figures(study)["rates"])
+    draw = partial(figure_bytes, figures(study)["rates"])
     assert draw(tmp_path / "a.svg") == draw(tmp_path / "a.svg")
     assert draw(tmp_path / "a.png").startswith(b"\x89PNG")
     with pytest.raises(TielineError, match="a figure is"):

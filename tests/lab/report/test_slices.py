@@ -21,7 +21,7 @@ from tieline.lab.report.slices import (
     terminal,
 )
 from tieline.lab.tropical.plane_cells import slice_router
-from tieline.report.matplotlib_figures import drawn_bytes
+from tieline.report.matplotlib_figures import figure_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
@@ -37,7 +37,7 @@ def cut():
 
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_the_figure_comes_in_every_format_and_always_alike(cut, suffix):
-    draw = partial(drawn_bytes, partial(slice_figure, cut))
+    draw = partial(figure_bytes, partial(slice_figure, cut))
     made = draw(Path(f"figure{suffix}"))
     assert made.startswith(SIGNATURES[suffix])
     assert made == draw(Path(f"figure{suffix}"))

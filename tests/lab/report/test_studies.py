@@ -8,7 +8,7 @@ from tieline.core.errors import TielineError
 from tieline.lab.estimation.derivative_tests import RankTest, SplitTest
 from tieline.lab.estimation.identifiability import Identifiability
 from tieline.lab.report.studies import continuity_figure, identifiability_figure
-from tieline.report.matplotlib_figures import drawn_bytes
+from tieline.report.matplotlib_figures import figure_bytes
 
 NO_RANKS = RankTest("weak", 1, 1, 1.0, ())
 
@@ -50,7 +50,7 @@ def test_the_key_names_what_was_not_tested_only_where_something_was_not():
 @pytest.mark.parametrize("suffix", [".svg", ".pdf", ".png"])
 def test_the_same_rows_give_the_same_bytes(suffix):
     path = Path("figure" + suffix)
-    first, again = (drawn_bytes(lambda: identifiability_figure(ROWS), path) for _ in range(2))
+    first, again = (figure_bytes(lambda: identifiability_figure(ROWS), path) for _ in range(2))
     assert first == again
     assert len(first) > 500
 

@@ -16,7 +16,7 @@ from tieline.report.audit import (
     IGNORE_TITLE,
     audit_panels,
     figures,
-    keep_rows,
+    kept_router_rows,
     notebook,
     page,
     terminal,
@@ -73,7 +73,7 @@ def test_an_interval_is_shown_where_the_prediction_is_one(audit):
 
 
 def test_layers_to_keep_are_named_with_their_cost(audit):
-    rows = keep_rows(audit)
+    rows = kept_router_rows(audit)
     assert [row[0] for row in rows] == ["bf16", "int4"]
     keep = audit.effects[1].keep
     assert rows[1][4] == f"{keep.bytes:,}"

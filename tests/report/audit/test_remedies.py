@@ -2,7 +2,7 @@
 
 from tieline.analysis.audit_records import Remedy, RemedyEffect, RemedyTable
 from tieline.core.statistics import Estimate
-from tieline.report.audit import remedies_view, remedy_grids
+from tieline.report.audit import remedies_terminal_view, remedy_grids
 from tieline.report.words.audit import remedy_sentences
 
 
@@ -43,4 +43,4 @@ def test_a_row_names_what_remains_what_was_moved_and_the_price():
 
 
 def test_the_terminal_fits_eighty_columns():
-    assert len(remedies_view(TABLE)) == 3 * 2 + len(remedy_sentences(TABLE)) + 1
+    assert len(remedies_terminal_view(TABLE)) == 3 * 2 + len(remedy_sentences(TABLE)) + 1

@@ -36,7 +36,7 @@ from tieline.measure.measures import measure
 from tieline.measure.rounding import ProductFlips
 from tieline.report.words.audit import audit_notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
-from tieline.report.words.inspection import calibration_sentence
+from tieline.report.words.inspect import calibration_sentence
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 SETTINGS = MeasureSettings(sigmas=(1e-2, 1e-1), precisions=("bf16", "int8"))

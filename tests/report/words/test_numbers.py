@@ -12,8 +12,8 @@ from tieline.report.words.numbers import (
     decimal,
     duration,
     finite,
-    joined,
-    listed,
+    list_with_and,
+    list_with_commas,
     percent,
     signed,
     significant,
@@ -126,7 +126,7 @@ def test_tokens_are_rounded_upwards(count, text):
 
 def test_long_lists_are_counted():
     letters = list("abcdefgh")
-    assert joined(letters[:1]) == "a"
-    assert joined(letters[:3]) == "a, b and c"
-    assert joined(letters) == listed(letters) == "a, b, c, d, e, f and 2 more"
-    assert listed(letters[:3]) == "a, b, c"
+    assert list_with_and(letters[:1]) == "a"
+    assert list_with_and(letters[:3]) == "a, b and c"
+    assert list_with_and(letters) == list_with_commas(letters) == "a, b, c, d, e, f and 2 more"
+    assert list_with_commas(letters[:3]) == "a, b, c"

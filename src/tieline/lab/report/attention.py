@@ -11,8 +11,8 @@ from tieline.core.text import short_names
 from tieline.lab.attention.view import AttentionView, HeadView
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, Section, views
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _attention_report(result: AttentionView) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_attention_report)
+page, figures, terminal, summary, notebook = report_views(_attention_report)
 
 
 def attention_facts(result: AttentionView) -> list[str]:

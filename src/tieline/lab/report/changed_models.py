@@ -14,9 +14,9 @@ from tieline.lab.on_model.reroute import Rerouted, ReroutedLayer
 from tieline.lab.on_model.upcycle import Upcycled
 from tieline.report.charts import Axis, Chart, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.result_views import Report, Section, line_views, report_views
 from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, Section, line_views, views
-from tieline.report.words.numbers import DASH, finite, percent, signed, significant
+from tieline.report.words.numbers import percent, signed, significant
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def _reroute_report(result: Rerouted) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_reroute_report)
+page, figures, terminal, summary, notebook = report_views(_reroute_report)
 
 
 def reroute_facts(result: Rerouted) -> list[str]:
@@ -87,7 +87,7 @@ def reroute_facts(result: Rerouted) -> list[str]:
 
 def _reroute_verdict(result: Rerouted) -> str:
     """How many choices the new router keeps, what that costs, and what to do."""
-    kept = _share_text(result.kept.value)
+    kept = percent(result.kept.value, 4)
     change = signed(result.loss_change, ".5f", ".5f")
     start = f"The {NAMES[result.router]} keeps {kept} of the choices; the loss changes by {change}"
     small = abs(result.loss_change.value or 0.0) < 0.01
@@ -113,7 +113,7 @@ def _rerouted_layer_table(result: Rerouted) -> Grid:
     rows = (
         (
             label,
-            _share_text(layer.kept.value),
+            percent(layer.kept.value, 4),
             significant(layer.fit.loss, 2),
             significant(layer.fit.temperature),
             significant(layer.gap_before),
@@ -124,11 +124,6 @@ def _rerouted_layer_table(result: Rerouted) -> Grid:
         for label, layer in zip(labels, result.layers, strict=True)
     )
     return Grid(HEAD, tuple(rows))
-
-
-def _share_text(share: float | None) -> str:
-    """A share near 1, whose distance to 1 counts."""
-    return DASH if finite(share) is None else f"{share:.2%}".replace("%", " %")
 
 
 def _reroute_figure(layers: Sequence[ReroutedLayer]) -> "Figure":

@@ -15,8 +15,8 @@ from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.result_views import Report, Section, report_views, terminal_view
 from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, Section, terminal_view, views
 from tieline.report.words.numbers import DASH, percent, significant, with_error
 
 if TYPE_CHECKING:
@@ -89,22 +89,24 @@ def design_recommendation(result: Advice) -> str:
     where the router computes in float32.
     """
     rows = sorted(result.rows, key=lambda row: row.split)
-    stable = [row for row in rows if _entry_value(row, FLIPS) <= MOST_FLIPS]
+    stable = [row for row in rows if _design_entry_value(row, FLIPS) <= MOST_FLIPS]
     finest = rows[-1]
     if not stable:
         return f"Keep the router in float32: {_bf16_flips_text(rows[0], finest)}."
     if stable[-1] is finest:
-        shape, flips = _experts_text(finest), _bf16_flips_text(finest)
+        shape, flips = _k_of_n_text(finest), _bf16_flips_text(finest)
         return f"{shape} are fine, also with a router in bf16: {flips}."
-    gain = _entry_value(finest, "expected_gain") / _entry_value(stable[-1], "expected_gain")
+    gain = _design_entry_value(finest, "expected_gain") / _design_entry_value(
+        stable[-1], "expected_gain"
+    )
     return (
-        f"Do not go beyond {_experts_text(stable[-1])} unless the router computes in float32: "
+        f"Do not go beyond {_k_of_n_text(stable[-1])} unless the router computes in float32: "
         f"{_bf16_flips_text(stable[-1], finest)}, for {significant(gain, 2)} times the expected "
         "linear pieces."
     )
 
 
-def _entry_value(row: Granularity, name: str) -> float:
+def _design_entry_value(row: Granularity, name: str) -> float:
     """A number of a granularity; infinite where it has none."""
     value = row.entries[name].value
     return math.inf if value is None else float(value)
@@ -113,13 +115,13 @@ def _entry_value(row: Granularity, name: str) -> float:
 def _bf16_flips_text(*rows: Granularity) -> str:
     """What rounding to bf16 does to the tokens at some granularities, each named once."""
     shares = dict.fromkeys(
-        f"{cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_experts_text(row)}"
+        f"{design_cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_k_of_n_text(row)}"
         for row in rows
     )
     return f"rounding its scores to bf16 changes the choice of {' and '.join(shares)}"
 
 
-def _experts_text(row: Granularity) -> str:
+def _k_of_n_text(row: Granularity) -> str:
     """Return "k of N experts"."""
     return f"{row.shape.k} of {row.shape.n_experts} experts"
 
@@ -142,7 +144,7 @@ def _design_report(result: Advice) -> Report:
 def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
     """Table, measured layers, figure and meanings of a page."""
     meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
-    measured = Section("Measured on the model's own hidden states", measured_grid(result))
+    measured = Section("Measured on the model's own hidden states", measured_layers_grid(result))
     caption = "Decimal logarithms of bounds, expectation and tie densities by split"
     return [
         Section("Granularities side by side", table, notes=_star_notes(result)),
@@ -168,7 +170,10 @@ def _design_terminal(result: Advice, width: int) -> RenderableType:
     notes = Text("\n".join(_star_notes(result)) + "\n")
     measured: list[RenderableType] = []
     if result.measured:
-        measured = [grid_table(measured_grid(result), left=1), Text("\n".join(MEASURED) + "\n")]
+        measured = [
+            grid_table(measured_layers_grid(result), left=1),
+            Text("\n".join(MEASURED) + "\n"),
+        ]
     return terminal_view(
         result.source,
         _design_facts(result),
@@ -187,18 +192,18 @@ def _design_summary(result: Advice) -> str:
     return "\n".join([headline, _design_facts(result), design_recommendation(result)])
 
 
-page, figures, terminal, summary, notebook = views(_design_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_design_report)._replace(
     terminal=_design_terminal, summary=_design_summary
 )
 
 
-def measured_grid(result: Advice) -> Grid:
+def measured_layers_grid(result: Advice) -> Grid:
     """One row per layer of the model: counted along its hidden states, beside the formulas."""
     labels = short_names([layer.name for layer in result.measured])
-    return Grid(MEASURED_HEAD, tuple(map(_measured_row, labels, result.measured)))
+    return Grid(MEASURED_HEAD, tuple(map(_measured_layer_row, labels, result.measured)))
 
 
-def _measured_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
+def _measured_layer_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
     """Switches, angles and centring of one measured layer, or why there are none."""
     near, far, centred = layer.neighbours, layer.any_two, layer.centring
     if near is None or far is None or centred is None:
@@ -219,7 +224,7 @@ def _measured_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
     )
 
 
-def cell_text(name: str, entry: Entry) -> str:
+def design_cell_text(name: str, entry: Entry) -> str:
     """An entry as a percentage, a whole number, or a power of ten where it is long."""
     if entry.value is None:
         return DASH if entry.log10 is None else f"10^{entry.log10:.0f}"
@@ -255,7 +260,7 @@ def _split_table(result: Advice) -> Grid:
     ]
     for name, quantity in result.quantities.items():
         entries = [row.entries[name] for row in result.rows]
-        cells = [cell_text(name, entry) + ("*" if entry.note else " ") for entry in entries]
+        cells = [design_cell_text(name, entry) + ("*" if entry.note else " ") for entry in entries]
         rows.append((quantity.heading, *cells, quantity.kind))
     head = ("split m", *(str(row.split) for row in result.rows), "kind")
     return Grid(head, tuple(rows), quantities="rows")

@@ -9,9 +9,8 @@ from tieline.lab.on_model.frontier import Frontier
 from tieline.report.charts import Axis, Chart, Guide, Series
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import dotted_rows
-from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, Section, views
+from tieline.report.result_views import Report, Section, report_views
+from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import finite, percent, significant, with_error
 
 TENTH = 0.1
@@ -43,7 +42,7 @@ SPREADS = {"noise": "ε in proportion to the noise", "budget": "equal experts in
 
 def _frontier_report(result: Frontier) -> Report:
     """The chart, every width, and the law layer by layer."""
-    points, law = points_table(result), law_table(result)
+    points, law = frontier_points_table(result), frontier_law_table(result)
     sections = [
         Section("All widths", points, notes=[HOW_TO_READ]),
         *([Section("The law, layer by layer", law, notes=[HOW_LAW])] if law.rows else []),
@@ -60,7 +59,7 @@ def _frontier_report(result: Frontier) -> Report:
         table=lambda: points,
         body=lambda: {
             "style": "",
-            "panels": [FRONTIER.drawn(_frontier_chart(result))],
+            "panels": [FRONTIER.with_chart(_frontier_chart(result))],
             "sections": sections,
             "provenance": dotted_rows(result.provenance),
         },
@@ -69,7 +68,7 @@ def _frontier_report(result: Frontier) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_frontier_report)
+page, figures, terminal, summary, notebook = report_views(_frontier_report)
 
 
 def _with_empty_line(part: RenderableType) -> Padding:
@@ -96,7 +95,7 @@ def _frontier_verdict(result: Frontier) -> str:
     )
 
 
-def points_table(frontier: Frontier) -> Grid:
+def frontier_points_table(frontier: Frontier) -> Grid:
     """One row per width: by the noise of each layer, and by an equal budget in all layers."""
     widths = {"noise": "ε = {:.3g} σ", "budget": "{:.3g} each"}
     rows = (
@@ -113,7 +112,7 @@ def points_table(frontier: Frontier) -> Grid:
     return Grid(POINTS, tuple(rows))
 
 
-def law_table(frontier: Frontier) -> Grid:
+def frontier_law_table(frontier: Frontier) -> Grid:
     """One row per layer and width of which at most a tenth of the tokens is inside the band."""
     labels = short_names([law.name for law in frontier.layers])
     rows = (

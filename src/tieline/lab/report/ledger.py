@@ -22,8 +22,8 @@ from tieline.lab.claims.ledger import Catalogue, Ledger, PaperTitle
 from tieline.report.charts import Axis, Chart, Series, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
+from tieline.report.result_views import Listing, Report, listing_views, report_views
 from tieline.report.tables import Grid, text_table
-from tieline.report.views import Listing, Report, listing_views, views
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ FEW = 8
 def _ledger_report(result: Ledger) -> Report:
     """A table of all claims, then each claim with its checks and chart."""
     rows = tuple(
-        (o.claim.id, o.claim.title, *_value_cells(o), verdict_text(o)) for o in result.claims
+        (o.claim.id, o.claim.title, *_claim_value_cells(o), claim_verdict_text(o))
+        for o in result.claims
     )
     return Report(
         kind="reproduction",
@@ -70,7 +71,7 @@ def _ledger_report(result: Ledger) -> Report:
 def _ledger_page(result: Ledger) -> dict[str, Any]:
     """Variables of the template: charts by claim, outcomes by paper."""
     panels = {
-        outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").drawn(
+        outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").with_chart(
             _claim_chart(outcome.evidence.figure)
         )
         for outcome in result.claims
@@ -83,10 +84,10 @@ def _ledger_page(result: Ledger) -> dict[str, Any]:
         "papers": [(paper, _outcomes_of_paper(result, paper)) for paper in result.papers],
         "charts": panels,
         "parts": PARTS,
-        "value_text": value_text,
-        "verdict_text": verdict_text,
+        "value_text": claim_value_text,
+        "verdict_text": claim_verdict_text,
         "verdict_class": _verdict_class,
-        "check_text": check_text,
+        "check_text": claim_check_text,
     }
 
 
@@ -95,16 +96,16 @@ def _ledger_terminal(result: Ledger, width: int) -> RenderableType:
     blocks: list[RenderableType] = []
     for paper in result.papers:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
-        table = _outcome_table(_outcomes_of_paper(result, paper), wide=width >= NARROW)
+        table = _claim_outcome_table(_outcomes_of_paper(result, paper), wide=width >= NARROW)
         blocks += [heading, Padding(table, (0, 0, 1, 0))]
     if len(result.claims) <= FEW:
         blocks += [claim_text(outcome.claim) for outcome in result.claims]
     blocks += [
-        _undecided_text(outcome)
+        _undecided_claim_text(outcome)
         for outcome in result.claims
         if outcome.verdict is Verdict.UNDECIDED
     ]
-    blocks += [_changed_text(outcome) for outcome in result.claims if outcome.changed]
+    blocks += [_changed_claim_text(outcome) for outcome in result.claims if outcome.changed]
     return Group(*blocks, Text(_verdict_counts(result)))
 
 
@@ -113,7 +114,7 @@ def _ledger_notebook(result: Ledger) -> str:
     return replace(_ledger_report(result), figures={}).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_ledger_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_ledger_report)._replace(
     terminal=_ledger_terminal,
     summary=lambda result: f"Claims ledger ({_ledger_facts(result)})\n{_verdict_counts(result)}",
     notebook=_ledger_notebook,
@@ -134,7 +135,7 @@ def claim_text(claim: Claim) -> RenderableType:
     return Padding(Group(lines[0], Padding(Group(*lines[1:]), (0, 0, 0, 2))), (0, 0, 1, 0))
 
 
-def value_text(value: float | int | str | None) -> str:
+def claim_value_text(value: float | int | str | None) -> str:
     """A value of a claim: text as it is, numbers with six digits."""
     if value is None or value == "":
         return DASH
@@ -145,7 +146,7 @@ def value_text(value: float | int | str | None) -> str:
     return f"{value:,}" if isinstance(value, int) else significant(value, 6)
 
 
-def verdict_text(outcome: ClaimOutcome) -> str:
+def claim_verdict_text(outcome: ClaimOutcome) -> str:
     """Sign and verdict, with the expected one or the error if it changed."""
     sign = "!" if outcome.verdict is None else SIGNS[outcome.verdict]
     if outcome.verdict is None:
@@ -157,22 +158,25 @@ def verdict_text(outcome: ClaimOutcome) -> str:
     return f"{sign} {outcome.verdict} (but a check failed)"
 
 
-def check_text(check: Check) -> str:
+def claim_check_text(check: Check) -> str:
     """A comparison in one line."""
     mark = "✓" if check.passed else "?" if check.open else "✗"
-    slack = f" ± {value_text(check.tolerance)}" if check.tolerance else ""
+    slack = f" ± {claim_value_text(check.tolerance)}" if check.tolerance else ""
     measured = (
-        "not measured" if check.open and math.isnan(check.measured) else _measured_text(check)
+        "not measured"
+        if check.open and math.isnan(check.measured)
+        else _claim_measurement_text(check)
     )
-    why = f" ({check.open})" if check.open else ""
-    return f"{mark} {check.name}: {measured} {check.rule} {value_text(check.reference)}{slack}{why}"
+    reason = f" ({check.open})" if check.open else ""
+    reference = claim_value_text(check.reference)
+    return f"{mark} {check.name}: {measured} {check.rule} {reference}{slack}{reason}"
 
 
-def _measured_text(check: Check) -> str:
+def _claim_measurement_text(check: Check) -> str:
     """What was measured, with its interval."""
     if check.low is None or check.high is None:
-        return value_text(check.measured)
-    return f"{value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
+        return claim_value_text(check.measured)
+    return f"{claim_value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
 def _ledger_facts(result: Ledger) -> str:
@@ -195,10 +199,12 @@ def _outcomes_of_paper(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
     return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
 
 
-def _value_cells(outcome: ClaimOutcome) -> list[str]:
+def _claim_value_cells(outcome: ClaimOutcome) -> list[str]:
     """Texts of the columns `VALUES`."""
     evidence = outcome.evidence
-    return [value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)]
+    return [
+        claim_value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)
+    ]
 
 
 def _verdict_class(outcome: ClaimOutcome) -> str:
@@ -208,7 +214,7 @@ def _verdict_class(outcome: ClaimOutcome) -> str:
     return CLASSES[outcome.verdict]
 
 
-def _outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
+def _claim_outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
     """One row per claim, coloured by verdict; `wide` adds the values."""
     table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
     table.columns[0].no_wrap = True
@@ -217,12 +223,12 @@ def _outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
         style = (
             "bold red" if outcome.verdict is None or outcome.changed else STYLES[outcome.verdict]
         )
-        cells = [claim.id, claim.title, *(_value_cells(outcome) if wide else [])]
-        table.add_row(*map(Text, cells), Text(verdict_text(outcome), style=style))
+        cells = [claim.id, claim.title, *(_claim_value_cells(outcome) if wide else [])]
+        table.add_row(*map(Text, cells), Text(claim_verdict_text(outcome), style=style))
     return table
 
 
-def _undecided_text(outcome: ClaimOutcome) -> Text:
+def _undecided_claim_text(outcome: ClaimOutcome) -> Text:
     """A claim that is not decided, with the reason and what this run could not measure."""
     claim, checks = outcome.claim, outcome.evidence.checks
     absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
@@ -232,10 +238,12 @@ def _undecided_text(outcome: ClaimOutcome) -> Text:
     return Text(sentence, style=STYLES[Verdict.UNDECIDED])
 
 
-def _changed_text(outcome: ClaimOutcome) -> Text:
+def _changed_claim_text(outcome: ClaimOutcome) -> Text:
     """A claim that changed, with the checks that failed."""
-    lines = [f"{outcome.claim.id}: {verdict_text(outcome)[2:]}"]
-    lines += [f"    {check_text(check)}" for check in outcome.evidence.checks if not check.passed]
+    lines = [f"{outcome.claim.id}: {claim_verdict_text(outcome)[2:]}"]
+    lines += [
+        f"    {claim_check_text(check)}" for check in outcome.evidence.checks if not check.passed
+    ]
     return Text("\n".join(lines), style="bold red")
 
 
@@ -281,7 +289,7 @@ def _catalogue_view(result: Catalogue) -> RenderableType:
     """One row per claim, or per paper for those of several; a few claims are shown in full."""
     listing = _catalogue_listing(result).table
     if len(result.papers) > 1 and len(result.claims) > FEW and not result.in_full:
-        return _papers_view(result)
+        return _claims_by_paper_view(result)
     table = text_table(listing.head, (), len(listing.head), fold=True)
     table.columns[0].no_wrap = True
     for claim, cells in zip(result.claims, listing.rows, strict=True):
@@ -290,7 +298,7 @@ def _catalogue_view(result: Catalogue) -> RenderableType:
     return Group(table, *in_full)
 
 
-def _papers_view(result: Catalogue) -> RenderableType:
+def _claims_by_paper_view(result: Catalogue) -> RenderableType:
     """Number of claims of each paper by expected verdict."""
     counts = Counter((claim.paper, claim.expected) for claim in result.claims)
     verdicts = [verdict for verdict in Verdict if verdict in {v for _, v in counts}]

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tieline.lab.estimation.rates import LossSeries, RateStudy
 from tieline.report.matplotlib_figures import styled_figure
-from tieline.report.tables import Grid, grid_table, one_form
-from tieline.report.views import Report, Section, views
+from tieline.report.result_views import Report, Section, report_views
+from tieline.report.tables import Grid, grid_table, uniform_numbers
 from tieline.report.words.numbers import DASH, significant
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _rates_terminal(result: RateStudy, width: int) -> list[RenderableType]:
     return [grid_table(table, left=2), Text("\n".join(_fit_notes(result)))]
 
 
-page, figures, terminal, summary, notebook = views(_rates_report)
+page, figures, terminal, summary, notebook = report_views(_rates_report)
 
 
 def _rates_facts(result: RateStudy) -> str:
@@ -113,7 +113,7 @@ def _slope_table(result: RateStudy, sizes: Sequence[int]) -> Grid:
 def _slope_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
     """Loss, start, slope, interval and the mean losses at some sample sizes."""
     means = dict(zip(series.sizes, series.mean, strict=True))
-    cells = one_form([significant(means[n], 2) if n in means else DASH for n in sizes])
+    cells = uniform_numbers([significant(means[n], 2) if n in means else DASH for n in sizes])
     rate = series.rate
     slope = DASH if rate is None else f"{rate.slope:.2f}"
     interval = DASH if rate is None else f"{rate.low:.2f} to {rate.high:.2f}"

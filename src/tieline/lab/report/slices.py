@@ -19,10 +19,10 @@ from rich.text import Text
 
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.plane_cells import Slice, SliceCell
-from tieline.report.html_page import render
+from tieline.report.html_page import render_page, visible_characters
 from tieline.report.matplotlib_figures import INK, MUTED, WARN, paper_text, styled_figure
-from tieline.report.tables import Grid, text_table, visible
-from tieline.report.views import Report, views
+from tieline.report.result_views import Report, report_views
+from tieline.report.tables import Grid, text_table
 from tieline.report.words.numbers import percent, significant
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
     """
 
     def draw(axes: "Axes") -> None:
-        _draw_cells(axes, cut)
-        _draw_lines(axes, cut)
+        _draw_slice_cells(axes, cut)
+        _draw_slice_lines(axes, cut)
         axes.plot(*zip(*cut.marks, strict=True), "o", color="white", mec="black", mew=1, ms=5)
         for name, mark in zip(names, cut.marks, strict=False):
             ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
@@ -70,17 +70,22 @@ def _slice_report(result: RouterSlice) -> Report:
         title=result.model,
         facts=f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts",
         verdict=sentences[1],
-        table=partial(_largest_cells, result.cut),
+        table=partial(_largest_cells_grid, result.cut),
         body=lambda: _slice_page_body(result.cut, sentences),
         below=lambda width: [_slice_tokens_table(result), *map(Text, sentences[2:])],
-        figures={"slice": partial(_named_figure, result)},
+        figures={"slice": partial(_slice_figure_with_tokens, result)},
     )
 
 
 def _slice_tokens_table(result: RouterSlice) -> Table:
     """The three tokens with document, position and experts."""
     rows = [
-        (visible(p.text) or "◦", str(p.document), str(p.position), ", ".join(map(str, p.experts)))
+        (
+            visible_characters(p.text) or "◦",
+            str(p.document),
+            str(p.position),
+            ", ".join(map(str, p.experts)),
+        )
         for p in result.points
     ]
     return text_table(("token", "document", "position", "experts"), rows)
@@ -96,49 +101,51 @@ def _slice_notebook(result: RouterSlice) -> str:
     return replace(_slice_report(result), verdict=" ".join(slice_words(result)[1:])).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_slice_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_slice_report)._replace(
     summary=_slice_summary, notebook=_slice_notebook
 )
 
 
-def _named_figure(drawn: RouterSlice) -> "Figure":
+def _slice_figure_with_tokens(plane: RouterSlice) -> "Figure":
     """The slice with its three tokens named."""
-    return slice_figure(drawn.cut, [_quoted_token(point.text) for point in drawn.points])
+    return slice_figure(plane.cut, [_quoted_token(point.text) for point in plane.points])
 
 
 def _quoted_token(text: str) -> str:
     """The text of a token for a picture, whose font has Latin letters and reads $ as a formula."""
-    shown = "".join(sign if sign.isprintable() and ord(sign) < 0x250 else "·" for sign in text)
-    return f"“{shown or '·'}”".replace("$", "\\$")
+    latin = "".join(sign if sign.isprintable() and ord(sign) < 0x250 else "·" for sign in text)
+    return f"“{latin or '·'}”".replace("$", "\\$")
 
 
-def slice_words(drawn: RouterSlice) -> list[str]:
+def slice_words(plane: RouterSlice) -> list[str]:
     """What the slice shows, and how it was checked, in sentences."""
     tokens = ", ".join(
-        f"“{visible(point.text) or '◦'}” ({point.document}:{point.position}, experts "
+        f"“{visible_characters(point.text) or '◦'}” ({point.document}:{point.position}, experts "
         f"{', '.join(map(str, point.experts))})"
-        for point in drawn.points
+        for point in plane.points
     )
-    cut = drawn.cut
+    cut = plane.cut
     band = (
-        f"the band of gap below {significant(cut.epsilon)} ({drawn.noise}) covers "
+        f"the band of gap below {significant(cut.epsilon)} ({plane.noise}) covers "
         f"{percent(cut.band_share)} of it"
         if cut.epsilon > 0
         else "the noise of this layer is not known, so no band is drawn"
     )
-    sure = drawn.checked - drawn.undecided
+    sure = plane.checked - plane.undecided
     return [
-        f"Slice of layer {drawn.layer} through the tokens {tokens} (document:position).",
+        f"Slice of layer {plane.layer} through the tokens {tokens} (document:position).",
         f"It holds {len(cut.cells)} coalitions; {band}.",
-        f"Asked at {drawn.checked:,} random points of the plane, the router chose the coalition of "
-        f"the picture at {drawn.agreed:,} of the {sure:,} that are not ties.",
+        f"Asked at {plane.checked:,} random points of the plane, the router chose the coalition of "
+        f"the picture at {plane.agreed:,} of the {sure:,} that are not ties.",
     ]
 
 
 def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
     """Return one HTML page without script, of a slice of any router."""
     facts = f"{cut.k} of {cut.n_experts} experts · {_slice_counts_text(cut)}"
-    return render(**_slice_page_body(cut, ()), kind="slice", title=title, facts=facts, verdict="")
+    return render_page(
+        **_slice_page_body(cut, ()), kind="slice", title=title, facts=facts, verdict=""
+    )
 
 
 def _slice_page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
@@ -153,11 +160,11 @@ def _slice_page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
         "legend": _slice_legend(cut),
         "sentences": sentences,
         "heading": f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
-        "table": _largest_cells(cut),
+        "table": _largest_cells_grid(cut),
     }
 
 
-def _largest_cells(cut: Slice) -> Grid:
+def _largest_cells_grid(cut: Slice) -> Grid:
     """One row per cell, the largest first."""
     largest = sorted(cut.cells, key=lambda cell: -_polygon_area(cell.corners))[:MOST_LISTED]
     rows = [
@@ -234,7 +241,7 @@ def _tie_walls(cut: Slice) -> list[Points]:
     ]
 
 
-def _draw_cells(axes: "Axes", cut: Slice) -> None:
+def _draw_slice_cells(axes: "Axes", cut: Slice) -> None:
     """Fill the cells, faded outside a support, with the dark band near ties."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
@@ -249,7 +256,7 @@ def _draw_cells(axes: "Axes", cut: Slice) -> None:
             axes.add_patch(PathPatch(band, facecolor=INK, alpha=0.28, lw=0))
 
 
-def _draw_lines(axes: "Axes", cut: Slice) -> None:
+def _draw_slice_lines(axes: "Axes", cut: Slice) -> None:
     """Draw kinks, ties and the outline of a support."""
     from matplotlib.collections import LineCollection
 
@@ -270,10 +277,10 @@ def _svg_cells(cut: Slice) -> Iterator[tuple[str, str, float, str, str]]:
 
 def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, float], str, float]]:
     """Both ends, colour and width of each line."""
-    drawn = [(kink, MUTED, 0.6) for cell in cut.cells for kink in cell.kinks]
-    drawn += [(wall, "#000", 1.1) for wall in _tie_walls(cut)]
-    drawn += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
-    for (first, second), colour, width in drawn:
+    lines = [(kink, MUTED, 0.6) for cell in cut.cells for kink in cell.kinks]
+    lines += [(wall, "#000", 1.1) for wall in _tie_walls(cut)]
+    lines += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
+    for (first, second), colour, width in lines:
         yield _svg_pixel(first, cut), _svg_pixel(second, cut), colour, width
 
 

@@ -11,11 +11,10 @@ from tieline.core.statistics import Estimate
 from tieline.core.text import short_names
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
-from tieline.report.html_page import Panel
+from tieline.report.html_page import Panel, visible_characters
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import dotted_rows
-from tieline.report.tables import Grid, text_table, visible
-from tieline.report.views import Report, views
+from tieline.report.result_views import Report, report_views
+from tieline.report.tables import Grid, dotted_rows, text_table
 from tieline.report.words.numbers import DASH, finite, significant, with_error
 
 SOFTEN = Panel(
@@ -61,7 +60,7 @@ def _soften_report(result: Softening) -> Report:
         body=lambda: {
             "template": "soften.html",
             "style": "",
-            "panels": [SOFTEN.drawn(_soften_chart(result))],
+            "panels": [SOFTEN.with_chart(_soften_chart(result))],
             "sentences": sentences,
             "table": rows(),
             "deciding": deciding_table(result),
@@ -91,7 +90,7 @@ def _soften_notebook(result: Softening) -> str:
     return replace(_soften_report(result), verdict=" ".join(soften_sentences(result))).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_soften_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_soften_report)._replace(
     summary=_soften_summary, notebook=_soften_notebook
 )
 
@@ -193,7 +192,7 @@ def deciding_table(softening: Softening) -> Grid:
     rows = (
         (
             label,
-            visible(token.text) or "◦",
+            visible_characters(token.text) or "◦",
             f"{token.document}:{token.position}",
             str(token.leaving),
             str(token.entering),
@@ -296,9 +295,9 @@ def _paired_change(first: SoftLevel) -> list[str]:
     error = first.ratio.standard_error
     if error is None or error > MOST_RATIO_ERROR:
         return []
-    shown = f"{first.ratio.value:.2f} ± {error:.1g}"
+    ratio = f"{first.ratio.value:.2f} ± {error:.1g}"
     return [
-        f"On the tokens of this sample alone the loss changes by {shown} times what their "
+        f"On the tokens of this sample alone the loss changes by {ratio} times what their "
         "gradients and curvatures give at the first width."
     ]
 

@@ -44,8 +44,8 @@ def continuity_figure(layers: Sequence[LayerContinuity]) -> "Figure":
         figure = Figure(figsize=(6.75, 0.5 + 1.55 * len(layers)), layout="constrained")
         rows = figure.subplots(len(layers), 3, squeeze=False)
         for (left, middle, right), layer in zip(rows, layers, strict=True):
-            _draw_line(left, layer, ("hard",))
-            _draw_line(middle, layer, ("b = 50", "b = 1"))
+            _draw_output_along_line(left, layer, ("hard",))
+            _draw_output_along_line(middle, layer, ("b = 50", "b = 1"))
             middle.set_ylim(left.get_ylim())
             _draw_gate_steps(right, layer)
             left.set_ylabel(f"{layer.name}\noutput coordinate")
@@ -57,7 +57,7 @@ def continuity_figure(layers: Sequence[LayerContinuity]) -> "Figure":
     return figure
 
 
-def _draw_line(axes: "Axes", layer: LayerContinuity, names: Sequence[str]) -> None:
+def _draw_output_along_line(axes: "Axes", layer: LayerContinuity, names: Sequence[str]) -> None:
     """The output along the line; the hard layer's curve has a gap at the tie, where it jumps."""
     for name in names:
         gate, (label, colour, style) = layer.gates[name], LOOKS[name]
@@ -124,12 +124,12 @@ def _draw_verdict_square(axes: "Axes", x: int, y: int, row: Identifiability) -> 
 
     colour = COLOURS.get(row.verdict, EMPTY)
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
-    text = "–" if row.split is None else _power_text(row.split.up_to_scale)
+    text = "–" if row.split is None else _power_of_ten_text(row.split.up_to_scale)
     ink = "white" if row.verdict == "identifiable" else "black"
     axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
-def _power_text(value: float) -> str:
+def _power_of_ten_text(value: float) -> str:
     """The power of ten, with a minus sign instead of a hyphen."""
     text = f"≤ {math.log10(FLOOR):.0f}" if value <= FLOOR else f"{math.log10(value):.1f}"
     return text.replace("-", "−")

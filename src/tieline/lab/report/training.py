@@ -13,9 +13,8 @@ from rich.text import Text
 
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import dotted_rows
-from tieline.report.tables import Grid, text_table
-from tieline.report.views import Listing, Report, Section, listing_views, views
+from tieline.report.result_views import Listing, Report, Section, listing_views, report_views
+from tieline.report.tables import Grid, dotted_rows, text_table
 from tieline.report.words.numbers import duration, significant
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _training_terminal(result: "TrainingResult", width: int) -> RenderableType:
     return Text("\n".join([*head, *_indented_fields(result.scores), *where]))
 
 
-page, figures, terminal, summary, notebook = views(_training_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_training_report)._replace(
     terminal=_training_terminal,
     summary=lambda result: f"Training of {result.recipe}, {_training_report(result).facts}",
 )
@@ -142,21 +141,21 @@ def _logged_curves(
     )
 
 
-def _plan_listing(result: "TrainingPlan") -> Listing:
+def _training_plan_listing(result: "TrainingPlan") -> Listing:
     """The plan as a table of facts and settings."""
     settings = _field_table("setting", result.config)
     facts = f"{result.parameters:,} parameters, {_plan_time_text(result)}"
-    table = Grid(settings.head, (*_plan_facts(result), *settings.rows))
+    table = Grid(settings.head, (*_training_plan_facts(result), *settings.rows))
     return Listing("training", "Training plan", facts, table)
 
 
-def _plan_view(result: "TrainingPlan") -> Text:
+def _training_plan_view(result: "TrainingPlan") -> Text:
     """The plan in plain lines."""
-    facts = (f"{name:10}  {value}" for name, value in _plan_facts(result))
+    facts = (f"{name:10}  {value}" for name, value in _training_plan_facts(result))
     return Text("\n".join([*_indented_fields(result.config), "", *facts]))
 
 
-def _plan_facts(result: "TrainingPlan") -> list[tuple[str, str]]:
+def _training_plan_facts(result: "TrainingPlan") -> list[tuple[str, str]]:
     """Parameters, data and time of a plan."""
     parameters = f"{result.parameters:,}"
     return [("parameters", parameters), ("data", result.data), ("time", _plan_time_text(result))]
@@ -211,5 +210,5 @@ def _recipes_hint(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-PLAN = listing_views(_plan_listing, _plan_view)
+PLAN = listing_views(_training_plan_listing, _training_plan_view)
 RECIPES = listing_views(_recipes_listing, _recipes_view)

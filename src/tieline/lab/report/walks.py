@@ -7,9 +7,8 @@ from tieline.lab.on_model.walks import FlipWalk, FlipWalks
 from tieline.report.charts import Axis, Chart, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.provenance import dotted_rows
-from tieline.report.tables import Grid, grid_table
-from tieline.report.views import Report, Section, views
+from tieline.report.result_views import Report, Section, report_views
+from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import DASH, percent, significant
 
 Walks = list[tuple[str, FlipWalk]]
@@ -42,7 +41,9 @@ def _walks_report(result: FlipWalks) -> Report:
         table=lambda: table,
         body=lambda: {
             "style": "",
-            "panels": [WALK.drawn(_walks_chart(walks)) if walks else WALK.missing(reasons)],
+            "panels": [
+                WALK.with_chart(_walks_chart(walks)) if walks else WALK.without_chart(reasons)
+            ],
             "sections": [Section("All layers", table, notes=[NOTE])],
             "provenance": dotted_rows(result.provenance),
         },
@@ -51,7 +52,7 @@ def _walks_report(result: FlipWalks) -> Report:
     )
 
 
-page, figures, terminal, summary, notebook = views(_walks_report)
+page, figures, terminal, summary, notebook = report_views(_walks_report)
 
 
 def _measured_walks(result: FlipWalks) -> Walks:
@@ -98,7 +99,7 @@ def _walks_chart(walks: Walks) -> Chart:
         colour = layer_colour(index, len(walks))
         shares = above_zero(share.value for share in walk.value)
         line = Series(walk.times, shares, f"layer {label}", colour, "line+points", size=5)
-        hover = "after %{x} roundings %{y:.3~p} have changed an expert"
+        hover = "after %{x} roundings %{y:percent} have changed an expert"
         pale = Series(walk.times, (), "", colour, "line", width=1.0, dash="dot", opacity=0.5)
         bounds = [replace(pale, y=y, in_legend=False) for y in (walk.lower, walk.upper)]
         series += [replace(line, hover=f"{hover}<extra>%{{fullData.name}}</extra>"), *bounds]

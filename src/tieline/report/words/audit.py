@@ -77,7 +77,7 @@ def _tolerated_formats(result: PrecisionAudit) -> str:
     names = ", ".join(_format_names(result, judgement.tolerated))
     return (
         f"The routers alone tolerate {names} (under {judgement.limit:g} nats): of these "
-        f"{smallest.level} is the smallest, with {_full_flips(smallest)} of tokens changing "
+        f"{smallest.level} is the smallest, with {_flips_text(smallest)} of tokens changing "
         f"experts per layer and a KL of {_kl_interval(smallest.kl, result.sequences)}."
     )
 
@@ -89,7 +89,7 @@ def _refused_formats(result: PrecisionAudit) -> str:
     worst = result.effect(result.judgement.worst)
     names = ", ".join(_format_names(result, result.judgement.refused))
     return (
-        f"They do not tolerate {names}: under {worst.level}, {_full_flips(worst)} of tokens change "
+        f"They do not tolerate {names}: under {worst.level}, {_flips_text(worst)} of tokens change "
         f"experts per layer, for a KL of {_kl_interval(worst.kl, result.sequences)} and "
         f"{worst.loss.value or 0.0:+.2g} nats of loss."
     )
@@ -106,7 +106,7 @@ def _unclear_formats(result: PrecisionAudit) -> str:
     return f"Too few tokens to tell about {_joined_by_or([str(x.level) for x in rows])}: {costs}."
 
 
-def _full_flips(row: PerturbationEffect) -> str:
+def _flips_text(row: PerturbationEffect) -> str:
     """Flip rate per layer of a full run."""
     return percent(row.full.value or 0.0, trim=True)
 
@@ -187,15 +187,17 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
     if not pairs:
         return ""
     near, left = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
-    sentence = f"Under {name}, nearest to the original: {near.name} ({_kl_text(left.to_original)})"
+    sentence = (
+        f"Under {name}, nearest to the original: {near.name} ({_remedy_kl_text(left.to_original)})"
+    )
     independent = [pair for pair in pairs if pair[0].kind != "replay"]
     if not independent:
         return f"{sentence}."
     agreeing, between = min(independent, key=lambda pair: _kl_or_infinity(pair[1].two_runs))
-    moved = f"moved by {_kl_text(agreeing.moved)}" if agreeing.moved.value else "not moved"
+    moved = f"moved by {_remedy_kl_text(agreeing.moved)}" if agreeing.moved.value else "not moved"
     return (
         f"{sentence}; two runs without replay agree best with {agreeing.name} "
-        f"({_kl_text(between.two_runs)}, the model {moved})."
+        f"({_remedy_kl_text(between.two_runs)}, the model {moved})."
     )
 
 
@@ -204,6 +206,6 @@ def _kl_or_infinity(kl: Estimate) -> float:
     return math.inf if kl.value is None else kl.value
 
 
-def _kl_text(kl: Estimate) -> str:
+def _remedy_kl_text(kl: Estimate) -> str:
     """A KL with two digits."""
     return "KL 0" if kl.value == 0 else f"KL {significant(kl.value, 2)}"

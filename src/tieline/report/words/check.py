@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from tieline.analysis.check import RouteCheck
 from tieline.core.errors import TraceError, require
+from tieline.report.words.numbers import percent
 from tieline.trace.soundness import RouteFinding
 
 
@@ -58,17 +59,17 @@ CASES = {
         "layer {layer}",
     ),
     "copies": CaseText(
-        "one row stands {count} times among {total} ({share:percent.3g}), {run} times in a row; by "
+        "one row stands {count} times among {total} ({share:percent}), {run} times in a row; by "
         "chance with probability 10^{log10_chance:.0f} at most under the load of the layers",
         "row {row}",
     ),
     "warm-up": CaseText(
-        "one row, {ids}, fills {count} of {total} rows ({share:percent.3g}), {run} of them in a "
+        "one row, {ids}, fills {count} of {total} rows ({share:percent}), {run} of them in a "
         "row; by chance with probability 10^{log10_chance:.0f} at most",
         "row {row}",
     ),
     "tied-rows": CaseText(
-        "{count} of {total} rows ({share:percent.3g}) choose {ids} with equal weights of "
+        "{count} of {total} rows ({share:percent}) choose {ids} with equal weights of "
         "{weight:.6g}: an exact tie of all experts",
         "row {row}",
     ),
@@ -84,13 +85,13 @@ CASES = {
         "document {document}",
     ),
     "lag": CaseText(
-        "equal tokens choose alike in {shifted:percent.3g} of pairs if rows are moved by "
-        "{shift:+d}, in {unshifted:percent.3g} as they are ({chance:percent.3g} by chance)",
+        "equal tokens choose alike in {shifted:percent} of pairs if rows are moved by "
+        "{shift:+d}, in {unshifted:percent} as they are ({chance:percent} by chance)",
         "layer {layer}, k={k}",
     ),
     "unrelated": CaseText(
         "rows have nothing to do with the token ids: the choices of equal tokens agree by "
-        "{agreement:percent.2g} of what is possible beyond chance, {limit:percent.2g} at most "
+        "{agreement:percent} of what is possible beyond chance, {limit:percent} at most "
         "({fitted} rows)"
     ),
     "dead": CaseText(DEAD, "layer {layer}: {value}"),
@@ -120,7 +121,7 @@ CASES = {
     "all-moved": CaseText("all layers are moved by {shift:+d}" + WITH_PAIRS),
     "reordered": CaseText("{count} of {total} layers stand in other places" + WITH_PAIRS),
     "moved-rows": CaseText(
-        "{share:percent.0f} of sampled rows are those of the token {shift:+d} places on"
+        "{share:percent} of sampled rows are those of the token {shift:+d} places on"
     ),
     "exchanged-documents": CaseText(
         "{count} of {total} documents have the rows of another: {documents:list}"
@@ -134,8 +135,8 @@ CASES = {
         "{documents:list}"
     ),
     "position-drift": CaseText(
-        "choices that differ from the reference grow along the positions, from {early:percent.2g} "
-        "in the first quarter to {late:percent.2g} in the last, {ratio:.2g} times as many"
+        "choices that differ from the reference grow along the positions, from {early:percent} "
+        "in the first quarter to {late:percent} in the last, {ratio:.2g} times as many"
     ),
     "renumbered-layers": CaseText(
         "{count} of {total} layers agree with the reference once their ids are renumbered "
@@ -217,48 +218,49 @@ REASONS = {
 """Likely causes by the reason of a finding."""
 
 
-class _Template(Formatter):
-    """Templates whose values may have the formats "list" and "percent" with a number format."""
+class _FindingTemplate(Formatter):
+    """Templates whose values may have the formats "list" and "percent"."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        """Write a value as its format says."""
         if format_spec == "list":
             return ", ".join(value)
-        if format_spec.startswith("percent"):
-            return f"{format(100 * value, format_spec.removeprefix('percent'))} %"
+        if format_spec == "percent":
+            return percent(value, 3, trim=True)
         return super().format_field(value, format_spec)
 
 
-def message(finding: RouteFinding) -> str:
+def route_finding_message(finding: RouteFinding) -> str:
     """Write what was found, with the numbers."""
-    return _filled_template(_case_text(finding).message, finding)
+    return _filled_finding_template(_finding_case_text(finding).message, finding)
 
 
-def where(finding: RouteFinding) -> str:
+def route_finding_place(finding: RouteFinding) -> str:
     """Write the first place of a finding, and what stands there."""
-    return _filled_template(_case_text(finding).where, finding)
+    return _filled_finding_template(_finding_case_text(finding).where, finding)
 
 
-def cause(finding: RouteFinding) -> str:
+def route_finding_cause(finding: RouteFinding) -> str:
     """Write the likely cause of a finding, and what to do."""
-    return _filled_template(REASONS.get(finding.reason, ""), finding)
+    return _filled_finding_template(REASONS.get(finding.reason, ""), finding)
 
 
-def _filled_template(template: str, finding: RouteFinding) -> str:
+def _filled_finding_template(template: str, finding: RouteFinding) -> str:
     """A template with the numbers of a finding."""
     values = {**finding.evidence, "count": finding.count, "total": finding.total}
     try:
-        return _Template().vformat(template, (), values)
+        return _FindingTemplate().vformat(template, (), values)
     except (LookupError, TypeError, ValueError, AttributeError) as problem:
         raise TraceError(f"the evidence of a finding {finding.case!r:.40} is damaged") from problem
 
 
-def _case_text(finding: RouteFinding) -> CaseText:
+def _finding_case_text(finding: RouteFinding) -> CaseText:
     """The templates of a finding's case; refuses one that a damaged file names."""
     require(finding.case in CASES, f"no finding is called {finding.case!r:.40}", TraceError)
     return CASES[finding.case]
 
 
-def verdict(result: RouteCheck) -> str:
+def check_verdict(result: RouteCheck) -> str:
     """Write whether the files are sound."""
     if not result.sound:
         count = result.count("unsound")

@@ -32,7 +32,7 @@ TIES = ("no flips", "explained by ties")
 CAPTURE = "What to do: capture both runs with scores and compare them again."
 
 
-def verdict(result: RoutingDiff) -> str:
+def diff_verdict(result: RoutingDiff) -> str:
     """Write whether the two route alike and, if not, whether ties explain it."""
     layers, tokens = result.layers, result.alignment.tokens
     flips = sum(layer.flip.count for layer in layers)
@@ -43,18 +43,22 @@ def verdict(result: RoutingDiff) -> str:
     else:
         worst = max(layer.flip.value or 0.0 for layer in layers)
         first = (
-            f"A and B choose other experts in {_share(flips / (tokens * len(layers)))} of the "
-            f"choices of {size}{aligned} (worst layer: {_share(worst)}); "
-            f"{_share(result.tokens.anywhere.value)} of the tokens differ somewhere."
+            f"A and B choose other experts in {_share_text(flips / (tokens * len(layers)))} of the "
+            f"choices of {size}{aligned} (worst layer: {_share_text(worst)}); "
+            f"{_share_text(result.tokens.anywhere.value)} of the tokens differ somewhere."
         )
     causes = result.causes
     if causes is None:
         return first
-    sentences = [first, CONCLUSIONS[causes.conclusion](causes), *_served(result, causes)]
+    sentences = [
+        first,
+        CONCLUSIONS[causes.conclusion](causes),
+        *_advice_on_ties(result, causes),
+    ]
     return " ".join(filter(None, sentences))
 
 
-def _served(result: RoutingDiff, causes: Causes) -> list[str]:
+def _advice_on_ties(result: RoutingDiff, causes: Causes) -> list[str]:
     """What to do where ties explain all: by what the precision served does, if it was measured."""
     if causes.conclusion not in TIES:
         return []
@@ -63,13 +67,15 @@ def _served(result: RoutingDiff, causes: Causes) -> list[str]:
     return served_sentences(result.serving, result.recommendation)
 
 
-def _explained(causes: Causes) -> str:
+def _explained_conclusion(causes: Causes) -> str:
+    """All flips are near-ties."""
     has_format = causes.expected is not None
     size = f", as large as {causes.expected} rounding explains" if has_format else ""
-    return f"{_near_ties(causes.flips, size)}. No sign of a bug."
+    return f"{_near_ties_text(causes.flips, size)}. No sign of a bug."
 
 
-def _outputs_differ(causes: Causes) -> str:
+def _outputs_differ_conclusion(causes: Causes) -> str:
+    """Routes agree or nearly tie, the predictions do not."""
     assert causes.outputs is not None
     routes = "The flips are near-ties" if causes.flips.first else "Routes agree"
     return (
@@ -78,15 +84,15 @@ def _outputs_differ(causes: Causes) -> str:
     )
 
 
-def _size_unknown(causes: Causes) -> str:
+def _size_unknown_conclusion(causes: Causes) -> str:
     """Near-ties of noise whose size nobody vouches for."""
     return (
-        f"{_near_ties(causes.flips)}; whether noise of this size is right cannot be told: "
+        f"{_near_ties_text(causes.flips)}; whether noise of this size is right cannot be told: "
         f"{causes.size.text}. {NAME_FORMAT}"
     )
 
 
-def _near_ties(answer: FlipAnswer, size: str = "") -> str:
+def _near_ties_text(answer: FlipAnswer, size: str = "") -> str:
     """How many first flips are near-ties."""
     near = answer.first - answer.unexplained
     which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
@@ -95,8 +101,8 @@ def _near_ties(answer: FlipAnswer, size: str = "") -> str:
 
 CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
     "no flips": lambda causes: "",
-    "explained by ties": _explained,
-    "near-ties, size unknown": _size_unknown,
+    "explained by ties": _explained_conclusion,
+    "near-ties, size unknown": _size_unknown_conclusion,
     "cannot tell": lambda causes: (
         f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE}"
     ),
@@ -104,7 +110,7 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
         f"A router does not follow its scores: {causes.choice.text}."
     ),
     "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
-    "outputs differ": lambda causes: _outputs_differ(causes),
+    "outputs differ": lambda causes: _outputs_differ_conclusion(causes),
     "noise larger than expected": lambda causes: (
         f"Noise louder than {causes.expected or 'any format'} explains, another format or a fault: "
         f"{causes.size.text}. What to do: compare the precision and the weights from the first "
@@ -118,27 +124,29 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
 """The sentence of each conclusion."""
 
 
-def findings(result: RoutingDiff) -> tuple[Finding, ...]:
+def diff_findings(result: RoutingDiff) -> tuple[Finding, ...]:
     """Write the observations, in their order."""
     return tuple(
-        Finding(x.severity, _sentence(x, result), x.number, x.layer, x.kind)
+        Finding(x.severity, _diff_observation_sentence(x, result), x.number, x.layer, x.kind)
         for x in result.observations
     )
 
 
-def _sentence(fact: Observation, result: RoutingDiff) -> str:
+def _diff_observation_sentence(fact: Observation, result: RoutingDiff) -> str:
+    """The sentence of an observation."""
     if fact.case.endswith(":pattern"):
         assert result.causes is not None
         return next(x.text for x in result.causes.patterns if x.kind == fact.kind)
     return SENTENCES[fact.case](fact, result)
 
 
-def _answer_text(name: str) -> Callable[[Observation, RoutingDiff], str]:
+def _cause_answer_text(name: str) -> Callable[[Observation, RoutingDiff], str]:
     """The text of an answer of the causes."""
     return lambda fact, result: getattr(result.causes, name).text
 
 
-def _unexplained(fact: Observation, result: RoutingDiff) -> str:
+def _unexplained_flips_finding(fact: Observation, result: RoutingDiff) -> str:
+    """How many flips are wider than their noise, and the widest."""
     attribution = next(x.attribution for x in result.layers if x.name == fact.layer)
     assert attribution is not None
     document, position, margin = attribution.unexplained_tokens[0]
@@ -149,23 +157,26 @@ def _unexplained(fact: Observation, result: RoutingDiff) -> str:
     )
 
 
-def _unrelated(fact: Observation, result: RoutingDiff) -> str:
+def _unrelated_routers_finding(fact: Observation, result: RoutingDiff) -> str:
+    """How many experts unrelated routers would share."""
     pair = next(x for x in result.alignment.pairs if x.name_a == fact.layer)
     return (
-        f"the two share {_share(pair.agreement)} of the chosen experts, and unrelated routers "
-        f"would share {_share(pair.chance)}"
+        f"the two share {_share_text(pair.agreement)} of the chosen experts, and unrelated routers "
+        f"would share {_share_text(pair.chance)}"
     )
 
 
-def _compounding(fact: Observation, result: RoutingDiff) -> str:
+def _compounding_flips_finding(fact: Observation, result: RoutingDiff) -> str:
+    """How much more often a token flips after an earlier flip."""
     fresh, after = result.tokens.later_rates
     return (
-        f"flips compound: a token that has flipped before flips in {_share(after)} of the layers "
-        f"that follow, others in {_share(fresh)}"
+        f"flips compound: a token that has flipped before flips in {_share_text(after)} of the "
+        f"layers that follow, others in {_share_text(fresh)}"
     )
 
 
-def _smoothed(fact: Observation, result: RoutingDiff) -> str:
+def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
+    """Which sides are smoothed, and what that means for flips."""
     smoothed = result.alignment.smoothed
     sides = "A and B are" if len(smoothed) == 2 else f"{smoothed[0]} is"
     return (
@@ -174,7 +185,7 @@ def _smoothed(fact: Observation, result: RoutingDiff) -> str:
     )
 
 
-def _replay(fact: Observation, result: RoutingDiff) -> str:
+def _replay_finding(fact: Observation, result: RoutingDiff) -> str:
     assert result.replay is not None
     return replay_sentence(result.replay)
 
@@ -189,7 +200,7 @@ def replay_sentence(split: ReplaySplit) -> str:
     )
 
 
-def _dequantised(fact: Observation, result: RoutingDiff) -> str:
+def _dequantised_finding(fact: Observation, result: RoutingDiff) -> str:
     assert result.dequantised is not None
     return dequantised_sentence(result.dequantised)
 
@@ -198,7 +209,7 @@ def dequantised_sentence(split: DequantisedSplit) -> str:
     """Write what the format of a quantised side costs and what its engine adds."""
     weights = "" if split.bits is None else f" ({split.bits:.3g} bits per weight)"
     by_format, by_engine = (
-        f"{share.count:,} tokens ({_share(share.value or 0.0)})"
+        f"{share.count:,} tokens ({_share_text(share.value or 0.0)})"
         + ("" if kl is None else f" and {kl:.2g} nats")
         for share, kl in (
             (split.format_any, split.format_kl),
@@ -213,54 +224,58 @@ def dequantised_sentence(split: DequantisedSplit) -> str:
 
 SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
     "alignment": lambda fact, result: NOTES[fact.source](result.alignment),
-    "choice": _answer_text("choice"),
-    "noise": _answer_text("size"),
-    "outputs": _answer_text("outputs"),
-    "unexplained": _unexplained,
+    "choice": _cause_answer_text("choice"),
+    "noise": _cause_answer_text("size"),
+    "outputs": _cause_answer_text("outputs"),
+    "unexplained": _unexplained_flips_finding,
     "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
-    "unrelated": _unrelated,
-    "compounding": _compounding,
+    "unrelated": _unrelated_routers_finding,
+    "compounding": _compounding_flips_finding,
     "kl": lambda fact, result: (
         f"the final distributions are {fact.number:.3g} nats apart per token (KL of A and B)"
     ),
     "kl:flipped": lambda fact, result: (
         f"tokens that flip somewhere are {fact.number:.2g} times as far apart as the others"
     ),
-    "smoothed": _smoothed,
+    "smoothed": _smoothed_sides_finding,
     "interval": lambda fact, result: (
         "there are fewer than 4 documents: intervals are clustered by stretches of text"
     ),
-    "replay": _replay,
-    "dequantised": _dequantised,
+    "replay": _replay_finding,
+    "dequantised": _dequantised_finding,
 }
 """The sentence of each case."""
 
 
-def notes(alignment: Alignment) -> tuple[str, ...]:
+def alignment_notes(alignment: Alignment) -> tuple[str, ...]:
     """Write what two runs of one program would not show, most severe first."""
     return tuple(NOTES[difference](alignment) for difference in alignment.differences)
 
 
-def _token_shift(alignment: Alignment) -> str:
+def _token_shift_note(alignment: Alignment) -> str:
+    """How tokens of A and B are shifted."""
     if alignment.token_shift == 0:
         return "tokens are not shifted, although their ids are"
-    return token_shift(alignment.token_shift, alignment.against_ids)
+    return token_shift_text(alignment.token_shift, alignment.against_ids)
 
 
-def _layer_shift(alignment: Alignment) -> str:
+def _layer_shift_note(alignment: Alignment) -> str:
+    """How layers of A and B are shifted."""
     if alignment.layer_shift is None:
         return "layers are paired by order: their numbers do not match"
     return f"layers are shifted: layer l of A is layer l{alignment.layer_shift:+d} of B"
 
 
-def _experts(alignment: Alignment) -> str:
+def _renumbered_experts_note(alignment: Alignment) -> str:
+    """In how many layers experts are numbered differently."""
     moved = alignment.permuted
     first = moved[0]
     moves = tuple(zip(first.moved_experts, first.moved_to, strict=True))
-    return renumbering(len(moved), len(alignment.pairs), first.name_a, moves)
+    return renumbering_text(len(moved), len(alignment.pairs), first.name_a, moves)
 
 
-def _different_k(alignment: Alignment) -> str:
+def _different_k_note(alignment: Alignment) -> str:
+    """In how many layers k differs."""
     different = [pair for pair in alignment.pairs if pair.k_a != pair.k_b]
     first = different[0]
     return (
@@ -269,7 +284,8 @@ def _different_k(alignment: Alignment) -> str:
     )
 
 
-def _layers(alignment: Alignment) -> str:
+def _unpaired_layers_note(alignment: Alignment) -> str:
+    """Layers that one side lacks or does not route."""
     only = _layers_of_sides("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
     dense = "{} layers of {side} route nothing: dense ({})"
     return "; ".join([*only, *_layers_of_sides(dense, alignment.dense_a, alignment.dense_b)])
@@ -289,16 +305,17 @@ def _layers_of_sides(template: str, names_a: Sequence[str], names_b: Sequence[st
 
 
 def _tokens_of_sides(template: str, count_a: int, count_b: int) -> str:
+    """Fill the template for each side that has tokens to count."""
     counts = (("A", count_a), ("B", count_b))
     return "; ".join(template.format(count, side) for side, count in counts if count)
 
 
 NOTES: dict[str, Callable[[Alignment], str]] = {
-    "token shift": _token_shift,
-    "layer shift": _layer_shift,
-    "experts": _experts,
-    "k": _different_k,
-    "layers": _layers,
+    "token shift": _token_shift_note,
+    "layer shift": _layer_shift_note,
+    "experts": _renumbered_experts_note,
+    "k": _different_k_note,
+    "layers": _unpaired_layers_note,
     "tokens": lambda x: _tokens_of_sides(
         "{} tokens are in {} only", x.tokens_only_a, x.tokens_only_b
     ),
@@ -309,14 +326,15 @@ NOTES: dict[str, Callable[[Alignment], str]] = {
 """The sentence of each difference between two runs."""
 
 
-def _share(share: float | None) -> str:
+def _share_text(share: float | None) -> str:
+    """A share as a percentage, zero as such."""
     return "none" if share is None else percent(share, trim=True, least=0.0)
 
 
 NO_SCORES = "the scores of both sides are needed to measure their noise"
 
 
-def choice(answer: ChoiceAnswer) -> str:
+def choice_answer(answer: ChoiceAnswer) -> str:
     """Write whether routers choose the largest of their scores."""
     if answer.answer == "no":
         return (
@@ -331,10 +349,10 @@ def choice(answer: ChoiceAnswer) -> str:
     return "every token chose the largest of its own scores"
 
 
-def flips(answer: FlipAnswer) -> str:
+def flips_answer(answer: FlipAnswer) -> str:
     """Write whether first flips are near-ties."""
     if answer.answer == "cannot tell":
-        return answer.obstacle + _near_text(answer)
+        return answer.obstacle + _near_ties_position_text(answer)
     if answer.first == 0:
         return "no token flips"
     if answer.unexplained == 0:
@@ -350,7 +368,7 @@ def later_flips(answer: FlipAnswer) -> str:
     return f"; {answer.later:,} more follow from earlier flips" if answer.later else ""
 
 
-def _near_text(answer: FlipAnswer) -> str:
+def _near_ties_position_text(answer: FlipAnswer) -> str:
     """Where the first flips stand among the gaps of the side that has scores."""
     if answer.near_share is None:
         return ""
@@ -361,12 +379,12 @@ def _near_text(answer: FlipAnswer) -> str:
     )
 
 
-def size(answer: SizeAnswer) -> str:
+def noise_size_answer(answer: SizeAnswer) -> str:
     """Write how large the noise is, and whether the expected format explains it."""
     if answer.kind == "no scores":
         return NO_SCORES
     if answer.kind == "flips":
-        return _too_many_flips(answer)
+        return _too_many_flips_text(answer)
     if answer.kind == "equal":
         return "the scores are equal up to the rounding of float32"
     noise = (
@@ -374,7 +392,7 @@ def size(answer: SizeAnswer) -> str:
     )
     if answer.largest is not None:
         noise += f", up to {_noise_text(answer.largest)} later"
-    differ = f"the scores differ by {noise}, the size of {_rounding_text(answer.like)}"
+    differ = f"the scores differ by {noise}, the size of {_noise_like_rounding_text(answer.like)}"
     expected = f"{answer.expected} ({answer.origin})"
     if answer.kind == "not stated":
         return f"{differ}; no format is expected that it could be judged by"
@@ -392,20 +410,21 @@ def size(answer: SizeAnswer) -> str:
     )
 
 
-def _too_many_flips(answer: SizeAnswer) -> str:
+def _too_many_flips_text(answer: SizeAnswer) -> str:
     """How many tokens flip, and how many the format explains."""
     expected = "any format" if answer.expected is None else f"{answer.expected} ({answer.origin})"
     return (
-        f"{_share(answer.flips)} of the tokens of {layer_label(answer.judged)} flip, and "
-        f"{expected} explains at most {_share(answer.most_flips)}"
+        f"{_share_text(answer.flips)} of the tokens of {layer_label(answer.judged)} flip, and "
+        f"{expected} explains at most {_share_text(answer.most_flips)}"
     )
 
 
 def _noise_text(relative: float | None) -> str:
+    """Noise as a percentage of the spread of the scores."""
     return percent(relative or 0.0, trim=True, least=0.0)
 
 
-def _rounding_text(like: tuple[str, ...]) -> str:
+def _noise_like_rounding_text(like: tuple[str, ...]) -> str:
     """Formats whose rounding has the size of the noise."""
     special: dict[tuple[str, ...], str] = {
         ("fp32",): "float32 rounding",
@@ -415,7 +434,7 @@ def _rounding_text(like: tuple[str, ...]) -> str:
     return special.get(like, f"{' to '.join(like)} rounding")
 
 
-def outputs(answer: OutputAnswer) -> str:
+def outputs_answer(answer: OutputAnswer) -> str:
     """Write how far the predictions are apart, and how far they may be."""
     differ = f"the predictions differ by {answer.kl:.3g} nats per token (loss {answer.loss:+.2g})"
     if answer.reference is not None:
@@ -424,21 +443,21 @@ def outputs(answer: OutputAnswer) -> str:
     return f"{differ}; {cause} explains at most {answer.limit:.2g}"
 
 
-def shape(answer: ShapeAnswer) -> str:
+def pattern_answer(answer: ShapeAnswer) -> str:
     """Write whether the noise has a pattern."""
     if answer.answer == "no":
-        return "; ".join(pattern(x) for x in answer.patterns)
+        return "; ".join(pattern_sentence(x) for x in answer.patterns)
     if answer.answer == "yes":
         return "no pattern over positions, documents, layers or experts"
     return NO_SCORES
 
 
-def pattern(shape: Pattern) -> str:
+def pattern_sentence(shape: Pattern) -> str:
     """Write what a pattern is and where to look."""
     return PATTERNS[shape.kind](shape)
 
 
-def token_shift(shift: int, against_ids: bool) -> str:
+def token_shift_text(shift: int, against_ids: bool) -> str:
     """Write how tokens are shifted."""
     where = "after" if shift > 0 else "before"
     strange = ", although the token ids agree otherwise" if against_ids else ""
@@ -448,7 +467,9 @@ def token_shift(shift: int, against_ids: bool) -> str:
     )
 
 
-def renumbering(layers: int, total: int, first: str, moves: tuple[tuple[int, int], ...]) -> str:
+def renumbering_text(
+    layers: int, total: int, first: str, moves: tuple[tuple[int, int], ...]
+) -> str:
     """Write in how many layers experts are numbered differently."""
     pairs = ", ".join(f"{i} → {j}" for i, j in moves[:4]) + (", …" if len(moves) > 4 else "")
     return (
@@ -457,86 +478,98 @@ def renumbering(layers: int, total: int, first: str, moves: tuple[tuple[int, int
     )
 
 
-def _times(shape: Pattern) -> str:
+def _noise_ratio(shape: Pattern) -> str:
     """Ratio of standard deviations behind a difference of log variances."""
     return f"{math.exp(abs(shape.effect) / 2):.2g}"
 
 
 def _lag_pattern(shape: Pattern) -> str:
+    """Experts of a neighbouring token."""
     if shape.layer is None:
-        return f"lag of tokens: {token_shift(int(shape.effect), against_ids=True)}"
+        return f"lag of tokens: {token_shift_text(int(shape.effect), against_ids=True)}"
     where = "before" if (shape.number or 0) > 0 else "after"
     return (
-        f"lag of tokens: {100 * shape.effect:.0f} % of {shape.flips:,} flips in "
+        f"lag of tokens: {percent(shape.effect, trim=True)} of {shape.flips:,} flips in "
         f"{layer_label(shape.layer)} have in B the experts that A gave to the token {where} it"
     )
 
 
 def _permutation_pattern(shape: Pattern) -> str:
+    """Experts with other numbers."""
     moved = int(shape.effect)
-    return f"permutation: {renumbering(moved, shape.number or 0, shape.layer or '', shape.moves)}"
+    return (
+        f"permutation: {renumbering_text(moved, shape.number or 0, shape.layer or '', shape.moves)}"
+    )
 
 
-def _others(shape: Pattern) -> str:
+def _compared_group(shape: Pattern) -> str:
     """What a loud group is compared with."""
     return "sound runs" if shape.detail == "reference" else "others"
 
 
 def _expert_pattern(shape: Pattern) -> str:
+    """One loud expert, seen in the next layer."""
     return (
         f"one expert: tokens that chose expert {shape.number} of {layer_label(shape.layer)} have "
-        f"{_times(shape)} times the noise of {_others(shape)} in the next layer: compare the "
-        "weights of that expert (swapped, stale, or quantised otherwise)"
+        f"{_noise_ratio(shape)} times the noise of {_compared_group(shape)} in the next layer: "
+        "compare the weights of that expert (swapped, stale, or quantised otherwise)"
     )
 
 
 def _row_pattern(shape: Pattern) -> str:
+    """One loud row of a router."""
     return (
         f"one expert: the scores of expert {shape.number} in {layer_label(shape.layer)} differ "
-        f"{_times(shape)} times as much as those of {_others(shape)}: compare its row of the router"
+        f"{_noise_ratio(shape)} times as much as those of {_compared_group(shape)}: compare its "
+        "row of the router"
     )
 
 
 def _offset_pattern(shape: Pattern) -> str:
+    """One offset per expert, as of a selection bias."""
     bias = " that are the recorded selection bias" if shape.detail == "bias" else ""
     return (
-        f"offsets of experts: {100 * shape.effect:.0f} % of the noise in "
+        f"offsets of experts: {percent(shape.effect, trim=True)} of the noise in "
         f"{layer_label(shape.layer)} is one number per expert{bias}: look for a selection bias "
         "that was dropped or added"
     )
 
 
 def _positions_pattern(shape: Pattern) -> str:
+    """Noise that changes along positions."""
     if shape.detail == "reference":
         return (
-            f"positions: from position {shape.number} on, tokens have {_times(shape)} times the "
-            f"noise of sound runs in {layer_label(shape.layer)}, and others do not: look at rotary "
-            "tables, masks and caches"
+            f"positions: from position {shape.number} on, tokens have {_noise_ratio(shape)} times "
+            f"the noise of sound runs in {layer_label(shape.layer)}, and others do not: look at "
+            "rotary tables, masks and caches"
         )
     grows = shape.effect > 0
     return (
         f"positions: the noise of {layer_label(shape.layer)} {'grows' if grows else 'falls'} "
-        f"{_times(shape)}-fold along positions: look at "
+        f"{_noise_ratio(shape)}-fold along positions: look at "
         f"{'rotary tables and caches' if grows else 'attention masks'}"
     )
 
 
 def _document_pattern(shape: Pattern) -> str:
+    """One loud document."""
     return (
-        f"one document: document {shape.number} has {_times(shape)} times the noise of "
-        f"{_others(shape)} in {layer_label(shape.layer)}: compare its tokens, positions and cache"
+        f"one document: document {shape.number} has {_noise_ratio(shape)} times the noise of "
+        f"{_compared_group(shape)} in {layer_label(shape.layer)}: compare its tokens, positions "
+        "and cache"
     )
 
 
 def _group_pattern(group: str, advice: str) -> Callable[[Pattern], str]:
     """The sentence of a group of tokens that is louder than in sound runs."""
     return lambda shape: (
-        f"{group.format(shape.number)}: {_times(shape)} times the noise of sound runs in "
+        f"{group.format(shape.number)}: {_noise_ratio(shape)} times the noise of sound runs in "
         f"{layer_label(shape.layer)}, and other tokens do not have it: {advice}"
     )
 
 
 def _layer_pattern(shape: Pattern) -> str:
+    """One loud layer."""
     return (
         f"one layer: the scores of {layer_label(shape.layer)} differ {shape.effect:.2g} times as "
         "much as those of the layers beside it: compare its weights and the precision of its router"
@@ -544,6 +577,7 @@ def _layer_pattern(shape: Pattern) -> str:
 
 
 def _weights_pattern(shape: Pattern) -> str:
+    """Tensors that are not those of the original."""
     return (
         f"weights: {shape.number} tensors of {shape.detail} are not those of the original, "
         f"{shape.layer!r} first (relative error {shape.effect:.2g}): exchanged, stale or of "

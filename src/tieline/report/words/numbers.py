@@ -138,14 +138,14 @@ def tokens_needed(count: float | None) -> str:
     return f"{math.ceil(number / scale - 1e-9) * scale:,}"
 
 
-def joined(entries: Sequence[str]) -> str:
+def list_with_and(entries: Sequence[str]) -> str:
     """Return a list with "and" before the last; entries beyond `MOST_NAMED` are counted."""
     if len(entries) > MOST_NAMED:
-        return listed(entries)
+        return list_with_commas(entries)
     return " and ".join(filter(None, (", ".join(entries[:-1]), entries[-1])))
 
 
-def listed(entries: Sequence[str]) -> str:
+def list_with_commas(entries: Sequence[str]) -> str:
     """Return a list with commas; entries beyond `MOST_NAMED` are counted."""
     named = ", ".join(entries[:MOST_NAMED])
     more = len(entries) - MOST_NAMED

@@ -10,7 +10,7 @@ import math
 from tieline.analysis.served_precision import Recommendation, Serving
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import layer_labels
-from tieline.report.words.numbers import decimal, listed, percent, signed
+from tieline.report.words.numbers import decimal, list_with_commas, percent, signed
 
 FRAGILE = 0.1
 """Share of a layer's tokens that tie exactly from which the choice is called fragile."""
@@ -100,7 +100,7 @@ def _finer_precision_advice(serving: Serving, recommendation: Recommendation) ->
 def _broken_router_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     """All scores are equal."""
     labels = list(layer_labels(serving.equal_layers).values())
-    where = f" in {listed(labels)}" if labels else ""
+    where = f" in {list_with_commas(labels)}" if labels else ""
     return (
         f"All scores are equal{where}: an untrained or broken router.",
         "check the checkpoint; nothing else that is measured here means anything.",

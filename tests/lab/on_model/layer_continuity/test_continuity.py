@@ -9,7 +9,7 @@ from tieline.core.errors import UnsupportedModelError
 from tieline.lab.geometry import nearest_tie_point
 from tieline.lab.on_model.layer_continuity import GATES, layer_inputs, measure_continuity
 from tieline.lab.report.studies import continuity_figure
-from tieline.report.matplotlib_figures import drawn_bytes
+from tieline.report.matplotlib_figures import figure_bytes
 from tieline.routing import CosineRouter, MoE, moe
 
 
@@ -86,6 +86,6 @@ def test_other_routers_are_refused_by_name():
 def test_the_figure_is_the_same_twice(found):
     pytest.importorskip("matplotlib")
     layers, path = [found[1]] * 2, Path("a.png")
-    first, again = (drawn_bytes(lambda: continuity_figure(layers), path) for _ in range(2))
+    first, again = (figure_bytes(lambda: continuity_figure(layers), path) for _ in range(2))
     assert first == again
     assert first.startswith(b"\x89PNG")

@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from tieline.analysis.inspection import Finding, Inspection, JumpMeasures, Observation
 from tieline.core.text import layer_labels
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
-from tieline.report.words.numbers import joined, listed, percent, tokens_needed, with_interval
+from tieline.report.words.numbers import (
+    list_with_and,
+    list_with_commas,
+    percent,
+    tokens_needed,
+    with_interval,
+)
 from tieline.report.words.serving import served_sentences
 
 
@@ -83,7 +89,7 @@ class _InspectedLayers:
 
     def by_layer(self, names: Sequence[str], text: Callable[[str], str]) -> str:
         """A text for each layer, as "58 % in layer 1 and 51 % in layer 2"."""
-        return joined([f"{text(name)} in {self.label[name]}" for name in names])
+        return list_with_and([f"{text(name)} in {self.label[name]}" for name in names])
 
 
 def inspection_findings(result: Inspection) -> tuple[Finding, ...]:
@@ -159,7 +165,7 @@ def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
     """Layers in which near-ties are mostly harmless."""
-    where = listed([layers.label[name] for name in fact.layers])
+    where = list_with_commas([layers.label[name] for name in fact.layers])
     return (
         f"ties are mostly harmless in {where}: swapping the tied experts changes the output by "
         f"{percent(fact.number, trim=True)} at most (median per layer)"
@@ -176,7 +182,7 @@ def _swap_loss_finding(fact: Observation, layers: _InspectedLayers) -> str:
             error = loss.mean.standard_error or math.nan
             mean = f"mean {loss.mean.value:+.2g} ± {error:.1g}"
             entries.append(f"{median:.2g} nats in {layers.label[name]} ({mean})")
-    return f"one swap changes the loss of its sequence by a median of {joined(entries)}"
+    return f"one swap changes the loss of its sequence by a median of {list_with_and(entries)}"
 
 
 def _exact_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
@@ -199,9 +205,9 @@ def _dead_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
     for name in fact.layers:
         experts = [str(expert) for expert in layers.layer[name].load.dead]
         plural = "s" if len(experts) > 1 else ""
-        entries.append(f"expert{plural} {listed(experts)} of {layers.label[name]}")
+        entries.append(f"expert{plural} {list_with_commas(experts)} of {layers.label[name]}")
     tokens, verb = layers.layer[fact.layers[0]].tokens, "are" if fact.number > 1 else "is"
-    return f"{joined(entries)} {verb} never used by these {tokens} tokens"
+    return f"{list_with_and(entries)} {verb} never used by these {tokens} tokens"
 
 
 def _cold_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
@@ -222,7 +228,7 @@ def _overloaded_experts_finding(fact: Observation, layers: _InspectedLayers) -> 
         load = layers.layer[name].load
         expert = max(range(layers.layer[name].n_experts), key=load.counts.__getitem__)
         entries.append(f"expert {expert} of {layers.label[name]} {load.busiest:.1f} times")
-    return f"experts that carry far more than an even load: {joined(entries)}"
+    return f"experts that carry far more than an even load: {list_with_and(entries)}"
 
 
 def _half_expert_finding(fact: Observation, layers: _InspectedLayers) -> str:

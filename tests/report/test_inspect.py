@@ -10,15 +10,14 @@ from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
 from tieline.report import html_page
-from tieline.report.html_page import LARGEST_PAGE
-from tieline.report.inspection import (
+from tieline.report.html_page import LARGEST_PAGE, visible_characters
+from tieline.report.inspect import (
     calibration_grid,
     notebook,
     page,
     summary,
 )
-from tieline.report.inspection_charts import inspection_panels
-from tieline.report.tables import visible
+from tieline.report.inspect_charts import inspection_panels
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -170,7 +169,9 @@ def test_no_request_leaves_the_page(seen, seen_without_scores):
 
 @needs_browser
 def test_text_of_tokens_is_shown_as_text(seen):
-    assert [words for _, words in seen.tokens] == [visible(text) or "◦" for text in HOSTILE]
+    assert [words for _, words in seen.tokens] == [
+        visible_characters(text) or "◦" for text in HOSTILE
+    ]
     assert "<script>" in [words for _, words in seen.tokens]
     assert "</script>" in [words for _, words in seen.tokens]
     assert "img" not in seen.tags

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.commands.train.test_torchrun import torchrun
-from tieline.cli.ranks import claims_error_report, is_first, joined_processes, on_ranks
+from tests.lab.commands.test_torchrun import torchrun
+from tieline.cli.torchrun import claims_error_report, is_first, joined_processes, on_ranks
 from tieline.core.errors import ParameterError
 from tieline.models.demo import demo_text
 
@@ -22,7 +22,7 @@ def started_as(monkeypatch, rank):
     for name, value in {**STARTED, "RANK": str(rank)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr("tieline.cli.ranks.GRACE", 0.0)
+    monkeypatch.setattr("tieline.cli.torchrun.GRACE", 0.0)
 
 
 def test_one_process_is_first_and_reports_errors(monkeypatch):

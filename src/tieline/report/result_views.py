@@ -1,13 +1,12 @@
 """The views of a result: on a page, on a terminal, in a notebook and in plain lines.
 
-Report            what the five views of a result show; `views` makes them
+Report            what the five views of a result show; `report_views` makes them
 listing_views     the views of a result that is one table; `line_views` of a few lines
 Section           a table, a drawing and notes of a page
-notebook_html     title, verdict, table and figures as a piece of HTML without script
+terminal_view     title, verdict and tables for a terminal; `printable_view` makes texts safe
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,17 +15,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tieline.core.errors import TraceError
 from tieline.core.text import printable, printable_line
-from tieline.report.html_page import render, template_environment
-from tieline.report.matplotlib_figures import inline_image
+from tieline.report.html_page import notebook_html, render_page
+from tieline.report.matplotlib_figures import Drawings, inline_image
 from tieline.report.tables import Grid, grid_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Drawings = Mapping[str, Callable[[], "Figure"]]
-"""Figures by name, each drawn when called; the main one first."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class Report:
         """Return the self-contained HTML page."""
         body: dict[str, Any] = {"template": "sections.html", "style": "sections.css"}
         body |= {"kind": self.kind, "title": self.title, "facts": self.facts}
-        return render(**(body | self.body()), verdict=self.verdict)
+        return render_page(**(body | self.body()), verdict=self.verdict)
 
     def terminal(self, width: int) -> RenderableType:
         """Return the view for a terminal that is `width` characters wide."""
@@ -111,7 +106,7 @@ class Listing(NamedTuple):
     table: Grid
 
 
-class Views(NamedTuple):
+class ResultViews(NamedTuple):
     """The five views of a result, as `tieline.report` calls them."""
 
     page: Callable[[Any], str]
@@ -121,9 +116,9 @@ class Views(NamedTuple):
     notebook: Callable[[Any], str]
 
 
-def views(report: Callable[[Any], Report]) -> Views:
+def report_views(report: Callable[[Any], Report]) -> ResultViews:
     """Return the views of the results that a function makes a report of."""
-    return Views(
+    return ResultViews(
         lambda result: report(result).page(),
         lambda result: dict(report(result).figures),
         lambda result, width: report(result).terminal(width),
@@ -134,7 +129,7 @@ def views(report: Callable[[Any], Report]) -> Views:
 
 def listing_views(
     listing: Callable[[Any], Listing], terminal: Callable[[Any], RenderableType]
-) -> Views:
+) -> ResultViews:
     """Return the views of a result that is one table.
 
     Args:
@@ -150,10 +145,12 @@ def listing_views(
     def summary(result: Any) -> str:
         return f"{listing(result).title}: {listing(result).facts}"
 
-    return views(report)._replace(terminal=lambda result, _: terminal(result), summary=summary)
+    return report_views(report)._replace(
+        terminal=lambda result, _: terminal(result), summary=summary
+    )
 
 
-def line_views(lines: Callable[[Any], list[str]]) -> Views:
+def line_views(lines: Callable[[Any], list[str]]) -> ResultViews:
     """Return the views of a result that is a few lines and a table of its named numbers.
 
     Args:
@@ -176,35 +173,11 @@ def line_views(lines: Callable[[Any], list[str]]) -> Views:
         first, *others = lines(result)
         return notebook_html(first, " · ".join(others), "", report(result).table(), {})
 
-    return views(report)._replace(
+    return report_views(report)._replace(
         terminal=lambda result, _: Group(*map(Text, lines(result))),
         summary=lambda result: "\n".join(lines(result)),
         notebook=notebook,
     )
-
-
-def notebook_html(
-    title: str,
-    facts: str,
-    verdict: str,
-    table: Grid,
-    drawings: Drawings,
-) -> str:
-    """Title, verdict, table and figures as a piece of HTML without script.
-
-    Args:
-        title: name of the result.
-        facts: one line below it.
-        verdict: what it comes to; may be empty.
-        table: its main table.
-        drawings: figures by name; those that the result cannot give are left out.
-    """
-    images = []
-    for name, draw in drawings.items():
-        with suppress(TraceError):
-            images.append((name, inline_image(draw, "png")))
-    content = {"title": title, "facts": facts, "verdict": verdict, "table": table}
-    return template_environment().get_template("notebook.html").render(content, images=images)
 
 
 def terminal_view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
@@ -238,8 +211,8 @@ def printable_view(view: RenderableType) -> RenderableType:
 
 def _printable_text(text: Text) -> Text:
     """The printable form of a text, each piece in its style."""
-    shown = text.blank_copy(printable(text.plain))
+    copy = text.blank_copy(printable(text.plain))
     for start, end, style in text.spans:
         offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
-        shown.stylize(style, *offsets)
-    return shown
+        copy.stylize(style, *offsets)
+    return copy

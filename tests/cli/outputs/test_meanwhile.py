@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.cli.deliver.test_full_disk import FEW
+from tests.cli.outputs.test_full_disk import FEW
 from tests.models.dense import dense_model
 from tests.trace.zoo import make_trace
 from tieline.core import files

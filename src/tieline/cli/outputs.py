@@ -1,17 +1,15 @@
-"""Running a job and delivering its result, the same for all commands.
+"""The outputs of a command: which files and folders its result is written to, and how.
 
 outputs = Outputs(html=html, json=json_to, overwrite=overwrite)
-outputs.check(model, text)  # before any work: with the inputs, which no output may replace
+outputs.check_targets(model, text)  # before any work: with the inputs, which no output may replace
 result = run_job("tieline.analysis.audit:audit", model, settings=settings, doing="auditing")
-deliver(result, outputs)    # nothing is written before every file was made in memory
+deliver(result, outputs)            # nothing is written before every file was made in memory
 """
 
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from tieline.cli.ending import closed_pipe_ignored, say
 from tieline.cli.progress import progress_bars
-from tieline.cli.ranks import is_first, joined_processes
+from tieline.cli.terminal_session import closed_pipe_ignored, print_to_stderr
+from tieline.cli.torchrun import is_first
 from tieline.core.errors import require
 from tieline.core.files import (
     check_folder,
@@ -32,10 +30,7 @@ from tieline.core.files import (
     write_whole,
 )
 from tieline.core.records import Result
-from tieline.core.setting_fields import Settings
 from tieline.core.text import unfiltered
-
-__all__ = ["Outputs", "deliver", "progress_bars", "run_job"]
 
 STDOUT = Path("-")
 PICTURES = (".html", ".pdf", ".png", ".svg")
@@ -89,7 +84,7 @@ class Outputs:
         """Everything that deliver or the command itself writes."""
         return self.written + ([] if self.extended is None else [self.extended])
 
-    def check(self, *inputs: object) -> None:
+    def check_targets(self, *inputs: object) -> None:
         """Refuse targets that cannot be written to, are named twice or are inputs, before any work.
 
         Asks before a file is replaced, if there is somebody to ask.
@@ -97,7 +92,7 @@ class Outputs:
         Args:
             inputs: what the command reads: names of files, folders and others.
         """
-        self._check_names()
+        self._check_target_names()
         for path in self.files:
             check_target(path)
         if self.figure is not None:
@@ -111,7 +106,7 @@ class Outputs:
         sources = [path for path in names if path.exists()]
         for output in self._targets:
             for source in sources:
-                _check_apart(output, source)
+                _check_output_apart(output, source)
         if self.trace is not None:
             _check_trace_folder(self.trace, self.overwrite)
         if self.model is not None:
@@ -125,7 +120,8 @@ class Outputs:
         """Whether a file may be replaced: one that was there at the check, or any if asked to."""
         return self.overwrite or path in self._replaced
 
-    def _check_names(self) -> None:
+    def _check_target_names(self) -> None:
+        """Refuse two outputs of one name, and what stdout cannot take."""
         to_stdout = [self.json == "-", self.html == STDOUT]
         require(sum(to_stdout) < 2, "--json - and --html -: only one of them can go to stdout")
         require(not any(to_stdout) or sys.stdout is not None, "stdout is closed")
@@ -135,7 +131,7 @@ class Outputs:
         require(len(set(paths)) == len(paths), f"one file for two outputs: {paths}")
 
 
-def _check_apart(output: Path, source: Path) -> None:
+def _check_output_apart(output: Path, source: Path) -> None:
     """Refuse an output that is an input, or would replace a file of one."""
     clash = same_place(output, source)
     require(not clash, f"{output} is the input {source}: an output never replaces an input")
@@ -146,7 +142,7 @@ def _check_apart(output: Path, source: Path) -> None:
 
 def _check_trace_folder(folder: Path, overwrite: bool) -> None:
     """Refuse a folder of the trace that must not be replaced."""
-    if not _is_new(folder, overwrite):
+    if not _is_new_folder(folder, overwrite):
         from tieline.trace.store import FORMATS
         from tieline.trace.tensor_folders import check_replaceable as check_replaced
 
@@ -155,11 +151,11 @@ def _check_trace_folder(folder: Path, overwrite: bool) -> None:
 
 def _check_model_folder(folder: Path, overwrite: bool) -> None:
     """Refuse a folder of the model that must not be replaced."""
-    allowed = _is_new(folder, overwrite) or holds_model(folder)
+    allowed = _is_new_folder(folder, overwrite) or holds_model(folder)
     require(allowed, f"{folder} holds something else than a model: it is not replaced")
 
 
-def _is_new(folder: Path, overwrite: bool) -> bool:
+def _is_new_folder(folder: Path, overwrite: bool) -> bool:
     """Whether a folder is missing or empty; refuses one that cannot be made or replaced."""
     check_folder(folder)
     if not folder.exists() or not any(folder.iterdir()):
@@ -175,27 +171,6 @@ def _ask_to_replace(existing: list[Path]) -> None:
     names = " and ".join(map(str, existing))
     refusal = f"{names} stays as it is: choose another name, or add --overwrite"
     require(typer.confirm(f"{names} exists. Replace it?", err=True), refusal)
-
-
-def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> Any:
-    """Import and run a job on models, with its progress on stderr.
-
-    Args:
-        job: "module:function".
-        sources: positional arguments of the function.
-        settings: its settings.
-        doing: what the job does ("auditing"), if it may run on several processes.
-    """
-    with progress_bars() as progress, ExitStack() as processes:
-        options: dict[str, Any] = {"settings": settings, "progress": progress}
-        if doing:
-            parallel = getattr(settings, "parallel", None)
-            options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
-        from tieline.models.checkpoint import quiet_transformers
-
-        quiet_transformers()
-        module, _, function = job.partition(":")
-        return getattr(import_module(module), function)(*sources, **options)
 
 
 def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
@@ -218,31 +193,31 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
                 write_whole(path, data, replace=outputs.may_replace(path))
     with closed_pipe_ignored():
         if outputs.to_stdout:
-            _to_stdout(contents[STDOUT])
+            _write_to_stdout(contents[STDOUT])
         else:
             console = Console(file=unfiltered(sys.stdout), highlight=False, soft_wrap=False)
             console.print(report.terminal(result, console.width), crop=False)  # commands are copied
     for path in outputs.written:
-        say(f"wrote {path}")
+        print_to_stderr(f"wrote {path}")
     if hint and not outputs.written and not outputs.to_stdout:
-        say(hint)
+        print_to_stderr(hint)
 
 
 def _file_contents(result: Result, outputs: Outputs) -> dict[Path, bytes]:
     """The contents of every file."""
     from tieline import report
-    from tieline.report.matplotlib_figures import drawn_bytes
+    from tieline.report.matplotlib_figures import figure_bytes
 
     figure = outputs.figure
     makers: list[tuple[Path | None, Callable[[], bytes]]] = [
         (outputs.html, lambda: report.page(result).encode()),
         (None if outputs.json is None else Path(outputs.json), lambda: result.to_json().encode()),
-        (figure, lambda: drawn_bytes(result.plot, figure) if figure else b""),
+        (figure, lambda: figure_bytes(result.plot, figure) if figure else b""),
     ]
     return {path: make() for path, make in makers if path is not None}
 
 
-def _to_stdout(data: bytes) -> None:
+def _write_to_stdout(data: bytes) -> None:
     """Write bytes to stdout, whatever its encoding."""
     with space_on(Path("/dev/stdout")):
         binary = getattr(sys.stdout, "buffer", None)

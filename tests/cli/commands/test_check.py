@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ENGINES = Path(__file__).parents[1] / "trace" / "fixtures" / "engines"
+ENGINES = Path(__file__).parents[2] / "trace" / "fixtures" / "engines"
 
 
 def test_a_sound_file_ends_with_0(tieline):

@@ -136,7 +136,7 @@ class LayerRow:
         return Series(x, y, f"layer {self.label}", self.colour, **look)
 
 
-def layer_rows(result: Inspection) -> list[LayerRow]:
+def inspected_layer_rows(result: Inspection) -> list[LayerRow]:
     """Every layer in order of depth."""
     layers = result.measures.layers
     labels = short_names([layer.name for layer in layers])
@@ -149,13 +149,13 @@ def _layers_with(
     result: Inspection, value: Callable[[LayerRow], Value | None]
 ) -> list[tuple[LayerRow, Value]]:
     """The layers that have a value, each with it."""
-    pairs = [(row, value(row)) for row in layer_rows(result)]
+    pairs = [(row, value(row)) for row in inspected_layer_rows(result)]
     return [(row, number) for row, number in pairs if number]
 
 
 def _inspected_labels(result: Inspection) -> tuple[str, ...]:
     """Short names of the layers, in order of depth."""
-    return tuple(row.label for row in layer_rows(result))
+    return tuple(row.label for row in inspected_layer_rows(result))
 
 
 def inspection_panels(result: Inspection) -> list[Panel]:
@@ -163,17 +163,19 @@ def inspection_panels(result: Inspection) -> list[Panel]:
     layers = result.measures.layers
     gaps = [layer.gap.status for layer in layers]
     measured = [jumps.status for jumps in result.jumps]
-    drawn = (
+    charts = (
         (QUANTILES, _gap_quantiles_chart(result), gaps),
         (CDF, _gap_distribution_chart(result), gaps),
         (FORMATS, _format_flips_chart(result), [layer.precision.status for layer in layers]),
         (NOISE, _noise_flips_chart(result), [layer.noise.status for layer in layers]),
-        (JUMP, _jump_chart(result), measured),
-        (LOSS, _loss_chart(result), [NOT_ASKED] if "ok" in measured else measured),
+        (JUMP, _gap_jump_chart(result), measured),
+        (LOSS, _jump_loss_chart(result), [NOT_ASKED] if "ok" in measured else measured),
         (NEAR, _near_threshold_chart(result), [layer.near.status for layer in layers]),
-        (LOAD, _load_chart(result), []),
+        (LOAD, _expert_load_chart(result), []),
     )
-    panels = [p.drawn(chart) if chart else p.missing(statuses) for p, chart, statuses in drawn]
+    panels = [
+        p.with_chart(chart) if chart else p.without_chart(statuses) for p, chart, statuses in charts
+    ]
     has_steps = bool(format_steps(layers))
     return [
         replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
@@ -185,12 +187,14 @@ def inspection_panels(result: Inspection) -> list[Panel]:
 
 def tie_orders_panel(result: Inspection) -> Panel:
     """Orders of ties at the model's own noise, or the reason why they cannot be drawn."""
-    labels = {row.measures.name: row.label for row in layer_rows(result)}
+    labels = {row.measures.name: row.label for row in inspected_layer_rows(result)}
     layers = [(labels[x.name], x) for x in result.noise.layers if x.name in labels]
     precision = layers[0][1].precision if layers else "rounding"
     panel = replace(ORDERS, title=ORDERS.title.format(precision))
     return (
-        panel.drawn(_tie_orders_chart(layers)) if layers else panel.missing([result.noise.status])
+        panel.with_chart(_tie_orders_chart(layers))
+        if layers
+        else panel.without_chart([result.noise.status])
     )
 
 
@@ -205,8 +209,8 @@ def _tie_orders_chart(layers: list[tuple[str, OwnNoise]]) -> Chart:
             ORDER_COLOURS[min(order, len(ORDER_COLOURS)) - 1],
             "bar",
             details=[significant(layer.epsilon) for _, layer in layers],
-            hover=f"layer %{{x}}: %{{y:.2~p}} of tokens have order {order} at ε = %{{customdata}}"
-            "<extra></extra>",
+            hover=f"layer %{{x}}: %{{y:percent}} of tokens have order {order} at "
+            "ε = %{customdata}<extra></extra>",
         )
         for order in range(1, most)
         if any(layer.orders[order] for _, layer in layers)
@@ -276,12 +280,12 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
     logs = [[None if v is None else math.log10(v) if v > 0 else floor for v in r] for r in values]
     few = len(rows) <= MOST_CELLS
     heat = Heat(
-        x=[f"{100 * p:g} %" for p in rows[0][1].probabilities],
+        x=[percent(p, 3, trim=True) for p in rows[0][1].probabilities],
         y=[label for label, _ in rows],
         values=logs,
         colours="gap",
         title=f"gap ({gap_units(result.measures.layers)})",
-        ticks=_decade_ticks(logs),
+        ticks=_log10_ticks(logs),
         texts=[[significant(value, 2) for value in row] for row in values] if few else (),
         details=[_quantile_intervals(quantiles) for _, quantiles in rows],
         hover="layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>",
@@ -301,7 +305,7 @@ def _quantile_intervals(quantiles: Quantiles) -> list[str]:
     return [f"{significant(v)} ({significant(a)} to {significant(b)})" for v, a, b in rows]
 
 
-def _decade_ticks(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
+def _log10_ticks(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
     """Ticks at powers of ten for values that are logarithms."""
     logs = [value for row in rows for value in row if value is not None] or [0.0]
     ticks = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
@@ -314,7 +318,7 @@ def _gap_distribution_chart(result: Inspection) -> Chart | None:
     if not rows:
         return None
     measures = [row.measures for row, _ in rows]
-    hover = "gap up to %{x:.3g}: %{y:.3~p} of tokens<extra>%{fullData.name}</extra>"
+    hover = "gap up to %{x:.3g}: %{y:percent} of tokens<extra>%{fullData.name}</extra>"
     series = [
         row.series(profile.widths, above_zero(profile.mass), kind="line", hover=hover)
         for row, profile in rows
@@ -367,7 +371,7 @@ def _format_flips_chart(result: Inspection) -> Chart | None:
 
 def _format_hover(flips: Sequence[PrecisionFlips], how: str) -> dict[str, Any]:
     """Step of each format, and the text shown at its flip rate."""
-    hover = f"%{{x}} (%{{customdata}}): %{{y:.3~p}} {how}<extra>%{{fullData.name}}</extra>"
+    hover = f"%{{x}} (%{{customdata}}): %{{y:percent}} {how}<extra>%{{fullData.name}}</extra>"
     return {"details": [f"step {significant(x.step)}" for x in flips], "hover": hover}
 
 
@@ -376,7 +380,7 @@ def _noise_flips_chart(result: Inspection) -> Chart | None:
     rows = _layers_with(result, lambda row: row.measures.noise.value)
     if not rows:
         return None
-    hover = "σ = %{x:.3g}: %{y:.3~p} flip<extra>%{fullData.name}</extra>"
+    hover = "σ = %{x:.3g}: %{y:percent} flip<extra>%{fullData.name}</extra>"
     lines = tuple(
         row.series(
             [level.sigma for level in levels],
@@ -395,7 +399,7 @@ def _noise_flips_chart(result: Inspection) -> Chart | None:
     )
 
 
-def _jump_chart(result: Inspection) -> Chart | None:
+def _gap_jump_chart(result: Inspection) -> Chart | None:
     """Scatter of gap and jump, by layer, with the line from which a tie counts as dangerous."""
     rows = _layers_with(result, lambda row: row.jumps)
     if not rows:
@@ -429,13 +433,13 @@ def _jump_series(row: LayerRow, sample: JumpSample, floor: float, most: int) -> 
         size=6,
         opacity=0.6,
         details=[list(token) for token in zip(*details, strict=True)][::step],
-        hover="gap %{customdata[0]:.3~g}, output moves by %{y:.2~p}<br>expert %{customdata[3]} "
+        hover="gap %{customdata[0]:.3~g}, output moves by %{y:percent}<br>expert %{customdata[3]} "
         "out, %{customdata[4]} in<br>document %{customdata[1]}, position %{customdata[2]}"
         "<extra>%{fullData.name}</extra>",
     )
 
 
-def _loss_chart(result: Inspection) -> Chart | None:
+def _jump_loss_chart(result: Inspection) -> Chart | None:
     """Scatter of jump and change of the loss, where that was asked for."""
     rows = [
         (row, jumps.near)
@@ -444,7 +448,7 @@ def _loss_chart(result: Inspection) -> Chart | None:
     ]
     if not rows:
         return None
-    hover = "output moved %{x:.2p}, loss %{y:+.3g} nats<extra>%{fullData.name}</extra>"
+    hover = "output moved %{x:percent}, loss %{y:+.3g} nats<extra>%{fullData.name}</extra>"
     points = tuple(
         row.series(near.jumps, near.losses or (), size=6, opacity=0.6, hover=hover)
         for row, near in rows
@@ -480,9 +484,9 @@ def _near_threshold_chart(result: Inspection) -> Chart | None:
     )
 
 
-def _load_chart(result: Inspection) -> Chart:
+def _expert_load_chart(result: Inspection) -> Chart:
     """Heat map of relative load: layers down, experts across, colour its logarithm to base 2."""
-    rows = layer_rows(result)
+    rows = inspected_layer_rows(result)
     widest = max(row.measures.n_experts for row in rows)
     loads = [relative_load(row.measures) for row in rows]
     heat = Heat(
@@ -520,21 +524,23 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     """
     layers = result.measures.layers
 
-    def charted(
+    def required_chart(
         make: Callable[[Inspection], Chart | None], needed: str, status: str
     ) -> Callable[[], Chart]:
-        def chart() -> Chart:
-            drawn = make(result)
-            if drawn is None:
+        """Makes the chart when called; raises where the result lacks what it needs."""
+
+        def chart_or_error() -> Chart:
+            chart = make(result)
+            if chart is None:
                 raise TraceError(f"no figure without {needed}: {status}")
-            return drawn
+            return chart
 
-        return chart
+        return chart_or_error
 
-    gaps = charted(_gap_distribution_chart, "gaps", layers[0].gap.status)
-    near = charted(_near_threshold_chart, "gaps", layers[0].gap.status)
-    flips = charted(_format_flips_chart, "flips by format", layers[0].precision.status)
-    jumps = charted(_jump_chart, "jumps", result.jumps[0].status)
+    gaps = required_chart(_gap_distribution_chart, "gaps", layers[0].gap.status)
+    near = required_chart(_near_threshold_chart, "gaps", layers[0].gap.status)
+    flips = required_chart(_format_flips_chart, "flips by format", layers[0].precision.status)
+    jumps = required_chart(_gap_jump_chart, "jumps", result.jumps[0].status)
 
     height = min(9.0, 1.2 + 0.2 * len(layers))
     return {
@@ -543,5 +549,5 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
         "near": lambda: chart_figure(near()),
         "flips": lambda: chart_figure(flips()),
         "jumps": lambda: chart_figure(jumps()),
-        "load": lambda: chart_figure(_load_chart(result), width=6.75, height=height),
+        "load": lambda: chart_figure(_expert_load_chart(result), width=6.75, height=height),
     }

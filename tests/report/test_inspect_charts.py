@@ -9,8 +9,8 @@ import pytest
 from tests.report.zoo import make_inspection
 from tieline.core.errors import TraceError
 from tieline.measure.boundary import MassProfile
-from tieline.report.inspection import figures
-from tieline.report.inspection_charts import (
+from tieline.report.inspect import figures
+from tieline.report.inspect_charts import (
     MOST_POINTS,
     format_names,
     format_steps,
@@ -115,7 +115,7 @@ def test_the_distribution_holds_each_layer_and_all_of_them(result):
     assert [trace["name"] for trace in figure["data"]] == ["layer 0", "layer 1", "layer 2", "all"]
     profile = result.measures.layers[1].gap.value.profile
     assert figure["data"][1]["x"] == list(profile.widths)
-    assert figure["data"][1]["y"] == [mass or None for mass in profile.mass]
+    assert figure["data"][1]["y"] == [100 * mass or None for mass in profile.mass]
     names = {note["text"] for note in figure["layout"]["annotations"]}
     assert names == {"bf16", "fp16", "fp8 e4m3", "fp8 e5m2", "int8", "int4"}
 
@@ -165,8 +165,8 @@ def test_counted_and_predicted_flips_share_the_layer_s_colour(result):
     row = result.measures.layers[0].precision.value
     by_name = {one.precision.replace("_", " "): one for one in row}
     for name, counted, predicted in zip(dots[0]["x"], dots[0]["y"], dashes[0]["y"], strict=True):
-        assert counted == (by_name[name].flip_emulated.value or None)
-        assert predicted == (by_name[name].flip.value or None)
+        assert counted == (100 * by_name[name].flip_emulated.value or None)
+        assert predicted == (100 * by_name[name].flip.value or None)
     for dot, dash in zip(dots, dashes, strict=True):
         assert dot["marker"]["color"] == dash["marker"]["color"]
 
@@ -229,7 +229,7 @@ def test_orders_of_ties_are_stacked(result):
     assert "bf16" in orders.title
     bars = orders.figure["data"]
     assert [bar["name"] for bar in bars] == ["order 1", "order 2", "order 3 or more"]
-    assert [bar["y"] for bar in bars] == [[0.03] * 3, [0.015] * 3, [0.005] * 3]
+    assert [bar["y"] for bar in bars] == [[3.0] * 3, [1.5] * 3, [0.5] * 3]
 
 
 def test_curves_are_the_profiles_and_counts_of_the_layers(result):

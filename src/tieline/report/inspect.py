@@ -14,13 +14,13 @@ from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.expert_load import ExpertLoad
 from tieline.report.html_page import Panel
-from tieline.report.inspection_charts import (
+from tieline.report.inspect_charts import (
     LayerRow,
+    inspected_layer_rows,
     inspection_figures,
     inspection_panels,
-    layer_rows,
 )
-from tieline.report.provenance import metric_rows, origin_rows, precision_text, provenance_text
+from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
     MOST_FINDINGS,
     Column,
@@ -28,10 +28,13 @@ from tieline.report.tables import (
     finding_rows,
     findings_view,
     grid,
+    metric_rows,
+    precision_text,
+    provenance_rows,
+    provenance_text,
     rich_table,
 )
-from tieline.report.views import Report, views
-from tieline.report.words.inspection import calibration_sentence
+from tieline.report.words.inspect import calibration_sentence
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
 IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
@@ -58,14 +61,14 @@ NO_TEXT = "not answerable: the text of these tokens is not known"
 
 def _inspection_report(result: Inspection) -> Report:
     """Verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
-    shown = [column for column in _page_columns(result) if column.rank is not None]
+    columns = [column for column in _inspection_page_columns(result) if column.rank is not None]
     return Report(
         kind="routing report",
         name="Inspection",
         title=provenance_text(result.provenance, "model") or "unnamed model",
         facts=_inspection_facts(result),
         verdict=result.verdict,
-        table=lambda: grid(shown, layer_rows(result)),
+        table=lambda: grid(columns, inspected_layer_rows(result)),
         body=partial(_inspection_page_body, result),
         below=partial(_inspection_terminal_views, result),
         figures=inspection_figures(result),
@@ -75,30 +78,30 @@ def _inspection_report(result: Inspection) -> Report:
 def _inspection_page_body(result: Inspection) -> dict[str, Any]:
     """What the template of the page shows."""
     return {
-        "template": "inspection.html",
+        "template": "inspect.html",
         "style": "",
-        "panels": [*inspection_panels(result), *_missing_text(result)],
-        "data": {"text": _text_data(result.sample)},
-        "numbers": _key_numbers(result),
+        "panels": [*inspection_panels(result), *_missing_text_panel(result)],
+        "data": {"text": _text_gaps_data(result.sample)},
+        "numbers": _inspection_key_numbers(result),
         "findings": finding_rows(result.findings, _inspected_layer_names(result)),
         "shown": MOST_FINDINGS,
-        "text": _text_rows(result),
+        "text": _coloured_text(result),
         "calibration": calibration_grid(result),
         "calibration_words": calibration_sentence(result),
         "text_title": TEXT.title,
-        "table": grid(_page_columns(result), layer_rows(result)),
-        "provenance": origin_rows(result.provenance, result.timings),
+        "table": grid(_inspection_page_columns(result), inspected_layer_rows(result)),
+        "provenance": provenance_rows(result.provenance, result.timings),
         "metrics": metric_rows(result.metrics),
     }
 
 
 def _inspection_terminal_views(result: Inspection, width: int) -> list[RenderableType]:
     """One row per layer, findings, and how many tokens calibration needs."""
-    table = rich_table(COLUMNS, layer_rows(result), width)
+    table = rich_table(COLUMNS, inspected_layer_rows(result), width)
     sentence = calibration_sentence(result)
     findings = [finding for finding in result.findings if finding.kind not in ON_PAGE_ONLY]
-    shown = findings_view(tuple(findings), _inspected_layer_names(result))
-    return [table, shown, *([Text(sentence)] if sentence else [])]
+    findings_table = findings_view(tuple(findings), _inspected_layer_names(result))
+    return [table, findings_table, *([Text(sentence)] if sentence else [])]
 
 
 def _inspection_notebook(result: Inspection) -> str:
@@ -108,7 +111,7 @@ def _inspection_notebook(result: Inspection) -> str:
     return replace(report, figures=main).notebook()
 
 
-page, figures, terminal, summary, notebook = views(_inspection_report)._replace(
+page, figures, terminal, summary, notebook = report_views(_inspection_report)._replace(
     notebook=_inspection_notebook
 )
 
@@ -127,10 +130,10 @@ def _inspection_facts(result: Inspection) -> str:
 
 def calibration_grid(result: Inspection) -> Grid:
     """Layer, expert with the fewest tokens, and tokens needed with their interval."""
-    short = _inspected_layer_labels(result)
+    labels = _inspected_layer_labels(result)
     rows = tuple(
         (
-            short.get(need.name, need.name),
+            labels.get(need.name, need.name),
             str(need.expert),
             f"{need.load:,}",
             tokens_needed(need.needed),
@@ -156,13 +159,13 @@ def _inspected_layer_labels(result: Inspection) -> dict[str, str]:
     )
 
 
-def _page_columns(result: Inspection) -> list[Column[LayerRow]]:
+def _inspection_page_columns(result: Inspection) -> list[Column[LayerRow]]:
     """All columns; the choice of k among E is left out where the facts tell it for all layers."""
     alike = len({(layer.k, layer.n_experts) for layer in result.measures.layers}) == 1
     return [column for column in COLUMNS if not (alike and column is COLUMNS[1])]
 
 
-def _key_numbers(result: Inspection) -> list[tuple[str, str]]:
+def _inspection_key_numbers(result: Inspection) -> list[tuple[str, str]]:
     """Up to five numbers with their meanings."""
     tiles = []
     for choices, show in KEY_NUMBERS:
@@ -171,24 +174,24 @@ def _key_numbers(result: Inspection) -> list[tuple[str, str]]:
     return tiles
 
 
-def _missing_text(result: Inspection) -> list[Panel]:
+def _missing_text_panel(result: Inspection) -> list[Panel]:
     """The panel of the text where it cannot be shown, with the reason."""
     sample = result.sample
     if sample is None:
-        return [TEXT.missing([NO_TEXT])]
+        return [TEXT.without_chart([NO_TEXT])]
     has_gaps = any(piece.gap is not None for piece in sample.pieces)
-    return [] if has_gaps else [TEXT.missing([result.measures.layers[0].gap.status])]
+    return [] if has_gaps else [TEXT.without_chart([result.measures.layers[0].gap.status])]
 
 
-def _text_rows(result: Inspection) -> dict[str, Any] | None:
+def _coloured_text(result: Inspection) -> dict[str, Any] | None:
     """What the template needs to colour the text: options, tokens with level and hint, legend."""
     sample = result.sample
-    if sample is None or _missing_text(result):
+    if sample is None or _missing_text_panel(result):
         return None
     return {
         "document": sample.document,
         "layers": short_names(sample.layers),
-        "tokens": [_coloured_token(piece) for piece in _pieces_on_page(sample)],
+        "tokens": [_coloured_token(piece) for piece in _text_pieces_on_page(sample)],
         "limits": LIMITS,
     }
 
@@ -201,15 +204,15 @@ def _coloured_token(piece: TextPiece) -> tuple[int, str, str]:
     return level, hint, piece.text
 
 
-def _text_data(sample: TextSample | None) -> dict[str, Any]:
+def _text_gaps_data(sample: TextSample | None) -> dict[str, Any]:
     """What the script of the page needs to colour the text by another layer."""
     if sample is None:
         return {"limits": LIMITS, "layers": [], "gaps": []}
-    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _pieces_on_page(sample)]
+    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _text_pieces_on_page(sample)]
     return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
 
 
-def _pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
+def _text_pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
     """The tokens of the text that the page has room for."""
     return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
 

@@ -49,7 +49,7 @@ class _Stop:
     pressed = False
 
 
-def say(message: str) -> None:
+def print_to_stderr(message: str) -> None:
     """Print a message to stderr, if stderr is open.
 
     Further lines of the message are indented, so that no name with a line end passes for another
@@ -63,20 +63,22 @@ def say(message: str) -> None:
 def warnings_as_notes(*kinds: type[Warning]) -> Iterator[None]:
     """Print warnings of these kinds to stderr as one line each; others are shown as usual."""
     with warnings.catch_warnings():
-        shown = warnings.showwarning
+        show_as_usual = warnings.showwarning
 
-        def show(message: Any, category: type[Warning], *origin: Any, **options: Any) -> None:
+        def print_as_note(
+            message: Any, category: type[Warning], *origin: Any, **options: Any
+        ) -> None:
             if issubclass(category, kinds):
-                say(f"note: {message}")
+                print_to_stderr(f"note: {message}")
             else:
-                shown(message, category, *origin, **options)
+                show_as_usual(message, category, *origin, **options)
 
-        warnings.showwarning = show
+        warnings.showwarning = print_as_note
         yield
 
 
 @contextmanager
-def terminal_session(ends_process: bool) -> Iterator[None]:
+def open_terminal_session(ends_process: bool) -> Iterator[None]:
     """Handle Ctrl-C and characters that the terminal lacks while the block runs.
 
     Args:
@@ -158,7 +160,7 @@ def _exit_at_once() -> NoReturn:
     if stderr is not None and stderr.isatty():
         with suppress(OSError, ValueError):
             print(SHOW_CURSOR, file=stderr, flush=True)
-    say("stopped")
+    print_to_stderr("stopped")
     os._exit(INTERRUPTED)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.zoo import make_inspection, make_trace
 from tieline import report
-from tieline.cli import deliver as command
-from tieline.cli.deliver import Outputs, deliver
+from tieline.cli import outputs as command
+from tieline.cli.outputs import Outputs, deliver
 from tieline.core import files
 from tieline.core.errors import ParameterError, TraceError
 from tieline.report import matplotlib_figures
@@ -32,7 +32,7 @@ def result():
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(report, "page", lambda result: "page")
-    monkeypatch.setattr(matplotlib_figures, "drawn_bytes", lambda draw, path: b"figure")
+    monkeypatch.setattr(matplotlib_figures, "figure_bytes", lambda draw, path: b"figure")
 
 
 def wanted(folder):
@@ -52,7 +52,7 @@ def complete(result, folder):
 
 def test_all_files_are_written_and_named(result, tmp_path, capsys):
     chosen = wanted(tmp_path)
-    chosen.check()
+    chosen.check_targets()
     deliver(result, chosen, "add --html")
     names = ["a.html", "a.json", "a.pdf", "trace"]
     assert complete(result, tmp_path) == set(names)
@@ -95,7 +95,7 @@ def test_nothing_is_written_if_one_of_the_files_cannot_be_made(result, tmp_path,
     def fails(draw, path):
         raise ParameterError("no gaps")
 
-    monkeypatch.setattr(matplotlib_figures, "drawn_bytes", fails)
+    monkeypatch.setattr(matplotlib_figures, "figure_bytes", fails)
     with pytest.raises(ParameterError, match="no gaps"):
         deliver(result, wanted(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -120,9 +120,9 @@ def test_bad_places_are_refused_before_the_work(tmp_path):
         (Outputs(model=Path("-")), "a folder cannot go to stdout"),
     ):
         with pytest.raises(ParameterError, match=words):
-            chosen.check()
+            chosen.check_targets()
     (tmp_path / "empty").mkdir()
-    Outputs(page, trace=tmp_path / "empty").check()
+    Outputs(page, trace=tmp_path / "empty").check_targets()
 
 
 def test_a_missing_extra_is_noticed_before_the_work(tmp_path, monkeypatch):
@@ -132,9 +132,9 @@ def test_a_missing_extra_is_noticed_before_the_work(tmp_path, monkeypatch):
         (Outputs(figure=tmp_path / "a.pdf"), "matplotlib"),
     ):
         with pytest.raises(ModuleNotFoundError, match=name) as missing:
-            chosen.check()
+            chosen.check_targets()
         assert missing.value.name == name
-    Outputs(json=str(tmp_path / "a.json")).check()
+    Outputs(json=str(tmp_path / "a.json")).check_targets()
 
 
 def test_an_output_is_never_an_input(tmp_path):
@@ -155,20 +155,22 @@ def test_an_output_is_never_an_input(tmp_path):
         Outputs(extended=text),
     ):
         with pytest.raises(ParameterError, match="an output never replaces"):
-            chosen.check(str(model), None, text)
-    Outputs(model / "report.html", str(model / "new.json"), overwrite=True).check(model, "org/name")
+            chosen.check_targets(str(model), None, text)
+    Outputs(model / "report.html", str(model / "new.json"), overwrite=True).check_targets(
+        model, "org/name"
+    )
 
 
 def test_a_saved_trace_is_replaced_if_asked_to_and_nothing_else_is(result, tmp_path):
     folder = tmp_path / "trace"
     deliver(result, Outputs(trace=folder))
     chosen = Outputs(trace=folder, overwrite=True)
-    chosen.check()
+    chosen.check_targets()
     deliver(result, chosen)
     assert load_trace(folder).n_tokens == result.trace.n_tokens
     (folder / "notes.txt").touch()
     with pytest.raises(TraceError, match="left alone"):
-        chosen.check()
+        chosen.check_targets()
 
 
 def test_the_page_may_go_to_stdout(result, capsysbinary, tmp_path):
@@ -196,17 +198,17 @@ def terminal(typed):
 def test_a_file_is_replaced_on_a_terminal_only_after_a_yes(tmp_path):
     page = tmp_path / "a.html"
     with terminal(b""):
-        Outputs(page).check()
+        Outputs(page).check_targets()
     page.touch()
     with terminal(b"y\n"):
-        Outputs(page).check()
+        Outputs(page).check_targets()
     with terminal(b"n\n"), pytest.raises(ParameterError, match=r"stays as it is: .* --overwrite"):
-        Outputs(page).check()
+        Outputs(page).check_targets()
     with terminal(b""):
-        Outputs(page, overwrite=True).check()
+        Outputs(page, overwrite=True).check_targets()
 
 
 def test_files_are_replaced_unasked_without_a_terminal(tmp_path):
     page = tmp_path / "a.html"
     page.touch()
-    Outputs(page).check()
+    Outputs(page).check_targets()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.cli.inspect import check_names, fulfilled_conditions, parse_condition
+from tieline.cli.conditions import check_metric_names, fulfilled_conditions, parse_condition
 from tieline.core.errors import ParameterError
 
 OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -74,7 +74,7 @@ def test_no_text_does_more_than_parse_or_be_refused(text):
 
 def test_unknown_metrics_are_refused_with_the_known_ones():
     with pytest.raises(ParameterError, match=r"no metric 'flop' here; known: dead, flip@bf16"):
-        check_names([parse_condition("flop > 1")], ["flip@bf16", "dead"])
+        check_metric_names([parse_condition("flop > 1")], ["flip@bf16", "dead"])
 
 
 def test_only_the_conditions_that_hold_are_named_with_their_value():

@@ -12,7 +12,7 @@ from tieline.lab.claims.claim import Verdict, all_claims
 from tieline.lab.training.recipes import recipe_config
 from tieline.lab.training.tasks import TASKS
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")
 TEXTS = {
     name: " ".join(

@@ -8,8 +8,8 @@ from rich.text import Text
 from tieline.analysis.route_files import Converted, Merged
 from tieline.engines.engine_capture import EngineCapture
 from tieline.engines.registry import EngineEntry, EngineList
+from tieline.report.result_views import Listing, line_views, listing_views
 from tieline.report.tables import Grid, text_table
-from tieline.report.views import Listing, line_views, listing_views
 
 ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tieline.trace import import_trace, load_trace
 
-ENGINES = Path(__file__).parents[1] / "trace" / "fixtures" / "engines"
+ENGINES = Path(__file__).parents[2] / "trace" / "fixtures" / "engines"
 SIXTEEN, TOKENS = ENGINES / "vllm-sixteen-requests.npy", ENGINES / "token-ids.npy"
 NAMES = {"vllm": "a.jsonl", "sglang": "a.jsonl", "trace": "a"}
 

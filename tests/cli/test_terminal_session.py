@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tieline.cli.ending import _ascii_spelling
+from tieline.cli.terminal_session import _ascii_spelling
 
 TIELINE = [sys.executable, "-m", "tieline"]
 
@@ -50,12 +50,12 @@ def test_ctrl_c_at_any_moment_is_one_word(seconds, tmp_path):
 
 
 STOPPED_INSIDE_EXECUTED_TEXT = """
-from tieline.cli.ending import terminal_session
+from tieline.cli.terminal_session import open_terminal_session
 
 def interrupted():
     raise KeyboardInterrupt
 
-with terminal_session(ends_process=True):
+with open_terminal_session(ends_process=True):
     try:
         exec("interrupted()")
     except KeyboardInterrupt:
