@@ -191,6 +191,7 @@ class RatesSettings(JobSettings):
         return self._given("sizes", "radii", "repetitions", "noise") | fixed | {"seed": self.seed}
 
     def _given(self, *names: str) -> dict[str, Any]:
+        """Options that were given."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -242,6 +242,7 @@ class SelfAttention(nn.Module):
         return self.out(self._attend(q, k, v).transpose(-3, -2).flatten(-2))
 
     def _split(self, x: Tensor) -> Tensor:
+        """Split heads from the last axis."""
         return x.unflatten(-1, (self.n_heads, -1)).transpose(-3, -2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

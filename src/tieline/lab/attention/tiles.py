@@ -190,9 +190,11 @@ class _Masking(NamedTuple):
     tiles: Tiles
 
     def of_heads(self, heads: slice) -> "_Masking":
+        """The masking of some heads."""
         return self._replace(sequence=self.sequence[heads])
 
     def add_bias_(self, scores: Tensor, row: int) -> None:
+        """Add the biases of a row of tiles, in place."""
         if self.bias:
             scores.add_(self.bias)
         if self.rows is not None:
@@ -200,6 +202,7 @@ class _Masking(NamedTuple):
             scores.add_(_of_sequences(bias, self.sequence).unsqueeze(-1))
 
     def hide_(self, weights: Tensor, row: int, column: int) -> None:
+        """Set hidden weights of a tile to zero, in place."""
         if self.causal and row == column:
             weights.tril_()
         if self.mask is not None:
@@ -280,6 +283,7 @@ class _ReusedMemory:
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def shaped(self, *shape: int) -> Tensor:
+        """A view of the memory in this shape."""
         if self._memory is None:
             self._memory = take_buffer((math.prod(shape),), self._like)
         if shape not in self._views:

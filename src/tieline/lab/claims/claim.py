@@ -99,6 +99,7 @@ FULL_OVER_FAST = 2.2
 
 
 def _missing_test(run: ClaimRun) -> Evidence:
+    """The test of a claim that was read from a file: raises."""
     raise NotImplementedError("this claim was read from a file, which holds no test")
 
 
@@ -346,5 +347,6 @@ def select(names: Sequence[str]) -> list[Claim]:
 
 
 def _claim_names(claim: Claim) -> set[str]:
+    """Names under which `select` finds a claim."""
     paper = PAPERS[claim.paper]
     return {"all", claim.id, str(claim.paper), f"p{claim.paper}", paper.name, paper.package}

@@ -301,6 +301,7 @@ def dots(name: str, x: Numbers, y: Numbers, errors: Numbers | None = None) -> Fi
 
 
 def _series_values(values: Numbers) -> tuple[float, ...]:
+    """Numbers of a series as a tuple of floats."""
     return tuple(
         values.tolist() if isinstance(values, Tensor) else [float(value) for value in values]
     )

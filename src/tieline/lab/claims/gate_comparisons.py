@@ -159,6 +159,7 @@ def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
 
 
 def _gate_score(result: Mapping[str, Any]) -> GateScore:
+    """The record of one run on text, from its result file."""
     config, scores = result["config"], result["scores"]
     test, smoothing = scores["test"], scores.get("smoothing") or {}
     optim = config["optim"]
@@ -184,6 +185,7 @@ def gate_table(scores: Iterable[GateScore]) -> GateTable:
 
 
 def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:
+    """Means of a gate over its seeds, and paired changes against the reference."""
     runs = [score for score in scores if score.gate == gate]
     perplexities = [score.perplexity for score in runs]
     pairs = [s for s in runs if s.seed in reference and gate != GATE_REFERENCE]
@@ -321,6 +323,7 @@ def leave_one_out(
 
 
 def _domain_score(gate: str, out: str, seed: int, scores: dict[str, Any]) -> DomainScore:
+    """The record of one run on images, from its scores."""
     test = scores["out"]
     same = {name: test[name] for name in ACCURACIES}
     validation, experts = scores["validation"]["accuracy"], fmean(test["experts"])
@@ -358,6 +361,7 @@ def _domain_row(
     averages: Sequence[float],
     reference: Sequence[float] | None,
 ) -> DomainRow:
+    """Means of a gate over domains and seeds, and its gain over the reference."""
     by_domain: dict[str, list[DomainScore]] = {}
     for score in scores:
         by_domain.setdefault(score.out, []).append(score)

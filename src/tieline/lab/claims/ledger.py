@@ -123,6 +123,7 @@ class ResultStore:
         write_whole(self._path(claim, run), text.encode())
 
     def _path(self, claim: Claim, run: ClaimRun) -> Path:
+        """File of the result of a claim."""
         return self.folder / f"{claim.id}.{run.mode}.seed{run.seed}.json"
 
 
@@ -339,5 +340,6 @@ def reproduce(
 
 
 def _paper_titles(claims: Sequence[Claim]) -> tuple[PaperTitle, ...]:
+    """Titles of the papers that some claims are from."""
     numbers = sorted({claim.paper for claim in claims})
     return tuple(PaperTitle(n, PAPERS[n].name, PAPERS[n].title) for n in numbers)

@@ -126,6 +126,7 @@ def small_study(run: ClaimRun, model: MoEModel, **options: Any) -> RateStudy:
 def _cached_study(
     run: ClaimRun, model: MoEModel, options: tuple[tuple[str, Any], ...]
 ) -> RateStudy:
+    """The study of a plan, kept for the claims that share it."""
     return rate_study(small_plan(run, model, **dict(options)), executor="serial", quiet=True)
 
 

@@ -272,6 +272,7 @@ def _student_of(teacher: _Teacher, family: Family, kind: AttentionKind) -> _Stud
 def _student_curve(
     teacher: _Teacher, student: _Student, samples: Sequence[tuple[Tensor, Tensor]]
 ) -> StudentCurve:
+    """Errors of a student against n, their rates and the predicted constants."""
     fits = [_fit_errors(teacher, student, x, y) for x, y in samples]
     sizes = tuple(x.shape[1] for x, _ in samples)
     function, experts, failed = zip(*fits, strict=True)

@@ -128,6 +128,7 @@ def atom_jet(model: MoEModel, atom: Atom, x: Float[Tensor, "n d"]) -> Jet:
 
 
 def _outer_products(a: Tensor, b: Tensor) -> Tensor:
+    """Outer products a bᵀ over the last axes."""
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 

@@ -179,6 +179,7 @@ def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, qu
 def _fit_result(
     model: MoEModel, problem: LeastSquares, minimum: Minimum, shape: tuple[int, ...]
 ) -> FitResult:
+    """The fit of a batch of problems from the minima of its solver."""
     weight = problem.weight
     total = torch.ones_like(problem.x[..., 0]).sum(-1) if weight is None else weight.sum(-1)
     loss = minimum.loss / total.repeat_interleave(problem.starts)
@@ -309,6 +310,7 @@ def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
 
 
 def _normal_draws(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Standard normal numbers of a seed, in float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 

@@ -192,6 +192,7 @@ def _refine_starts(
 def _least_squares(
     regression: SharedGate, rows: WeightedRows, ridge: float, starts: int
 ) -> LeastSquares:
+    """The penalised least-squares problem of weighted rows."""
     penalty = ridge * len(rows.x)
     return LeastSquares(
         regression, rows.x[None], rows.y[None], rows.weight[None], ridge=penalty, starts=starts

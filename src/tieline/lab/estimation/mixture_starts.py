@@ -165,7 +165,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
     spread = 0.1 + 0.9 * torch.rand(n, dim, dtype=share.dtype, generator=fixed)
     begin = torch.cat([(spread - spread.mean(dim=0)).flatten(), mass.mean(dim=0).log().clamp(-9)])
 
-    def loss_of(vector: Tensor) -> Tensor:
+    def gate_cross_entropy(vector: Tensor) -> Tensor:
         router, bias = vector[: n * dim].unflatten(0, (n, dim)), vector[n * dim :]
         scores = model.scores(MoEParameters(router, bias, none), rows.x)
         if model.link == "softmax":
@@ -175,7 +175,7 @@ def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParame
         )
         return total / len(mass)
 
-    solution = _minimise_by_lbfgs(loss_of, begin)
+    solution = _minimise_by_lbfgs(gate_cross_entropy, begin)
     return MoEParameters(solution[: n * dim].unflatten(0, (n, dim)), solution[n * dim :], none)
 
 
@@ -189,13 +189,13 @@ def _start_experts(model: MoEModel, rows: WeightedRows, shares: Responsibilities
     shape = begin.shape
     mass = rows.weight[:, None] * shares.share
 
-    def loss_of(vector: Tensor) -> Tensor:
+    def weighted_square_error(vector: Tensor) -> Tensor:
         experts = vector.unflatten(0, shape)
         gate = MoEParameters(torch.zeros_like(experts), torch.zeros_like(experts[..., 0]), experts)
         outputs = model.expert_outputs(gate, rows.x)  # (C, n, N)
         return (mass * (rows.y.mT[:, :, None] - outputs).square()).sum() / len(mass)
 
-    return _minimise_by_lbfgs(loss_of, begin.flatten()).unflatten(0, shape)
+    return _minimise_by_lbfgs(weighted_square_error, begin.flatten()).unflatten(0, shape)
 
 
 def _minimise_by_lbfgs(loss: Callable[[Tensor], Tensor], begin: Tensor) -> Tensor:

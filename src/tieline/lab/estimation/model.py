@@ -229,21 +229,21 @@ def draw_inputs(
     """Inputs (n, d) of one seed, or (R, n, d) of R seeds."""
     require(law in LAWS, f"law must be one of {LAWS}, got {law!r}")
 
-    def draw(generator: torch.Generator) -> Tensor:
+    def draw_inputs_of_seed(generator: torch.Generator) -> Tensor:
         if law == "normal":
             return torch.randn(n, d, dtype=torch.float64, generator=generator)
         return 2 * torch.rand(n, d, dtype=torch.float64, generator=generator) - 1
 
-    return _per_seed(draw, seed, stream=0)
+    return _per_seed(draw_inputs_of_seed, seed, stream=0)
 
 
 def draw_noise(n: int, seed: int | Sequence[int]) -> Float[Tensor, "*repetitions n"]:
     """Standard normal noise (n,) of one seed, or (R, n) of R seeds."""
 
-    def draw(generator: torch.Generator) -> Tensor:
+    def draw_noise_of_seed(generator: torch.Generator) -> Tensor:
         return torch.randn(n, dtype=torch.float64, generator=generator)
 
-    return _per_seed(draw, seed, stream=1)
+    return _per_seed(draw_noise_of_seed, seed, stream=1)
 
 
 def _per_seed(draw, seed: int | Sequence[int], stream: int) -> Tensor:
@@ -499,9 +499,11 @@ class MoEModel:
 
     @property
     def _tau(self) -> tuple[float, float]:
+        """Perturbations of the norms; zero unless the router is the perturbed cosine."""
         return self.tau if self.gate == "perturbed" else (0.0, 0.0)
 
     def _score_products(self, params: MoEParameters, features: Tensor) -> Tensor:
+        """Scores without biases, (*batch, N, n)."""
         return router_directions(self.gate, params.router, self._tau[0]) @ features
 
     def _expert_values(
@@ -515,6 +517,7 @@ class MoEModel:
         return inner, value, value * rows[..., self.d + 1, None] if scaled else value
 
     def _evaluate(self, params: MoEParameters, x: Inputs) -> _Evaluation:
+        """Forward pass with what derivatives need."""
         self.check(params)
         require(
             x.shape[-1] == self.d and x.dtype == torch.float64,

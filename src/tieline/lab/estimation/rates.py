@@ -281,6 +281,7 @@ def _finite_losses(
 
 
 def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: float) -> LossSeries:
+    """Means of a loss by sample size, with their rate."""
     losses = zip(plan.sizes, _finite_losses(rows, plan.sizes, loss, radius), strict=True)
     sampled = [(n, values) for n, values in losses if len(values)]
     errors = [mean_estimate(values).standard_error or 0.0 for _, values in sampled]
@@ -298,6 +299,7 @@ def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: flo
 
 
 def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
+    """Sample sizes below the number of parameters, with a warning."""
     p = plan.model.n_parameters
     few = tuple(n for n in plan.sizes if n < p)
     warning = (
@@ -309,6 +311,7 @@ def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
 
 
 def _samples_needed(study: RateStudy, error: float) -> SamplesNeeded:
+    """Samples for an error, with the ends of its interval."""
     estimate = study.samples_for(error)
     n, low, high = (
         x if math.isfinite(x) else None for x in (estimate.n, estimate.low, estimate.high)
@@ -429,6 +432,7 @@ def fit_repetitions(plan: RatePlan, block: RepetitionBlock) -> FitResult:
 
 
 def _finite_or_none(value: Tensor) -> float | None:
+    """The number, None if it is not finite."""
     number = value.item()
     return number if math.isfinite(number) else None
 
@@ -478,6 +482,7 @@ class RateStore:
                 raise
 
     def _content(self) -> bytes:
+        """Bytes of the file; none if it is absent, an error if it is too large."""
         if not self.path.exists():
             return b""
         size = self.path.stat().st_size
@@ -497,6 +502,7 @@ class RateStore:
 
 
 def _write_synced(handle: int, data: bytes) -> None:
+    """Write bytes and wait until they are on disk."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]

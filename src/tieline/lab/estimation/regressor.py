@@ -196,6 +196,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return routing_measures(self._regression.model, self.gating_, x, k=k)
 
     def _model_family(self, n_experts: int) -> MoEModel:
+        """The model family of the settings."""
         return MoEModel(
             gate=self.gating,
             link=self.link,
@@ -208,6 +209,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         )
 
     def _fit_settings(self, seed: int) -> FitSettings:
+        """Settings of the fit of one seed."""
         ridge = None if self.ridge == "auto" else float(self.ridge)
         return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
 
@@ -231,6 +233,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return self.selection_.chosen
 
     def _store_fit(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
+        """Set the attributes that a fit gives."""
         self._regression, self.fit_ = regression, fit
         self._remembered = rows.x[:: max(1, -(-len(rows.x) // REMEMBERED))]
         self.gating_ = self._parameters[0]
@@ -245,11 +248,13 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         return self._regression.parameters(self.fit_.theta[None])[0]
 
     def _standardised_inputs(self, X: Any) -> torch.Tensor:
+        """Validated inputs in standard units."""
         check_is_fitted(self)
         array = validate_data(self, X, reset=False, dtype=np.float64)
         return self.scales_.inputs(torch.tensor(array))
 
     def _warn_about_fit(self, regression: SharedGate, rows: WeightedRows) -> None:
+        """Warn of too few rows and of starts that did not converge."""
         targets = rows.y.numel()
         if targets < regression.size and self.ridge == "auto":
             warnings.warn(
@@ -295,15 +300,18 @@ def check_settings(estimator: Any) -> None:
 
 
 def _is_count(value: Any) -> bool:
+    """Whether a setting is an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_real(value: Any) -> bool:
+    """Whether a setting is finite and not negative."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     return number and 0 <= float(value) < math.inf
 
 
 def _require_setting(fine: bool, estimator: Any, name: str, rule: str) -> None:
+    """Raise the error of scikit-learn for a setting that breaks its rule."""
     if not fine:
         raise ValueError(
             f"The {name!r} parameter of {type(estimator).__name__} must be {rule}. "

@@ -176,9 +176,11 @@ class LeastSquares:
                 yield at, span, self.x[:, span].index_select(0, sets)
 
     def _target(self, which: Which, rows: slice) -> Tensor:
+        """Targets of some problems at some rows."""
         return self.y[:, rows].index_select(0, which // self.starts)
 
     def _weigh(self, values: Tensor, which: Which, rows: slice) -> Tensor:
+        """Multiply values by the weights of their rows."""
         if self.weight is None:
             return values
         weight = self.weight[:, rows].index_select(0, which // self.starts)
@@ -230,6 +232,7 @@ class _RunningProblems:
     refused: Int[Tensor, " problems"]
 
     def keep(self, left: Bool[Tensor, " problems"]) -> "_RunningProblems":
+        """The problems that go on."""
         normal = Normal(*(field[left] for field in self.normal))
         counts = self.damping[left], self.slow[left], self.refused[left]
         return _RunningProblems(self.which[left], self.theta[left], normal, *counts)
@@ -279,6 +282,7 @@ def relative_offset(
 
 
 def _start_batch(problem: LeastSquares, theta: Theta) -> _RunningProblems:
+    """All problems at their starts."""
     which = torch.arange(len(theta))
     damping, none = theta.new_full((len(theta),), FIRST_DAMPING), torch.zeros_like(which)
     return _RunningProblems(which, theta, problem.normal(theta, which), damping, none, none.clone())

@@ -68,13 +68,13 @@ def continuity_bound(density: float, jump: float, sigma: float) -> float:
         jump: J, root mean square over tokens at the tie.
         sigma: standard deviation of the noise of the margin, √2 times that of independent scores.
     """
-    _check_tie(density, jump, sigma)
+    _require_tie_numbers(density, jump, sigma)
     return density**2 * jump**4 * sigma**2 / 16
 
 
 def hard_sensitivity(density: float, jump: float, sigma: float) -> float:
     """F J² σ √(2/π): what the flips of top-k cost; arguments as for `continuity_bound`."""
-    _check_tie(density, jump, sigma)
+    _require_tie_numbers(density, jump, sigma)
     return density * jump**2 * sigma * MEAN_ABSOLUTE
 
 
@@ -89,18 +89,20 @@ def projected_cost(
 
     ε is that of the gate and `slope` is a; the other arguments are those of `continuity_bound`.
     """
-    _check_tie(density, jump, sigma)
+    _require_tie_numbers(density, jump, sigma)
     require(0 <= epsilon < math.inf, f"epsilon must be finite and not negative, got {epsilon}")
     require(math.isfinite(slope), f"slope must be finite, got {slope}")
     unit, width = density * jump**2, 2 * epsilon
 
-    def weighted(x: float) -> float:
+    def weighted_change(x: float) -> float:
         noise = sigma * x
         change = straight_change(noise, width) + slope * _straight_moment(noise, width)
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(RAMP_REACH, width / sigma) if sigma > 0 else 0.0
-    integrals = [quad(weighted, low, high)[0] for low, high in ((0, knee), (knee, RAMP_REACH))]
+    integrals = [
+        quad(weighted_change, low, high)[0] for low, high in ((0, knee), (knee, RAMP_REACH))
+    ]
     moved = unit * epsilon / 6 * (1 + slope * epsilon / 4)
     return ContinuityCost(max(0.0, moved), max(0.0, unit * sum(integrals)))
 
@@ -164,6 +166,7 @@ def _square_integral(points: np.ndarray, values: np.ndarray, inside: np.ndarray)
 
 
 def _noisy_change(s: np.ndarray, r: np.ndarray, sigma: float) -> float:
+    """E_n ∫ (r(s + n) - r(s))² ds for normal noise, by quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     reach = RAMP_REACH * sigma
     grid = np.linspace(s[0] - reach, s[-1] + reach, POINTS)
@@ -181,17 +184,19 @@ def added_cost(a: float = 1.0, b: float = 1.0) -> ContinuityCost:
     """
     require(min(a, b) >= 1, f"s' has no square integral for exponents below 1, got {a=}, {b=}")
 
-    def share(u: float) -> float:
+    def smoothstep_share(u: float) -> float:
         return u**a / (u**a + (1 - u) ** b)
 
-    def slope(u: float) -> float:
+    def smoothstep_slope(u: float) -> float:
         if u <= 0 or u >= 1:
             return 1.0 if a == b == 1 else (1.0 if u <= 0 and a == 1 else 0.0)
-        return share(u) * (1 - share(u)) * (a / u + b / (1 - u))
+        return smoothstep_share(u) * (1 - smoothstep_share(u)) * (a / u + b / (1 - u))
 
     knee = [1 / max(b, 2), 5 / max(b, 10)]
-    moved = quad(lambda u: share(u) ** 2, 0, 1, points=knee, limit=200)[0]
-    return ContinuityCost(moved, quad(lambda u: slope(u) ** 2, 0, 1, points=knee, limit=200)[0])
+    moved = quad(lambda u: smoothstep_share(u) ** 2, 0, 1, points=knee, limit=200)[0]
+    return ContinuityCost(
+        moved, quad(lambda u: smoothstep_slope(u) ** 2, 0, 1, points=knee, limit=200)[0]
+    )
 
 
 def least_moved(factor: float) -> float:
@@ -203,10 +208,10 @@ def least_moved(factor: float) -> float:
     if factor <= 1 + 1e-9:
         return 0.0
 
-    def excess(log_price: float) -> float:
+    def log_factor_excess(log_price: float) -> float:
         return math.log(MEAN_ABSOLUTE / _frontier_cost(math.exp(log_price)).sensitivity / factor)
 
-    price: Any = brentq(excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
+    price: Any = brentq(log_factor_excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
     return _frontier_cost(math.exp(price)).moved / MEAN_ABSOLUTE
 
 
@@ -226,7 +231,8 @@ def _frontier_cost(price: float) -> ContinuityCost:
     return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
 
 
-def _check_tie(density: float, jump: float, sigma: float) -> None:
+def _require_tie_numbers(density: float, jump: float, sigma: float) -> None:
+    """Raise unless density, jump and σ are finite and not negative."""
     for name, value in {"density": density, "jump": jump, "sigma": sigma}.items():
         require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value!r}")
 
@@ -262,22 +268,25 @@ class LaplaceTopK(BandGate):
         x = selection / self.epsilon.to(selection)
         with torch.no_grad():
             level = _laplace_level(x, self.k)
-            share, slope = _laplace(x - level)
+            share, slope = _laplace_distribution(x - level)
             total = slope.sum(dim=-1, keepdim=True)
         if not x.requires_grad:
             return share
         # one Newton step, which is zero, carries the derivative of τ
-        level = level + (_laplace(x - level)[0].sum(dim=-1, keepdim=True) - self.k) / total
-        return _laplace(x - level)[0]
+        level = (
+            level + (_laplace_distribution(x - level)[0].sum(dim=-1, keepdim=True) - self.k) / total
+        )
+        return _laplace_distribution(x - level)[0]
 
 
-def _laplace(s: Tensor) -> tuple[Tensor, Tensor]:
+def _laplace_distribution(s: Tensor) -> tuple[Tensor, Tensor]:
     """L(s) and L'(s)."""
     tail = 0.5 * (-s.abs()).exp()
     return torch.where(s < 0, tail, 1 - tail), tail
 
 
 def _laplace_level(x: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
+    """The level τ at which the Laplace shares sum to k."""
     experts = x.shape[-1]
     require(1 <= k < experts, f"need 1 <= k < experts, got {k=}, {experts=}", ShapeError)
     ranked = top_values(x, experts)

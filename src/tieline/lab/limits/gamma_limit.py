@@ -91,6 +91,7 @@ def gamma_convergence(
 
 
 def _wall_profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
+    """Ψ_τ of every wall."""
     with one_thread():
         students = (TwoCells(wall[:-1], wall[-1], teacher.experts) for wall in walls)
         values = [gaussian_profile(s, teacher, tau=tau).value for s in students]
@@ -106,11 +107,13 @@ def free_scale(
     """
     require(all(r > 0 for r in per_tau), f"need scales > 0, got {list(per_tau)}")
 
-    def scaled(c: float) -> TwoCells:
+    def scaled_wall(c: float) -> TwoCells:
         return TwoCells(c * wall.normal, c * wall.offset, wall.experts)
 
     rows = tuple(
-        tuple(gaussian_profile(scaled(tau * r), teacher, tau=tau).value.item() for r in per_tau)
+        tuple(
+            gaussian_profile(scaled_wall(tau * r), teacher, tau=tau).value.item() for r in per_tau
+        )
         for tau in taus
     )
     return FreeScale(tuple(taus), tuple(per_tau), rows, tuple(min(row) for row in rows))

@@ -110,7 +110,7 @@ def match_experts(
     counts.index_put_((labels[sure], leader[sure]), counts.new_ones(()), accumulate=True)
     _, columns = linear_sum_assignment(counts.numpy(), maximize=True)
     permutation = tuple(int(j) for j in columns)
-    wrong = _misrouted(leader, labels, permutation)
+    wrong = _misrouted_tokens(leader, labels, permutation)
     return ExpertMatching(permutation, counts / n, mean_estimate(wrong.double()))
 
 
@@ -137,7 +137,7 @@ def misrouting_bound(
         f"need a permutation of 0 … {experts - 1}, got {list(permutation)}",
     )
     leader = confident_expert(sample, tau, epsilon)
-    wrong = _misrouted(leader, labels, permutation)
+    wrong = _misrouted_tokens(leader, labels, permutation)
     value = sample.outputs.gather(1, leader.clamp(min=0)[:, None]).squeeze(1)
     imitates = wrong & ((value - sample.target).square() <= gamma)
     misrouted, exception = mean_estimate(wrong.double()), experts * (experts - 1) * eta
@@ -223,5 +223,6 @@ def recovery_errors(
     )
 
 
-def _misrouted(leader: Tensor, labels: Tensor, permutation: Sequence[int]) -> Tensor:
+def _misrouted_tokens(leader: Tensor, labels: Tensor, permutation: Sequence[int]) -> Tensor:
+    """Tokens whose confident expert is not the one of their teacher cell."""
     return (leader >= 0) & (leader != torch.tensor(list(permutation))[labels])

@@ -296,6 +296,7 @@ def find_critical_points(
 def _offset_curvature(
     student: TwoCells, teacher: TwoCells, tau: float, covariance: Covariance
 ) -> float:
+    """∂²L_τ/∂b² of a student."""
     b = student.offset.detach().clone().requires_grad_()
     risk = gaussian_risk(TwoCells(student.normal, b, student.experts), teacher, covariance, tau)
     (first,) = torch.autograd.grad(risk, b, create_graph=True)
@@ -315,6 +316,7 @@ class _RiskTerms:
 
 
 def _risk_terms(population: WeightedInputs, parameters: Tensor, tau: float) -> _RiskTerms:
+    """Evaluate the common parts at parameters (normal, offset, experts)."""
     check_temperature(tau)
     n, dim = population.inputs.shape
     require(
@@ -332,6 +334,7 @@ def _risk_terms(population: WeightedInputs, parameters: Tensor, tau: float) -> _
 
 
 def _random_start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
+    """A drawn wall with its best experts, in polar coordinates."""
     angle, offset = 2 * math.pi * draw[0], 2 * draw[1] - 1
     wall = TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, teacher.experts)
     experts = gaussian_profile(wall, teacher, tau=tau).experts
@@ -339,6 +342,7 @@ def _random_start(teacher: TwoCells, draw: Tensor, tau: float) -> Tensor:
 
 
 def _student_at(coordinates: Tensor) -> TwoCells:
+    """The student at (angle, offset, experts)."""
     angle = coordinates[0]
     return TwoCells(
         torch.stack([angle.cos(), angle.sin()]), coordinates[1], coordinates[2:].reshape(2, 3)
@@ -358,25 +362,28 @@ def _polar_derivatives(grid: WeightedInputs, coordinates: Tensor, tau: float) ->
 
 
 def _newton_root(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | None:
-    def residual(q: np.ndarray) -> np.ndarray:
+    """A zero of the gradient from a start; None if the search fails."""
+
+    def polar_gradient(q: np.ndarray) -> np.ndarray:
         return _polar_derivatives(grid, torch.from_numpy(q), tau).gradient.numpy()
 
-    def jacobian(q: np.ndarray) -> np.ndarray:
+    def polar_hessian(q: np.ndarray) -> np.ndarray:
         return _polar_derivatives(grid, torch.from_numpy(q), tau).hessian.numpy()
 
     q = optimize.root(
-        residual, start.numpy(), jac=jacobian, options={"xtol": 1e-13, "maxfev": 100}
+        polar_gradient, start.numpy(), jac=polar_hessian, options={"xtol": 1e-13, "maxfev": 100}
     ).x
     point = torch.from_numpy(q)
-    small = point.abs().max().item() < 50 and np.linalg.norm(residual(q)) < 1e-9
+    small = point.abs().max().item() < 50 and np.linalg.norm(polar_gradient(q)) < 1e-9
     return point if small else None
 
 
 def _is_new_point(coordinates: Tensor, other: TwoCells) -> bool:
+    """Whether a root is none of the points before."""
     return bool((_student_at(coordinates).flat() - other.flat()).norm() > 1e-5)
 
 
-def _disagreement(student: TwoCells, teacher: TwoCells) -> float:
+def _cell_disagreement(student: TwoCells, teacher: TwoCells) -> float:
     """P(the cells differ): a quarter of the hard risk of experts ±1."""
     signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
     return gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
@@ -385,12 +392,13 @@ def _disagreement(student: TwoCells, teacher: TwoCells) -> float:
 def _critical_point(
     grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float
 ) -> CriticalPoint:
+    """The record of a root: risk, curvature, how far a step down its direction leads."""
     at = _polar_derivatives(grid, q, tau)
     least, direction = negative_curvature(at.hessian)
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
     best = min(_polar_derivatives(grid, q + step, tau).value for step in steps)
     student = _student_at(q)
-    share = _disagreement(student, teacher)
+    share = _cell_disagreement(student, teacher)
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()
     drop, misrouted = best - at.value, min(share, 1 - share)

@@ -159,7 +159,7 @@ def operator(
 
     v is the teacher's separator, of length 1, and d its contrast d*; g is the sign for None.
     """
-    v, d, sigma = _check_teacher(v, d, covariance)
+    v, d, sigma = _validated_teacher(v, d, covariance)
     g = Response() if response is None else response
     forward = sigma @ v
     s = (v @ forward).sqrt().item()
@@ -185,7 +185,7 @@ def sampled_rayleigh(
     seed: int = 0,
 ) -> Estimate:
     """E[g(v·X)(d·X)(v·X)²] = vᵀMv from its definition, by sampling."""
-    v, d, sigma = _check_teacher(v, d, covariance)
+    v, d, sigma = _validated_teacher(v, d, covariance)
     x = gaussian_inputs(n, len(v), seed, sigma)
     side = x @ v
     return mean_estimate((response or Response())(side) * (x @ d) * side.square())
@@ -298,9 +298,10 @@ def symmetry_breaking(
     )
 
 
-def _check_teacher(
+def _validated_teacher(
     v: Tensor, d: Tensor, covariance: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Separator, contrast and covariance in float64, or an error."""
     v, d = v.double(), d.double()
     require(
         v.shape == d.shape,
@@ -337,6 +338,7 @@ def _descend_gradient(
 
 
 def _norms_and_alignments(path: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """‖u‖ and |cos| to the separator along a path."""
     norms = path.norm(dim=1)
     return norms, (path @ v).abs() / norms
 

@@ -226,6 +226,7 @@ def gaussian_inputs(
 
 @cache
 def _legendre_rule(order: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss-Legendre quadrature on [-1, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(order)
     return torch.from_numpy(nodes), torch.from_numpy(weights)
 
@@ -351,6 +352,7 @@ class _ConditionalLaw:
 def _conditional_law(
     student: TwoCells, teacher: TwoCells, covariance: Tensor | None
 ) -> "_ConditionalLaw":
+    """The law of the inputs given the student's score."""
     require(
         student.dim == teacher.dim,
         f"student and teacher must have one dimension, got {student.dim} and {teacher.dim}",

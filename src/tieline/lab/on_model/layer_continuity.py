@@ -281,24 +281,26 @@ class _Walls:
         spacing = 2 * line.reach / (POINTS - 1)
         weights = gate(scores)
         return GateContinuity(
-            steps=_as_floats(by_step.steps),
-            largest=_as_floats(by_step.largest / size),
-            median=_as_floats(by_step.median / size),
+            steps=_tensor_as_floats(by_step.steps),
+            largest=_tensor_as_floats(by_step.largest / size),
+            median=_tensor_as_floats(by_step.median / size),
             exponent=step_exponent(by_step),
-            offsets=_as_floats(walk.offsets),
-            output=_as_floats(walk.outputs[:, line.coordinate]),
+            offsets=_tensor_as_floats(walk.offsets),
+            output=_tensor_as_floats(walk.outputs[:, line.coordinate]),
             line=largest_jump(layer, line.point, line.normal, self._events(gate, line)),
             slope=walk.jump / spacing / size,
             experts=(weights != 0).sum(dim=1).double().mean().item(),
         )
 
     def _events(self, gate: Gate, line: _Line) -> Tensor:
+        """Offsets of the line at which the gate could jump."""
         start = self.layer.router(line.point).detach()
         rates = self.layer.router(line.point + line.normal).detach() - start
         return event_offsets(start, rates, line.reach, getattr(gate, "fixed_epsilon", 0.0))
 
     @torch.no_grad()
     def _sides(self, layer: Layer, step: float) -> tuple[Tensor, Tensor]:
+        """Outputs half a step ahead of and behind every tie."""
         ahead, behind = (layer(self.points + s * step / 2 * self.normals) for s in (1, -1))
         return ahead, behind
 
@@ -315,11 +317,12 @@ def _layer_with_gate(layer: MoE, gate: Gate) -> Layer:
     """Return the layer with another gate, without gradients."""
 
     @torch.no_grad()
-    def mapped(x: Tensor) -> Tensor:
+    def layer_output(x: Tensor) -> Tensor:
         return layer.experts(x, gate(layer.router(x)))
 
-    return mapped
+    return layer_output
 
 
-def _as_floats(values: Tensor) -> tuple[float, ...]:
+def _tensor_as_floats(values: Tensor) -> tuple[float, ...]:
+    """Values as a tuple."""
     return tuple(values.tolist())

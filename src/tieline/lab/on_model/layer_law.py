@@ -152,7 +152,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
     calls: list[_LayerCall] = []
     state: dict[str, Any] = {}
 
-    def routed(
+    def record_routing(
         plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
     ) -> None:
         routed = read_output(plan.family, router, (args, named), output)
@@ -160,7 +160,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
         scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
         state[plan.name] = routed.logits.clone(), scores.clone(), groups
 
-    def blocked(
+    def record_block(
         plan: LayerPlan, block: Block, module: nn.Module, args: Any, named: Any, output: Any
     ) -> None:
         call = BlockCall(args, named, output)
@@ -172,8 +172,8 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
         for plan in plans:
             block = block_of(model, plan.name)
             for module, hook in (
-                (plan.router, partial(routed, plan)),
-                (block.module, partial(blocked, plan, block)),
+                (plan.router, partial(record_routing, plan)),
+                (block.module, partial(record_block, plan, block)),
             ):
                 handle = module.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)

@@ -211,7 +211,7 @@ class _SoftenRun:
         require(len(self._sequences) > 1, "softening needs two sequences of two tokens or more")
         self._pieces, self._progress = token_texts(subject.text), progress
         self._done, self._total = 0, 4 + settings.levels * (len(names) + 1) + len(names)
-        self._sample, self._sampler = self._clean(names)
+        self._sample, self._sampler = self._clean_sample(names)
 
     def softening(self, cost: float) -> Softening:
         """Soften every layer by itself, then all of them."""
@@ -237,12 +237,14 @@ class _SoftenRun:
             provenance=self._subject.provenance,
         )
 
-    def _step(self, steps: int = 1) -> None:
+    def _advance_progress(self, steps: int = 1) -> None:
+        """Report that passes are done."""
         self._done += steps
         if self._progress is not None:
             self._progress("soften", min(self._done, self._total), self._total)
 
-    def _clean(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
+    def _clean_sample(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
+        """Run the model as it is: its trace, losses and tokens near walls."""
         tokens = sum(map(len, self._sequences))
         near = max(8, round(self._settings.near * tokens))
         blocks = {name: block_of(self._model, name) for name in names}
@@ -252,7 +254,7 @@ class _SoftenRun:
         numbered = dict(enumerate(stacked_batches(self._sequences, self._batch_size)))
         plan = clean_plan("soften", numbered, logits="optional")
         Runner(Model(self._model)).run(plan, [recorder, sampler, losses])
-        self._step()
+        self._advance_progress()
         counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
         summed = torch.cat(losses.sums)
         return _Sample(recorder.trace(), self._sequences, summed, counts), sampler
@@ -263,7 +265,7 @@ class _SoftenRun:
             next_token_losses(_output_logits(forward(self._model, ids), ids), ids).sum(dim=1)
             for ids in stacked_batches(self._sequences, self._batch_size)
         ]
-        self._step()
+        self._advance_progress()
         return torch.cat(losses)
 
     def _gradients(self, layers: Sequence[LayerTrace]) -> dict[str, Tensor]:
@@ -285,7 +287,7 @@ class _SoftenRun:
                 rows = probe.grad.reshape(-1, probe.shape[-1])
                 gradients[name].append(rows[mine.to(rows.device)].double().cpu())
             begin += ids.numel()
-        self._step(3)
+        self._advance_progress(3)
         return {name: torch.cat(chunks) for name, chunks in gradients.items()}
 
     def _layer(
@@ -299,7 +301,7 @@ class _SoftenRun:
         if status == "ok":
             walls = self._walls(layer, gradients[layer.name], form)
             forecast = _Forecast.of_layer(self._sample, walls, form)
-        self._step()
+        self._advance_progress()
         record = SoftLayer(
             name=layer.name,
             form=form,
@@ -325,11 +327,14 @@ class _SoftenRun:
             constant=shell_constant(record, layer, walls),
             near=len(walls.tokens),
             exact=len(walls.exact),
-            deciding=tuple(self._deciding(layer, walls, i, record.form) for i in largest),
+            deciding=tuple(self._deciding_token(layer, walls, i, record.form) for i in largest),
             half=half,
         )
 
-    def _deciding(self, layer: LayerTrace, walls: Walls, index: int, form: str) -> DecidingToken:
+    def _deciding_token(
+        self, layer: LayerTrace, walls: Walls, index: int, form: str
+    ) -> DecidingToken:
+        """The record of a token that decides a slope."""
         trace, token, k = self._sample.trace, int(walls.tokens[index]), layer.facts.k
         first, second, _ = MOMENTS[form]
         effect = first * walls.first[index] + second * walls.bend[index]
@@ -444,16 +449,16 @@ class _Forecast(NamedTuple):
         """From the tokens at the walls of one layer."""
         documents = sample.trace.documents[walls.tokens].long()
 
-        def by_sequence(terms: Tensor) -> Tensor:
+        def summed_by_sequence(terms: Tensor) -> Tensor:
             sums = torch.zeros(len(sample.counts), dtype=torch.float64)
             return sums.index_add_(0, documents, terms)
 
         def change(width: float) -> Tensor | None:
             terms = change_parts(walls, form, width)
-            return None if terms is None else by_sequence(terms)
+            return None if terms is None else summed_by_sequence(terms)
 
         linear, curved = slope_parts(walls, form)
-        return cls(by_sequence(linear + curved), change)
+        return cls(summed_by_sequence(linear + curved), change)
 
     @classmethod
     def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
@@ -488,7 +493,7 @@ def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dic
     training = [module for module in model.modules() if module.training]
     graded = [p for p in model.parameters() if p.requires_grad]
 
-    def hook(name: str) -> Callable[..., Any]:
+    def probe_hook(name: str) -> Callable[..., Any]:
         def added(module: nn.Module, args: Any, output: Any) -> Any:
             states = output if isinstance(output, Tensor) else output[0]
             probes[name] = torch.zeros_like(states, requires_grad=True)
@@ -501,7 +506,7 @@ def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dic
         model.eval()
         for parameter in graded:
             parameter.requires_grad_(False)
-        handles = [b.module.register_forward_hook(hook(name)) for name, b in blocks.items()]
+        handles = [b.module.register_forward_hook(probe_hook(name)) for name, b in blocks.items()]
         with torch.enable_grad():
             yield probes
     finally:

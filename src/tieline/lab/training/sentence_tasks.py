@@ -319,14 +319,14 @@ def _sentence_encoder(shape: SentenceConfig, train: Sentences) -> Encode:
         tokenizer = bpe_tokenizer(_sentence_texts(train), shape.vocabulary - 3)
         marks = (shape.vocabulary - 3, shape.vocabulary - 2, shape.vocabulary - 1)
 
-    def encode(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
+    def encoded_sentences(sentences: Sentences) -> list[tuple[list[int], list[int], list[int]]]:
         ids = iter(tokenizer(_sentence_texts(sentences), add_special_tokens=False)["input_ids"])
         token_ids = [[next(ids) for _ in texts] for texts in sentences.texts]
         return [
             pack_sentences(ids_of_example, marks, shape.context) for ids_of_example in token_ids
         ]
 
-    return encode
+    return encoded_sentences
 
 
 def _sentence_texts(sentences: Sentences) -> list[str]:

@@ -103,13 +103,13 @@ MINGRU = DataFile(
 def enwik8_file(on_progress: OnProgress | None = None) -> Path:
     """Return the path of enwik8, from the cache or from the registry, checked by hash."""
 
-    def unpack() -> bytes:
+    def unpack_enwik8() -> bytes:
         member = "mingru_pytorch-0.2.1/data/enwik8.gz"
         packed = tar_members(fetch_file(MINGRU, on_progress), {member: MINGRU.size})[member]
         with gzip.open(io.BytesIO(packed)) as file:
             return file.read(ENWIK8.size + 1)
 
-    return cached_file(ENWIK8, unpack)
+    return cached_file(ENWIK8, unpack_enwik8)
 
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"

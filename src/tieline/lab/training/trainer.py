@@ -248,6 +248,7 @@ class RoutingTrainer(Trainer):
     ) -> None:
         # transformers would also pickle its arguments, which nothing reads, and whose writer does
         # not say that a disk is full
+        """Save the weights of the model."""
         folder = Path(str(output_dir or self.args.output_dir))
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PreTrainedModel):
@@ -256,6 +257,7 @@ class RoutingTrainer(Trainer):
             save_weights(model, folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint and mark it complete; remove it if that fails."""
         step = self.state.global_step
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{step}"
         try:
@@ -268,20 +270,24 @@ class RoutingTrainer(Trainer):
             raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save their states as safetensors."""
         if self.args.should_save:
             state = self.schedule.state()
             save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore their states."""
         if checkpoint is not None:
             state = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
             self.schedule.load(state)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Save the states of the generators."""
         if self.args.should_save:
             save_generators(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the states of the generators."""
         if checkpoint is not None:
             load_generators(Path(checkpoint))
 

@@ -317,7 +317,7 @@ def _granularity_entries(base: LayerShape, d_eff: int, m: int) -> dict[str, Entr
         | _gain_entries(base, d_eff, m)
     )
     narrow = "" if shape.width >= d_eff else f"H/m = {shape.width} < d_eff: the law is void here"
-    entries["m_max"] = _entry(base.width // d_eff, narrow)
+    entries["m_max"] = _advice_entry(base.width // d_eff, narrow)
     assert list(entries) == list(QUANTITIES)
     return entries
 
@@ -328,9 +328,9 @@ def _cost_entries(shape: LayerShape) -> dict[str, Entry]:
     router = shape.n_experts * shape.hidden
     active = (shape.k + shape.shared) * per_expert + router
     return {
-        "parameters": _entry((shape.n_experts + shape.shared) * per_expert + router),
-        "active": _entry(active),
-        "flops": _entry(2 * active),
+        "parameters": _advice_entry((shape.n_experts + shape.shared) * per_expert + router),
+        "active": _advice_entry(active),
+        "flops": _advice_entry(2 * active),
     }
 
 
@@ -344,9 +344,9 @@ def _count_entries(shape: LayerShape, d_eff: int) -> dict[str, Entry]:
     regions = log_expected_regions(n, k, width, d_eff)
     dense = math.log(zaslavsky(k * width, d_eff))
     return {
-        "coalitions": _entry(coalitions, unreached),
-        "paper_bound": _entry(capacity_bound(n, k, width, d_eff), grouped),
-        "sharp_bound": _entry(sharp_bound(n, k, width, d_eff), grouped),
+        "coalitions": _advice_entry(coalitions, unreached),
+        "paper_bound": _advice_entry(capacity_bound(n, k, width, d_eff), grouped),
+        "sharp_bound": _advice_entry(sharp_bound(n, k, width, d_eff), grouped),
         "expected_cells": _entry_from_log(log_expected_cells(n, k, d_eff), grouped),
         "expected_regions": _entry_from_log(regions, grouped),
         "over_dense": _entry_from_log(regions - dense, grouped),
@@ -360,10 +360,10 @@ def _tie_entries(shape: LayerShape) -> dict[str, Entry]:
     grouped = "" if shape.n_groups == 1 else GROUPED
     coarse = grouped or ("" if flips < 0.1 else "above 10 %: first order overstates")
     return {
-        "switches": _entry(wall_density(n, k) / math.pi, grouped),
-        "kinks": _entry(k * shape.width / math.pi),
-        "gap_density": _entry(density, grouped),
-        "bf16_flips": _entry(flips, coarse),
+        "switches": _advice_entry(wall_density(n, k) / math.pi, grouped),
+        "kinks": _advice_entry(k * shape.width / math.pi),
+        "gap_density": _advice_entry(density, grouped),
+        "bf16_flips": _advice_entry(flips, coarse),
     }
 
 
@@ -397,7 +397,7 @@ def _reading_notes(shape: LayerShape) -> list[str]:
     return notes
 
 
-def _entry(value: float | int, note: str = "") -> Entry:
+def _advice_entry(value: float | int, note: str = "") -> Entry:
     """An entry of a number that may exceed the floats."""
     log10 = math.log10(value) if value > 0 else None
     if isinstance(value, int) and value > 1 << 53:

@@ -312,13 +312,13 @@ def _on_generic_flat(
     r = np.random.default_rng(0).integers(-99, 100, (full, dim + 1))
     flat = [[Fraction(int(x)) for x in row] for row in r]
 
-    def moved(row: Row) -> Row:
+    def row_on_flat(row: Row) -> Row:
         columns = [
             sum((row[i] * flat[i][j] for i in range(full)), Fraction(0)) for j in range(dim + 1)
         ]
         return [*columns[:-1], columns[-1] + row[-1]]
 
-    return [moved(row) for row in router], [moved(row) for row in neurons]
+    return [row_on_flat(row) for row in router], [row_on_flat(row) for row in neurons]
 
 
 def _pieces_around(

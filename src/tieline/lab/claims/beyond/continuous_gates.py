@@ -120,8 +120,7 @@ def gates_against_bound(run: ClaimRun) -> Evidence:
     """
     epsilon, sigma = 0.4, 0.01
     sampled = {
-        name: _sampled_cost(run, gate, sigma)
-        for name, gate in _laplace_and_smooth_gates(epsilon).items()
+        name: _sampled_cost(run, gate, sigma) for name, gate in _two_seat_gates(epsilon).items()
     }
     predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
@@ -141,7 +140,8 @@ def gates_against_bound(run: ClaimRun) -> Evidence:
     )
 
 
-def _laplace_and_smooth_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
+def _two_seat_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
+    """Projected and smooth top-1 of a width, by name."""
     return {"projected": ProjectedTopK(1, epsilon=epsilon), "ramp": SmoothTopK(1, epsilon=epsilon)}
 
 

@@ -267,16 +267,18 @@ def least_split(masses: np.ndarray, radius: float, pinned: int) -> np.ndarray:
     free = np.arange(9) != pinned
     scale = radius**WEIGHTS
 
-    def placed(moves: np.ndarray) -> np.ndarray:
+    def atoms_at(moves: np.ndarray) -> np.ndarray:
         point = np.ones(9)
         point[free] = moves
         return scale * point
 
-    def gap(moves: np.ndarray) -> np.ndarray:
-        return two_atom_gap(placed(moves), masses) / radius**4
+    def scaled_two_atom_gap(moves: np.ndarray) -> np.ndarray:
+        return two_atom_gap(atoms_at(moves), masses) / radius**4
 
     begun = start[free] if pinned == 0 else 0 * start[free]
-    return placed(least_squares(gap, begun, bounds=(-8, 8), xtol=1e-12, ftol=1e-12).x)
+    return atoms_at(
+        least_squares(scaled_two_atom_gap, begun, bounds=(-8, 8), xtol=1e-12, ftol=1e-12).x
+    )
 
 
 def least_ratios(total: float, radius: float, shares: np.ndarray) -> dict[int, float]:

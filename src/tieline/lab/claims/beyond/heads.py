@@ -89,11 +89,13 @@ def _as_predicted(curve: StudentCurve) -> list[Check]:
 
 
 def _error_constant(curve: StudentCurve) -> float:
+    """‖f̂ - f*‖ √n of a student as its Fisher information predicts."""
     assert curve.predicted_function is not None
     return curve.predicted_function
 
 
 def _head_error_chart(comparison: AttentionComparison) -> FigureData:
+    """Errors of the values of both heads against n, beside the predicted ones."""
     series = []
     for kind in ("softmax", "sigmoid"):
         curve = comparison.curve("head", kind, kind)

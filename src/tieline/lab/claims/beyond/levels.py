@@ -30,13 +30,16 @@ def vertices_bound(n_experts: int, above: int, dim: int) -> float:
     """Most points at which d + 1 experts tie with `above` experts over them."""
     best, size = math.inf, dim + 2
     while size <= n_experts - above:
-        share = _log_comb(n_experts - dim - 1 - above, size - dim - 1) - _log_comb(n_experts, size)
+        share = _log_binomial(n_experts - dim - 1 - above, size - dim - 1) - _log_binomial(
+            n_experts, size
+        )
         best = min(best, math.log(most_vertices(size, dim + 1)) - share)
         size = max(size + 1, int(size * 1.05))
     return math.exp(best) if math.isfinite(best) else math.inf
 
 
-def _log_comb(n: int, k: int) -> float:
+def _log_binomial(n: int, k: int) -> float:
+    """Log of C(n, k)."""
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 

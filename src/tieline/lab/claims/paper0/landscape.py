@@ -161,7 +161,7 @@ def _sampled_derivative(run: ClaimRun) -> Check:
     forth = MoESample(sample.scores + 0.02 * change, sample.outputs, sample.target)
     back = MoESample(sample.scores - 0.02 * change, sample.outputs, sample.target)
     rate = sampled_wall_derivative(sample, change.expand_as(sample.scores), 0.05)
-    pair = _hard_losses(forth) - _hard_losses(back)
+    pair = _hard_square_errors(forth) - _hard_square_errors(back)
     difference, error = pair.mean().item() / 0.04, pair.std().item() / 0.04 / len(pair) ** 0.5
     both = math.hypot(error, rate.standard_error or 0.0)
     return within(
@@ -174,7 +174,8 @@ def _sampled_derivative(run: ClaimRun) -> Check:
     )
 
 
-def _hard_losses(sample: MoESample) -> torch.Tensor:
+def _hard_square_errors(sample: MoESample) -> torch.Tensor:
+    """Squared errors of the hard predictions, one per input."""
     return (sample.target - hard_predictions(sample)).square()
 
 

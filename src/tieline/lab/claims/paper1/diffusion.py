@@ -296,6 +296,7 @@ def linear_image(run: ClaimRun) -> Evidence:
 
 
 def _largest_covariance_deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
+    """Largest error of a sampled covariance, in standard errors."""
     terms = x[:, :, None] * y[:, None, :]
     error = terms.std(dim=0) / len(x) ** 0.5
     return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
@@ -414,6 +415,7 @@ def _start_on_flat_checks(weight: Tensor, bias: Tensor) -> list[Check]:
 def _bounded_time_near_ties(
     run: ClaimRun, order: int, count: int
 ) -> tuple[list[Check], list[float]]:
+    """Checks of sampled times near order-n ties against both bounds, and the numbers."""
     weight, bias = streamed_router(run, 5, 7)
     x0, checks, row = run.normal(7, stream=3), [], []
     for epsilon in (0.4, 0.2, 0.1):

@@ -163,7 +163,7 @@ def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: 
     first = run.normal(experts, 32, width, stream=100 * layer + 2) / width**0.5
     second = run.normal(experts, 8, 32, stream=100 * layer + 3) / 32**0.5
 
-    def outputs(gate) -> object:
+    def layer_with_gate(gate) -> object:
         def mapped(x: Tensor) -> Tensor:
             hidden = torch.einsum("ehd,nd->neh", first, x).relu()
             return torch.einsum(
@@ -177,10 +177,11 @@ def layer_pair(run: ClaimRun, layer: int, experts: int = 32, k: int = 4, width: 
         "smooth": SmoothTopK(k, epsilon=0.5, a=A, b=B),
         "ramp": SmoothTopK(k, epsilon=0.5, a=1.0, b=1.0),
     }
-    return {"weight": weight, **{name: outputs(gate) for name, gate in gates.items()}}
+    return {"weight": weight, **{name: layer_with_gate(gate) for name, gate in gates.items()}}
 
 
-def _tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
+def _nearest_tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[Tensor, Tensor]:
+    """Points of ties nearest to drawn inputs, and the normals there."""
     nearest = nearest_tie_point(run.normal(n, weight.shape[1], stream=8), weight, None, k)
     return nearest.point, nearest.normal
 
@@ -195,7 +196,7 @@ def smoothed_layer_is_continuous(run: ClaimRun) -> Evidence:
     Overturned by: an exponent below 1
     """
     layer = layer_pair(run, 1)
-    points, normals = _tie_points(run, layer["weight"], 4, run.size(30, 300))
+    points, normals = _nearest_tie_points(run, layer["weight"], 4, run.size(30, 300))
     exponents = {
         name: step_exponent(difference_by_step(layer[name], points, normals))
         for name in ("hard", "smooth")
@@ -235,7 +236,7 @@ def figure_one_jump_at_tie(run: ClaimRun) -> Evidence:
     Overturned by: a hard layer without jump or a smooth one with it
     """
     layer = layer_pair(run, 1)
-    points, normals = _tie_points(run, layer["weight"], 4, run.size(50, 500))
+    points, normals = _nearest_tie_points(run, layer["weight"], 4, run.size(50, 500))
     differences = {
         name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")
     }
@@ -267,7 +268,7 @@ def figure_three_layer_continuity(run: ClaimRun) -> Evidence:
     checks = []
     for number in range(1, 5):
         layer = layer_pair(run, number)
-        points, normals = _tie_points(run, layer["weight"], 4, run.size(20, 200))
+        points, normals = _nearest_tie_points(run, layer["weight"], 4, run.size(20, 200))
         for name, stated in (("hard", 0.0), ("smooth", 1.0)):
             power = step_exponent(difference_by_step(layer[name], points, normals))
             checks.append(near(f"layer {number}, {name}", power, stated, 0.1))
@@ -372,12 +373,12 @@ def routing_course(
     rows = all_rows[:: max(1, len(all_rows) // windows)][:windows].long()
     looks: list[tuple[int, Tensor]] = []
 
-    def watch(model: nn.Module, step: int) -> None:
+    def measure_at_step(model: nn.Module, step: int) -> None:
         if step == 1 or step % every == 0 or step == config.optim.steps:
             looks.append((step, _measure_layers(model, rows, tolerances)))
 
     with tempfile.TemporaryDirectory() as folder:
-        done = run_training(config, Path(folder) / "run", watch=watch)
+        done = run_training(config, Path(folder) / "run", watch=measure_at_step)
     steps, tables = zip(*looks, strict=True)
     table = torch.stack(tables)
     return RoutingCourse(
@@ -398,10 +399,11 @@ def _measure_layers(model: nn.Module, rows: Tensor, tolerances: Sequence[float])
     with collect_routing(model) as records:
         model(input_ids=rows)
     model.train(training)
-    return torch.stack([_layer_numbers(record, tolerances) for record in records])
+    return torch.stack([_layer_course_row(record, tolerances) for record in records])
 
 
-def _layer_numbers(record: LayerRouting, tolerances: Sequence[float]) -> Tensor:
+def _layer_course_row(record: LayerRouting, tolerances: Sequence[float]) -> Tensor:
+    """Experts in use, ε and numbers of near experts of one layer."""
     gate, scores = record.layer.gate, record.routing.scores.flatten(0, -2)
     used = record.routing.active.double().mean()
     width = gate.epsilon.double() if isinstance(gate, SmoothTopK) else torch.tensor(math.nan)
@@ -447,6 +449,7 @@ def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> 
 
 
 def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
+    """A line for each layer against the steps."""
     steps = course.steps.double()
     return [line(f"layer {at}", steps, column) for at, column in enumerate(course.experts.T)]
 

@@ -42,7 +42,7 @@ def bend_inside_pieces(points: np.ndarray, margins: np.ndarray, net: tuple, soft
     step = np.zeros_like(points)
     step[:, 0] = 0.5 * margins
 
-    def output(x: np.ndarray) -> np.ndarray:
+    def layer_output(x: np.ndarray) -> np.ndarray:
         scores = x @ W.T + b
         gates = chosen(scores, k) * (
             np.exp(scores - scores.max(axis=1, keepdims=True)) if softmax else 1.0
@@ -51,8 +51,8 @@ def bend_inside_pieces(points: np.ndarray, margins: np.ndarray, net: tuple, soft
         hidden = np.maximum(np.einsum("ehd,pd->peh", V, x) + c, 0)
         return (gates * np.einsum("peh,eh->pe", hidden, out)).sum(axis=1)
 
-    middle = output(points)
-    second = output(points + step) + output(points - step) - 2 * middle
+    middle = layer_output(points)
+    second = layer_output(points + step) + layer_output(points - step) - 2 * middle
     return float(np.abs(second / (1 + np.abs(middle))).max())
 
 

@@ -298,6 +298,7 @@ def _coalition_start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
 def _trained_coalitions(
     run: ClaimRun, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
 ) -> Float[Tensor, " mixtures"]:
+    """Effective coalitions after training of all mixtures at once."""
     wide = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
     start = _coalition_start(run, len(x))
     if kind == "fitted":
