@@ -30,7 +30,7 @@ import torch
 
 import tieline as tl
 from benchmarks.harness import Samples, ratio
-from tieline.engines import ENGINES, find_python, installed
+from tieline.engines import ENGINES, find_python, installed_engine
 from tieline.engines.worker_process import run_worker
 from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
 from tieline.run.corpus import tokenise
@@ -47,7 +47,7 @@ WANTED = set(ENGINES)
 
 
 def has(engine: str) -> bool:
-    return engine in WANTED and bool(installed(ENGINES[engine]).python)
+    return engine in WANTED and bool(installed_engine(ENGINES[engine]).python)
 
 
 def python_of(engine: str) -> str:
@@ -81,7 +81,7 @@ def quantise_gguf(source: Path, out: Path, kind: int) -> None:
 
 
 def run_in(engine: str, code: str, *words: str) -> None:
-    from tieline.engines.registry import environment_of
+    from tieline.engines.engine_registry import environment_of
 
     python = find_python(ENGINES[engine])
     done = subprocess.run(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tieline.core.errors import TielineError
-from tieline.engines.registry import engine_named, environment_of, find_python
+from tieline.engines.engine_registry import engine_named, environment_of, find_python
 from tieline.testing import RULES, Conformance, RouterHabits, RouterRule
 from tieline.testing.conformance import Router, check_router
 from tieline.testing.logit_battery import SIZES

@@ -8,7 +8,7 @@ from tieline.core.errors import ParameterError, TraceError
 from tieline.models.demo import demo_text
 from tieline.run.corpus import as_text
 from tieline.trace import save_summary, save_trace, summarise
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 
 def test_a_text_is_read_with_the_name_of_its_file(tmp_path):
@@ -48,7 +48,7 @@ def test_what_was_saved_is_loaded_by_its_kind(tmp_path):
     trace = trace_of(all_scores(0))
     save_trace(trace, tmp_path / "trace")
     save_summary(summarise(trace), tmp_path / "summary")
-    assert identical(load(tmp_path / "trace"), trace)
+    assert identical_values(load(tmp_path / "trace"), trace)
     assert load(str(tmp_path / "summary")).tokens == trace.n_tokens
     assert source_kind(tmp_path / "trace") == source_kind(tmp_path / "summary") == "trace"
     assert [source_kind(name) for name in ("org/model", "none.npz", "demo")] == [

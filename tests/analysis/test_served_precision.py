@@ -16,7 +16,7 @@ from tieline.analysis.served_precision import (
     tolerated,
 )
 from tieline.core.statistics import Estimate
-from tieline.models.formats import FORMATS
+from tieline.models.number_formats import FORMATS
 
 
 def serving(kl, replayed=0.0, error=1e-6, loss=0.0, sequences=32):

@@ -22,7 +22,7 @@ from tieline.core.records import (
     DEEPEST,
     LONGEST,
     Result,
-    canonical,
+    canonical_json,
     from_plain,
     parse_json,
     read_result,
@@ -44,9 +44,9 @@ values = st.recursive(
 
 @given(values)
 def test_values_survive_and_have_one_text(value):
-    text = canonical(value)
+    text = canonical_json(value)
     assert parse_json(text.encode(), "x") == value
-    assert canonical(json.loads(text)) == text
+    assert canonical_json(json.loads(text)) == text
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
@@ -81,7 +81,7 @@ def test_what_json_does_not_define_is_refused(data, message):
 @pytest.mark.parametrize("value", [{1: 2}, {"a": object()}, float("nan"), 1 << 63, "\ud800"])
 def test_values_that_are_not_json_are_not_written(value):
     with pytest.raises(TraceError, match="provenance"):
-        canonical(value)
+        canonical_json(value)
 
 
 Value = TypeVar("Value")

@@ -83,7 +83,7 @@ def test_a_broken_rule_names_the_field_and_the_value(options, message):
     spelled = message
     for name, option in names.items():
         spelled = spelled.replace(name, option)
-    assert other.naming(names) == spelled
+    assert other.message_naming(names) == spelled
 
 
 def test_a_function_lists_the_fields_of_its_settings():

@@ -3,7 +3,7 @@
 import sys
 import textwrap
 
-from tieline.engines import ENGINES, Engine, register
+from tieline.engines import ENGINES, Engine, register_engine
 
 HONEST = """
 import numpy as np
@@ -28,4 +28,4 @@ def fake_engine(folder, monkeypatch, code=HONEST, name="fake", **facts):
     record = Engine(name, worker, "numpy", ("numpy",), "anything", ("true",), "0 MB", **facts)
     monkeypatch.setitem(ENGINES, name, record)  # which takes it out afterwards
     del ENGINES[name]
-    return register(record)
+    return register_engine(record)

@@ -7,7 +7,7 @@ import torch
 import tieline as tl
 from tests.engines.fakes import HONEST, fake_engine
 from tieline.core.errors import TielineError, TraceError
-from tieline.engines import RunOptions, dequantised, run_engine
+from tieline.engines import RunOptions, dequantised_weights, run_engine
 from tieline.engines.engine_run import usable_threads
 from tieline.trace import load_trace, save_trace
 
@@ -64,11 +64,11 @@ def test_weights_that_are_missing_are_named(tmp_path, monkeypatch):
         return {"a.weight": np.ones((2, 2), np.float32)}, {"bits": 4.5}
     """
     fake_engine(tmp_path, monkeypatch, code)
-    found, facts = dequantised("any", "fake", ["a.weight"])
+    found, facts = dequantised_weights("any", "fake", ["a.weight"])
     assert found["a.weight"].sum() == 4
     assert facts["bits"] == 4.5
     with pytest.raises(TraceError, match=r"no \['b.weight'\]"):
-        dequantised("any", "fake", ["a.weight", "b.weight"])
+        dequantised_weights("any", "fake", ["a.weight", "b.weight"])
 
 
 def test_threads_follow_the_environment(monkeypatch):

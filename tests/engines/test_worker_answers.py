@@ -12,7 +12,7 @@ from tieline.engines.worker_answers import (
     WorkerAnswer,
     answer_trace,
     check_rows,
-    read_answer,
+    read_worker_answer,
     score_agreement,
 )
 from tieline.trace.record import check_trace
@@ -152,14 +152,14 @@ def test_files_that_are_no_answers_are_refused(tmp_path):
     path = tmp_path / "answer.npz"
     path.write_bytes(b"PK nothing")
     with pytest.raises(TraceError, match="cannot be read"):
-        read_answer(path, "fake")
+        read_worker_answer(path, "fake")
     np.savez(path, picks=np.zeros(3))
     with pytest.raises(TraceError, match="no facts"):
-        read_answer(path, "fake")
+        read_worker_answer(path, "fake")
     told = np.frombuffer(json.dumps([1]).encode(), np.uint8)
     np.savez(path, facts=told)
     with pytest.raises(TraceError, match="JSON object"):
-        read_answer(path, "fake")
+        read_worker_answer(path, "fake")
     np.savez(path, facts=np.array([{}], dtype=object))
     with pytest.raises(TraceError, match="cannot be read"):
-        read_answer(path, "fake")
+        read_worker_answer(path, "fake")

@@ -133,7 +133,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path):
         import numpy as np
         from pathlib import Path
         from tieline.engines.worker_process import run_worker
-        from tieline.engines.registry import Engine
+        from tieline.engines.engine_registry import Engine
         engine = Engine("x", Path({str(worker)!r}), "numpy", (), "", (), "")
         request = {{"job": "capture"}}
         python, folder = Path({sys.executable!r}), Path({str(tmp_path)!r})

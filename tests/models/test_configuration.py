@@ -6,9 +6,9 @@ import pytest
 
 from tests.models.tiny import tiny_model
 from tieline.core.errors import UnsupportedModelError
-from tieline.models.checkpoint import read_checkpoint
 from tieline.models.configuration import check_config_sizes
 from tieline.models.model import Model, read_shape
+from tieline.models.saved_models import read_checkpoint
 
 MIXTRAL = {"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
 

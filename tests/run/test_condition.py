@@ -9,7 +9,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_
 from tieline.models.emulate import modular_routers
-from tieline.models.formats import FORMATS, OF_ROUTERS
+from tieline.models.number_formats import FORMATS, OF_ROUTERS
 from tieline.run.condition import (
     Condition,
     Perturbation,

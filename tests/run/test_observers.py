@@ -12,7 +12,7 @@ from tieline.engines.engine_capture import capture_engine
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.models.experts import use_experts
 from tieline.models.model import Model
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -33,7 +33,7 @@ def test_metrics_traces_and_jumps_are_equal(family, jumps, tmp_path):
     plain = inspect(folder, stream=False, jumps=jumps, dtype="fp32", **SMALL)
     progress = lambda *words: told.append(words)  # noqa: E731
     found = inspect(folder, stream=True, jumps=jumps, dtype="fp32", progress=progress, **SMALL)
-    assert identical(plain.trace, found.trace)
+    assert identical_values(plain.trace, found.trace)
     assert to_plain(plain.measures) == to_plain(found.measures)
     assert plain.jumps == found.jumps
     assert (plain.metrics, plain.verdict) == (found.metrics, found.verdict)
@@ -46,7 +46,7 @@ def test_experts_in_groups_give_the_same_jumps(tmp_path):
     eager = Model.open(folder, dtype="fp32")
     use_experts(eager.module, "eager")
     plain, found = inspect(eager, **SMALL), inspect(in_groups(folder, "olmoe", 3), **SMALL)
-    assert identical(plain.trace, found.trace)
+    assert identical_values(plain.trace, found.trace)
     assert plain.jumps == found.jumps
     assert plain.metrics == found.metrics
 
@@ -57,7 +57,7 @@ def test_a_streamed_capture_is_the_trace_of_the_model_in_memory(family, tmp_path
     asked = {"text": TEXT, "tokens": 170, "sequence_length": 16}
     plain = capture_engine(folder, stream=False, **asked)
     found = capture_engine(folder, stream=True, progress=lambda *x: told.append(x), **asked)
-    assert identical(plain.trace, found.trace)
+    assert identical_values(plain.trace, found.trace)
     assert plain.trace.provenance == found.trace.provenance
     assert plain.metrics == found.metrics
     assert {stage for stage, *_ in told} == {"streaming"}

@@ -17,7 +17,7 @@ from tieline.core.errors import NoSpaceError
 from tieline.core.records import to_plain
 from tieline.models.model import Model
 from tieline.run import resume
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -50,7 +50,7 @@ def goes_on(folder, reads, tmp_path):
     killed_after(folder, reads)
     loaded = Model.open(folder, stream=True, dtype="fp32")
     found = inspect(loaded, resume=True, **SMALL)
-    assert identical(whole.trace, found.trace)
+    assert identical_values(whole.trace, found.trace)
     assert to_plain(whole.measures) == to_plain(found.measures)
     assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
     assert not any((tmp_path / "cache" / "streams").iterdir())
@@ -91,7 +91,7 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypat
     kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]
     assert not [name for name in kept if name.endswith(".partial")]
     found = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
-    assert identical(whole.trace, found.trace)
+    assert identical_values(whole.trace, found.trace)
     assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
 
 
@@ -131,7 +131,7 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
         left = json.loads(states[0].read_text())["left"] if states else []
         loaded = Model.open(folder, stream=True, dtype="fp32")
         found = inspect(loaded, resume=True, **SMALL)
-        assert identical(whole.trace, found.trace)
+        assert identical_values(whole.trace, found.trace)
         assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
         weights = loaded.stream.weights
         needed = sum(weights.stored(n) for n in weights.units if n not in left)

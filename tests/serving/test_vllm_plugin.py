@@ -12,7 +12,7 @@ import torch
 import tieline
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
-from tieline.engines.registry import engine_named, environment_of, find_python
+from tieline.engines.engine_registry import engine_named, environment_of, find_python
 from tieline.models.demo import load_demo_model
 from tieline.models.portable import portable_rules
 from tieline.models.smoothed_model import smooth_

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tieline.core.errors import TielineError
-from tieline.engines.registry import engine_named, find_python
+from tieline.engines.engine_registry import engine_named, find_python
 from tools.conformance import ENGINE_ROUTERS, ONLY_SIZES, TORCH_ROUTERS, engine_router, examine
 
 SIZES = ((16, 1), (16, 4), (64, 8))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.trace.zoo import FACTS, make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import concatenate, select_documents, select_layers, select_tokens
-from tieline.trace.record import LazyLayers, identical
+from tieline.trace.record import LazyLayers, identical_values
 
 TRACE = make_trace()
 
@@ -25,8 +25,8 @@ def lazy(trace):
 def test_cut_pieces_join_to_the_whole(recipe, cut):
     trace = make_trace(**{**recipe, "repeats": False})
     pieces = [select_tokens(trace, slice(cut)), select_tokens(trace, slice(cut, None))]
-    assert identical(concatenate(pieces), trace)
-    assert identical(concatenate([lazy(piece) for piece in pieces]), trace)
+    assert identical_values(concatenate(pieces), trace)
+    assert identical_values(concatenate([lazy(piece) for piece in pieces]), trace)
 
 
 def test_an_index_takes_tokens_in_its_order():
@@ -37,12 +37,12 @@ def test_an_index_takes_tokens_in_its_order():
         assert torch.equal(layer.scores, whole.scores[index])
         assert layer.facts == whole.facts
     assert torch.equal(some.layers[1].bias, TRACE.layers[1].bias)
-    assert identical(select_tokens(lazy(TRACE), index), some)
+    assert identical_values(select_tokens(lazy(TRACE), index), some)
 
 
 def test_a_mask_keeps_the_order_of_the_trace():
     mask = torch.arange(20) % 3 == 0
-    assert identical(select_tokens(TRACE, mask), select_tokens(TRACE, mask.nonzero()[:, 0]))
+    assert identical_values(select_tokens(TRACE, mask), select_tokens(TRACE, mask.nonzero()[:, 0]))
 
 
 @pytest.mark.parametrize(

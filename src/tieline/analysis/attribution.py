@@ -57,7 +57,7 @@ from tieline.analysis.excess_over_sound_runs import Excess
 from tieline.analysis.noise_shapes import NoiseShape, find_known_patterns, find_patterns
 from tieline.core.setting_fields import require_setting
 from tieline.core.statistics import Estimate
-from tieline.models.formats import OF_ROUTERS
+from tieline.models.number_formats import OF_ROUTERS
 
 ROUNDING = {
     "fp32": 5.1e-8,

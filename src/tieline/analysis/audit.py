@@ -55,9 +55,9 @@ from tieline.core.statistics import Estimate, SequenceSums
 from tieline.core.text import layer_label
 from tieline.models.demo import DEMO
 from tieline.models.emulate import makes_one_product, modular_routers
-from tieline.models.formats import FORMATS, format_named
 from tieline.models.ignore_lists import ignore_lists
 from tieline.models.model import Model, ModelSource
+from tieline.models.number_formats import FORMATS, format_named
 from tieline.models.parallel import check_rounding
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
 from tieline.run.corpus import Corpus, TokenisedText

@@ -22,7 +22,7 @@ from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes
 from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
-from tieline.trace.readers.formats import token_documents
+from tieline.trace.readers.route_formats import token_documents
 from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repetition_findings
 from tieline.trace.soundness import RouteFinding, route_table, soundness_findings

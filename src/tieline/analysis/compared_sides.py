@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from tieline.analysis.route_files import saved_routes, source_kind
 from tieline.core.errors import require
 from tieline.core.setting_fields import require_setting
-from tieline.engines.registry import split_side
+from tieline.engines.engine_registry import split_side
 from tieline.models.emulate import Region
 from tieline.models.experts import use_experts
-from tieline.models.formats import FORMATS
 from tieline.models.model import Model
 from tieline.models.model_stream import ModelStream
+from tieline.models.number_formats import FORMATS
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import stacked_batches
 from tieline.run.observers import Observer, RouteRecorder

@@ -47,8 +47,8 @@ from tieline.analysis.token_distances import (
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting
-from tieline.engines import RunOptions, dequantised, engine_named
-from tieline.engines.registry import find_python, split_side
+from tieline.engines import RunOptions, dequantised_weights, engine_named
+from tieline.engines.engine_registry import find_python, split_side
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
@@ -56,8 +56,8 @@ from tieline.engines.trace_sources import (
     vocabulary_sample,
 )
 from tieline.models.emulate import Region
-from tieline.models.formats import FORMATS
 from tieline.models.model import load_tokenizer
+from tieline.models.number_formats import FORMATS
 from tieline.run.corpus import default_length, stacked_batches
 from tieline.run.observers import Observer, Outcome
 from tieline.run.plan import Pass
@@ -448,7 +448,7 @@ def dequantised_model(
         folder = Path(name)
         original.save_pretrained(folder)
         shapes = _stored_shapes(folder)
-        arrays, facts = dequantised(quantised, engine, sorted(shapes), python)
+        arrays, facts = dequantised_weights(quantised, engine, sorted(shapes), python)
         for key, array in arrays.items():
             fits = tuple(array.shape) == shapes[key]
             message = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"

@@ -40,7 +40,12 @@ from tieline.analysis.inspection import (
     LossJumps,
 )
 from tieline.core.errors import TielineError, UnsupportedModelError, require
-from tieline.core.statistics import mean_estimate, next_token_losses, quantile_bands, quantiles
+from tieline.core.statistics import (
+    mean_estimate,
+    next_token_losses,
+    quantile_bands,
+    quantile_record,
+)
 from tieline.measure.measures import gap_status
 from tieline.models.routed_block import Block, BlockCall, BlockRun, Rows, fitted_choice
 from tieline.models.router_output import Choice, RouterOutput
@@ -432,8 +437,8 @@ def _jump_measures(
         module=block.name,
         near=near,
         random=random,
-        near_quantiles=quantiles(jumps, levels),
-        random_quantiles=quantiles(others, levels) if random.jumps else None,
+        near_quantiles=quantile_record(jumps, levels),
+        random_quantiles=quantile_record(others, levels) if random.jumps else None,
         dangerous=mean_estimate(dangerous),
         dangerous_above=settings.dangerous_above,
         table=gap_jump_table(layer.inner_gap, near, random, settings),
@@ -499,7 +504,7 @@ def jumps_with_losses(
     losses: list[float | None] = [None] * len(near.tokens)
     for index, change in zip(picked, changes.tolist(), strict=True):
         losses[index] = change
-    sizes = quantiles(changes.abs(), jumps.near_quantiles.probabilities)
+    sizes = quantile_record(changes.abs(), jumps.near_quantiles.probabilities)
     loss = LossJumps(mean_estimate(changes), sizes, len(picked))
     return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
 

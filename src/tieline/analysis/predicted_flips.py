@@ -28,7 +28,7 @@ from tieline.measure.flips import either_chance, flip_limits_by_size, group_flip
 from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.rounding import product_flips
 from tieline.models.emulate import logits_matrix
-from tieline.models.formats import Format, format_named
+from tieline.models.number_formats import Format, format_named
 from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
 

@@ -25,7 +25,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.files import check_target
 from tieline.core.records import Result, read_result
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.trace.readers import SUFFIXES, import_trace, recognise, routes_of_trace
+from tieline.trace.readers import SUFFIXES, import_trace, recognise_format, routes_of_trace
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repeated_rows
@@ -75,7 +75,7 @@ def saved_routes(
     """
     if source_kind(name) == "file":
         require(Path(name).exists(), f"no such file: {name}", TraceError)
-        array = Path(name).is_file() and recognise(name) == "array"
+        array = Path(name).is_file() and recognise_format(name) == "array"
         return import_trace(name, n_experts, None if array else k)
     kind = folder_kind(Path(name))
     require(kind == "trace", f"{name} is a {kind}: a trace with every token is needed", TraceError)

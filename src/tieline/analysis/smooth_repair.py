@@ -32,9 +32,9 @@ from tieline.core.statistics import (
     clustered_mean,
     next_token_losses,
 )
-from tieline.models.checkpoint import save_model
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
+from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import Smoothing, recorded_smoothing, with_widths
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import stacked_batches

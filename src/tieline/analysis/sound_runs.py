@@ -27,7 +27,7 @@ from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.token_distances import DistanceObserver
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.emulate import Region
-from tieline.models.formats import FORMATS
+from tieline.models.number_formats import FORMATS
 from tieline.run.condition import Condition, Perturbation, rounding_noise
 from tieline.run.corpus import stacked_batches
 from tieline.run.plan import Pass, Phase, Plan

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tieline.analysis.comparison import ComparedRuns
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
 from tieline.core.errors import TielineError, UnsupportedModelError, require
-from tieline.core.statistics import Estimate, clustered_error, k3
+from tieline.core.statistics import Estimate, clustered_error, k3_divergence
 from tieline.core.text import layer_label
 from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode
@@ -111,7 +111,7 @@ def token_distances(
 def _row_distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     """k3, KL and both losses of rows of logits."""
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
-    terms = k3(log_a, log_b)
+    terms = k3_divergence(log_a, log_b)
     if bool(terms.isnan().any()):  # tokens that both exclude from the vocabulary
         terms = terms.masked_fill(log_a.isneginf() & log_b.isneginf(), 0.0)
     kl = (log_a.exp() * terms).sum(1)
@@ -341,4 +341,4 @@ def _row_kl(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:
     """KL(A ‖ B) of each row of logits, in float64."""
     chunks = zip(a.split(ROWS), b.split(ROWS), strict=True)
     logs = ([x.double().cpu().log_softmax(1) for x in pair] for pair in chunks)
-    return torch.cat([(log_a.exp() * k3(log_a, log_b)).sum(1) for log_a, log_b in logs])
+    return torch.cat([(log_a.exp() * k3_divergence(log_a, log_b)).sum(1) for log_a, log_b in logs])

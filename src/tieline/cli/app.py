@@ -44,7 +44,7 @@ from tieline.core.errors import (
     StreamingWarning,
     TielineError,
     require,
-    shortened,
+    shortened_message,
 )
 from tieline.core.files import out_of_space
 from tieline.core.plugins import command_groups, import_command
@@ -176,7 +176,7 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
         if doing:
             parallel = getattr(settings, "parallel", None)
             options["parallel"] = processes.enter_context(joined_processes(parallel, doing))
-        from tieline.models.checkpoint import quiet_transformers
+        from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         module, _, function = job.partition(":")
@@ -201,7 +201,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             code, message = exit_message(problem, run_command)
             hint = "; --debug shows where it happened" if code == OUR_BUG else ""
             if claims_error_report():
-                print_to_stderr(shortened(message) + ("" if debug else hint))
+                print_to_stderr(shortened_message(message) + ("" if debug else hint))
             raise typer.Exit(code) from problem
 
     add_command_parameter(run, "debug", False, Debug)
@@ -213,7 +213,7 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     if isinstance(problem, KeyboardInterrupt | typer.Abort) or was_stopped():
         return INTERRUPTED, "stopped"
     if isinstance(problem, SettingError):
-        return BAD_INPUT, f"error: {problem.naming(option_names(command))}"
+        return BAD_INPUT, f"error: {problem.message_naming(option_names(command))}"
     if isinstance(problem, TielineError):
         return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):

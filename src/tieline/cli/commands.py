@@ -100,7 +100,7 @@ def _inspection_or_saved(
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.inspection import inspection_metric_names
         from tieline.analysis.route_files import load, source_kind
-        from tieline.models.checkpoint import quiet_transformers
+        from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         kind = source_kind(source)
@@ -221,7 +221,7 @@ def check(
     outputs.check_targets(*routes, settings.tokens, settings.against, settings.model)
     with progress_bars(first="reading the routes"):
         from tieline.analysis.check import check as run
-        from tieline.models.checkpoint import quiet_transformers
+        from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         result = run(routes, settings=settings)
@@ -295,8 +295,8 @@ def capture(
     require(list_engines or out is not None, "name the folder of the trace with -o")
     with progress_bars() as progress, joined_processes(settings.parallel, "capturing") as parallel:
         from tieline.engines.engine_capture import capture_engine
-        from tieline.engines.registry import list_engines as all_engines
-        from tieline.models.checkpoint import quiet_transformers
+        from tieline.engines.engine_registry import list_engines as all_engines
+        from tieline.models.saved_models import quiet_transformers
 
         quiet_transformers()
         if list_engines:

@@ -30,7 +30,7 @@ from tieline.core.files import (
     write_whole,
 )
 from tieline.core.records import Result
-from tieline.core.text import unfiltered
+from tieline.core.text import unfiltered_stream
 
 STDOUT = Path("-")
 PICTURES = (".html", ".pdf", ".png", ".svg")
@@ -195,7 +195,7 @@ def deliver(result: Result, outputs: Outputs, hint: str = "") -> None:
         if outputs.to_stdout:
             _write_to_stdout(contents[STDOUT])
         else:
-            console = Console(file=unfiltered(sys.stdout), highlight=False, soft_wrap=False)
+            console = Console(file=unfiltered_stream(sys.stdout), highlight=False, soft_wrap=False)
             console.print(report.terminal(result, console.width), crop=False)  # commands are copied
     for path in outputs.written:
         print_to_stderr(f"wrote {path}")

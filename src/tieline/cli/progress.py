@@ -23,7 +23,7 @@ from rich.progress import (
 
 from tieline.cli.terminal_session import print_to_stderr
 from tieline.cli.torchrun import is_first
-from tieline.core.text import printable_line, unfiltered
+from tieline.core.text import printable_line, unfiltered_stream
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and of how much."""
@@ -58,7 +58,7 @@ def progress_bars(console: Console | None = None, first: str = FIRST) -> Iterato
     if not is_first():
         yield lambda stage, done, total: None
         return
-    console = console or Console(file=unfiltered(sys.stderr))
+    console = console or Console(file=unfiltered_stream(sys.stderr))
     if not console.is_terminal:
         with _progress_lines(first) as lines:
             yield lines

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from tieline.core.text import PrintableStream, printable, unfiltered
+from tieline.core.text import PrintableStream, printable, unfiltered_stream
 
 FINE, CONDITION_HELD, BAD_INPUT, OUR_BUG, INTERRUPTED = 0, 1, 2, 3, 130
 SHOW_CURSOR = "\x1b[?25h"
@@ -156,7 +156,7 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 def _exit_at_once() -> NoReturn:
     """Exit from anywhere; imports and destructors of libraries do not survive an exception."""
-    stderr = unfiltered(sys.stderr)
+    stderr = unfiltered_stream(sys.stderr)
     if stderr is not None and stderr.isatty():
         with suppress(OSError, ValueError):
             print(SHOW_CURSOR, file=stderr, flush=True)

@@ -28,7 +28,7 @@ class FirstRankError(TielineError):
     """Rank 0 failed and reports the error itself."""
 
 
-def is_first() -> bool:
+def is_first_rank() -> bool:
     """Return whether this process is rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -40,7 +40,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
         action: returns JSON values; called on rank 0 only.
     """
     outcome, error = {}, None
-    if is_first():
+    if is_first_rank():
         try:
             outcome = {"result": action()}
         except Exception as problem:
@@ -54,7 +54,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
     return outcome["result"]
 
 
-def gathered(data: bytes) -> list[bytes]:
+def gathered_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of every rank; gloo gathers equal lengths, so shorter ones are padded."""
     if not dist.is_initialized():
         return [data]
@@ -73,19 +73,19 @@ def gathered(data: bytes) -> list[bytes]:
 def gathered_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the named tensors of every rank, on the CPU; ranks may have other names and shapes."""
     local = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return [load(data) for data in gathered(save(local))]
+    return [load(data) for data in gathered_bytes(save(local))]
 
 
 def gathered_plain(value: Any) -> list[Any]:
     """Return a JSON value of every rank; NaN and infinities are allowed."""
-    return [json.loads(data) for data in gathered(json.dumps(value).encode())]
+    return [json.loads(data) for data in gathered_bytes(json.dumps(value).encode())]
 
 
 def _broadcast_bytes(data: bytes) -> bytes:
     """Return the bytes of rank 0."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
-    buffer = bytearray(data) if is_first() else bytearray(int(length))
+    buffer = bytearray(data) if is_first_rank() else bytearray(int(length))
     content = torch.frombuffer(buffer, dtype=torch.uint8)
     dist.broadcast(content, src=0)
     return bytes(content.numpy().tobytes())

@@ -17,16 +17,16 @@ __all__ = [
     "UnsupportedModelError",
     "first_line",
     "is_panic",
-    "parsing",
+    "parsing_file",
     "require",
-    "shortened",
+    "shortened_message",
 ]
 
 LONGEST_MESSAGE = 1500
 """Bytes of a message: room for any sentence of ours, and for a part of what a file says."""
 
 
-def shortened(message: str, most: int = LONGEST_MESSAGE) -> str:
+def shortened_message(message: str, most: int = LONGEST_MESSAGE) -> str:
     """Return a message that is safe to print: its middle left out if long, no control characters.
 
     Messages quote names and values from files, which anybody may have written.
@@ -44,7 +44,7 @@ class TielineError(ValueError):
     """Base of every error that a caller can cause; its message is never long."""
 
     def __init__(self, message: object = "", *rest: object) -> None:
-        super().__init__(shortened(str(message)), *rest)
+        super().__init__(shortened_message(str(message)), *rest)
 
 
 class ParameterError(TielineError):
@@ -96,7 +96,7 @@ def first_line(problem: BaseException) -> str:
 
 
 @contextmanager
-def parsing(name: object) -> Iterator[None]:
+def parsing_file(name: object) -> Iterator[None]:
     """Turn whatever a parser raises into a `TraceError` that names the file."""
     try:
         yield

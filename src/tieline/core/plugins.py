@@ -75,10 +75,10 @@ class Plugin:
             the command to `tieline.cli.app.app`.
         results: formats of the results in JSON files, by name.
         restorers: modules by name of a change; importing the module calls
-            `tieline.models.checkpoint.register_restorer`.
+            `tieline.models.saved_models.register_restorer`.
         families: modules whose import calls `tieline.models.register_family`.
         readers: modules whose import calls `tieline.trace.readers.register_reader`.
-        engines: modules whose import calls `tieline.engines.registry.register`.
+        engines: modules whose import calls `tieline.engines.engine_registry.register_engine`.
     """
 
     commands: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ INSTRUMENT = Plugin(
             "tieline.engines.engine_capture:EngineCapture", "tieline.report.route_files:CAPTURED"
         ),
         "tieline-engines": ResultFormat(
-            "tieline.engines.registry:EngineList", "tieline.report.route_files:ENGINES"
+            "tieline.engines.engine_registry:EngineList", "tieline.report.route_files:ENGINES"
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
     },

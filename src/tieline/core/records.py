@@ -8,7 +8,7 @@
     read_result    the result in a JSON file
     parse_json     JSON from a file that anybody may have written
     write_json     a JSON file, whole or not at all
-    canonical      the one text of a JSON value
+    canonical_json  the one text of a JSON value
     short_repr     `repr` of a record that holds much, in a few lines
 
 JSON from files is bounded in size and depth. Repeated keys, NaN, infinities, integers beyond 64
@@ -45,7 +45,7 @@ __all__ = [
     "LONGEST",
     "Result",
     "Worded",
-    "canonical",
+    "canonical_json",
     "from_plain",
     "parse_json",
     "read_result",
@@ -384,7 +384,7 @@ def _refuse_misfit(hint: Any, value: object, path: str) -> NoReturn:
     raise TraceError(f"{path}: expected {expected}, got {value!r:.80}")
 
 
-def canonical(value: object) -> str:
+def canonical_json(value: object) -> str:
     """Return the one text of a JSON value: keys sorted, no spaces."""
     _check_json_values(value, "provenance")
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -67,9 +67,9 @@ class SettingError(ParameterError):
 
     def __init__(self, template: str, **values: object) -> None:
         self.template, self.values = template, values
-        super().__init__(self.naming({}))
+        super().__init__(self.message_naming({}))
 
-    def naming(self, names: Mapping[str, str]) -> str:
+    def message_naming(self, names: Mapping[str, str]) -> str:
         """Return the message with settings called by `names`, or as in Python where absent."""
         return self.template.format_map(_Names({**names, **self.values}))
 
@@ -238,7 +238,7 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
     The function has `**options`, which it joins with its argument `settings` by `Settings.of`.
     """
 
-    def decorate(function: Function) -> Function:
+    def with_fields_listed(function: Function) -> Function:
         signature, hints = inspect.signature(function), get_type_hints(settings)
         only = inspect.Parameter.KEYWORD_ONLY
         fields = [
@@ -255,7 +255,7 @@ def takes_settings(settings: type[Settings]) -> Callable[[Function], Function]:
         function.__doc__ = "\n".join([text, "", heading, *helps])
         return function
 
-    return decorate
+    return with_fields_listed
 
 
 def _signature_default(field: dataclasses.Field[Any]) -> Any:

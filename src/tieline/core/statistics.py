@@ -167,7 +167,7 @@ def quantile_bands(
     return QuantileBand(*take)
 
 
-def quantiles(
+def quantile_record(
     samples: Float[Tensor, " n"], probabilities: tuple[float, ...], confidence: float = 0.95
 ) -> Quantiles:
     """`quantile_bands` as a record of plain numbers."""
@@ -448,7 +448,9 @@ class Predictions:
         return self._log_probabilities
 
 
-def k3(log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def k3_divergence(
+    log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
     """Return r - 1 - log r >= 0 with r = q/p, whose mean under p is KL(p ‖ q)."""
     difference = log_q - log_p
     return difference.expm1() - difference

@@ -8,7 +8,7 @@ written on a page goes through `printable`.
     printable          text in which such characters are written as \x1b or \u202e
     printable_line     the same on one line, for names and titles
     PrintableStream    a text stream that writes printable text only
-    unfiltered         the stream below it, for a program that styles printable text itself
+    unfiltered_stream  the stream below it, for a program that styles printable text itself
     layer_label        one layer in a sentence: "layer 3"
     layer_labels       layers that a sentence must tell apart
     short_names        names without the segments that all share: "3"
@@ -28,7 +28,7 @@ __all__ = [
     "printable",
     "printable_line",
     "short_names",
-    "unfiltered",
+    "unfiltered_stream",
 ]
 
 _ACTING = (
@@ -83,7 +83,7 @@ class PrintableStream:
         return iter(self.below)
 
 
-def unfiltered(stream: Any) -> Any:
+def unfiltered_stream(stream: Any) -> Any:
     """Return the stream below a `PrintableStream`, or the stream itself."""
     return stream.below if isinstance(stream, PrintableStream) else stream
 

@@ -9,18 +9,18 @@ installed       where an engine is, and its versions; `list_engines` returns all
 
 from tieline.core.plugins import import_added
 from tieline.engines.engine_capture import EngineCapture, capture
-from tieline.engines.engine_run import EngineRun, RunOptions, dequantised, run_engine
-from tieline.engines.registry import (
+from tieline.engines.engine_registry import (
     ENGINES,
     Engine,
     EngineEntry,
     EngineList,
     engine_named,
     find_python,
-    installed,
+    installed_engine,
     list_engines,
-    register,
+    register_engine,
 )
+from tieline.engines.engine_run import EngineRun, RunOptions, dequantised_weights, run_engine
 from tieline.engines.worker_process import EngineError
 
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
     "EngineRun",
     "RunOptions",
     "capture",
-    "dequantised",
+    "dequantised_weights",
     "engine_named",
     "find_python",
-    "installed",
+    "installed_engine",
     "list_engines",
-    "register",
+    "register_engine",
     "run_engine",
 ]
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Unpack
 
 from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
+from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
 from tieline.engines.engine_run import RunOptions, run_engine
-from tieline.engines.registry import TRANSFORMERS, engine_named, find_python
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,

@@ -15,8 +15,8 @@ import torch
 
 from tieline._version import __version__
 from tieline.core.errors import TraceError, require
-from tieline.engines.registry import Engine, engine_named, find_python
-from tieline.engines.worker_answers import answer_trace, check_rows, read_answer
+from tieline.engines.engine_registry import Engine, engine_named, find_python
+from tieline.engines.worker_answers import answer_trace, check_rows, read_worker_answer
 from tieline.engines.worker_process import EngineError, Progress, run_worker
 from tieline.trace.record import RoutingTrace
 
@@ -86,7 +86,7 @@ def run_engine(
     }
     with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
         path = run_worker(record, python, Path(folder), request, documents, progress)
-        answer = read_answer(path, engine)
+        answer = read_worker_answer(path, engine)
     check_rows(answer, documents)
     _check_vocabulary(record, answer.facts, vocabulary)
     provenance = {
@@ -102,7 +102,7 @@ def run_engine(
     return EngineRun(trace, answer.arrays.get("logprobs"), answer.facts)
 
 
-def dequantised(
+def dequantised_weights(
     model: str | Path,
     engine: str,
     names: Sequence[str],
@@ -121,7 +121,7 @@ def dequantised(
     request = {"job": "weights", "model": str(model), "names": list(names)}
     with tempfile.TemporaryDirectory(prefix="tieline-engine-") as folder:
         path = run_worker(record, engine_python, Path(folder), request, [])
-        answer = read_answer(path, engine)
+        answer = read_worker_answer(path, engine)
     missing = sorted(set(names) - set(answer.arrays))
     require(not missing, f"{engine} returned no {missing[:3]} of {model}", TraceError)
     return dict(answer.arrays), answer.facts

@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tieline.core.errors import require
+from tieline.engines.engine_registry import engine_named
 from tieline.engines.engine_run import EngineRun, RunOptions, run_engine
-from tieline.engines.registry import engine_named
 from tieline.engines.worker_process import Progress
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.model import Model

@@ -59,7 +59,7 @@ class WorkerAnswer:
     facts: Mapping[str, Any]
 
 
-def read_answer(path: Path, engine: str) -> WorkerAnswer:
+def read_worker_answer(path: Path, engine: str) -> WorkerAnswer:
     """Read the answer file of a worker; raises if it is malformed."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -176,7 +176,7 @@ def _answer_layer(
     arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][index])
     picks = np.ascontiguousarray(arrays["picks"][:, index]).astype(np.int64)
     scores = arrays["logits"][:, index].astype(np.float32) if "logits" in arrays else None
-    size = _stated_experts(answer, picks) if scores is None else scores.shape[1]
+    size = _answer_experts(answer, picks) if scores is None else scores.shape[1]
     _check_picks(answer.engine, name, picks, size)
     weights = arrays["weights"][:, index] if "weights" in arrays else None
     layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
@@ -192,7 +192,7 @@ def _answer_layer(
     return LayerTrace(name, layer_facts, experts.to(small), values, held), agreed
 
 
-def _stated_experts(answer: WorkerAnswer, picks: np.ndarray) -> int:
+def _answer_experts(answer: WorkerAnswer, picks: np.ndarray) -> int:
     """Number of experts: as stated, else one more than the largest pick."""
     stated = answer.facts.get("n_experts")
     return int(stated) if isinstance(stated, int) else int(picks.max()) + 1

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tieline.core.errors import TielineError
-from tieline.engines.registry import WORKERS, Engine, environment_of
+from tieline.engines.engine_registry import WORKERS, Engine, environment_of
 
 Progress = Callable[[str, int, int], None]
 

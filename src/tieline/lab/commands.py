@@ -230,7 +230,7 @@ def train(
         from tieline.lab import training
         from tieline.lab.training.recipes import recipe_config
         from tieline.lab.training.training_run import training_plan
-        from tieline.models.checkpoint import quiet_transformers
+        from tieline.models.saved_models import quiet_transformers
     quiet_transformers()
     config = recipe_config(str(recipe), settings.seed)
     with progress_bars(first="loading the data") as progress:

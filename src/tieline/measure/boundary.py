@@ -35,7 +35,7 @@ from tieline.core.statistics import (
     empirical_cdf,
     mean_estimate,
     normal_quantile,
-    quantiles,
+    quantile_record,
 )
 from tieline.core.text import layer_label
 from tieline.measure.measure_settings import MeasureSettings
@@ -346,7 +346,7 @@ def gap_section(gaps: Gaps, settings: MeasureSettings) -> GapMeasures:
     widths = torch.tensor(settings.widths, dtype=torch.float64)
     gaps = gaps.double().sort().values  # once: what is in order sorts faster
     return GapMeasures(
-        quantiles=quantiles(gaps, settings.probabilities, settings.confidence),
+        quantiles=quantile_record(gaps, settings.probabilities, settings.confidence),
         profile=boundary_mass(gaps, widths, settings.confidence),
         density=gap_density(gaps),
         tail=margin_tail(gaps, confidence=settings.confidence),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import Ranked, stable_topk
-from tieline.core.statistics import Estimate, Quantiles, quantiles
+from tieline.core.statistics import Estimate, Quantiles, quantile_record
 from tieline.measure.boundary import gap_density, gaussian_gap_density
 from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.trace.record import LayerTrace
@@ -276,7 +276,8 @@ def distance_section(layer: LayerTrace, settings: MeasureSettings) -> Measuremen
     values = layer.distance.double()
     return Measurement(
         DistanceMeasures(
-            quantiles(values, settings.probabilities, settings.confidence), gap_density(values)
+            quantile_record(values, settings.probabilities, settings.confidence),
+            gap_density(values),
         )
     )
 

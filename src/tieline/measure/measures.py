@@ -39,7 +39,7 @@ from tieline.core.statistics import (
     clustered_share,
     mean_estimate,
     normal_quantile,
-    quantiles,
+    quantile_record,
 )
 from tieline.core.text import layer_label
 from tieline.measure.boundary import (
@@ -336,7 +336,9 @@ def _model_measures(
     if len(units) == 1:
         gap = Measurement(gap_section(torch.cat(gaps), settings))
         smallest = Measurement(
-            quantiles(torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence)
+            quantile_record(
+                torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence
+            )
         )
     return ModelMeasures(
         gap=gap,

@@ -4,7 +4,6 @@ Importing this registers the experts implementation "tieline" with transformers.
 """
 
 from tieline.models.capture import Recorder, capture
-from tieline.models.checkpoint import load_pretrained
 from tieline.models.experts import register_kernel
 from tieline.models.families import (
     FAMILIES,
@@ -17,6 +16,7 @@ from tieline.models.families import (
 from tieline.models.family_table import TRANSFORMERS_FAMILIES
 from tieline.models.layouts import DenseLayout, Layout, ScoresLayout, SortedLayout, TupleLayout
 from tieline.models.model import load_smoothed
+from tieline.models.saved_models import load_pretrained
 from tieline.models.smoothed_model import LayerSmoothing, Smoothing, smooth_, unsmooth_
 
 __all__ = [

@@ -31,7 +31,7 @@ class ChangedModelForCausalLM(PreTrainedModel):
             config: as the automatic class read it; the record is read again, and checked.
             options: of `tieline.models.load_pretrained`.
         """
-        from tieline.models.checkpoint import load_pretrained
+        from tieline.models.saved_models import load_pretrained
 
         if args:
             raise UnsupportedModelError("a smoothed model takes no arguments beside its folder")

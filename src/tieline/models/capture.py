@@ -123,10 +123,10 @@ class LayerObserver:
         (`layers_on_cpu`); without, it is on the CPU and verified.
         """
         later = PassChecks() if checks is None else checks
-        layer = self._record(router, call, output, batch, later)
+        layer = self._device_record(router, call, output, batch, later)
         return layers_on_cpu([layer], later)[0] if checks is None else layer
 
-    def _record(
+    def _device_record(
         self, router: nn.Module, call: Call, output: Any, batch: Batch, checks: PassChecks
     ) -> LayerTrace:
         """The record on the device of the scores, with its checks noted."""
@@ -138,13 +138,13 @@ class LayerObserver:
         smoothed = hasattr(router, HANDLER)  # its own choice is no top-k: the scores alone rank
         ids = routed.ids[:, :0] if smoothed else routed.ids
         selection = selection_scores(self.family, router, routed.logits, call)
-        check_finite_scores(selection.scores, self.name, batch, checks)
+        check_router_scores(selection.scores, self.name, batch, checks)
         scores, group_gap = selection.scores, None
         if selection.limit is not None:
             scores, group_gap = restrict_to_groups(scores, ids, selection.limit)
         k = int(attrgetter(self.family.k)(router)) if smoothed else ids.shape[1]
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
-        ranking = self._rank(at_least_single(scores), ids, k, selection, checks)
+        ranking = self._verified_ranking(at_least_single(scores), ids, k, selection, checks)
         weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
         faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
@@ -154,10 +154,10 @@ class LayerObserver:
             scores=_own_copy(ranking.kept.values, torch.float32),
             weights=_own_copy(weights[:, :k], torch.float32),
             group_gap=group_gap,
-            distance=self._distance(router, ranking),
-            near=self._near(ranking),
+            distance=self._tie_distance(router, ranking),
+            near=self._near_counts(ranking),
             bias=None if selection.bias is None else _own_copy(selection.bias, torch.float32),
-            inputs=self._inputs(call, batch, checks),
+            inputs=self._router_inputs(call, batch, checks),
             faded=_own_copy(faded, torch.float32) if smoothed else None,
             used=_own_copy(used, torch.int32) if smoothed else None,
         )
@@ -175,7 +175,7 @@ class LayerObserver:
         kept = checks.on_device(batch.kept, routed.logits.device)
         return RouterOutput(*(tensor.index_select(0, kept) for tensor in routed))
 
-    def _rank(
+    def _verified_ranking(
         self, scores: Tensor, ids: Tensor, k: int, selection: Selection, checks: PassChecks
     ) -> _Ranking:
         """Rank the scores and verify the ranks against the router's own choice `ids`, if any."""
@@ -192,9 +192,9 @@ class LayerObserver:
             check_selected(selected, threshold, selection.rounding, *whose, checks)
         self._verified = True
         kept = Ranked(ranked.values[:, :kept_ranks], ranked.indices[:, :kept_ranks])
-        return _Ranking(scores, ranked, kept, self._facts(experts, k, selection))
+        return _Ranking(scores, ranked, kept, self._layer_facts(experts, k, selection))
 
-    def _facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
+    def _layer_facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
         limit, linear = selection.limit, selection.units == "logits"
         affine = linear and self.family.weight is not None
         facts = LayerFacts(experts, k, selection.units, affine=affine)
@@ -203,15 +203,17 @@ class LayerObserver:
         counts = {"n_groups": limit.n_groups, "k_groups": limit.k_groups}
         return replace(facts, **counts, group_score=limit.score)
 
-    def _near(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
+    def _near_counts(self, ranking: _Ranking) -> Int[Tensor, "tokens epsilons"] | None:
         """K(ε) on the grid of the settings."""
         if not self._settings.epsilons:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]
-        counts = near_counts(ranking.scores, threshold, self._settings.epsilons)
+        counts = counts_near_threshold(ranking.scores, threshold, self._settings.epsilons)
         return _own_copy(counts, _smallest_integers(ranking.facts.n_experts))
 
-    def _distance(self, router: nn.Module, ranking: _Ranking) -> Float[Tensor, " tokens"] | None:
+    def _tie_distance(
+        self, router: nn.Module, ranking: _Ranking
+    ) -> Float[Tensor, " tokens"] | None:
         """Distance to the nearest tie; None with groups, whose ties have no closed form."""
         facts = ranking.facts
         if not (self._settings.distances and facts.affine and facts.n_groups == 1):
@@ -227,7 +229,7 @@ class LayerObserver:
             tie = nearest_tie(ranking.scores, facts.k, self._matrix[1], ranking.ranked)
         return tie.distance
 
-    def _inputs(
+    def _router_inputs(
         self, call: Call, batch: Batch, checks: PassChecks
     ) -> Float[Tensor, "tokens width"] | None:
         if not self._settings.inputs:
@@ -248,7 +250,7 @@ def _weights_of_experts(routed: RouterOutput, experts: Int[Tensor, "tokens ranks
     return of_all.scatter_add_(1, routed.ids, routed.weights).gather(1, experts)
 
 
-def near_counts(
+def counts_near_threshold(
     scores: Float[Tensor, "tokens experts"],
     threshold: Float[Tensor, " tokens"],
     epsilons: tuple[float, ...],
@@ -357,11 +359,11 @@ class Recorder:
         if here is None or len(here.batch.tokens) == 0:
             return
         batch, records, checks = here
-        self._check_layers(tuple(records))
+        self._check_same_layers(tuple(records))
         layers = tuple(layers_on_cpu(tuple(records.values()), checks))
         self.n_tokens += len(batch.tokens)
         if self._sink is None:
-            self._passes.append(self._trace(layers, batch))
+            self._passes.append(self._pass_trace(layers, batch))
             return
         for layer in layers:
             self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
@@ -372,11 +374,11 @@ class Recorder:
         require(bool(self._passes), "no forward pass has been captured yet", TraceError)
         return concatenate(self._passes)
 
-    def _trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
+    def _pass_trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
         keys = batch.tokens, batch.documents, batch.positions
         return RoutingTrace(layers, *keys, self._epsilons, self.provenance)
 
-    def _check_layers(self, names: tuple[str, ...]) -> None:
+    def _check_same_layers(self, names: tuple[str, ...]) -> None:
         if self._layers is None:
             require(bool(names), "no router ran in the forward pass", TielineError)
             self._layers = names
@@ -459,7 +461,7 @@ def _observed_class(
 ) -> type[nn.Module]:
     """A subclass of the router's class that shows each call to the recorder."""
 
-    def observe(router: nn.Module, call: Call, output: Any) -> Any:
+    def observe_call(router: nn.Module, call: Call, output: Any) -> Any:
         if not is_recomputing():
             # an emulated number format is the model's, not that of the record's own arithmetic
             with torch._C.DisableTorchFunction():
@@ -468,7 +470,7 @@ def _observed_class(
         return output
 
     members: dict[str, Any] = {_CAPTURED: True}
-    return wrapped_class(cls, observer.family.method, untraced(observe), **members)
+    return wrapped_class(cls, observer.family.method, untraced(observe_call), **members)
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -508,7 +510,7 @@ ROUNDINGS = 8
 """Units of rounding that an activation, a bias and a sum may add up to."""
 
 
-def check_finite_scores(
+def check_router_scores(
     scores: Float[Tensor, "tokens experts"],
     layer: str,
     batch: Batch,

@@ -20,7 +20,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-def subclass(cls: type, name: str | None = None, **members: Any) -> type:
+def make_subclass(cls: type, name: str | None = None, **members: Any) -> type:
     """Make a subclass with these members, under the name of `cls` unless another is given."""
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if name is None else {}
     return type(name or cls.__name__, (cls,), {"__module__": cls.__module__, **same, **members})
@@ -45,10 +45,10 @@ def wrapped_class(
     plain = getattr(cls, method)
 
     @functools.wraps(plain)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return after(self, (args, kwargs), plain(self, *args, **kwargs))
 
-    return subclass(cls, name, **{method: wrapped}, **members)
+    return make_subclass(cls, name, **{method: wrapped_method}, **members)
 
 
 @contextmanager
@@ -97,12 +97,12 @@ def pickled_by(cls: type, maker: Callable[..., type], *arguments: Any) -> type:
     """
     named = [a.__dict__.get(RECIPE, a) if isinstance(a, type) else a for a in arguments]
 
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    def reduce_by_recipe(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(cls, self).__reduce_ex__(protocol)
         return _instance_of, (getattr(cls, RECIPE),), *state
 
     setattr(cls, RECIPE, ClassRecipe(maker, tuple(named)))
-    cls.__reduce_ex__ = reduce  # type: ignore[method-assign]
+    cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
     return cls
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from tieline.models.checkpoint import no_loading_bars
 from tieline.models.precision import remember_stored
+from tieline.models.saved_models import no_loading_bars
 
 DEMO = "demo"
 """The name of this model in every command."""

@@ -87,11 +87,11 @@ class DocumentCounter:
             TielineError,
         )
         self._packed = False
-        rows = self._documents(len(ids), past > 0)
+        rows = self._document_column(len(ids), past > 0)
         positions = (visible.bool().cumsum(dim=1) - 1)[:, -ids.shape[1] :]
         return _visible_batch(ids, rows[:, None].expand_as(ids), positions, shown)
 
-    def _documents(self, rows: int, continues: bool) -> Tensor:
+    def _document_column(self, rows: int, continues: bool) -> Tensor:
         if not continues or self._rows is None or len(self._rows) != rows:
             self._rows = torch.arange(self._next, self._next + rows)
             self._next += rows
@@ -316,14 +316,14 @@ def watch_forward(
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Hook the model to tell a watcher where forward passes begin and end."""
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
             watcher.begin(dict(zip(names, args, strict=False)) | kwargs)
 
-    def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def finish_pass(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not is_recomputing():
             watcher.finish()
 
     names, part = argument_names(model), called_part(model)
-    yield part.register_forward_pre_hook(begin, with_kwargs=True)
-    yield part.register_forward_hook(finish)
+    yield part.register_forward_pre_hook(begin_pass, with_kwargs=True)
+    yield part.register_forward_hook(finish_pass)

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.text import layer_label
 from tieline.models.families import family_of, find_routers
-from tieline.models.formats import Format, RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.number_formats import Format, RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.parallel import local_shard
 
 

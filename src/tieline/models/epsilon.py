@@ -24,7 +24,7 @@ from tieline.core.setting_fields import require_setting
 from tieline.core.text import layer_label
 from tieline.measure.boundary import epsilon_for_extra
 from tieline.models.class_changes import Call
-from tieline.models.formats import FORMATS
+from tieline.models.number_formats import FORMATS
 from tieline.models.router_rule import at_least_single, selection_scores
 from tieline.models.smoothed_router import GateName, LayerPlan, gate_groups
 from tieline.routing.gates import Groups

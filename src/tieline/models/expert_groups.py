@@ -62,7 +62,7 @@ class ExpertGroups:
     def __init__(self, weights: Weights, unit: str, count: int) -> None:
         """Read `count` experts of `unit` at a time."""
         self._weights, self.unit, self.count = weights, unit, count
-        self.stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
+        self.stacks = [s for s in weights.plans[unit].stacks if can_group_experts(weights, s)]
         self._rooms: list[Tensor] = []
         self._changed: list[Tensor] = []
         self._group: int | None = None
@@ -140,7 +140,7 @@ class ExpertGroups:
         return torch.empty(shape, dtype=self._weights.dtype(stack.target))
 
 
-def can_group(weights: Weights, stack: Stack) -> bool:
+def can_group_experts(weights: Weights, stack: Stack) -> bool:
     """Whether the experts of a stack are taken one by one."""
     module = weights.model.get_submodule(stack.target.rpartition(".")[0])
     return hasattr(module, INTERFACE)
@@ -160,7 +160,7 @@ def plan_groups(
     """
     room, grouped, least = (USED * memory - taken) / copies, {}, [("", 0)]
     for unit in weights.units:
-        stacks = [s for s in weights.plans[unit].stacks if can_group(weights, s)]
+        stacks = [s for s in weights.plans[unit].stacks if can_group_experts(weights, s)]
         total, in_stacks = weights.size(unit), sum(_stack_bytes(weights, s) for s in stacks)
         experts = len(weights.meta[stacks[0].target]) if stacks else 1
         rest, each = total - in_stacks, in_stacks // experts

@@ -33,7 +33,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tieline.core.errors import ParameterError, ShapeError, UnsupportedModelError
 from tieline.core.ranking import stable_topk
-from tieline.models.class_changes import subclass, swapped_class
+from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.families import RouterFamily
 from tieline.models.layouts import Choice
 from tieline.models.parallel import is_cut
@@ -161,11 +161,11 @@ def _hidden_activation(experts: nn.Module) -> Callable[[Tensor], Tensor]:
     if hidden is not None:
         return hidden
 
-    def gated(rows: Tensor) -> Tensor:
+    def gated_hidden(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
         return activation(gate) * up  # type: ignore[misc]
 
-    return gated
+    return gated_hidden
 
 
 def _post_expert_norm(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -302,7 +302,9 @@ def used_slots_only(experts: nn.Module | None) -> Iterator[None]:
         yield
         return
     plain = type(experts)
-    with swapped_class(experts, subclass(plain, forward=partialmethod(_used_slots, plain.forward))):
+    with swapped_class(
+        experts, make_subclass(plain, forward=partialmethod(_used_slots, plain.forward))
+    ):
         yield
 
 

@@ -84,12 +84,12 @@ def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool 
         }
         headers[file] = parse_header(file, facts, 0)  # places are known once the file is here
 
-    def fetch(file: str) -> Path:
+    def fetch_shard(file: str) -> Path:
         return Path(
             huggingface_hub.hf_hub_download(name, file, revision=revision, **_hub_location())
         )
 
-    return FetchedShards(folder, headers, fetch, _remove_cached, keep)
+    return FetchedShards(folder, headers, fetch_shard, _remove_cached, keep)
 
 
 def _hub_location() -> dict[str, Any]:

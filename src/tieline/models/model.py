@@ -45,12 +45,6 @@ from tieline.core.records import short_repr
 from tieline.core.setting_fields import require_setting
 from tieline.models.admission import check_finite_weights, model_source
 from tieline.models.capture import model_facts
-from tieline.models.checkpoint import (
-    Checkpoint,
-    changes_of,
-    load_pretrained,
-    read_checkpoint,
-)
 from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
@@ -58,6 +52,12 @@ from tieline.models.hub import hub_options
 from tieline.models.model_stream import ModelStream, open_stream, too_large
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
 from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
+from tieline.models.saved_models import (
+    Checkpoint,
+    changes_of,
+    load_pretrained,
+    read_checkpoint,
+)
 from tieline.models.smoothed_model import FEATURE as SMOOTH
 
 _CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
@@ -203,9 +203,9 @@ class Opening:
         """Open the model of a folder, a hub id or "demo"."""
         device = self._checked_device()
         if is_demo(name) and not self.stream:
-            return self._demo(device)
+            return self._open_demo(device)
         source = DEMO_FOLDER if is_demo(name) else model_source(name)
-        options = self._hub(source)
+        options = self._hub_options(source)
         with _explained_loading(name, "configuration"):
             checkpoint = read_checkpoint(source, **options)
         # a changed model is not what its configuration alone describes: it has no skeleton to check
@@ -214,18 +214,18 @@ class Opening:
         tokenizer = _loaded_tokenizer(source, name, config=checkpoint.config, **options)
         stored = stored_dtype(checkpoint.config)
         dtype = computed_dtype(self.dtype, stored, device)
-        placed = self._placed(build, checkpoint, device)
+        placed = self._placed_model(build, checkpoint, device)
 
-        def read(origin: str | Path, **more: Any) -> Any:
+        def read_model(origin: str | Path, **more: Any) -> Any:
             chosen = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
             return load_pretrained(origin, **chosen, **placed, **more)
 
         with _explained_loading(name, SAFETENSORS):
             if self._is_streamed(source, dtype):
-                stream = self._stream(source, read)
+                stream = self._open_stream(source, read_model)
                 remember_stored(stream.model, stored)
                 return Model(stream.model, tokenizer, str(name), stream)
-            module: Any = read(source, **options)
+            module: Any = read_model(source, **options)
         check_finite_weights(module)
         module = module.float() if dtype is torch.float32 and _is_mixed(module) else module
         module = module if placed else module.to(device)
@@ -243,14 +243,14 @@ class Opening:
         )
         return device
 
-    def _stream(self, source: str | Path, read: Callable[..., Any]) -> ModelStream:
+    def _open_stream(self, source: str | Path, read: Callable[..., Any]) -> ModelStream:
         """Open the model to be streamed."""
         on_cpu = _usable_device(self.device) == torch.device("cpu")
         require(on_cpu, f"streamed models run on the CPU, not {self.device!r}")
         room = {"memory": self.memory, "copies": self.copies, "keep": self.keep}
         return open_stream(source, read, revision=self.revision, **room)
 
-    def _hub(self, source: str | Path) -> dict[str, Any]:
+    def _hub_options(self, source: str | Path) -> dict[str, Any]:
         """Options of `from_pretrained` that say where files come from."""
         return {"trust_remote_code": self.trust_remote_code, **_file_options(source, self.revision)}
 
@@ -260,7 +260,7 @@ class Opening:
             return self.parallel is None and too_large(source, dtype)
         return self.stream
 
-    def _placed(
+    def _placed_model(
         self, build: Any, checkpoint: Checkpoint, device: torch.device | None
     ) -> dict[str, Any]:
         """Options of `from_pretrained` that spread the model over processes or devices."""
@@ -269,7 +269,7 @@ class Opening:
             return {"distributed_config": spread}
         return {"device_map": "auto"} if device is None else {}
 
-    def _demo(self, device: torch.device | None) -> Model:
+    def _open_demo(self, device: torch.device | None) -> Model:
         if not (DEMO_FOLDER / "config.json").is_file():
             raise TielineError(f"the demo model is missing from the package: {DEMO_FOLDER}")
         dtype = DTYPES[self.dtype]
@@ -514,7 +514,7 @@ def read_shape(
         trust_remote_code: whether code that comes with the model may run.
     """
     source = DEMO_FOLDER if name is None or is_demo(name) else model_source(name)
-    options = Opening(revision, trust_remote_code=trust_remote_code)._hub(source)
+    options = Opening(revision, trust_remote_code=trust_remote_code)._hub_options(source)
     with _explained_loading(source, "configuration"):
         checkpoint = read_checkpoint(source, **options)
     return routed_shape(checkpoint.config, checkpoint.changes)

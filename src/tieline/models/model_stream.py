@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 
 from tieline.core.errors import StreamingWarning
 from tieline.core.setting_fields import require_setting
-from tieline.models.checkpoint import VARIANT
 from tieline.models.expert_groups import Change, ExpertGroups, plan_groups
 from tieline.models.hub import FetchedShards, _hub_location, hub_shards
 from tieline.models.precision import stored_in
+from tieline.models.saved_models import VARIANT
 from tieline.models.shards import INDEX, open_shards
 from tieline.models.stream_weights import Weights, open_skeleton
 

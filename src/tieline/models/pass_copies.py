@@ -79,12 +79,12 @@ def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
         numbers.sort(key=lambda n: -tensors[n].dtype.itemsize)  # keeps every start aligned
         sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in numbers]
         flat = torch.cat([tensors[n].contiguous().flatten().view(torch.uint8) for n in numbers])
-        for n, part in zip(numbers, _pageable(flat).split(sizes), strict=True):
+        for n, part in zip(numbers, _bytes_on_cpu(flat).split(sizes), strict=True):
             copies[n] = part.view(tensors[n].dtype).view(tensors[n].shape)
     return [copies[n] for n in range(len(tensors))]
 
 
-def _pageable(flat: Tensor) -> Tensor:
+def _bytes_on_cpu(flat: Tensor) -> Tensor:
     """Bytes on the CPU: through pinned memory, which is scarce and so not kept, where it helps."""
     if flat.device.type != "cuda":
         return flat.cpu()

@@ -65,7 +65,7 @@ def portable_rules(model: nn.Module) -> list[dict[str, Any]] | None:
         family = family_of(router)
         if family is None or not _is_stated(family, router):
             return None
-        rules.append(_rule(name, router, family, handler))
+        rules.append(_portable_rule(name, router, family, handler))
     return rules or None
 
 
@@ -90,7 +90,7 @@ def _is_stated(family: RouterFamily, router: nn.Module) -> bool:
     return family.layout is COLUMNS and known and not any(special)
 
 
-def _rule(
+def _portable_rule(
     name: str, router: nn.Module, family: RouterFamily, handler: RouterSmoothing
 ) -> dict[str, Any]:
     """The rule of one router as JSON values."""

@@ -63,7 +63,7 @@ from tieline.models.router_rule import weights_and_output
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
-from tieline.trace.writers import layer_numbers
+from tieline.trace.writers import exported_layers
 
 MOST_PASSES = 64
 """Forward passes whose rows are remembered for activation checkpointing."""
@@ -188,8 +188,8 @@ def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> di
     empty = torch.zeros(1, facts.k, dtype=torch.int64)
     stand_in = [LayerTrace(name, facts, empty) for name in names]
     token = torch.zeros(1, dtype=torch.int64)
-    numbers = layer_numbers(RoutingTrace(stand_in, token, token, token))
-    depths = layer_numbers(trace)
+    numbers = exported_layers(RoutingTrace(stand_in, token, token, token))
+    depths = exported_layers(trace)
     fits = set(numbers) == set(depths) if every else set(numbers) <= set(depths)
     if fits and len(set(numbers)) == len(names):
         return {name: trace.layers[depths.index(n)] for name, n in zip(names, numbers, strict=True)}
@@ -211,7 +211,7 @@ class _Pass:
     prints: dict[str, float] = field(default_factory=dict)
     moved: dict[torch.device, Tensor] = field(default_factory=dict)
 
-    def on(self, device: torch.device) -> Tensor:
+    def rows_on_device(self, device: torch.device) -> Tensor:
         """The rows on a device."""
         if device not in self.moved:
             self.moved[device] = self.rows.to(device)
@@ -275,7 +275,7 @@ class _Session:
     def rows(self, name: str, logits: Tensor) -> Tensor:
         """Return the record's row of each token of a call, -1 without one."""
         if is_recomputing():
-            return self._again(name, logits).on(logits.device)
+            return self._repeated_pass(name, logits).rows_on_device(logits.device)
         if not self._running:
             raise TielineError(
                 f"{layer_label(name)} ran outside the forward pass of the model under replay, so "
@@ -288,9 +288,9 @@ class _Session:
             )
         if torch.is_grad_enabled() or self._model.training:
             now.prints[name] = _logits_fingerprint(logits)
-        return now.on(logits.device)
+        return now.rows_on_device(logits.device)
 
-    def _again(self, name: str, logits: Tensor) -> _Pass:
+    def _repeated_pass(self, name: str, logits: Tensor) -> _Pass:
         """The pass that is being repeated: the one whose logits were nearest."""
         passes = [
             old for old in self._passes if len(old.rows) == len(logits) and name in old.prints
@@ -379,8 +379,8 @@ class LayerReplay:
         """Return the output with the recorded experts of the tokens that have them."""
         family = self.family
         logits = family.layout.logits(call[0], output)
-        self._move(logits.device, logits.shape[1])
-        rows = self._rows(logits)
+        self._move_records(logits.device, logits.shape[1])
+        rows = self._recorded_rows(logits)
         live = live_choice(family, output, self.k, logits.shape[1])
         recorded_rows = rows.clamp(min=0)
         has = (rows >= 0) & self.selected.index_select(0, recorded_rows)
@@ -395,16 +395,16 @@ class LayerReplay:
             forget_live(router)
         if self.weights is None and not changed:
             return output
-        written = self._written(router, logits, output, live, recorded_rows, has, differ)
+        written = self._replayed_output(router, logits, output, live, recorded_rows, has, differ)
         return written if self.session is None else note_live(router, output, written)
 
-    def _rows(self, logits: Tensor) -> Tensor:
+    def _recorded_rows(self, logits: Tensor) -> Tensor:
         """Row of the record of each token, -1 without one."""
         if self.session is None:
             return torch.arange(len(logits), device=logits.device)
         return self.session.rows(self.name, logits)
 
-    def _move(self, device: torch.device, experts: int) -> None:
+    def _move_records(self, device: torch.device, experts: int) -> None:
         """Bring the record to the device of the layer, once."""
         if self.highest >= experts:
             raise TraceError(
@@ -416,7 +416,7 @@ class LayerReplay:
             )
             self.weights = None if self.weights is None else self.weights.to(device)
 
-    def _written(
+    def _replayed_output(
         self,
         router: nn.Module,
         logits: Tensor,

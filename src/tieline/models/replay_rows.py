@@ -113,13 +113,13 @@ class MatchedRows:
             TielineError,
         )
         matches = torch.full_like(batch.documents, -1)
-        documents = self._continued(batch)
+        documents = self._continued_tokens(batch)
         for number, tokens in documents.items():
-            matches[batch.documents == number] = self._match(number, tokens)
+            matches[batch.documents == number] = self._matching_document(number, tokens)
         self._open = {number: tokens.tolist() for number, tokens in documents.items()}
         return self._order.at(matches, batch.positions)
 
-    def _continued(self, batch: Batch) -> dict[int, np.ndarray]:
+    def _continued_tokens(self, batch: Batch) -> dict[int, np.ndarray]:
         """Tokens of each document of a batch, with those of the cache that it continues."""
         documents: dict[int, np.ndarray] = {}
         for number in batch.documents.unique().tolist():
@@ -129,13 +129,13 @@ class MatchedRows:
             documents[number] = np.array(before + now, dtype=np.int64)
         return documents
 
-    def _match(self, number: int, tokens: np.ndarray) -> int:
+    def _matching_document(self, number: int, tokens: np.ndarray) -> int:
         """The recorded document of these tokens; -1 without one."""
         prefix = _mixed_hash(tokens, np.arange(len(tokens))).cumsum()
         shared = np.minimum(self._lengths, len(tokens))
         recorded = self._sums[self._starts + shared] - self._sums[self._starts]
         agree = (recorded == prefix[shared - 1]).nonzero()[0]
-        agree = [int(i) for i in agree if self._same(int(i), tokens)]
+        agree = [int(i) for i in agree if self._holds_tokens(int(i), tokens)]
         if not agree:
             return -1
         longest = max(int(shared[i]) for i in agree)
@@ -145,7 +145,7 @@ class MatchedRows:
         self._check_single(number, longest, candidates)
         return candidates[0]
 
-    def _same(self, document: int, tokens: np.ndarray) -> bool:
+    def _holds_tokens(self, document: int, tokens: np.ndarray) -> bool:
         start, length = self._starts[document], min(self._lengths[document], len(tokens))
         return bool((self._tokens[start : start + length].numpy() == tokens[:length]).all())
 

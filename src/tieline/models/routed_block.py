@@ -67,16 +67,16 @@ class Block:
         family = family_of(self.router)
         counted = family is not None and family.counts_columns
 
-        def rule(routed: RouterOutput) -> Choice:
+        def fitted_rule(routed: RouterOutput) -> Choice:
             return fitted_choice(choice, routed.ids.shape[1]) if counted else choice
 
         @contextmanager
-        def scope() -> Iterator[None]:
+        def run_scope() -> Iterator[None]:
             assert self.router is not None
-            with gathered_weights(self.unit), override_choice(self.router, rule):
+            with gathered_weights(self.unit), override_choice(self.router, fitted_rule):
                 yield
 
-        return lambda: _block_states(self.module(*args, **named), states), scope
+        return lambda: _block_states(self.module(*args, **named), states), run_scope
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class BlockCall:
     @property
     def tokens(self) -> int:
         """Number of tokens of the call."""
-        return len(_block_states(self.output, self._first))
+        return len(_block_states(self.output, self._block_input))
 
     def rows(self, index: Int[Tensor, " chosen"]) -> Rows:
         """The rows of some tokens, copied: the activations themselves may be reused."""
         given: dict[Key, Any] = {**dict(enumerate(self.args)), **self.named}
-        lead = self._first.shape[:-1]
+        lead = self._block_input.shape[:-1]
         inputs, others = {}, {}
         for key, value in given.items():
             if isinstance(value, Tensor) and value.shape[: len(lead)] == lead:
@@ -137,11 +137,11 @@ class BlockCall:
                 inputs[key] = flat[index.to(flat.device)]
             else:
                 others[key] = value
-        output = _block_states(self.output, self._first).detach()
+        output = _block_states(self.output, self._block_input).detach()
         return Rows(inputs, others, output[index.to(output.device)], len(lead) == 2)
 
     @property
-    def _first(self) -> Tensor:
+    def _block_input(self) -> Tensor:
         """The block's input: its first argument that is a tensor."""
         return next(x for x in (*self.args, *self.named.values()) if isinstance(x, Tensor))
 

@@ -104,17 +104,17 @@ def _expert_ids(
 ) -> Tensor:
     """The ids; refused if they are no numbers of experts, and inside until that is read."""
 
-    def refuse() -> None:
+    def raise_outside_experts() -> None:
         message = f"family {family.name!r} returned expert ids outside 0..{experts - 1}"
         raise UnsupportedModelError(message)
 
     if ids.dtype.is_floating_point:
-        refuse()
+        raise_outside_experts()
     if not ids.numel():
         return ids
     low, high = ids.aminmax()
     outside = (low < 0) | (high >= experts)
-    refuse_if(outside, refuse, checks)
+    refuse_if(outside, raise_outside_experts, checks)
     return ids if ids.device.type == "cpu" else ids.clamp(0, experts - 1)
 
 
@@ -195,7 +195,7 @@ def override_choice(router: nn.Module, rule: Rule) -> Iterator[None]:
         UnsupportedModelError,
     )
 
-    def forced(router: nn.Module, call: Call, output: Any) -> Any:
+    def forced_output(router: nn.Module, call: Call, output: Any) -> Any:
         live = read_output(family, router, call, output)
         choice = rules[0](live)
         resize = getattr(getattr(router, HANDLER, None), "resize", None)
@@ -204,7 +204,7 @@ def override_choice(router: nn.Module, rule: Rule) -> Iterator[None]:
         return write_output(family, output, live, choice)
 
     rules = [rule]
-    with swapped_class(router, wrapped_class(type(router), family.method, forced)):
+    with swapped_class(router, wrapped_class(type(router), family.method, forced_output)):
         yield
     rules.clear()  # the class is collected late, and must not keep the tensors of a rule alive
 
@@ -231,8 +231,8 @@ def handled_class(
     Copies of a router carry a copy of their handler, which a class could not give them.
     """
 
-    def handled(router: nn.Module, call: Call, output: Any) -> Any:
+    def handled_output(router: nn.Module, call: Call, output: Any) -> Any:
         return router.__dict__[attribute](router, call, output)
 
-    made = wrapped_class(cls, method, handled, name)
+    made = wrapped_class(cls, method, handled_output, name)
     return pickled_by(made, handled_class, cls, method, attribute, name)

@@ -25,13 +25,6 @@ from torch import nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.text import layer_label
-from tieline.models.checkpoint import (
-    Restorer,
-    changes_of,
-    forget_change,
-    record_change,
-    register_restorer,
-)
 from tieline.models.epsilon import (
     Measured,
     RampForm,
@@ -42,6 +35,13 @@ from tieline.models.experts import FLAG, experts_of, skip_rule, used_slots_only
 from tieline.models.families import family_of, find_routers
 from tieline.models.portable import make_portable
 from tieline.models.router_output import attach_handler, detach_handler
+from tieline.models.saved_models import (
+    Restorer,
+    changes_of,
+    forget_change,
+    record_change,
+    register_restorer,
+)
 from tieline.models.smoothed_router import (
     GateName,
     LayerPlan,

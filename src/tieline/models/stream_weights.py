@@ -32,7 +32,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.admission import check_finite_tensor, is_finite_tensor
-from tieline.models.checkpoint import LOADING, no_loading_bars
+from tieline.models.saved_models import LOADING, no_loading_bars
 from tieline.models.shards import LINE, Shards, aligned_bytes
 
 REUSED = 1 << 20

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tieline.analysis.route_files import Converted, Merged
 from tieline.engines.engine_capture import EngineCapture
-from tieline.engines.registry import EngineEntry, EngineList
+from tieline.engines.engine_registry import EngineEntry, EngineList
 from tieline.report.result_views import Listing, line_views, listing_views
 from tieline.report.tables import Grid, text_table
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from tieline.core.errors import require
-from tieline.core.records import canonical
+from tieline.core.records import canonical_json
 from tieline.models.emulate import (
     Region,
     modular_routers,
@@ -40,7 +40,7 @@ from tieline.models.emulate import (
     score_noise,
     state_noise,
 )
-from tieline.models.formats import FORMATS, OF_ROUTERS, format_named
+from tieline.models.number_formats import FORMATS, OF_ROUTERS, format_named
 from tieline.models.smoothed_model import Smoothing, smoothed_routers
 
 Kind = Literal["rounding", "score noise", "state noise"]
@@ -169,7 +169,7 @@ class Condition:
 
     def __post_init__(self) -> None:
         if self.smoothing is not None:
-            object.__setattr__(self, "smoothing_key", canonical(self.smoothing.to_dict()))
+            object.__setattr__(self, "smoothing_key", canonical_json(self.smoothing.to_dict()))
 
     def taking(self, choice: ChoiceMode) -> "Condition":
         """The same condition with the experts of its reference, forced or replayed."""

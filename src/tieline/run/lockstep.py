@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.class_changes import subclass, swapped_class
+from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.expert_groups import ExpertGroups
 from tieline.models.model_stream import ModelStream
 from tieline.run.observers import BlockRun, run_blocks
@@ -340,7 +340,7 @@ def _without_head(stream: ModelStream) -> Iterator[None]:
         """The first column of the states in place of logits."""
         return states[..., :1]
 
-    with swapped_class(head, subclass(type(head), forward=first_column)):
+    with swapped_class(head, make_subclass(type(head), forward=first_column)):
         yield
 
 

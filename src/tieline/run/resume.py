@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tieline.core.errors import NoSpaceError
 from tieline.core.files import cache_folder, space_on, whole_folder
-from tieline.core.records import LONGEST_RESULT, canonical, parse_json
-from tieline.models.class_changes import subclass, swapped_class
+from tieline.core.records import LONGEST_RESULT, canonical_json, parse_json
+from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.shards import Shards
 from tieline.models.stream_weights import Weights
 from tieline.run.lockstep import current_pass
@@ -159,7 +159,7 @@ class Replay:
             for name in self.left:
                 source = last[0] if name in self._weights.layers else name
                 module = self._weights.units[name]
-                returning = subclass(type(module), forward=self._returning(source))
+                returning = make_subclass(type(module), forward=self._returning(source))
                 stack.enter_context(swapped_class(module, returning))
                 stack.enter_context(self._stand_ins(name))
             unit, giving = self._weights.units[self._next], self._giving(set())
@@ -239,7 +239,7 @@ class RunState:
             for f in files
             if (shards.folder / f).is_file()
         ]
-        text = canonical({"facts": facts, "files": stamps, "times": times})
+        text = canonical_json({"facts": facts, "files": stamps, "times": times})
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         self.folder = cache_folder("streams") / digest
         self._observers = observers
@@ -293,7 +293,7 @@ class RunState:
             folder = self._state_folder(unit, number)
             with self._room(), whole_folder(folder, replace=True) as half:
                 save_file(tensors, half / "tensors")
-                (half / "values.json").write_text(canonical(state["values"]))
+                (half / "values.json").write_text(canonical_json(state["values"]))
         if journal.usable and unit in self._layers:
             with self._room(), whole_folder(self.folder / "last", replace=True) as half:
                 journal.save(half, left)

@@ -47,9 +47,9 @@ from tieline.models.capture import ObserverSettings
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
 from tieline.models.emulate import Region, rounded_weights, weight_axis
-from tieline.models.formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.model import Model
 from tieline.models.model_stream import ModelStream, free_memory, resident_memory
+from tieline.models.number_formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.parallel import UNROUNDED
 from tieline.models.stream_weights import Weights
 from tieline.run.condition import REPLAYS, Condition, Rounded

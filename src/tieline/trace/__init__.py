@@ -6,7 +6,7 @@ from tieline.trace.readers import (
     import_trace,
     read_routes,
 )
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, unanswered
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, questions_without_data
 from tieline.trace.selection import concatenate, select_documents, select_layers, select_tokens
 from tieline.trace.store import (
     folder_kind,
@@ -16,9 +16,9 @@ from tieline.trace.store import (
     save_summary,
     save_trace,
 )
-from tieline.trace.summary import LayerSummary, RoutingSummary, merge
+from tieline.trace.summary import LayerSummary, RoutingSummary, merge_summaries
 from tieline.trace.summary_builder import SummaryBuilder, summarise
-from tieline.trace.writers import export, padded, replay_list
+from tieline.trace.writers import export, padded_batch, replay_list
 
 __all__ = [
     "LayerFacts",
@@ -35,9 +35,10 @@ __all__ = [
     "import_trace",
     "load_summary",
     "load_trace",
-    "merge",
     "merge_folders",
-    "padded",
+    "merge_summaries",
+    "padded_batch",
+    "questions_without_data",
     "read_routes",
     "replay_list",
     "save_summary",
@@ -46,5 +47,4 @@ __all__ = [
     "select_layers",
     "select_tokens",
     "summarise",
-    "unanswered",
 ]

@@ -18,7 +18,7 @@ from a file or goes into one.
     dim         dimension of the router's input
 
     take_tokens    some tokens of one layer
-    identical      whether two records hold the same values, bit by bit
+    identical_values  whether two records hold the same values, bit by bit
 
 `tieline.trace.selection` selects from traces and joins them. Layers that were loaded from disk are
 made when they are touched (`LazyLayers`).
@@ -350,7 +350,7 @@ _QUESTIONS = {
 }
 
 
-def unanswered(layers: Sequence[LayerTrace]) -> list[str]:
+def questions_without_data(layers: Sequence[LayerTrace]) -> list[str]:
     """Return the questions for which no layer has the data.
 
     An ids-only trace answers load, entropy, dead and cold experts, coalitions and agreement.
@@ -409,7 +409,7 @@ def take_tokens(layer: LayerTrace, index: Index) -> LayerTrace:
     return replace(layer, **{name: value[index] for name, value in layer.rows().items()})
 
 
-def identical(first: object, second: object) -> bool:
+def identical_values(first: object, second: object) -> bool:
     """Whether two traces, summaries or parts of them hold the same values of the same types.
 
     Tensors must agree in type, shape and every bit, so that a NaN equals itself and 0 is not -0.
@@ -421,13 +421,13 @@ def identical(first: object, second: object) -> bool:
         return first == second
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
-            identical(value, second[key]) for key, value in first.items()
+            identical_values(value, second[key]) for key, value in first.items()
         )
     if isinstance(first, Sequence) and isinstance(second, Sequence):
-        return len(first) == len(second) and all(map(identical, first, second))
+        return len(first) == len(second) and all(map(identical_values, first, second))
     if is_dataclass(first) and not isinstance(first, type):
         return type(first) is type(second) and all(
-            identical(getattr(first, item.name), getattr(second, item.name))
+            identical_values(getattr(first, item.name), getattr(second, item.name))
             for item in fields(first)
         )
     return type(first) is type(second) and first == second

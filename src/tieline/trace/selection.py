@@ -100,12 +100,12 @@ def concatenate(
 def _concatenated_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
     """Layers of several traces joined, lazily if one is on disk."""
 
-    def join(index: int) -> LayerTrace:
+    def joined_layer(index: int) -> LayerTrace:
         return _concatenated_layer([layers[index] for layers in sources])
 
     if any(isinstance(layers, LazyLayers) for layers in sources):
-        return LazyLayers(len(sources[0]), join)
-    return tuple(join(index) for index in range(len(sources[0])))
+        return LazyLayers(len(sources[0]), joined_layer)
+    return tuple(joined_layer(index) for index in range(len(sources[0])))
 
 
 def _concatenated_layer(layers: list[LayerTrace]) -> LayerTrace:

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tieline.core.records import Worded
-from tieline.trace.readers.routes import Routed, Routes, routed
+from tieline.trace.readers.routes import Routed, Routes, routed_extent
 
 Kind = Literal[
     "all-zero",
@@ -139,7 +139,7 @@ class RouteTable:
 def route_table(routes: Routes, n_experts: int | None = None) -> RouteTable:
     """Return routes with the layers and rows in which something was routed."""
     stated = routes.n_experts if n_experts is None else n_experts
-    extent = routed(routes.experts, stated)
+    extent = routed_extent(routes.experts, stated)
     layers = tuple(x for x in range(routes.experts.shape[1]) if x not in extent.dense)
     documents = routes.documents
     if documents is None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tieline.core.collectives import gathered
+from tieline.core.collectives import gathered_bytes
 from tieline.core.errors import TraceError, require
 from tieline.core.text import layer_label
 from tieline.trace.counts import EXPONENTS, LOW_BITS, N_BINS, ExactMoments, LogHistogram
@@ -55,7 +55,7 @@ from tieline.trace.summary import (
     SharedBias,
     TokenKey,
     distinct_sources,
-    merge,
+    merge_summaries,
 )
 from tieline.trace.tensor_folders import (
     Folder,
@@ -173,7 +173,7 @@ def merge_folders(
         raise TraceError("summaries keep the numbers of their documents")
     check_replaceable(output, FORMATS[kind], overwrite)
     if kind == "summary":
-        merged = merge([load_summary(directory) for directory in directories])
+        merged = merge_summaries([load_summary(directory) for directory in directories])
         save_summary(merged, output, overwrite)
         return merged
     joined = concatenate([load_trace(directory) for directory in directories], documents)
@@ -491,7 +491,7 @@ def _rank_folders(local: Path, folder: Path) -> list[Path]:
     if not dist.is_initialized():
         return [local]
     folders = []
-    for rank, data in enumerate(gathered(_packed_folder(local))):
+    for rank, data in enumerate(gathered_bytes(_packed_folder(local))):
         if data:
             folders.append(folder / f"rank-{rank}")
             _unpack_folder(data, folders[-1])

@@ -35,7 +35,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
-from tieline.core.records import canonical, short_repr
+from tieline.core.records import canonical_json, short_repr
 from tieline.core.text import layer_label
 from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
 from tieline.trace.record import (
@@ -45,7 +45,7 @@ from tieline.trace.record import (
     LayerTrace,
     RoutingTrace,
     check_epsilons,
-    identical,
+    identical_values,
 )
 
 SPAN = 1 << 63
@@ -263,7 +263,7 @@ class SharedBias:
     changed: bool = False
 
     def __add__(self, other: "SharedBias") -> "SharedBias":
-        same = identical(self.value, other.value) and not (self.changed or other.changed)
+        same = identical_values(self.value, other.value) and not (self.changed or other.changed)
         return self if same else SharedBias(None, changed=True)
 
 
@@ -435,7 +435,7 @@ class RoutingSummary:
         return distinct_count(hashes, self.sample_size)
 
 
-def merge(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
+def merge_summaries(summaries: Sequence[RoutingSummary]) -> RoutingSummary:
     """Merge summaries; the result equals the summary of one run over all tokens."""
     require(len(summaries) > 0, "nothing to merge: got no summaries", TraceError)
     return functools.reduce(_merged_summaries, summaries[1:], summaries[0])
@@ -498,4 +498,6 @@ def sample_trace(
 
 def distinct_sources(sources: Sequence[dict[str, object]]) -> tuple[dict[str, object], ...]:
     """Return each source once, ordered by its text."""
-    return tuple(dict(sorted({canonical(source): source for source in sources}.items())).values())
+    return tuple(
+        dict(sorted({canonical_json(source): source for source in sources}.items())).values()
+    )

@@ -50,7 +50,7 @@ def summarise_chunk(
         epsilons: the ε of the columns of `chunk.near`.
         ceiling: coalitions with at least this hash are left out; a full sketch would drop them.
     """
-    chosen = _chosen_experts(chunk)
+    chosen = _chosen_in_chunk(chunk)
     nonfinite = _nonfinite_tokens(chunk)
     experts = chunk.facts.n_experts
     hashes = coalition_hash(chosen)
@@ -68,7 +68,7 @@ def summarise_chunk(
     )
 
 
-def _chosen_experts(chunk: LayerTrace) -> np.ndarray:
+def _chosen_in_chunk(chunk: LayerTrace) -> np.ndarray:
     """Chosen experts (k, T) as int64, all of them between 0 and E - 1."""
     chosen = np.ascontiguousarray(chunk.experts.numpy()[:, : chunk.facts.k].T, dtype=np.int64)
     low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
@@ -102,22 +102,22 @@ def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
 
 def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
     """The fields of a summary that count scores, which must be finite."""
-    gaps = _gap_histogram(chunk, "gap") if chunk.has_gaps else None
+    gaps = _chunk_gap_histogram(chunk, "gap") if chunk.has_gaps else None
     group_decides = 0
     if gaps is not None and chunk.group_gap is not None:
         group_decides = int((chunk.group_gap.double() < chunk.inner_gap).sum())
     return {
         "gaps": gaps,
-        "group_gaps": _gap_histogram(chunk, "group_gap"),
+        "group_gaps": _chunk_gap_histogram(chunk, "group_gap"),
         "group_decides": group_decides,
-        "distances": _gap_histogram(chunk, "distance"),
+        "distances": _chunk_gap_histogram(chunk, "distance"),
         "near": _near_counts(chunk),
         "orders": _tie_order_counts(chunk, epsilons) if gaps is not None else None,
         "moments": None if chunk.scores is None else ExactMoments.of(chunk.scores.detach()),
     }
 
 
-def _gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
+def _chunk_gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
     """Histogram of a column of gaps or distances, if it was recorded."""
     values = getattr(chunk, name)
     try:

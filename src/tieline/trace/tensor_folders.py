@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import file_digest, whole_folder
-from tieline.core.records import LONGEST, canonical, parse_json
+from tieline.core.records import LONGEST, canonical_json, parse_json
 from tieline.core.setting_fields import TraceSettingError
 
 INDEX = "tieline.json"
@@ -56,7 +56,7 @@ def write_folder(
             name: _write_tensor_file(folder / f"{name}{SUFFIX}", tensors) for name, tensors in files
         }
         index = {"format": kind, "version": version, "files": written, **contents}
-        text = canonical(index).encode()
+        text = canonical_json(index).encode()
         if len(text) > LONGEST:
             raise TraceError(f"the index has {len(text)} bytes, at most {LONGEST}")
         (folder / INDEX).write_bytes(text)
@@ -140,12 +140,12 @@ class Folder:
         """Map the tensors of a file into memory; the first call checks its digest."""
         names, path = self.header(name), self._path(name)
         if name not in self.verified:
-            with parsing(path):
+            with parsing_file(path):
                 digest = file_digest(path)
             stated = self._stated(name)["sha256"]
             require(digest == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)
-        with parsing(path), safe_open(path, framework="pt") as file:
+        with parsing_file(path), safe_open(path, framework="pt") as file:
             return {tensor: file.get_tensor(tensor) for tensor in names}
 
     def _path(self, name: str) -> Path:
@@ -165,7 +165,7 @@ def read_index(directory: str | Path) -> dict[str, object]:
     """Read the JSON index of a folder."""
     file = Path(directory) / INDEX
     require(file.is_file(), f"{directory}: is no folder with a {INDEX}", TraceError)
-    with parsing(file), file.open("rb") as stream:
+    with parsing_file(file), file.open("rb") as stream:
         index = parse_json(stream.read(LONGEST + 1), str(file))
     if not isinstance(index, dict):
         raise TraceError(f"{file}: must hold a JSON object")
@@ -186,7 +186,7 @@ def open_folder(directory: str | Path, kind: str, version: int) -> Folder:
 
 def check_header_length(path: Path) -> None:
     """Refuse a safetensors file whose header is longer than 4 MiB or than the file."""
-    with parsing(path), path.open("rb") as stream:
+    with parsing_file(path), path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
     require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
@@ -195,7 +195,7 @@ def check_header_length(path: Path) -> None:
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """Return types and shapes of the tensors of a safetensors file, without reading them."""
     check_header_length(path)
-    with parsing(path), safe_open(path, framework="pt") as file:
+    with parsing_file(path), safe_open(path, framework="pt") as file:
         names = list(file.keys())
         slices = {name: file.get_slice(name) for name in names}
         headers = {

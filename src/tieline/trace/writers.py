@@ -90,13 +90,13 @@ def _form_bytes(trace: RoutingTrace, target: Path, form: str, layers: int | None
 def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.ndarray]:
     """The arrays of an array form, by name."""
     if form in ("verl", "nemo"):
-        return padded(trace, 0 if form == "verl" else -1, layers)
+        return padded_batch(trace, 0 if form == "verl" else -1, layers)
     keys = {key: getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS}
     experts = np.array(max(layer.facts.n_experts for layer in trace.layers))
     if form == "megatron":
         per_layer = {f"moe_topk_indices.{i}": x.numpy() for i, x in enumerate(replay_list(trace))}
         return per_layer | keys | {"n_experts": experts}
-    ids = stacked(trace, range(len(trace.layers)), len(trace.layers), 0)
+    ids = stacked_routes(trace, range(len(trace.layers)), len(trace.layers), 0)
     weights = [layer.weights for layer in trace.layers]
     kept = [x.float().numpy() for x in weights if x is not None]
     more = {"weights": np.stack(kept, 1)} if len(kept) == len(weights) else {}
@@ -118,8 +118,8 @@ def _document_routes(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
     """Rows, token ids and first position of each document, which must have no holes."""
-    numbers = layer_numbers(trace, layers)
-    ids = stacked(trace, numbers, layers or numbers[-1] + 1, 0)
+    numbers = exported_layers(trace, layers)
+    ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, 0)
     tokens, positions = trace.tokens.numpy(), trace.positions.numpy()
     for document in document_rows(trace):
         first, last = int(positions[document[0]]), int(positions[document[-1]])
@@ -159,7 +159,7 @@ def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[st
         )
 
 
-def layer_numbers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
+def exported_layers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
     """Return the index of each layer among all layers of the model.
 
     Args:
@@ -180,7 +180,9 @@ def layer_numbers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
     return numbers
 
 
-def stacked(trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int) -> np.ndarray:
+def stacked_routes(
+    trace: RoutingTrace, numbers: Sequence[int], count: int, fill: int
+) -> np.ndarray:
     """Return the chosen experts (tokens, count, k), `fill` in the layers that are not routed."""
     sizes = {layer.facts.k for layer in trace.layers}
     require(
@@ -217,7 +219,9 @@ def document_rows(trace: RoutingTrace) -> list[np.ndarray]:
     return per_document
 
 
-def padded(trace: RoutingTrace, fill: int = 0, layers: int | None = None) -> dict[str, np.ndarray]:
+def padded_batch(
+    trace: RoutingTrace, fill: int = 0, layers: int | None = None
+) -> dict[str, np.ndarray]:
     """Return `routed_experts` (sequences, length, layers, k), `attention_mask` and `input_ids`.
 
     A document is a sequence, padded on the right. Positions without a record hold `fill` and are
@@ -228,8 +232,8 @@ def padded(trace: RoutingTrace, fill: int = 0, layers: int | None = None) -> dic
         fill: what stands for nothing: 0 in verl, -1 in NeMo-RL.
         layers: number of layers of the model; by default up to the last routed one.
     """
-    numbers = layer_numbers(trace, layers)
-    ids = stacked(trace, numbers, layers or numbers[-1] + 1, fill)
+    numbers = exported_layers(trace, layers)
+    ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, fill)
     documents, positions = document_rows(trace), trace.positions.numpy()
     length = max(int(positions[document[-1]]) + 1 for document in documents)
     size = len(documents) * length * ids[0].size

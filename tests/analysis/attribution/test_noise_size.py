@@ -14,7 +14,7 @@ from tieline.analysis.attribution import (
 )
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.errors import ParameterError
-from tieline.models.formats import FORMATS
+from tieline.models.number_formats import FORMATS
 
 
 def test_the_table_of_rounding_errors_is_that_of_the_formats():

@@ -16,7 +16,7 @@ from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.report.words.serving import serving_advice
 from tieline.trace import select_tokens
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 from tieline.trace.selection import token_sequences
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -88,7 +88,7 @@ def test_the_traces_of_a_comparison_are_those_of_each_model_alone():
     found = diff_models(ModelSide(a), ModelSide(b, "bf16"), sequences, batch_size=2)
     for side, trace in ((ModelSide(a), found.traces[0]), (ModelSide(b, "bf16"), found.traces[1])):
         alone = trace_model(side, sequences, batch_size=2)
-        assert identical(trace.layers[1].experts, alone.layers[1].experts)
+        assert identical_values(trace.layers[1].experts, alone.layers[1].experts)
         assert trace.documents.unique().tolist() == [0, 1, 2, 3, 4]
     assert diff(found.traces[0], found.traces[1]).metrics["flip"] == found.metrics["flip"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engines.fakes import HONEST, fake_engine
-from tieline.engines.registry import list_engines
+from tieline.engines.engine_registry import list_engines
 from tieline.trace import load_trace
 
 

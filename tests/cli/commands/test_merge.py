@@ -9,13 +9,13 @@ from tieline.trace import (
     concatenate,
     load_summary,
     load_trace,
-    merge,
+    merge_summaries,
     save_summary,
     save_trace,
     select_tokens,
     summarise,
 )
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 TRACE = make_trace(tokens=24)
 
@@ -35,7 +35,7 @@ def test_merged_summaries_are_the_summary_of_the_whole(tieline, parts, tmp_path)
     code, out, err = tieline(*words)
     assert code == 0, err
     assert "24 tokens of 2 summaries, 4 layers" in " ".join(out.split())
-    assert identical(load_summary(tmp_path / "whole"), summarise(TRACE))
+    assert identical_values(load_summary(tmp_path / "whole"), summarise(TRACE))
     code, out, err = tieline(*words)
     assert code == 2
     assert "exists: choose another place or add --overwrite" in err
@@ -50,7 +50,7 @@ def test_merged_traces_are_the_trace_of_the_whole(tieline, parts, tmp_path):
     code, out, err = tieline(*words)
     assert code == 0, err
     assert "24 tokens of 2 traces, 4 layers" in " ".join(out.split())
-    assert identical(load_trace(tmp_path / "whole"), TRACE)
+    assert identical_values(load_trace(tmp_path / "whole"), TRACE)
     code, _, err = tieline(*words)
     assert code == 2
     assert "exists" in err
@@ -61,7 +61,7 @@ def test_an_output_is_never_one_of_the_parts(tieline, parts, tmp_path):
     code, out, err = tieline("merge", *both, "-o", both[0], "--overwrite")
     assert (code, out) == (2, "")
     assert "an output never replaces an input" in err
-    assert identical(load_trace(both[0]), parts[0])
+    assert identical_values(load_trace(both[0]), parts[0])
 
 
 def test_documents_of_separate_runs_are_told_apart_on_request(tieline, parts, tmp_path):
@@ -74,7 +74,7 @@ def test_documents_of_separate_runs_are_told_apart_on_request(tieline, parts, tm
     code, out, err = tieline(*words, "--renumber")
     assert code == 0, err
     twice = concatenate([parts[0]] * 2, documents="renumber")
-    assert identical(load_trace(tmp_path / "twice"), twice)
+    assert identical_values(load_trace(tmp_path / "twice"), twice)
     code, _, err = tieline("merge", tmp_path / "part0", "-o", tmp_path / "c", "--renumber")
     assert code == 2
     assert "summaries keep the numbers" in err
@@ -86,7 +86,7 @@ def test_the_report_can_be_a_file(tieline, parts, tmp_path):
     assert code == 0, err
     assert f"wrote {target}" in err
     assert json.loads(target.read_text())["output"] == str(tmp_path / "one")
-    assert identical(load_summary(tmp_path / "one"), merge([summarise(parts[0])]))
+    assert identical_values(load_summary(tmp_path / "one"), merge_summaries([summarise(parts[0])]))
 
 
 def test_what_cannot_be_merged_is_refused(tieline, parts, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from tests.strategies import seeds
-from tieline.core.statistics import k3, kl_divergence, next_token_losses
+from tieline.core.statistics import k3_divergence, kl_divergence, next_token_losses
 
 
 def test_divergence_is_the_kl_and_never_negative():
@@ -32,7 +32,7 @@ def test_the_mean_of_k3_is_the_kl(seed):
     generator = torch.Generator().manual_seed(seed)
     clean, other = torch.randn(2, 1, 4, 5, generator=generator)
     p, q = (logits.double().log_softmax(-1) for logits in (clean, other))
-    terms = k3(p, q)
+    terms = k3_divergence(p, q)
     assert (terms >= 0).all()
     assert torch.allclose((p.exp() * terms).sum(-1), kl_divergence(clean, other))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.core.text import PrintableStream, printable, printable_line, unfiltered
+from tieline.core.text import PrintableStream, printable, printable_line, unfiltered_stream
 
 DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 NAMES = {
@@ -61,6 +61,6 @@ def test_a_stream_writes_printable_text_and_is_else_the_one_below():
     print("a\x1b[2Jb", "c", file=stream, flush=True)
     stream.writelines(["\u202e", "\n"])
     assert below.getvalue() == "a\\x1b[2Jb c\n\\u202e\n"
-    assert unfiltered(stream) is below
-    assert unfiltered(below) is below
-    assert unfiltered(None) is None
+    assert unfiltered_stream(stream) is below
+    assert unfiltered_stream(below) is below
+    assert unfiltered_stream(None) is None

@@ -10,7 +10,7 @@ import pytest
 import tieline as tl
 from benchmarks import engines as bench
 from tieline.core.errors import TielineError
-from tieline.engines import ENGINES, EngineError, capture, installed
+from tieline.engines import ENGINES, EngineError, capture, installed_engine
 from tieline.models.demo import DEMO_FOLDER
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ SHORT = {"tokens": 2048, "sequence_length": 256}
 
 def needs(*names):
     for name in names:
-        if not installed(ENGINES[name]).python:
+        if not installed_engine(ENGINES[name]).python:
             pytest.skip(f"{name} is not installed: python -m tools.install_engines {name}")
 
 

@@ -11,9 +11,9 @@ from tieline.core.errors import TielineError
 from tieline.lab.command_settings import RerouteSettings
 from tieline.lab.on_model.reroute import NEAR_ZERO, Rerouted, jump_at_zero, reroute
 from tieline.lab.on_model.rerouted_model import ROUTER
-from tieline.models.checkpoint import load_pretrained
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
+from tieline.models.saved_models import load_pretrained
 
 FEW = {"fit_tokens": 256, "tokens": 256, "batch_size": 2}
 pytestmark = pytest.mark.filterwarnings("ignore")

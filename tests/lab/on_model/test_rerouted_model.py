@@ -7,7 +7,7 @@ from tests.models.tiny import SUPPORTED, batch, lively, tiny_model
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.lab.on_model.rerouted_model import reroute_, unreroute_
 from tieline.models import capture, find_routers, load_pretrained, load_smoothed, smooth_, unsmooth_
-from tieline.models.checkpoint import changes_of
+from tieline.models.saved_models import changes_of
 from tieline.routing import CosineRouter, TopK
 from tieline.routing.layer import GATES
 

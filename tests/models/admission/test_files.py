@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from tieline.core.errors import TielineError
 from tieline.models.admission import check_stored, model_source
-from tieline.models.checkpoint import load_pretrained
 from tieline.models.configuration import check_config_fields
 from tieline.models.demo import DEMO_FOLDER
 from tieline.models.model import Model, load_dense, load_tokenizer
+from tieline.models.saved_models import load_pretrained
 
 
 @pytest.fixture

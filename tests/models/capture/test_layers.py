@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tieline.models import GroupRule, RouterFamily
-from tieline.models.capture import LayerObserver, ObserverSettings, near_counts
+from tieline.models.capture import LayerObserver, ObserverSettings, counts_near_threshold
 from tieline.models.documents import DocumentCounter
 
 LOGITS = torch.tensor([[4.0, 1.0, 3.0, 3.5], [0.5, 2.0, 1.0, 0.25]])
@@ -65,7 +65,9 @@ def test_a_record_is_a_copy_of_what_the_model_had():
 
 
 def test_an_expert_at_exactly_epsilon_below_the_threshold_is_not_near():
-    counts = near_counts(torch.tensor([[2.0, 1.5, 1.0]]), torch.tensor([2.0]), (0.5, 0.75, 1.0))
+    counts = counts_near_threshold(
+        torch.tensor([[2.0, 1.5, 1.0]]), torch.tensor([2.0]), (0.5, 0.75, 1.0)
+    )
     assert counts.tolist() == [[1, 2, 2]]
 
 

@@ -7,7 +7,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.models import capture, find_routers, smooth_
 from tieline.models.families import family_of
 from tieline.models.router_output import read_output
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 from tieline.trace.store import load_trace, save_trace
 
 LAYOUTS = ("olmoe", "llama4", "jetmoe", "deepseek_v3", "gpt_oss")
@@ -45,7 +45,7 @@ def test_the_ranks_are_those_of_top_k_and_the_weights_those_in_use(family):
     soft, seen = _trace(model, ids), _seen(model, ids)
     first, before = soft.layers[0], hard.layers[0]  # its inputs are those of the original
     for name in ("scores", "near", "distance", "group_gap"):
-        assert identical(getattr(first, name), getattr(before, name))
+        assert identical_values(getattr(first, name), getattr(before, name))
     k = first.facts.k
     same = first.experts[:, :k].sort(dim=1).values == before.experts[:, :k].sort(dim=1).values
     assert bool(same.all())
@@ -65,5 +65,5 @@ def test_a_trace_of_a_smoothed_model_is_written_and_read(tmp_path):
     smooth_(model, epsilon=0.5)
     trace = _trace(model, batch(2, 12))
     save_trace(trace, tmp_path / "trace")
-    assert identical(load_trace(tmp_path / "trace"), trace)
+    assert identical_values(load_trace(tmp_path / "trace"), trace)
     assert trace.layers[0].faded.shape[1] == trace.layers[0].scores.shape[1] - 2

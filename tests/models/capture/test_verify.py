@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.models.capture import check_distinct, check_finite_scores, check_selected
+from tieline.models.capture import check_distinct, check_router_scores, check_selected
 from tieline.models.documents import DocumentCounter
 
 BATCH = DocumentCounter().read({"input_ids": torch.tensor([[4, 5], [6, 7]])})
@@ -18,11 +18,11 @@ def test_scores_that_are_no_numbers_are_reported_with_layer_count_and_first_toke
     scores[2, 1] = scores[3, 0] = scores[3, 2] = wrong
     message = r"'gate': 3 .* of 2 tokens .* token 0 of document 1 \(token id 6\)"
     with pytest.raises(TielineError, match=message):
-        check_finite_scores(scores, "gate", BATCH)
+        check_router_scores(scores, "gate", BATCH)
 
 
 def test_finite_scores_pass_even_if_their_sum_overflows():
-    check_finite_scores(torch.full((4, 3), 3e38), "gate", BATCH)
+    check_router_scores(torch.full((4, 3), 3e38), "gate", BATCH)
 
 
 def test_an_expert_chosen_twice_is_refused():

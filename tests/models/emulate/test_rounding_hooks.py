@@ -10,7 +10,7 @@ from tieline.core.errors import ParameterError
 from tieline.models import emulate as emulate_room
 from tieline.models import find_routers, formats
 from tieline.models.emulate import emulate, rounded_products
-from tieline.models.formats import FORMATS
+from tieline.models.number_formats import FORMATS
 
 FAMILIES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 

@@ -12,8 +12,8 @@ import torch
 from tests.models.model_stream.test_passes import first, saved, some_batches
 from tieline.core.errors import StreamingWarning, UnsupportedModelError
 from tieline.models import model_stream
-from tieline.models.checkpoint import load_pretrained
 from tieline.models.model_stream import free_memory, open_stream, resident_memory, too_large
+from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
 from tieline.run.lockstep import PassJob, lead_passes
 

@@ -15,7 +15,7 @@ from tieline.models.expert_groups import ExpertGroups, plan_groups
 from tieline.models.model import Model
 from tieline.run.forward import forward, only_running
 from tieline.run.lockstep import PassJob, StreamEvents, lead_passes
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -73,7 +73,7 @@ def agree(folder, dtype="fp32", **options):
     (wanted, trace), (found, seen) = ordinary(folder, dtype), streamed(loaded)
     drawn = watched(loaded.module) is not None  # diffusion_gemma: its decoder starts from noise
     assert drawn or all(map(torch.equal, wanted, found))
-    assert identical(trace, seen)
+    assert identical_values(trace, seen)
     return loaded
 
 
@@ -104,7 +104,7 @@ def test_every_byte_is_read_once_and_the_head_only_if_it_runs(tmp_path):
     assert shards.bytes_read == loaded.stream.size
     _, whole = streamed(loaded)
     assert shards.bytes_read == 2 * shards.size - shards.tensors["lm_head.weight"].size
-    assert identical(without, whole)
+    assert identical_values(without, whole)
 
 
 def test_units_are_told_while_their_weights_are_there(tmp_path):

@@ -16,7 +16,7 @@ from tests.models.smoothing import (
 from tests.models.tiny import CHOSEN, EXPERTS, WIDTH, batch, lively, tiny_model
 from tieline.core.ranking import ranked_scores
 from tieline.models import find_routers, load_smoothed, smooth_, unsmooth_
-from tieline.models.checkpoint import changes_of
+from tieline.models.saved_models import changes_of
 from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from tests.models.smoothing import KINDS, SMOOTHED
 from tests.models.tiny import batch, lively, tiny_model
 from tests.models.tiny_whole import WHOLE, tiny_whole
 from tieline.models import find_routers, load_smoothed, smooth_
-from tieline.models.checkpoint import changes_of
+from tieline.models.saved_models import changes_of
 from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")

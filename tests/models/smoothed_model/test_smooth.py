@@ -21,7 +21,6 @@ from tieline.models import (
     smooth_,
     unsmooth_,
 )
-from tieline.models.checkpoint import changes_of
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.epsilon import (
     budget_epsilon,
@@ -30,6 +29,7 @@ from tieline.models.epsilon import (
     ramp_width,
 )
 from tieline.models.model import Model
+from tieline.models.saved_models import changes_of
 from tieline.models.smoothed_model import read_smoothing
 from tieline.models.smoothed_router import default_k_max, plan_layers, router_smoothing
 from tieline.routing import Groups

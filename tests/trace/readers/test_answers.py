@@ -11,7 +11,7 @@ import torch
 
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace, read_routes
-from tieline.trace.readers import ReadOptions, recognise
+from tieline.trace.readers import ReadOptions, recognise_format
 
 RNG = np.random.default_rng(3)
 IDS = np.stack([RNG.permutation(9)[:2] for _ in range(7 * 3)]).reshape(7, 3, 2)
@@ -81,7 +81,7 @@ WHOLE = [
 @pytest.mark.parametrize(("form", "value"), WHOLE)
 def test_an_answer_is_recognised_and_read(tmp_path, form, value):
     path = written(tmp_path, value)
-    assert recognise(path) == form
+    assert recognise_format(path) == form
     for source, options in ((path, {}), (path, {"format": form}), (value, {})):
         trace = import_trace(source, **options)
         assert np.stack([x.experts.numpy() for x in trace.layers], 1).tolist() == IDS.tolist()
@@ -108,7 +108,7 @@ def test_sglang_needs_a_shape_or_counts(tmp_path, box):
     answer = sglang(raw(IDS))
     answer[box] = answer.pop("meta_info")
     path = written(tmp_path, answer)
-    assert recognise(path) == "sglang"
+    assert recognise_format(path) == "sglang"
     with pytest.raises(TraceError, match="42 ids without a shape, of 7 rows: give layers, k"):
         import_trace(path)
     for options in ({"k": 2}, {"k": 2, "layers": 3}):

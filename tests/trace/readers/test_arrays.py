@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tieline.core.errors import TraceError
-from tieline.trace import import_trace, load_trace, save_trace, unanswered
+from tieline.trace import import_trace, load_trace, questions_without_data, save_trace
 from tieline.trace.readers import Routes, decoding, trace_of
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 IDS = np.array(
@@ -72,26 +72,26 @@ def test_ids_layers_and_padding_are_read(tmp_path, suffix, dtype):
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
 def test_a_fortran_array_is_the_same_array(tmp_path, name):
     path = written(tmp_path / name, np.asfortranarray(IDS))
-    assert identical(import_trace(path).layers[1], routed_experts_trace(IDS).layers[1])
+    assert identical_values(import_trace(path).layers[1], routed_experts_trace(IDS).layers[1])
 
 
 def test_an_ids_only_trace_says_what_it_cannot_answer_and_can_be_saved(tmp_path):
     trace = import_trace(written(tmp_path / "a.npy", IDS))
-    limits = unanswered(trace.layers)
+    limits = questions_without_data(trace.layers)
     assert any("flip rates" in text for text in limits)
     assert trace.provenance["cannot_answer"] == limits
     assert not any("load" in text for text in limits)
     with pytest.raises(TraceError, match="ids only"):
         _ = trace.layers[0].gap
     save_trace(trace, tmp_path / "trace")
-    assert identical(load_trace(tmp_path / "trace"), trace)
+    assert identical_values(load_trace(tmp_path / "trace"), trace)
 
 
 def test_what_one_layer_can_answer_is_answered():
     layer = routed_experts_trace(IDS, 5).layers[0]
     scored = dataclasses.replace(layer, weights=torch.ones(3, 2))
-    assert any("weights" in text for text in unanswered([layer]))
-    assert not any("weights" in text for text in unanswered([layer, scored]))
+    assert any("weights" in text for text in questions_without_data([layer]))
+    assert not any("weights" in text for text in questions_without_data([layer, scored]))
 
 
 def test_ids_of_tokens_are_read_and_cut_alike(tmp_path):
@@ -116,7 +116,7 @@ def test_the_number_of_experts_is_inferred_and_says_so():
 
 def test_padding_of_unsigned_arrays_is_the_largest_value():
     trace = routed_experts_trace(IDS.astype(np.uint8), 6)
-    assert identical(trace, routed_experts_trace(IDS, 6))
+    assert identical_values(trace, routed_experts_trace(IDS, 6))
     single = np.array([[[255]], [[3]]], dtype=np.uint8)
     assert routed_experts_trace(single, 256).n_tokens == 2
     assert routed_experts_trace(single).n_tokens == 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
 from tieline.trace import imatrix_load, import_trace
-from tieline.trace.readers import recognise
+from tieline.trace.readers import recognise_format
 
 
 def test_choices_are_joined_to_tokens(tmp_path):
@@ -24,7 +24,7 @@ def test_choices_are_joined_to_tokens(tmp_path):
     ]
     for header in ([], ["layer,expert"]):
         path.write_text("\n".join([*header, *lines]) + "\n")
-        assert recognise(path) == "moe-trace"
+        assert recognise_format(path) == "moe-trace"
         trace = import_trace(path, k=2)
         assert [layer.name for layer in trace.layers] == ["layers.0", "layers.5"]
         assert trace.layers[1].experts.tolist() == [[5, 6], [7, 0], [0, 7]]
@@ -73,7 +73,7 @@ COUNTS = {
 def test_counts_of_experts_are_read(tmp_path, alignment):
     path = tmp_path / "imatrix.gguf"
     path.write_bytes(gguf(COUNTS, alignment))
-    assert recognise(path) == "imatrix"
+    assert recognise_format(path) == "imatrix"
     load = imatrix_load(path)
     assert {name: x.tolist() for name, x in load.layers.items()} == {
         "layers.0": [4, 4, 4, 4],

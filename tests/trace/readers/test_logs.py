@@ -9,7 +9,7 @@ import pytest
 import tieline as tl
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace
-from tieline.trace.readers import ReadOptions, read_routes, recognise
+from tieline.trace.readers import ReadOptions, read_routes, recognise_format
 from tieline.trace.readers.routes import unpacked_weights
 
 RNG = np.random.default_rng(3)
@@ -42,7 +42,7 @@ def written(path, lines):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.log.gz"])
 def test_a_log_of_a_hook_in_vllm_is_read_plain_and_packed(tmp_path, name):
     file = written(tmp_path / name, [META, *ROUTES])
-    assert recognise(file) == "log"
+    assert recognise_format(file) == "log"
     routes = read_routes(file)
     assert np.array_equal(routes.experts, IDS)
     assert np.allclose(routes.weights, WEIGHTS)

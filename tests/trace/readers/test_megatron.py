@@ -8,7 +8,7 @@ import torch
 
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace
-from tieline.trace.readers import recognise
+from tieline.trace.readers import recognise_format
 
 EXPERTS, K, LAYERS = 8, 2, (2, 4)
 
@@ -38,7 +38,7 @@ def write_rank(folder, rank, steps=(5, 3), with_logits=True, change=lambda recor
 
 def test_steps_of_all_ranks_are_joined_and_logits_give_gaps(tmp_path):
     logits = [*write_rank(tmp_path, 0), *write_rank(tmp_path, 1)]
-    assert recognise(tmp_path) == "megatron-trace"
+    assert recognise_format(tmp_path) == "megatron-trace"
     trace = import_trace(tmp_path)
     assert [layer.name for layer in trace.layers] == ["layers.2", "layers.4"]
     assert trace.documents.tolist() == [0] * 5 + [1] * 3 + [2] * 5 + [3] * 3

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
-from tieline.trace import import_table, import_trace, unanswered
+from tieline.trace import import_table, import_trace, questions_without_data
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 CSV = """layer,token,experts,scores
@@ -44,7 +44,7 @@ def test_a_csv_table_with_scores(tmp_path):
     assert not trace.layers[1].facts.affine
     assert trace.positions.tolist() == [0, 5]
     assert trace.provenance["file"] == "a.csv"
-    assert not any("flip rates" in text for text in unanswered(trace.layers))
+    assert not any("flip rates" in text for text in questions_without_data(trace.layers))
 
 
 def test_the_same_table_as_jsonl(tmp_path):

@@ -17,7 +17,7 @@ from tieline.trace import (
     select_tokens,
     summarise,
 )
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 from tieline.trace.tensor_folders import INDEX
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -29,8 +29,8 @@ def test_merged_summaries_of_shards_are_the_summary_of_the_whole(tmp_path):
     for place, part in enumerate(PARTS):
         save_summary(summarise(part), tmp_path / str(place))
     merged = merge_folders([tmp_path / "0", tmp_path / "1"], tmp_path / "all")
-    assert identical(merged, summarise(TRACE))
-    assert identical(load_summary(tmp_path / "all"), merged)
+    assert identical_values(merged, summarise(TRACE))
+    assert identical_values(load_summary(tmp_path / "all"), merged)
     assert folder_kind(tmp_path / "all") == "summary"
 
 
@@ -39,12 +39,12 @@ def test_merged_traces_are_joined(tmp_path):
         save_trace(part, tmp_path / str(place))
     merge_folders([tmp_path / "0", tmp_path / "1"], tmp_path / "all")
     assert folder_kind(tmp_path / "all") == "trace"
-    assert identical(load_trace(tmp_path / "all"), TRACE)
+    assert identical_values(load_trace(tmp_path / "all"), TRACE)
     with pytest.raises(TraceError, match="renumber"):
         merge_folders([tmp_path / "0"] * 2, tmp_path / "twice")
     merge_folders([tmp_path / "0"] * 2, tmp_path / "twice", documents="renumber")
     twice = concatenate([PARTS[0]] * 2, documents="renumber")
-    assert identical(load_trace(tmp_path / "twice"), twice)
+    assert identical_values(load_trace(tmp_path / "twice"), twice)
 
 
 def test_the_output_may_replace_an_input_on_request(tmp_path):
@@ -54,7 +54,7 @@ def test_the_output_may_replace_an_input_on_request(tmp_path):
     with pytest.raises(TraceError, match="exists"):
         merge_folders(both, tmp_path / "0")
     merge_folders(both, tmp_path / "0", overwrite=True)
-    assert identical(load_trace(tmp_path / "0"), TRACE)
+    assert identical_values(load_trace(tmp_path / "0"), TRACE)
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path):

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
-from tieline.trace import load_summary, load_trace, merge, save_summary, select_tokens, summarise
-from tieline.trace.record import identical
+from tieline.trace import (
+    load_summary,
+    load_trace,
+    merge_summaries,
+    save_summary,
+    select_tokens,
+    summarise,
+)
+from tieline.trace.record import identical_values
 from tieline.trace.store import FORMATS, _index_contents, _tensor_files
 from tieline.trace.summary import SharedBias, TokenKey
 from tieline.trace.tensor_folders import INDEX, write_folder
@@ -26,7 +33,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path_factory, recipe, size):
     summary = summarise(make_trace(**recipe), size, keep_inputs=True)
     where = tmp_path_factory.mktemp("summary") / "a"
     save_summary(summary, where)
-    assert identical(load_summary(where), summary)
+    assert identical_values(load_summary(where), summary)
 
 
 def test_loaded_summaries_merge_like_those_in_memory(tmp_path):
@@ -34,8 +41,8 @@ def test_loaded_summaries_merge_like_those_in_memory(tmp_path):
     parts = [select_tokens(trace, slice(0, 7)), select_tokens(trace, slice(7, None))]
     for place, part in enumerate(parts):
         save_summary(summarise(part, 8), tmp_path / str(place))
-    merged = merge([load_summary(tmp_path / "1"), load_summary(tmp_path / "0")])
-    assert identical(merged, SUMMARY)
+    merged = merge_summaries([load_summary(tmp_path / "1"), load_summary(tmp_path / "0")])
+    assert identical_values(merged, SUMMARY)
 
 
 def test_overwriting_is_explicit_and_only_for_summaries(tmp_path):
@@ -44,7 +51,7 @@ def test_overwriting_is_explicit_and_only_for_summaries(tmp_path):
         save_summary(SUMMARY, tmp_path / "a")
     other = summarise(make_trace(seed=1))
     save_summary(other, tmp_path / "a", overwrite=True)
-    assert identical(load_summary(tmp_path / "a"), other)
+    assert identical_values(load_summary(tmp_path / "a"), other)
     with pytest.raises(TraceError, match="must be tieline-trace version 1"):
         load_trace(tmp_path / "a")
 

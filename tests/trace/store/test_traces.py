@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import RoutingTrace, concatenate, load_trace, save_trace, select_layers
-from tieline.trace.record import LazyLayers, identical
+from tieline.trace.record import LazyLayers, identical_values
 from tieline.trace.store import FORMATS
 from tieline.trace.tensor_folders import INDEX, write_folder
 
@@ -31,7 +31,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path_factory, recipe):
     trace = make_trace(**{**recipe, "broken": 0.0})
     where = tmp_path_factory.mktemp("trace") / "new" / "folder"
     save_trace(trace, where)
-    assert identical(load_trace(where), trace)
+    assert identical_values(load_trace(where), trace)
     assert [entry.name for entry in where.parent.iterdir()] == ["folder"]
 
 
@@ -43,7 +43,7 @@ def test_types_survive(tmp_path, dtype):
     )
     trace = dataclasses.replace(TRACE, layers=(layer,), tokens=TRACE.tokens.int())
     save_trace(trace, tmp_path / "a")
-    assert identical(load_trace(tmp_path / "a"), trace)
+    assert identical_values(load_trace(tmp_path / "a"), trace)
 
 
 def test_tensors_that_share_memory_and_no_tokens_at_all_are_saved(tmp_path):
@@ -51,7 +51,7 @@ def test_tensors_that_share_memory_and_no_tokens_at_all_are_saved(tmp_path):
     shared = dataclasses.replace(TRACE, tokens=ids, positions=ids, documents=ids)
     for name, trace in (("shared", shared), ("empty", make_trace(tokens=0))):
         save_trace(trace, tmp_path / name)
-        assert identical(load_trace(tmp_path / name), trace)
+        assert identical_values(load_trace(tmp_path / name), trace)
 
 
 def test_layers_are_read_when_touched(tmp_path):
@@ -59,8 +59,8 @@ def test_layers_are_read_when_touched(tmp_path):
     trace = load_trace(tmp_path / "a")
     assert isinstance(trace.layers, LazyLayers)
     _damage(tmp_path / "a" / "layer-00001.safetensors", -3)
-    assert identical(trace.layers[0], TRACE.layers[0])
-    assert identical(trace.layers[-1], TRACE.layers[3])
+    assert identical_values(trace.layers[0], TRACE.layers[0])
+    assert identical_values(trace.layers[-1], TRACE.layers[3])
     with pytest.raises(TraceError, match=r"layer-00001.*damaged"):
         _ = trace.layers[1]
 
@@ -86,7 +86,7 @@ def test_loaded_traces_can_be_cut_joined_and_saved_again(tmp_path):
     some = select_layers(both, ["layers.2", 0])
     save_trace(some, tmp_path / "b")
     expected = concatenate([TRACE, TRACE], documents="renumber")
-    assert identical(load_trace(tmp_path / "b"), select_layers(expected, [2, 0]))
+    assert identical_values(load_trace(tmp_path / "b"), select_layers(expected, [2, 0]))
 
 
 def test_existing_things_are_left_alone(tmp_path):
@@ -95,9 +95,9 @@ def test_existing_things_are_left_alone(tmp_path):
     other = make_trace(seed=1)
     with pytest.raises(TraceError, match="exists"):
         save_trace(other, target)
-    assert identical(load_trace(target), TRACE)
+    assert identical_values(load_trace(target), TRACE)
     save_trace(other, target, overwrite=True)
-    assert identical(load_trace(target), other)
+    assert identical_values(load_trace(target), other)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
@@ -122,7 +122,7 @@ def test_overwriting_never_removes_what_is_not_a_trace(tmp_path, what):
 def test_an_empty_folder_is_taken(tmp_path):
     (tmp_path / "a").mkdir()
     save_trace(TRACE, tmp_path / "a")
-    assert identical(load_trace(tmp_path / "a"), TRACE)
+    assert identical_values(load_trace(tmp_path / "a"), TRACE)
 
 
 def test_a_trace_with_broken_scores_is_not_saved(tmp_path):
@@ -147,7 +147,7 @@ from pathlib import Path
 from tests.trace.zoo import FACTS, make_trace
 from tieline.core import files
 from tieline.trace import load_trace, save_trace, tensor_folders
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 def die_at(line, only):
     seen = 0
@@ -182,8 +182,8 @@ for replacing in (False, True):
             outcomes.add((replacing, "absent"))
         else:
             loaded = load_trace(target)
-            state = "new" if identical(loaded, new) else "old"
-            assert state == "new" or (replacing and identical(loaded, old))
+            state = "new" if identical_values(loaded, new) else "old"
+            assert state == "new" or (replacing and identical_values(loaded, old))
             outcomes.add((replacing, state))
         lines += 1
         if finished:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tieline.trace import summary as distinct
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 from tieline.trace.summary import DistinctSketch, token_hash
 
 hashes = st.lists(st.integers(0, 12), max_size=9).map(lambda x: np.array(x, dtype=np.int64))
@@ -24,10 +24,10 @@ def test_sketches_merge_exactly_in_any_grouping(first, second, third):
         patch.setattr(distinct, "CAPACITY", 4)
         whole = sketch(np.concatenate((first, second, third)))
         assert whole.hashes.tolist() == sorted({*first, *second, *third})[:4]
-        assert identical(whole, sketch(first) + (sketch(second) + sketch(third)))
-        assert identical(whole, (sketch(third) + sketch(first)) + sketch(second))
+        assert identical_values(whole, sketch(first) + (sketch(second) + sketch(third)))
+        assert identical_values(whole, (sketch(third) + sketch(first)) + sketch(second))
         ceiling = sketch(first).ceiling
-        assert identical(
+        assert identical_values(
             sketch(first) + sketch(second[second < ceiling]), sketch(first) + sketch(second)
         )
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trace.zoo import FACTS, make_trace, recipes
 from tieline.core.errors import TraceError
-from tieline.trace import SummaryBuilder, merge, select_tokens, summarise
-from tieline.trace.record import identical
+from tieline.trace import SummaryBuilder, merge_summaries, select_tokens, summarise
+from tieline.trace.record import identical_values
 from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary, token_hash
 
 
@@ -23,8 +23,8 @@ def test_merged_shards_equal_the_whole_in_any_order_and_grouping(recipe, random,
     shards = [select_tokens(trace, owner == shard) for shard in range(3)]
     whole = summarise(trace, size, keep_inputs=True)
     a, b, c = (summarise(shard, size, keep_inputs=True) for shard in shards)
-    assert identical(merge([merge([a, b]), c]), whole)
-    assert identical(merge([c, merge([b, a])]), whole)
+    assert identical_values(merge_summaries([merge_summaries([a, b]), c]), whole)
+    assert identical_values(merge_summaries([c, merge_summaries([b, a])]), whole)
 
 
 @settings(max_examples=12)
@@ -37,7 +37,7 @@ def test_batches_of_one_builder_equal_the_whole(recipe, batch, size):
         for layer in part.layers:
             builder.update(layer.name, layer, part.documents, part.positions, part.tokens)
         builder.summary()  # looking at it in between changes nothing
-    assert identical(builder.summary(), summarise(trace, size, keep_inputs=True))
+    assert identical_values(builder.summary(), summarise(trace, size, keep_inputs=True))
 
 
 @given(recipes, st.sampled_from([1, 3, 8, 4096]))
@@ -59,7 +59,7 @@ def _same_row(layer, row, whole, index):
     names = ("experts", "scores", "weights", "group_gap", "distance", "near", "inputs")
     return all(
         getattr(whole, name) is None
-        or identical(getattr(layer, name)[row], getattr(whole, name)[index])
+        or identical_values(getattr(layer, name)[row], getattr(whole, name)[index])
         for name in names
     )
 
@@ -80,8 +80,8 @@ def test_sources_are_kept_once_and_in_a_fixed_order():
     one, other = make_trace(1), make_trace(2)
     other = dataclasses.replace(other, provenance={"model": "another"})
     parts = [summarise(trace) for trace in (one, other, one)]
-    assert merge(parts).sources == merge(parts[::-1]).sources
-    assert len(merge(parts).sources) == 2
+    assert merge_summaries(parts).sources == merge_summaries(parts[::-1]).sources
+    assert len(merge_summaries(parts).sources) == 2
 
 
 def test_a_bias_that_changes_is_reported_and_not_guessed():
@@ -90,10 +90,12 @@ def test_a_bias_that_changes_is_reported_and_not_guessed():
     other = dataclasses.replace(trace, layers=(moved,))
     parts = [summarise(trace), summarise(other), summarise(trace)]
     for order in (parts, parts[::-1], [parts[0], parts[2], parts[1]]):
-        merged = merge(order)
+        merged = merge_summaries(order)
         assert merged.layers[0].bias.changed
         assert merged.sample.layers[0].bias is None
-    assert torch.equal(merge([parts[0], parts[2]]).sample.layers[0].bias, trace.layers[0].bias)
+    assert torch.equal(
+        merge_summaries([parts[0], parts[2]]).sample.layers[0].bias, trace.layers[0].bias
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_bias_that_changes_is_reported_and_not_guessed():
 def test_summaries_of_different_things_are_refused(change, message):
     trace = make_trace()
     with pytest.raises(TraceError, match=message):
-        merge([summarise(trace), summarise(change(trace))])
+        merge_summaries([summarise(trace), summarise(change(trace))])
 
 
 def _changed(trace, **fields):
@@ -130,9 +132,9 @@ def _changed(trace, **fields):
 def test_sample_sizes_must_agree_and_something_must_be_merged():
     trace = make_trace()
     with pytest.raises(TraceError, match="sample_size"):
-        merge([summarise(trace, 4), summarise(trace, 5)])
+        merge_summaries([summarise(trace, 4), summarise(trace, 5)])
     with pytest.raises(TraceError, match="nothing to merge"):
-        merge([])
+        merge_summaries([])
 
 
 def test_more_tokens_than_the_counts_can_hold_are_refused():
@@ -140,7 +142,7 @@ def test_more_tokens_than_the_counts_can_hold_are_refused():
     layers = tuple(dataclasses.replace(layer, tokens=1 << 38) for layer in summary.layers)
     big = dataclasses.replace(summary, layers=layers)
     with pytest.raises(TraceError, match="at most"):
-        merge([big, big])
+        merge_summaries([big, big])
 
 
 def test_tokens_are_counted():
@@ -173,7 +175,7 @@ def test_the_cdf_and_quantiles_of_gaps_are_counts_of_them():
 def test_tokens_that_came_twice_show_in_the_number_of_different_ones():
     trace = make_trace(tokens=2000, facts=FACTS[:1])
     once = summarise(trace)
-    twice = merge([once, once])
+    twice = merge_summaries([once, once])
     assert once.distinct_tokens() == twice.distinct_tokens() == (2000, 2000, 0.0)
     small = summarise(trace, sample_size=400).distinct_tokens()
     assert abs(small.value - 2000) < 4 * small.standard_error

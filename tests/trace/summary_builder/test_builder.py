@@ -8,7 +8,7 @@ import torch
 from tests.trace.zoo import EPSILONS, make_trace
 from tieline.core.errors import ParameterError, TraceError
 from tieline.trace import SummaryBuilder, summarise
-from tieline.trace.record import identical
+from tieline.trace.record import identical_values
 
 TRACE = make_trace()
 
@@ -21,7 +21,7 @@ def test_layers_given_by_place_are_ordered_by_place():
     builder = SummaryBuilder(EPSILONS, provenance=TRACE.provenance)
     for place in reversed(range(4)):
         builder.update(place, TRACE.layers[place], *keys(TRACE))
-    assert identical(builder.summary(), summarise(TRACE))
+    assert identical_values(builder.summary(), summarise(TRACE))
 
 
 def test_inputs_are_sampled_on_request_only():
@@ -42,14 +42,14 @@ def test_scores_with_gradients_and_short_integers_are_taken():
         builder = SummaryBuilder(EPSILONS)
         builder.update(0, record, *keys(TRACE))
         results.append(builder.summary())
-    assert identical(*results)
+    assert identical_values(*results)
 
 
 def test_bfloat16_scores_are_counted_without_rounding():
     layer = dataclasses.replace(TRACE.layers[0], scores=TRACE.layers[0].scores.bfloat16())
     builder = SummaryBuilder(EPSILONS)
     builder.update(0, layer, *keys(TRACE))
-    assert identical(builder.summary().layers[0].gaps, summarise(TRACE).layers[0].gaps)
+    assert identical_values(builder.summary().layers[0].gaps, summarise(TRACE).layers[0].gaps)
 
 
 def test_the_sample_does_not_share_memory_with_the_batch():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tieline.core.errors import TielineError, TraceError
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace, export, import_trace, load_trace
-from tieline.trace.readers import recognise
-from tieline.trace.record import identical
-from tieline.trace.writers import FORMS, padded, replay_list
+from tieline.trace.readers import recognise_format
+from tieline.trace.record import identical_values
+from tieline.trace.writers import FORMS, padded_batch, replay_list
 
 SUFFIX = {"vllm": ".jsonl", "sglang": ".jsonl", "trace": ""}
 FILES = [form for form in FORMS if form != "trace"]
@@ -65,18 +65,18 @@ def test_what_is_written_is_read(tmp_path_factory, form, lengths, layers, size, 
             return
     same(read, trace)
     if form in ("vllm", "sglang"):
-        assert recognise(path) == form
+        assert recognise_format(path) == form
 
 
 def test_a_folder_keeps_everything(tmp_path):
     trace = made()
     trace.export(tmp_path / "t")
-    assert identical(load_trace(tmp_path / "t"), trace)
+    assert identical_values(load_trace(tmp_path / "t"), trace)
     with pytest.raises(TielineError, match="exists"):
         export(trace, tmp_path / "t")
     export(trace, tmp_path / "t", overwrite=True)
     trace.save(tmp_path / "u")
-    assert identical(load_trace(tmp_path / "u"), trace)
+    assert identical_values(load_trace(tmp_path / "u"), trace)
 
 
 def test_weights_go_with_the_ids(tmp_path):
@@ -129,7 +129,7 @@ def test_positions_without_a_record(tmp_path):
     single = select_tokens(made((6,), k=1), rows)
     with pytest.raises(TraceError, match="use the form nemo"):
         single.export(tmp_path / "a.npz", "verl")
-    assert padded(single, -1)["attention_mask"].tolist() == [[1] * 6]
+    assert padded_batch(single, -1)["attention_mask"].tolist() == [[1] * 6]
 
 
 def test_other_names_are_refused_and_nothing_is_written(tmp_path):

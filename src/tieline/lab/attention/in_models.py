@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.lab.attention.sigmoid import AttentionKind, sigmoid_attention
-from tieline.models.checkpoint import (
+from tieline.models.saved_models import (
     Restorer,
     changes_of,
     forget_change,

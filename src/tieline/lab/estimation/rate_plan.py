@@ -48,7 +48,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import require
-from tieline.core.records import canonical
+from tieline.core.records import canonical_json
 from tieline.lab.estimation.fit import METHODS, Method, ModelRegression, lift, population_minimiser
 from tieline.lab.estimation.identifiability import information
 from tieline.lab.estimation.model import (
@@ -364,7 +364,7 @@ class RatePlan:
             facts[name] = asdict(getattr(self, name))
         for name in ("truth", "reference"):
             facts[name] = getattr(self, name).flatten().tolist()
-        return hashlib.sha256(canonical(facts).encode()).hexdigest()[:16]
+        return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:16]
 
 
 class RepetitionBlock(NamedTuple):

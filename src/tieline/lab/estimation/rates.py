@@ -27,7 +27,7 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.files import locked_file, space_on
 from tieline.core.numerics import one_thread
-from tieline.core.records import Result, canonical, from_plain, parse_json
+from tieline.core.records import Result, canonical_json, from_plain, parse_json
 from tieline.core.statistics import mean_estimate
 from tieline.lab.estimation.fit import (
     FitResult,
@@ -470,7 +470,7 @@ class RateStore:
 
     def add(self, rows: Iterable[RateRow]) -> None:
         """Append rows, after cutting off an unfinished last line."""
-        text = "".join(canonical(asdict(row)) + "\n" for row in rows).encode()
+        text = "".join(canonical_json(asdict(row)) + "\n" for row in rows).encode()
         with space_on(self.path), locked_file(self.path) as handle:
             end = self._valid_length()  # now, as another run may have added rows
             os.ftruncate(handle, end)

@@ -40,10 +40,10 @@ from tieline.lab.on_model.router_fit import (
 from tieline.lab.on_model.subject import Progress
 from tieline.measure.measures import LayerMeasures, measure
 from tieline.models.capture import capture
-from tieline.models.checkpoint import changes_of, save_model
 from tieline.models.demo import DEMO
 from tieline.models.families import chosen_routers
 from tieline.models.model import Model, ModelSource
+from tieline.models.saved_models import changes_of, save_model
 from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.routers import Router
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise

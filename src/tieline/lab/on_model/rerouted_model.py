@@ -26,13 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.models.checkpoint import (
-    Restorer,
-    forget_change,
-    record_change,
-    refuse_quantised,
-    register_restorer,
-)
 from tieline.models.class_changes import Call, restore_class
 from tieline.models.emulate import logits_matrix
 from tieline.models.experts import FLAG, SkipRule, experts_of, skip_rule, to_slots
@@ -47,6 +40,13 @@ from tieline.models.families import (
 from tieline.models.layouts import COLUMNS, NewChoice
 from tieline.models.router_output import handled_class
 from tieline.models.router_rule import family_choice, family_scale
+from tieline.models.saved_models import (
+    Restorer,
+    forget_change,
+    record_change,
+    refuse_quantised,
+    register_restorer,
+)
 from tieline.models.smoothed_router import LayerPlan, layer_plan
 from tieline.routing.gates import Gate, Law, SelectiveGate
 from tieline.routing.layer import GATES, ROUTERS

@@ -23,8 +23,8 @@ from tieline.core.statistics import SequenceSums, next_token_losses
 from tieline.lab.command_settings import UpcycleOptions, UpcycleSettings
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_
-from tieline.models.checkpoint import save_model
 from tieline.models.model import Model, ModelSource, load_dense
+from tieline.models.saved_models import save_model
 from tieline.run.corpus import as_text, stacked_batches, tokenise
 from tieline.run.forward import forward, only_running
 

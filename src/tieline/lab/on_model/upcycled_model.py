@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import stable_topk
-from tieline.models.checkpoint import Restorer, record_change, refuse_quantised, register_restorer
 from tieline.models.experts import experts_forward
 from tieline.models.families import RouterFamily, family_of, register_family
+from tieline.models.saved_models import Restorer, record_change, refuse_quantised, register_restorer
 
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
 

@@ -33,7 +33,7 @@ from tieline.core.statistics import next_token_losses
 from tieline.lab.attention.in_models import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.lab.training.text_data import Stream, TextStreams, Windows, load_streams
-from tieline.models.checkpoint import save_model
+from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import smooth_
 from tieline.routing.gates import SelectiveGate, TopK
 from tieline.routing.layer import MoE, moe

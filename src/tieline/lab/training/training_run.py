@@ -26,7 +26,7 @@ from tieline.analysis.trainer_callbacks import monitor_trainer
 from tieline.core.collectives import (
     TIMEOUT,
     first_rank,
-    is_first,
+    is_first_rank,
     join_processes,
     naming_lost_ranks,
 )
@@ -50,7 +50,7 @@ from tieline.lab.training.trainer import (
     rows_per_process,
     training_arguments,
 )
-from tieline.models.checkpoint import no_loading_bars
+from tieline.models.saved_models import no_loading_bars
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, how much of it is done, and its whole amount."""
@@ -176,12 +176,12 @@ def run_parallel(
     with joined, naming_lost_ranks(RESUME), ExitStack() as folder:
         checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume, folder))
         if checkpoint is None:
-            return stored_result(out) if is_first() else None
+            return stored_result(out) if is_first_rank() else None
         start = Path(checkpoint) if checkpoint else None
-        on_stage = progress if progress is not None and is_first() else _no_progress
+        on_stage = progress if progress is not None and is_first_rank() else _no_progress
         trained = _train_steps(config, out, start, on_stage)
         # only rank 0 scores, and the others do not wait: that could exceed the timeout
-        return _save_result(trained) if is_first() else None
+        return _save_result(trained) if is_first_rank() else None
 
 
 def _no_progress(stage: str, done: int, of: int) -> None:

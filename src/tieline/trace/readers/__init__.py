@@ -15,20 +15,20 @@ that says where.
 from pathlib import Path
 from typing import Any
 
-from tieline.trace.readers.formats import (
+from tieline.trace.readers.llamacpp_files import ImatrixLoad, imatrix_load
+from tieline.trace.readers.route_formats import (
     FORMATS,
     SUFFIXES,
     ReadOptions,
     read_routes,
     read_tokens,
-    recognise,
+    recognise_format,
     register_reader,
     routes_of_trace,
     token_documents,
 )
-from tieline.trace.readers.llamacpp import ImatrixLoad, imatrix_load
+from tieline.trace.readers.route_tables import import_table
 from tieline.trace.readers.routes import Routes, trace_of
-from tieline.trace.readers.tables import import_table
 from tieline.trace.record import RoutingTrace
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "import_trace",
     "read_routes",
     "read_tokens",
-    "recognise",
+    "recognise_format",
     "register_reader",
     "routes_of_trace",
     "token_documents",
@@ -75,7 +75,7 @@ def import_trace(
     """
     options = ReadOptions(format, n_experts, k, layers, start, token_documents(tokens))
     is_path = isinstance(source, str | Path)
-    if is_path and (format or recognise(source)) == "table" and tokens is None:
+    if is_path and (format or recognise_format(source)) == "table" and tokens is None:
         return import_table(source, n_experts, k)
     routes = read_routes(source, options)
     origin: dict[str, object] = {"source": "routed_experts", "producer": routes.producer}

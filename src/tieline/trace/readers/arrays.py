@@ -41,10 +41,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.trace.readers.decoding import MOST_BYTES, NPY_MAGIC, read_arrays
 from tieline.trace.readers.logs import COLUMNS
-from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
+from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS
 
 ARRAY = "routed_experts"
@@ -75,7 +75,7 @@ def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
     samples = _numbered_samples(arrays)
     if samples:
         requests = [Request(ids, tokens) for ids, tokens in samples]
-        return assemble(requests, _rollout_producer([ids for ids, _ in samples]), name)
+        return assembled_routes(requests, _rollout_producer([ids for ids, _ in samples]), name)
     layers = _stacked_layers(arrays, name)
     if layers is not None:
         return replace(_flat_routes(layers, arrays, name), producer="megatron")
@@ -98,7 +98,9 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
             sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
             request = Request(ids, sequence, weights=weights, scores=scores)
-            return replace(assemble([request], "array", name), n_experts=_stated_experts(arrays))
+            return replace(
+                assembled_routes([request], "array", name), n_experts=_stated_experts(arrays)
+            )
     tokens, documents, positions = (arrays.get(key) for key in TOKEN_KEYS)
     stated = _stated_experts(arrays)
     return Routes(
@@ -205,7 +207,7 @@ def batch_routes(
         f"{int((~shown).sum())} of {shown.size} places of the batch are padding or last tokens"
     ]
     kinds = ("slime", "miles") if rollout else ("verl", "nemo")
-    return assemble(requests, kinds[live], name, notes)
+    return assembled_routes(requests, kinds[live], name, notes)
 
 
 def _between_ends(used: np.ndarray) -> np.ndarray:
@@ -261,10 +263,13 @@ def _pickle_message(file: Path) -> str:
 
 def is_torch_file(file: Path) -> bool:
     """Return whether a file is an archive of torch.save."""
-    with parsing(file), file.open("rb") as stream:  # is_zipfile raises for archives on two disks
+    with (
+        parsing_file(file),
+        file.open("rb") as stream,
+    ):  # is_zipfile raises for archives on two disks
         if stream.read(2) != b"PK" or not zipfile.is_zipfile(file):
             return False
-    with parsing(file), zipfile.ZipFile(file) as archive:
+    with parsing_file(file), zipfile.ZipFile(file) as archive:
         return any(name.endswith("data.pkl") for name in archive.namelist())
 
 
@@ -288,7 +293,7 @@ def _last_number(name: str) -> int:
 def _loaded_tensors(file: Path) -> Any:
     """The tensors of a file, without running code of it."""
     require(is_torch_file(file), _pickle_message(file), TraceError)
-    with parsing(file), zipfile.ZipFile(file) as archive:
+    with parsing_file(file), zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     size = sum(member.file_size for member in members)

@@ -33,8 +33,8 @@ import numpy as np
 
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
-from tieline.trace.readers.decoding import NPY_MAGIC, array_in, decoded, npy_array, raw_array
-from tieline.trace.readers.routes import Request, Routes, assemble, unpacked_weights
+from tieline.trace.readers.decoding import NPY_MAGIC, array_in, base64_bytes, npy_array, raw_array
+from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 
 
 class Fields(NamedTuple):
@@ -90,10 +90,10 @@ def completion_routes(
         "asked for (vLLM: enable_return_routed_experts)?",
         TraceError,
     )
-    return assemble(requests, producer, name)
+    return assembled_routes(requests, producer, name)
 
 
-def field(thing: Any, *names: str) -> Any:
+def json_field(thing: Any, *names: str) -> Any:
     """Return the first of these fields of a JSON object, or attributes of an object, or None."""
     for name in names:
         value = thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
@@ -106,7 +106,7 @@ def _completion_requests(
     answer: Any, fields: Fields, origin: str, start: int | None
 ) -> Iterator[Request]:
     """The requests of one answer, one for each choice."""
-    choices = field(answer, "choices", "outputs")
+    choices = json_field(answer, "choices", "outputs")
     choices = [answer] if choices is None else choices
     require(isinstance(choices, list | tuple), f"{origin}: choices must be a list", TraceError)
     for number, choice in enumerate(choices):
@@ -151,10 +151,10 @@ def _begins_with_prompt(rows: np.ndarray, prompt: np.ndarray) -> bool:
 
 def _route_array_field(thing: Any, names: tuple[str, ...], where: str) -> np.ndarray | None:
     """The array (tokens, layers, k) in a field of an answer, if it is there."""
-    value = field(thing, *names)
+    value = json_field(thing, *names)
     if value is None:
         return None
-    label = f"{where}.{next(name for name in names if field(thing, name) is not None)}"
+    label = f"{where}.{next(name for name in names if json_field(thing, name) is not None)}"
     array = array_in(value, label)
     require(
         array.ndim == 3 and array.dtype.kind in "iu",
@@ -166,9 +166,9 @@ def _route_array_field(thing: Any, names: tuple[str, ...], where: str) -> np.nda
 
 def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if both are there."""
-    prompt = field(choice, *fields.prompt_ids)
-    prompt = field(answer, *fields.prompt_ids) if prompt is None else prompt
-    answer_ids = field(choice, *fields.answer_ids)
+    prompt = json_field(choice, *fields.prompt_ids)
+    prompt = json_field(answer, *fields.prompt_ids) if prompt is None else prompt
+    answer_ids = json_field(choice, *fields.answer_ids)
     if prompt is None or answer_ids is None:
         return None
     both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
@@ -179,8 +179,8 @@ def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> 
 
 def _completion_start(answer: Any, choice: Any, fields: Fields, where: str) -> int:
     """Position of the first row of a choice."""
-    value = field(choice, *fields.start)
-    value = field(answer, *fields.start) if value is None else value
+    value = json_field(choice, *fields.start)
+    value = json_field(answer, *fields.start) if value is None else value
     valid = value is None or (type(value) is int and value >= 0)
     require(
         valid, f"{where}.{fields.start[0]}: needs a whole number, got {value!r:.40}", TraceError
@@ -196,7 +196,7 @@ def rollout_routes(samples: list[tuple[str, Any]], name: str) -> Routes:
     requests = [request for label, value in samples for request in _rollout_requests(value, label)]
     require(bool(requests), f"{name}: no field {ROUTES} in any sample", TraceError)
     padded = any(bool((request.experts == -1).any()) for request in requests)
-    return assemble(requests, "miles" if padded else "slime", name)
+    return assembled_routes(requests, "miles" if padded else "slime", name)
 
 
 def _rollout_requests(value: Any, label: str) -> Iterator[Request]:
@@ -205,7 +205,7 @@ def _rollout_requests(value: Any, label: str) -> Iterator[Request]:
         for number, item in enumerate(value):
             yield from _rollout_requests(item, f"{label}: [{number}]")
         return
-    routes, tokens = field(value, ROUTES), field(value, "tokens")
+    routes, tokens = json_field(value, ROUTES), json_field(value, "tokens")
     if routes is None:
         return
     if _is_rollout_batch(routes, tokens):
@@ -277,7 +277,7 @@ def sglang_routes(
         "the server started with --enable-return-routed-experts?",
         TraceError,
     )
-    return assemble(requests, "sglang", name)
+    return assembled_routes(requests, "sglang", name)
 
 
 def _sglang_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
@@ -286,15 +286,15 @@ def _sglang_objects(answer: Any, label: str) -> Iterator[tuple[str, Any, Any]]:
         for number, item in enumerate(answer):
             yield from _sglang_objects(item, f"{label}: [{number}]")
         return
-    if isinstance(answer, str) or field(answer, "routed_experts") is not None:
+    if isinstance(answer, str) or json_field(answer, "routed_experts") is not None:
         yield label, answer, answer
         return
     for box in BOXES:
-        inner = field(answer, box)
-        if inner is not None and field(inner, "routed_experts") is not None:
+        inner = json_field(answer, box)
+        if inner is not None and json_field(inner, "routed_experts") is not None:
             yield f"{label}: {box}", answer, inner
             return
-    for number, choice in enumerate(field(answer, "choices") or ()):
+    for number, choice in enumerate(json_field(answer, "choices") or ()):
         yield from _sglang_objects(choice, f"{label}: choices[{number}]")
 
 
@@ -302,16 +302,16 @@ def _sglang_request(
     box: Any, answer: Any, label: str, shape: tuple[int | None, int | None], start: int | None
 ) -> Request:
     """The rows of one object with routes."""
-    value = box if isinstance(box, str) else field(box, "routed_experts")
+    value = box if isinstance(box, str) else json_field(box, "routed_experts")
     where = f"{label}.routed_experts"
     tokens = None if isinstance(answer, str) else _sglang_tokens(answer, where)
     first = _sglang_start(box) if start is None else start
     if not isinstance(value, str):
         return Request(array_in(value, where), tokens, first)
-    data = decoded(value, where)
+    data = base64_bytes(value, where)
     if data[:6] == NPY_MAGIC:
         return Request(npy_array(data, where), tokens, first)
-    stated = None if isinstance(box, str) else field(box, "routed_experts_shape")
+    stated = None if isinstance(box, str) else json_field(box, "routed_experts_shape")
     if stated is not None:
         fits = isinstance(stated, list) and all(type(n) is int and n > 0 for n in stated)
         require(fits and len(stated) == 3, f"{where}_shape: needs three whole numbers", TraceError)
@@ -322,14 +322,14 @@ def _sglang_request(
 
 def _sglang_start(box: Any) -> int:
     """Position of the first row that an object states, else 0."""
-    value = None if isinstance(box, str) else field(box, "routed_experts_start_len")
+    value = None if isinstance(box, str) else json_field(box, "routed_experts_start_len")
     return value if type(value) is int and value >= 0 else 0
 
 
 def _sglang_tokens(answer: Any, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if the answer has both."""
-    prompt = field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
-    answer_ids = field(answer, "output_ids", "token_ids", "completion_token_ids")
+    prompt = json_field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
+    answer_ids = json_field(answer, "output_ids", "token_ids", "completion_token_ids")
     if prompt is None or answer_ids is None:
         return None
     both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
@@ -340,9 +340,9 @@ def _sglang_row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int |
     """Rows of the whole request: one less than its tokens."""
     if tokens is not None:
         return len(tokens) - 1
-    for thing in (box, answer, None if isinstance(answer, str) else field(answer, "usage")):
+    for thing in (box, answer, None if isinstance(answer, str) else json_field(answer, "usage")):
         if thing is not None and not isinstance(thing, str):
-            counts = [field(thing, key) for key in ("prompt_tokens", "completion_tokens")]
+            counts = [json_field(thing, key) for key in ("prompt_tokens", "completion_tokens")]
             if all(type(count) is int for count in counts):
                 return sum(counts) - 1
     return None

@@ -5,7 +5,7 @@
     open_unpacked   the bytes of a file, unpacked if it is a gzip
     array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
                     {"data", "shape", "dtype"}
-    decoded         the bytes of a base64 text
+    base64_bytes    the bytes of a base64 text
 
 No pickles and no object arrays are read, and a header must state the size that is there. A
 compressed array may grow by what its compression can do (1032 times) and to 4 GiB in all, a gzip
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.tensor_folders import check_header_length
@@ -61,7 +61,7 @@ def read_arrays(path: str | Path, check: ShapeCheck | None = None) -> dict[str, 
     """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
     file = Path(path)
     require_file(file, TraceError)
-    with parsing(file):
+    with parsing_file(file):
         with file.open("rb") as stream:
             magic = stream.read(6)
         if magic == NPY_MAGIC:
@@ -204,7 +204,7 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     """
     file = Path(path)
     require_file(file, TraceError)
-    with parsing(file):
+    with parsing_file(file):
         _refuse_bomb(file)
         with open_unpacked(file) as stream:
             data = stream.read(MOST_JSON + 1)
@@ -234,7 +234,7 @@ def _is_json_line(line: bytes) -> bool:
     return True
 
 
-def decoded(text: str, label: str) -> bytes:
+def base64_bytes(text: str, label: str) -> bytes:
     """Return the bytes of a base64 text."""
     try:
         return base64.b64decode(text, validate=True)
@@ -251,7 +251,7 @@ def array_in(value: Any, label: str) -> np.ndarray:
         label: file and field, for errors.
     """
     if isinstance(value, str):
-        return npy_array(decoded(value, label), label)
+        return npy_array(base64_bytes(value, label), label)
     if isinstance(value, Mapping):
         return _object_array(value, label)
     if hasattr(value, "detach"):  # a tensor of torch
@@ -270,7 +270,7 @@ def npy_array(data: bytes, label: str) -> np.ndarray:
     require(
         data[:6] == NPY_MAGIC, f"{label}: holds no .npy array (its first bytes differ)", TraceError
     )
-    with parsing(label):
+    with parsing_file(label):
         stream = io.BytesIO(data)
         header = _npy_header(stream, label)
         _require_stated_size(header.bytes, len(data) - stream.tell(), label)
@@ -290,7 +290,7 @@ def _object_array(value: Mapping[str, object], label: str) -> np.ndarray:
         f"(one of {', '.join(RAW_TYPES)}), got {str(dict(value))[:80]}",
         TraceError,
     )
-    return raw_array(decoded(str(data), label), str(dtype), tuple(sizes), label)
+    return raw_array(base64_bytes(str(data), label), str(dtype), tuple(sizes), label)
 
 
 RAW_TYPES = ("int8", "uint8", "int16", "uint16", "int32", "int64", "float16", "float32", "float64")

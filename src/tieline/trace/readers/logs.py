@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.records import LONGEST, parse_json
 from tieline.trace.readers.decoding import MOST_BYTES, open_unpacked, read_values
 from tieline.trace.readers.routes import Routes
@@ -245,7 +245,7 @@ def log_routes(path: str | Path) -> Routes:
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
     log = _LogState(str(file))
-    with parsing(file):
+    with parsing_file(file):
         choices = list(log.choices(_log_lines(file)))
     require(bool(choices), f"{file}: no line holds experts", TraceError)
     return _log_routes_of(choices, "log", log)

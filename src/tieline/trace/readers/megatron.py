@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.readers.decoding import MOST_BYTES, MOST_JSON, array_in
-from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.readers.routes import Request, Routes, assembled_routes
 
 FILES = "router_trace_rank*.jsonl"
 _NUMBERS = ("step", "rank", "layer", "num_tokens", "topk")
@@ -55,7 +55,7 @@ def megatron_routes(path: str | Path) -> Routes:
     ]
     if others:
         notes.append(f"{others} records of heads that predict further tokens are left out")
-    routes = assemble(requests, "megatron-trace", str(source), notes)
+    routes = assembled_routes(requests, "megatron-trace", str(source), notes)
     return replace(
         routes,
         tokens=None,
@@ -76,7 +76,7 @@ def _read_rank_trace(file: Path, steps: dict[tuple[int, int], dict[int, _LayerSt
     require_file(file, TraceError)
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
-    with parsing(file), file.open("rb") as stream:
+    with parsing_file(file), file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue

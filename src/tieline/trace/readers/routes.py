@@ -33,7 +33,7 @@ from tieline.trace.record import (
     LayerTrace,
     RoutingTrace,
     check_trace,
-    unanswered,
+    questions_without_data,
 )
 
 LEAST_ROWS = 16
@@ -194,7 +194,7 @@ def row_mismatch(rows: int, tokens: int, start: int = 0) -> str | None:
     )
 
 
-def assemble(
+def assembled_routes(
     requests: Sequence[Request], producer: str, name: str, notes: Iterable[str] = ()
 ) -> Routes:
     """Join the rows of requests, one document each, with the tokens that they belong to."""
@@ -278,7 +278,7 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
         )
         for a, b, ids in zip(bounds, bounds[1:], documents, strict=False)
     ]
-    assembled = assemble(requests, routes.producer, routes.name, routes.notes)
+    assembled = assembled_routes(requests, routes.producer, routes.name, routes.notes)
     return replace(assembled, layer_names=routes.layer_names, n_experts=routes.n_experts)
 
 
@@ -305,7 +305,7 @@ class Routed:
     unwritten: np.ndarray
 
 
-def routed(array: np.ndarray, n_experts: int | None = None) -> Routed:
+def routed_extent(array: np.ndarray, n_experts: int | None = None) -> Routed:
     """Find the rows and layers in which tokens were routed, by the rules above."""
     rows, layers, k = array.shape
     mask, zero = np.ones((rows, layers), bool), np.zeros((rows, layers), bool)
@@ -366,7 +366,7 @@ def trace_of(
     names = list(layer_names or routes.names)
     require(len(names) == array.shape[1], f"{name}: {len(names)} names of layers", TraceError)
     given = n_experts or routes.n_experts
-    extent = routed(array, n_experts if n_experts is not None else routes.n_experts)
+    extent = routed_extent(array, n_experts if n_experts is not None else routes.n_experts)
     layers = [layer for layer in range(array.shape[1]) if layer not in extent.dense]
     require(bool(extent.mask.any()), f"{name}: no token was routed in any layer", TraceError)
     kept = np.flatnonzero(extent.mask[:, layers].all(1))
@@ -381,7 +381,7 @@ def trace_of(
         "layers_left_out": [names[layer] for layer in extent.dense],
         "tokens_left_out": len(array) - len(kept),
         "said": [*routes.notes, *_left_out_notes(extent, names), *notes],
-        "cannot_answer": unanswered(records),
+        "cannot_answer": questions_without_data(records),
     }
     tokens, documents, positions = _token_keys(routes, kept)
     trace = RoutingTrace(records, tokens, documents, positions, provenance=origin)

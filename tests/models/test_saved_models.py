@@ -9,7 +9,7 @@ import torch
 from tests.models.dense import dense_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import find_routers, load_pretrained, load_smoothed
-from tieline.models.checkpoint import changes_of, forget_change, record_change, refuse_quantised
+from tieline.models.saved_models import changes_of, forget_change, record_change, refuse_quantised
 from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")

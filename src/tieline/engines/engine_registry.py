@@ -1,11 +1,11 @@
 """The engines that Tieline can look into: one record each, and where they are installed.
 
     ENGINES         records by name
-    register        add one: a worker file and this record are all that another engine needs
+    register_engine  add one: a worker file and this record are all that another engine needs
     engine_named    the record, or an error that lists all
     split_side      "vllm:MODEL" as engine and model
     find_python     the Python that an engine is installed in
-    installed       an engine with its Python and versions
+    installed_engine  an engine with its Python and versions
     list_engines    all of them, transformers first
 
 An engine pins other versions of torch and transformers than Tieline does, so it lives in an
@@ -122,7 +122,7 @@ ENGINES: dict[str, Engine] = {}
 """All engines by name, without transformers, which runs in this process."""
 
 
-def register(engine: Engine) -> Engine:
+def register_engine(engine: Engine) -> Engine:
     """Add an engine; a name that is taken is refused."""
     require(engine.name not in ENGINES, f"there is an engine {engine.name!r} already")
     require(engine.worker.is_file(), f"{engine.name}: no worker {engine.worker}")
@@ -130,7 +130,7 @@ def register(engine: Engine) -> Engine:
     return engine
 
 
-register(
+register_engine(
     Engine(
         name="llama.cpp",
         worker=WORKERS / "llamacpp.py",
@@ -154,7 +154,7 @@ register(
 )
 
 
-register(
+register_engine(
     Engine(
         name="mlx",
         worker=WORKERS / "mlx.py",
@@ -168,7 +168,7 @@ register(
         size="350 MB",
     )
 )
-register(
+register_engine(
     Engine(
         name="vllm",
         worker=WORKERS / "vllm.py",
@@ -250,7 +250,7 @@ def environment_of(engine: Engine, python: Path) -> dict[str, str]:
     return present | kept
 
 
-def installed(engine: Engine) -> EngineEntry:
+def installed_engine(engine: Engine) -> EngineEntry:
     """Return where an engine is installed, with the versions of its packages."""
     try:
         python = find_python(engine)
@@ -275,7 +275,7 @@ def list_engines() -> EngineList:
         ("pip install 'tieline[hf]'",),
         "",
     )
-    return EngineList((here, *map(installed, ENGINES.values())))
+    return EngineList((here, *map(installed_engine, ENGINES.values())))
 
 
 def _installed_versions(engine: Engine, python: Path) -> dict[str, str]:

@@ -41,7 +41,13 @@ from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
 from tieline.models.admission import check_built, check_files, check_stored
-from tieline.models.class_changes import Call, pickled_by, restore_class, subclass, wrapped_class
+from tieline.models.class_changes import (
+    Call,
+    make_subclass,
+    pickled_by,
+    restore_class,
+    wrapped_class,
+)
 from tieline.models.configuration import check_config_fields, check_config_sizes
 from tieline.serving.modeling_tieline import MARKER
 
@@ -152,7 +158,7 @@ def refuse_quantised(model: nn.Module, feature: str) -> None:
 def _saving_config(cls: type) -> type:
     """A subclass of a configuration that writes changes and model apart."""
 
-    def to_json_string(config: Any, call: Call, text: str) -> str:
+    def outer_config_json(config: Any, call: Call, text: str) -> str:
         inner = json.loads(text)
         inner.pop(ATTRIBUTE, None)
         changes = changes_of(config)  # in their order, which the text has not
@@ -164,7 +170,7 @@ def _saving_config(cls: type) -> type:
         outer = {"model_type": sentence, KEY: {"changes": changes, "config": inner}}
         return json.dumps(outer, indent=2) + "\n"
 
-    saving = wrapped_class(cls, "to_json_string", to_json_string)
+    saving = wrapped_class(cls, "to_json_string", outer_config_json)
     return pickled_by(saving, _saving_config, cls)
 
 
@@ -184,7 +190,7 @@ def _saving_model(cls: Any) -> type:
                 restorer.saved(self, Path(save_directory))
         return done
 
-    return pickled_by(subclass(cls, save_pretrained=save_pretrained), _saving_model, cls)
+    return pickled_by(make_subclass(cls, save_pretrained=save_pretrained), _saving_model, cls)
 
 
 def _marked_state(model: Any, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
@@ -313,14 +319,14 @@ def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
     if not changes:
         return model_class
 
-    def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    def build_with_changes(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         for feature, facts in changes.items():
             _registered_restorer(feature).before(self, facts)
 
     ignored = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or []
     members: dict[str, Any] = {"_keys_to_ignore_on_load_unexpected": [*ignored, f"^{MARKER}$"]}
-    return subclass(model_class, __init__=build, **members)
+    return make_subclass(model_class, __init__=build_with_changes, **members)
 
 
 def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreTrainedModel:

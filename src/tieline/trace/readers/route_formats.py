@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
 from tieline.trace.readers.arrays import (
@@ -42,7 +42,7 @@ from tieline.trace.readers.completions import (
     BOXES,
     ROUTES,
     completion_routes,
-    field,
+    json_field,
     rollout_routes,
     sglang_routes,
 )
@@ -53,11 +53,11 @@ from tieline.trace.readers.decoding import (
     read_arrays,
     read_values,
 )
-from tieline.trace.readers.llamacpp import GGUF_MAGIC, HEADER, moe_trace_routes
+from tieline.trace.readers.llamacpp_files import GGUF_MAGIC, HEADER, moe_trace_routes
 from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
 from tieline.trace.readers.megatron import FILES, megatron_routes
+from tieline.trace.readers.route_tables import import_table
 from tieline.trace.readers.routes import Routes, with_tokens
-from tieline.trace.readers.tables import import_table
 from tieline.trace.record import RoutingTrace
 
 FORMATS = (
@@ -129,14 +129,14 @@ class ReadOptions:
         require(self.format in formats, message, TraceError)
 
 
-def recognise(path: str | Path) -> str:
+def recognise_format(path: str | Path) -> str:
     """Return the name of a file's format, by its first bytes and the names of its fields."""
     file = Path(path)
     if file.is_dir():
         return _folder_format(file)
     require_file(file, TraceError)
     _refuse_model_file(file)
-    with parsing(file), open_unpacked(file) as stream:
+    with parsing_file(file), open_unpacked(file) as stream:
         head = stream.read(_LOOK_BYTES)
     require(bool(head.strip()), f"{file}: is empty; a file of routes was expected", TraceError)
     packed = _is_gzip(file)
@@ -224,25 +224,25 @@ def _json_value_format(value: Any) -> str | None:
             return "table"
         if "top_indices" in value:
             return "megatron-trace"
-    if field(value, ROUTES) is not None:
+    if json_field(value, ROUTES) is not None:
         return "slime"
     for item in (value, *_answer_choices(value)):
-        if any(field(field(item, box), "routed_experts") is not None for box in BOXES):
+        if any(json_field(json_field(item, box), "routed_experts") is not None for box in BOXES):
             return "sglang"
-        if field(item, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
+        if json_field(item, "moe_topk_indices", "prompt_moe_topk_indices") is not None:
             return "megatron"
     for item in (*_answer_choices(value), value):
-        routes = field(item, "routed_experts")
+        routes = json_field(item, "routed_experts")
         if routes is not None:
             raw = isinstance(routes, str) and not routes.startswith(_NPY_IN_BASE64)
             return "sglang" if raw else "vllm"
-    has = field(value, "prompt_routed_experts", "choices", "outputs") is not None
+    has = json_field(value, "prompt_routed_experts", "choices", "outputs") is not None
     return "vllm" if has else None
 
 
 def _answer_choices(value: Any) -> list[Any]:
     """The choices of an answer, or none."""
-    choices = field(value, "choices", "outputs")
+    choices = json_field(value, "choices", "outputs")
     return list(choices) if isinstance(choices, list | tuple) else []
 
 
@@ -272,7 +272,7 @@ def read_routes(source: Any, options: ReadOptions = DEFAULTS) -> Routes:
 
 def _file_routes(path: Path, options: ReadOptions) -> Routes:
     """Routes in a file or folder, by the reader of its format."""
-    name = options.format or recognise(path)
+    name = options.format or recognise_format(path)
     if name == "torch":
         return torch_routes(path)
     if name != "megatron-trace":

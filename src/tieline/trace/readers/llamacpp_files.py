@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.setting_fields import TraceSettingError
 from tieline.trace.readers.decoding import MOST_BYTES
-from tieline.trace.readers.routes import Request, Routes, assemble
+from tieline.trace.readers.routes import Request, Routes, assembled_routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
 HEADER = ["layer", "expert"]
@@ -48,7 +48,7 @@ def moe_trace_routes(path: str | Path, k: int | None) -> Routes:
         )
         requests.append(Request(np.stack([batch[layer] for layer in layers], 1)))
     notes = [f"{len(requests)} batches, each a document; tokens are not recorded"]
-    routes = assemble(requests, "moe-trace", str(file), notes)
+    routes = assembled_routes(requests, "moe-trace", str(file), notes)
     return replace(routes, tokens=None, layer_names=tuple(f"layers.{layer}" for layer in layers))
 
 
@@ -86,7 +86,7 @@ def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
     """Layer and expert of each line of a moe_trace.csv."""
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
-    with parsing(file), file.open(encoding="utf-8", newline="") as stream:
+    with parsing_file(file), file.open(encoding="utf-8", newline="") as stream:
         for number, cells in enumerate(csv.reader(stream, strict=True), 1):
             if number == 1 and cells == HEADER:
                 continue
@@ -130,7 +130,7 @@ def imatrix_load(path: str | Path) -> ImatrixLoad:
     """Read the counts of experts in an importance matrix of llama.cpp (GGUF)."""
     file = Path(path)
     require_file(file, TraceError)
-    with parsing(file), file.open("rb") as stream:
+    with parsing_file(file), file.open("rb") as stream:
         counts = dict(_imatrix_counts(stream, file))
     require(
         bool(counts),

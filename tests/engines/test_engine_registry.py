@@ -6,8 +6,8 @@ import pytest
 
 from tests.engines.fakes import fake_engine
 from tieline.core.errors import ParameterError
-from tieline.engines import ENGINES, engine_named, find_python, installed, register
-from tieline.engines.registry import environment_of
+from tieline.engines import ENGINES, engine_named, find_python, installed_engine, register_engine
+from tieline.engines.engine_registry import environment_of
 
 
 def test_all_engines_have_a_worker_and_commands():
@@ -21,7 +21,7 @@ def test_all_engines_have_a_worker_and_commands():
 def test_a_name_is_taken_once(tmp_path, monkeypatch):
     record = fake_engine(tmp_path, monkeypatch)
     with pytest.raises(ParameterError, match="already"):
-        register(record)
+        register_engine(record)
     with pytest.raises(ParameterError, match=r"no engine is called 'tgi'.*transformers.*vllm"):
         engine_named("tgi")
 
@@ -63,14 +63,14 @@ def test_an_engine_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
         monkeypatch.delenv(engine.variable, raising=False)
         with pytest.raises(ParameterError, match="--list-engines"):
             find_python(engine)
-        assert installed(engine).python == ""
+        assert installed_engine(engine).python == ""
 
 
 def test_versions_are_those_of_the_engines_python(tmp_path, monkeypatch):
     import numpy as np
 
     record = fake_engine(tmp_path, monkeypatch)
-    assert installed(record).versions == {"numpy": np.__version__}
+    assert installed_engine(record).versions == {"numpy": np.__version__}
 
 
 def test_our_module_path_stays_here(tmp_path, monkeypatch):

@@ -58,14 +58,14 @@ class Rounding:
             axis: the axis that a product sums over, along which scales are shared.
         """
         if not self.scaled:
-            return self._snapped(values)
+            return self._snapped_values(values)
         along = values.movedim(axis, -1)
         dim = along.shape[-1]
         size = min(self.group or dim, dim)
         padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))
-        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest
+        scale = padded.abs().amax(dim=-1, keepdim=True) / self._largest_value
         scale = scale.where(scale > 0, 1.0)
-        rounded = self._snapped(padded / scale) * scale
+        rounded = self._snapped_values(padded / scale) * scale
         return rounded.flatten(-2)[..., :dim].movedim(-1, axis)
 
     def write(self, values: Tensor, into: Tensor, axis: int = -1) -> None:
@@ -73,21 +73,23 @@ class Rounding:
         if self.scaled or self.dtype is None:
             into.copy_(self(values, axis))
             return
-        torch.clamp(values, -self._largest, self._largest, out=into)
+        torch.clamp(values, -self._largest_value, self._largest_value, out=into)
         into.copy_(into.to(self.dtype))
 
     @property
-    def _largest(self) -> float:
+    def _largest_value(self) -> float:
         if self.dtype is None:
             return float(self.levels or 1)
         return torch.finfo(self.dtype).max
 
-    def _snapped(self, values: Tensor) -> Tensor:
+    def _snapped_values(self, values: Tensor) -> Tensor:
         if self.mantissa is not None:
             return _short_mantissa(values.float(), 23 - self.mantissa).to(values.dtype)
         if self.dtype is None:
             return values.round()
-        return values.clamp(-self._largest, self._largest).to(self.dtype).to(values.dtype)
+        return (
+            values.clamp(-self._largest_value, self._largest_value).to(self.dtype).to(values.dtype)
+        )
 
 
 def _short_mantissa(values: Float[Tensor, "*shape"], dropped: int) -> Float[Tensor, "*shape"]:

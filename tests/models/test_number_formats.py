@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.numerics import round_to
-from tieline.models import formats
-from tieline.models.formats import FORMATS, GROUP_SIZE, Rounding
+from tieline.models import number_formats
+from tieline.models.number_formats import FORMATS, GROUP_SIZE, Rounding
 
 CASTS = {"bf16": "bf16", "fp16": "fp16"}
 SCALED = ["fp8_e4m3", "fp8_e5m2", "int8", "int8_group", "int4", "int4_group"]
@@ -77,13 +77,13 @@ def test_bf16_in_rounds_what_goes_in_and_not_what_comes_out():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("shape", "axis"), [((6, 40, 48), -1), ((6, 40, 48), -2), ((90, 33), -1)])
 def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypatch):
-    monkeypatch.setattr(formats, "PIECE", 300)
-    monkeypatch.setattr(formats, "POOLED", 1)
+    monkeypatch.setattr(number_formats, "PIECE", 300)
+    monkeypatch.setattr(number_formats, "POOLED", 1)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    rounding, rooms, places = FORMATS[name].weights, formats.RoundingBuffers(), []
+    rounding, rooms, places = FORMATS[name].weights, number_formats.RoundingBuffers(), []
     for scale in (1.0, 3.0):  # the second time into the memory of the first
         with rooms.borrow() as room:
-            found = formats.rounded_in_pieces(scale * values, rounding, axis, room)
+            found = number_formats.rounded_in_pieces(scale * values, rounding, axis, room)
         wanted = rounding(scale * values, axis)
         assert torch.equal(found, wanted)
         assert found.stride() == wanted.stride()

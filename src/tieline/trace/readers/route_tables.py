@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieline.core.errors import TraceError, parsing, require
+from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
 from tieline.trace.record import (
@@ -31,7 +31,7 @@ from tieline.trace.record import (
     RoutingTrace,
     Units,
     check_trace,
-    unanswered,
+    questions_without_data,
 )
 
 MOST_BYTES = 4 << 30
@@ -61,7 +61,7 @@ def read_rows(path: str | Path) -> Iterator[TableRow]:
     require(readable, f"{file}: must end in {' or '.join(readers)}", TraceError)
     size = file.stat().st_size
     require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
-    with parsing(file):
+    with parsing_file(file):
         yield from readers[file.suffix.lower()](file)
 
 
@@ -222,7 +222,7 @@ def import_table(
         "source": "table",
         "file": Path(path).name,
         "n_experts": "inferred from the largest id" if n_experts is None else "given",
-        "cannot_answer": unanswered(layers),
+        "cannot_answer": questions_without_data(layers),
     }
     trace = RoutingTrace(layers, identities, documents, positions, provenance=provenance)
     check_trace(trace)
