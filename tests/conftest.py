@@ -24,6 +24,7 @@ sys.dont_write_bytecode = False
 
 settings.register_profile("tieline", deadline=None, max_examples=12, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=500, derandomize=False)
+settings.register_profile("device", deadline=None, max_examples=3, derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tieline"))
 
 
@@ -36,12 +37,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Register the pretended device before anything is imported that looks for devices."""
-    if config.getoption("--device") == pretended.NAME:
+    """Make `--device` the default one before modules and fixtures build anything."""
+    device = config.getoption("--device")
+    if device == pretended.NAME:
         reason = pretended.why_unavailable()
         if reason is not None:
             raise pytest.UsageError(f"--device {pretended.NAME}: {reason}")
         pretended.register()
+    if device != "cpu":
+        torch.set_default_device(device)
+        settings.load_profile("device")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -61,17 +66,6 @@ def pytest_collection_modifyitems(config, items):
         reason = cpu_only.reason(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"about the CPU: {reason}"))
-
-
-@pytest.fixture(autouse=True)
-def _default_device(request):
-    """What a test makes stands on the device of `--device`."""
-    device = request.config.getoption("--device")
-    if device == "cpu":
-        yield
-        return
-    with torch.device(device):
-        yield
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,6 +1,7 @@
 """The pretended device for tests that need one whatever `--device` says."""
 
 import pytest
+import torch
 
 from tests.device import pretended
 
@@ -17,3 +18,5 @@ def fake() -> str:
 @pytest.fixture(autouse=True)
 def _default_device():
     """These tests name the device of every tensor."""
+    with torch.device("cpu"):
+        yield

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "fake"
 COPIES = {"_copy_from", "copy_", "_to_copy", "_copy_from_and_resize", "set_"}
@@ -89,6 +88,19 @@ def counting() -> Iterator[Traffic]:
         OPEN.remove(traffic)
 
 
+_LARGEST: list[int] = []
+
+
+@contextmanager
+def full_above(n_bytes: int) -> Iterator[None]:
+    """Run out of memory inside the block where a tensor takes more than this many bytes."""
+    _LARGEST.append(n_bytes)
+    try:
+        yield
+    finally:
+        _LARGEST.pop()
+
+
 def _note(kind: str, name: str) -> None:
     for traffic in OPEN:
         getattr(traffic, kind)[name] += 1
@@ -134,6 +146,8 @@ class PretendedTensor(torch.Tensor):
 
 def _wrapped(data: torch.Tensor) -> torch.Tensor:
     """A tensor of the device over CPU data."""
+    if _LARGEST and data.nbytes > _LARGEST[-1]:
+        raise torch.OutOfMemoryError(f"{NAME} out of memory. Tried to allocate {data.nbytes} bytes")
     with torch.inference_mode(False):
         tensor = torch._C._acc.create_empty_tensor(list(data.shape), data.dtype)
         tensor.__class__ = PretendedTensor
@@ -248,14 +262,30 @@ def _run(op: Any, plain: tuple, named: dict) -> Any:
         raise
 
 
+def _leaves(args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments of an operator with its lists of tensors or numbers taken apart."""
+    leaves: list[Any] = []
+    for argument in (*args, *kwargs.values()):
+        leaves.extend(argument) if isinstance(argument, list | tuple) else leaves.append(argument)
+    return leaves
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The function of a value, or of every entry of a list or tuple."""
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(function, entry) for entry in value])
+    return function(value)
+
+
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operator: check devices, count traffic, compute on the CPU data, wrap the result."""
     name = op._schema.name.removeprefix("aten::")
     target = kwargs.get("device")
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    generator = next((g for g in tree_leaves((args, kwargs)) if isinstance(g, _Generator)), None)
+    values = _leaves(args, kwargs)
+    leaves = [x for x in values if isinstance(x, torch.Tensor)]
+    generator = next((g for g in values if isinstance(g, _Generator)), None)
     if name in COPIES:
         to = torch.device(target).type if target is not None else leaves[0].device.type
         source = leaves[0] if target is not None else leaves[-1]
@@ -269,7 +299,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         _data(args[1]).copy_(_data(args[0]))
         return args[1]
     with torch.inference_mode(False), torch.no_grad():
-        out = _run(op, tree_map(_data, args), tree_map(_data, kwargs))
+        named = {key: _mapped(_data, value) for key, value in kwargs.items()}
+        out = _run(op, _mapped(_data, args), named)
     back = {id(_data(x)): x for x in leaves}
     on_cpu = target is not None and torch.device(target).type == "cpu"
 
@@ -278,7 +309,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             return x
         return back[id(x)] if id(x) in back else x if on_cpu else _wrapped(x)
 
-    return tree_map(wrap, out)
+    return _mapped(wrap, out)
 
 
 class _Module(backend_registration._DummyBackendModule):

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import tieline as tl
+from tests.device.pretended import full_above
 from tieline.core.errors import TielineError
 from tieline.models.emulate import _normal_noise
 from tieline.models.smoothed_model import smooth_
+from tieline.run.smaller_batches import BatchSizeWarning
 
 SMALL = {"tokens": 192, "sequence_length": 64}
 
@@ -44,6 +46,29 @@ def test_audit_on_the_device(fake):
 @pytest.mark.slow
 def test_smooth_on_the_device(fake):
     assert_same(tl.smooth("demo", **SMALL, device=fake), tl.smooth("demo", **SMALL))
+
+
+WEIGHTS = 1 << 20  # bytes of the largest weights of the demo model
+
+
+def test_a_full_device_halves_the_batches_until_they_fit(fake):
+    options = {"tokens": 2048, "sequence_length": 128, "device": fake, "jumps": False}
+    with pytest.warns(BatchSizeWarning) as warned, full_above(WEIGHTS):
+        there = tl.inspect("demo", **options, batch_size=16)
+    tried = [int(str(w.message).split()[4]) for w in warned]
+    assert tried == [16, 8, 4][: len(tried)]
+    fits = tried[-1] // 2
+    assert numbers(there) == numbers(tl.inspect("demo", **options, batch_size=fits))
+
+
+def test_a_device_too_full_for_one_sequence_is_told_in_one_line(fake):
+    line = r"^out of memory with 1 sequences per forward pass: shorten .{20,200}$"
+    with (
+        pytest.warns(BatchSizeWarning),
+        pytest.raises(TielineError, match=line),
+        full_above(WEIGHTS // 8),
+    ):
+        tl.inspect("demo", tokens=128, sequence_length=64, batch_size=2, device=fake)
 
 
 def test_noise_on_the_device_has_the_numbers_of_the_cpu(fake):

@@ -65,6 +65,7 @@ from tieline.run.estimate import COSTS, announce_total, pass_cost, plan_work
 from tieline.run.plan import Budget, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import HiddenStatesError, Progress, Runner
+from tieline.run.smaller_batches import halves_batches
 from tieline.trace.record import LayerTrace
 
 SPARE = 1.5
@@ -83,6 +84,7 @@ of every other batch, calibration and timing included."""
 
 
 @takes_settings(AuditSettings)
+@halves_batches(AuditSettings)
 def audit(
     source: ModelSource = DEMO,
     *,

@@ -47,6 +47,7 @@ from tieline.run.estimate import announce_total, plan_work
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
+from tieline.run.smaller_batches import halves_batches
 from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 
@@ -55,6 +56,7 @@ Source = ModelSource | RoutingTrace
 
 
 @takes_settings(DiffSettings)
+@halves_batches(DiffSettings)
 def diff(
     a: Source,
     b: Source,

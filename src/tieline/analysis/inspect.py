@@ -73,6 +73,7 @@ from tieline.run.plan import clean_plan
 from tieline.run.ranks import Ranks
 from tieline.run.resume import RunState
 from tieline.run.runner import Progress, Runner
+from tieline.run.smaller_batches import halves_batches
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.summary import RoutingSummary
 
@@ -197,6 +198,7 @@ class LayerMeasurer(Observer):
 
 
 @takes_settings(InspectSettings)
+@halves_batches(InspectSettings)
 def inspect(
     source: ModelSource | RoutingTrace | RoutingSummary = DEMO,
     *,

@@ -61,6 +61,7 @@ from tieline.run.corpus import Corpus
 from tieline.run.estimate import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
+from tieline.run.smaller_batches import halves_batches
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """c = ε/σ that a wish is sought among."""
@@ -200,6 +201,7 @@ def _scale_reaching(
 
 
 @takes_settings(SmoothSettings)
+@halves_batches(SmoothSettings)
 def smooth(
     source: ModelSource = DEMO,
     *,
