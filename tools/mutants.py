@@ -393,8 +393,8 @@ MUTANTS: list[Mutant] = [
     # ----------------------------------------------------------------- audit
     _m(
         "audit-1",
-        "return torch.maximum(_margin(of_a, in_a, in_b[:, :k], k), _margin(of_b, in_b, in_a[:, :k], k))",
-        "return torch.minimum(_margin(of_a, in_a, in_b[:, :k], k), _margin(of_b, in_b, in_a[:, :k], k))",
+        "return torch.maximum(\n        _margin_on_side(of_a",
+        "return torch.minimum(\n        _margin_on_side(of_a",
         "analysis/score_noise/test_flip_tests.py analysis/diff/test_traces.py analysis/attribution/test_attribution.py",
         "the margin of a flip by the side whose scores say less",
     ),
@@ -509,7 +509,7 @@ MUTANTS: list[Mutant] = [
         "studies-2",
         "passed = sharp and abs(measured - reference) <= tolerance",
         "passed = abs(measured - reference) <= tolerance",
-        "lab/claims/test_checks.py",
+        "lab/claims/test_evidence.py",
         "an estimate too vague to mean anything passes",
     ),
     _m(
@@ -608,8 +608,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "analysis-effects-3",
-        "reference = outcome.references[run.reference]\n            self.kl[run.condition].add(kl_divergence(reference, outcome.logits))",
-        "reference = outcome.references[run.reference]\n            self.kl[run.condition].add(kl_divergence(outcome.logits, reference))",
+        "rows_kl.append(torch.sub(p, q, out=q).mul_(p.exp())",
+        "rows_kl.append(torch.sub(q, p).mul_(q.exp())",
         "analysis/audit analysis/perturbation_effects run/test_runner.py",
         "the KL is that of the clean predictions to the perturbed ones",
     ),
