@@ -20,12 +20,13 @@ from tieline.routing.gates import (
     GShardTopK,
     Hard,
     ReLUGate,
+    SelectiveGate,
     Sigmoid,
     Softmax,
     TopK,
 )
 from tieline.routing.routers import CosineRouter, LinearRouter, QuadraticRouter, Router
-from tieline.routing.smooth_gates import BandGate, ProjectedTopK, SmoothTopK
+from tieline.routing.smooth_gates import ProjectedTopK, SmoothTopK
 
 __all__ = ["GATES", "ROUTERS", "Experts", "MoE", "Routing", "SharedExpert", "check_fit", "moe"]
 
@@ -200,7 +201,7 @@ def moe(
     require(gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(1 <= k <= n_experts, f"need 1 <= k <= experts, got {k=}, {n_experts=}")
     options: dict[str, Any] = dict(gate_options or {})
-    choice = (k,) if issubclass(GATES[gate], TopK | BandGate | ExpertChoice) else ()
+    choice = (k,) if issubclass(GATES[gate], SelectiveGate | ExpertChoice) else ()
     shared = None
     if shared_hidden is not None:
         shared = SharedExpert(d_model, shared_hidden, activation=activation, bias=bias)

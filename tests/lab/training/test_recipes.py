@@ -30,8 +30,8 @@ def test_the_papers_form_is_that_of_the_paper():
     assert (larger.layers, larger.d_model, larger.context) == (8, 352, 2048)
 
 
-def test_ten_gates_are_compared():
-    assert len(GATE_NAMES) == 10
+def test_eleven_gates_are_compared():
+    assert len(GATE_NAMES) == 11
     assert gate_config("top3").k == 3
     assert gate_config("smooth1", k=4).k == 4
     with pytest.raises(TielineError, match="'hard' is not one of"):
@@ -40,7 +40,7 @@ def test_ten_gates_are_compared():
 
 def test_no_name_is_taken_twice():
     language, images, sentences = (
-        10 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4,
+        11 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4,
         2 * 3 + 2 * 6 * 4,
         3 * 3 * 3,
     )

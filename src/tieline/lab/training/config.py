@@ -1,9 +1,9 @@
-"""The configuration of a run as one frozen record, and the ten routing variants.
+"""The configuration of a run as one frozen record, and the eleven routing variants.
 
 A recipe is a named function that returns a `TrainConfig`. The record is written beside the
 checkpoints, and a run can be resumed only with the same record.
 
-`gate_config` returns one of ten variants that are trained side by side:
+`gate_config` returns one of eleven variants that are trained side by side:
 
 smoe        linear router, hard top-2: the baseline
 top3        hard top-3: the control for "is it only the extra expert?" (paper 1, Table 8)
@@ -15,14 +15,64 @@ remoe       ReLU gate driven to 2 experts by an adaptive L1 loss, dense at the s
 cosine      cosine router with a projection, hard top-2 (paper 2, section 5.2)
 perturbed   the same with τ1 = τ2 = 0.1 added to the norms
 sigmoid     linear router, top-2 by sigmoid scores, renormalised
+cooled      top-2 at a temperature that falls to 0.01 by a cosine, deployed hard (paper 0)
 """
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tieline.core.errors import ParameterError, require
+
+SCHEDULES = ("constant", "linear", "cosine", "boundary")
+"""Schedules of a temperature; "boundary" halves BM(τ) at equal distances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoolingConfig:
+    """How the temperature τ of a soft gate falls over the steps; the model is deployed hard.
+
+    Attributes:
+        schedule: "constant" keeps `start`; "linear" and "cosine" go down to `end`; "boundary"
+            chooses each next τ so that half of the tokens with a gap of at most τ are left.
+        start: τ of the first step, in units of the scores.
+        end: τ from the share `until` of the steps on.
+        until: share of the steps after which τ no longer changes.
+        halvings: how often "boundary" halves the mass.
+    """
+
+    schedule: str = "cosine"
+    start: float = 1.0
+    end: float = 0.01
+    until: float = 0.9
+    halvings: int = 6
+
+    def __post_init__(self) -> None:
+        require(self.schedule in SCHEDULES, f"schedule {self.schedule!r} is not one of {SCHEDULES}")
+        lowest = min(self.start, self.end)
+        require(0 < lowest < math.inf, f"a temperature must be positive and finite, got {lowest}")
+        falls = self.schedule in ("linear", "cosine")
+        require(
+            not falls or self.end < self.start,
+            f"a {self.schedule} schedule from τ = {self.start:g} to {self.end:g} never hardens: "
+            "need end < start",
+        )
+        require(0 < self.until <= 1, f"until is a share of the steps in (0, 1], got {self.until}")
+        require(
+            1 <= self.halvings <= 20,
+            f"need 1 <= halvings <= 20, got {self.halvings}: no batch has 2^20 tokens to halve",
+        )
+
+    def at(self, done: float) -> float:
+        """Return τ after a share of the way to `until`; "boundary" measures its own."""
+        done = min(1.0, done)
+        if self.schedule == "linear":
+            return self.start + done * (self.end - self.start)
+        if self.schedule == "cosine":
+            return self.end + (self.start - self.end) * (1 + math.cos(math.pi * done)) / 2
+        return self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +91,7 @@ class GateConfig:
         evaluate_hard: score with hard top-k instead of the trained gate.
         dense_share: share of the steps before the sparsity of a ReLU gate is enforced; None
             without such a controller.
+        cooling: schedule of the temperature of a "temperature" gate, which is deployed hard.
     """
 
     name: str
@@ -52,6 +103,7 @@ class GateConfig:
     anneal: tuple[float, float] | None = None
     evaluate_hard: bool = False
     dense_share: float | None = None
+    cooling: CoolingConfig | None = None
 
     def __post_init__(self) -> None:
         require(self.k >= 1, f"a gate chooses k >= 1 experts, got {self.k}")
@@ -59,6 +111,10 @@ class GateConfig:
         require(0 <= low <= high <= 1, f"anneal needs 0 <= hold <= until <= 1: {self.anneal}")
         share = self.dense_share or 0.0
         require(0 <= share < 1, f"dense_share must be in [0, 1), got {share}")
+        require(
+            (self.cooling is not None) == (self.gate == "temperature"),
+            f"a temperature gate and no other needs a cooling schedule, got gate={self.gate!r}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +394,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cosine": {"router": "cosine", "router_options": COSINE},
     "perturbed": {"router": "cosine", "router_options": {**COSINE, "tau": (0.1, 0.1)}},
     "sigmoid": {"gate_options": {"scoring": "sigmoid"}},
+    "cooled": {"gate": "temperature", "cooling": CoolingConfig(), "evaluate_hard": True},
 }
 GATE_NAMES = tuple(VARIANTS)
 

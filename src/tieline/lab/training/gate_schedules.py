@@ -2,7 +2,8 @@
 
 SparsityController   λ ← λ · g^{sign(target - sparsity)}     ReMoE's adaptive L1 coefficient
 BudgetSchedule       k*(t): constant, then linear down to k  annealing of paper 1, section 7.5
-GateSchedule         both, for the gates of a model
+Cooling              τ(t) of a soft gate                      paper 0 (`soft_to_hard`)
+GateSchedule         all of them, for the gates of a model
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import require
 from tieline.lab.training.config import GateConfig
+from tieline.lab.training.soft_to_hard import Cooling
 from tieline.routing.layer import MoE
 from tieline.routing.losses import Counts, LayerRouting
 from tieline.routing.smooth_gates import BandGate
@@ -91,7 +93,7 @@ class BudgetSchedule:
 
 
 class GateSchedule:
-    """Changes the gates of a model over the steps; its only state is the coefficient λ.
+    """Changes the gates of a model over the steps; its state is the coefficient λ and τ.
 
     Args:
         model: the model.
@@ -110,9 +112,12 @@ class GateSchedule:
         if gate.dense_share is not None:
             self.sparsity = SparsityController(k=gate.k, n_experts=layers[0].experts.n_experts)
         self.dense_until = round((gate.dense_share or 0.0) * steps)
+        self.cooling = None if gate.cooling is None else Cooling(model, gate.cooling, steps)
 
     def begin(self, step: int) -> None:
-        """Set the budget of this step."""
+        """Set the budget and the temperature of this step."""
+        if self.cooling is not None:
+            self.cooling.begin(step)
         if self.budget is not None:
             for gate in self.smooth:
                 gate.budget = self.budget(step)
@@ -138,11 +143,19 @@ class GateSchedule:
             assigned = sum(count.assigned.sum().item() for count in layer_counts)
             self.sparsity.move(assigned / sum(count.tokens.item() for count in layer_counts))
 
+    def after_update(self, done: int) -> None:
+        """Restore the norms of cooled routers after the update of the step number `done`."""
+        if self.cooling is not None:
+            self.cooling.end(done)
+
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {} if self.sparsity is None else {"coefficient": self.sparsity.coefficient}
+        state = {} if self.sparsity is None else {"coefficient": self.sparsity.coefficient}
+        return state if self.cooling is None else state | {"tau": self.cooling.temperature}
 
     def load(self, state: dict[str, float]) -> None:
         """Restore the state of a checkpoint."""
         if self.sparsity is not None:
             self.sparsity.coefficient = float(state["coefficient"])
+        if self.cooling is not None:
+            self.cooling.temperature = float(state["tau"])

@@ -19,7 +19,7 @@ Standard errors are those of the mean over windows, so they are clustered by seq
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
 from tieline.lab.attention.in_models import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
+from tieline.lab.training.soft_to_hard import TemperatureTopK, harden_, hardening_path
 from tieline.lab.training.text_data import Stream, TextStreams, Windows, load_streams
 from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import smooth_
@@ -233,7 +234,8 @@ def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
     return {"k": first.k, **ramp, "epsilon": epsilon, "budget": first.budget}
 
 
-BATCH = 16
+BATCH, HARDENED_WINDOWS = 16, 64
+"""Windows scored at once, and windows on which soft and hard model are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,16 +276,35 @@ class LanguageModelling:
                 )
                 scores[name]["experts_per_token"] = active
         scores["smoothing"] = smoothing_of(model)
+        if config.gate.cooling is not None:
+            scores["hardening"] = _final_hardening(model, streams.validation, config)
         return scores
 
     def save(self, model: nn.Module, data: LanguageData, folder: Path) -> None:
         """Write the model with its tokenizer, and its stock form if it has one."""
         assert isinstance(model, SwitchForCausalLM)
+        harden_(model)  # a gate with a temperature is deployed hard
         tokenizer = data.streams.tokenizer
         save_model(folder, model, tokenizer, overwrite=True)
         if why_not_stock(model) is None:
             stock = folder.parent / "stock"
             save_model(stock, stock_form(model), tokenizer, overwrite=True)
+
+
+def _final_hardening(model: nn.Module, stream: Stream, config: TrainConfig) -> dict[str, Any]:
+    """Soft and hard validation loss at the last temperature, with the paired change."""
+    context = config.shape(DecoderConfig, "language").context
+    tau = next(gate for gate in model.modules() if isinstance(gate, TemperatureTopK)).temperature
+    rows = scored_windows(stream, context, min(HARDENED_WINDOWS, config.evaluate_items))
+    (point,) = hardening_path(model, rows, [tau])
+    return {"tau": tau, "soft": point.soft, "hard": point.hard, "change": asdict(point.gap)}
+
+
+def scored_windows(stream: Stream, context: int, limit: int) -> Tensor:
+    """Return at most `limit` whole windows of a stream, evenly spaced."""
+    windows = stream[: stream.numel() // context * context].view(-1, context)
+    require(len(windows) >= 2, f"{stream.numel()} held-out tokens make no two windows of {context}")
+    return windows[:: max(1, len(windows) // limit)][:limit].long()
 
 
 @torch.no_grad()
@@ -298,12 +319,9 @@ def window_losses(
         context: tokens of a window; the first is not predicted.
         limit: most windows; they are evenly spaced over the stream.
     """
-    windows = stream[: stream.numel() // context * context].view(-1, context)
-    require(len(windows) >= 2, f"{stream.numel()} held-out tokens make no two windows of {context}")
-    every = max(1, len(windows) // limit)
     losses, active, calls = [], 0.0, 0
     model.eval()
-    for rows in windows[::every][:limit].long().split(BATCH):
+    for rows in scored_windows(stream, context, limit).split(BATCH):
         with collect_routing(model) as records:
             logits = model(input_ids=rows).logits
         losses.append(next_token_losses(logits, rows).mean(dim=1))
@@ -338,6 +356,8 @@ def hard_gates(model: nn.Module) -> Iterator[None]:
     for layer in layers.values():
         if isinstance(layer.gate, BandGate):
             layer.gate = TopK(layer.gate.k)
+        elif isinstance(layer.gate, TemperatureTopK):
+            layer.gate = layer.gate.hard()
     try:
         yield
     finally:

@@ -303,6 +303,7 @@ class _Steps(TrainerCallback):
         self.schedule.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report progress."""
+        """Keep the norms of cooled routers, and report progress."""
+        self.schedule.after_update(state.global_step)
         if self.on_step is not None:
             self.on_step(state.global_step, state.max_steps)
