@@ -175,8 +175,13 @@ class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
 class PretendedGenerator(torch.Generator, metaclass=_AnyGenerator):
     """A generator that says it is on the device."""
 
-    def __new__(cls, device: Any = "cpu") -> Any:
-        """A generator of the CPU's numbers, of this class if the device is the pretended one."""
+    def __new__(cls, device: Any = None) -> Any:
+        """A generator of the CPU's numbers, of this class if the device is the pretended one.
+
+        Without a device it is of the default one, where torch would make one of the CPU: tests that
+        draw numbers with a seed do so wherever `--device` says.
+        """
+        device = torch.get_default_device() if device is None else device
         if torch.device(device).type != NAME:
             return _Generator(device=device)
         generator = super().__new__(cls, device="cpu")

@@ -164,13 +164,12 @@ def test_a_saved_trace_is_measured_without_the_model(result, tmp_path):
     assert counted.metrics["dead"] == result.metrics["dead"]
 
 
-def test_the_wrong_kind_of_source_is_refused_with_what_is_taken(model, tmp_path):
-    unchecked = inspect.__wrapped__  # without the type checker of the tests
+def test_the_wrong_kind_of_source_is_refused_with_what_is_taken(model, tmp_path, no_axis_checks):
     for wrong in (3, model, [model, 1], (1, 2)):
         with pytest.raises(
             TielineError, match=r"takes a trace .* a folder, .*\(model, tokenizer\)"
         ):
-            unchecked(wrong)
+            inspect(wrong)
     (tmp_path / "r.json").write_text("{}")
     with pytest.raises(TielineError):
         inspect(tmp_path / "r.json")
