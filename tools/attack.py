@@ -164,6 +164,8 @@ def _reports(folder: Path) -> list[tuple[str, list[str], Callable[[Path], object
     page, data = ["--html={out}"], ["--json={out}"]
     only = ["--formats", "bf16", "--flips", "50", "--remedies", "none"]
     return [
+        ("inspect-page", ["inspect", *few, *page], _page_is_whole),
+        ("inspect-json", ["inspect", *few, *data], _json_is_whole),
         ("diff", ["diff", routes, routes, *page], _page_is_whole),
         ("check", ["check", routes, *page], _page_is_whole),
         ("audit", ["audit", *few, *only, *data], _json_is_whole),
@@ -399,7 +401,7 @@ def main() -> None:
             folder.mkdir()
             done = attack_all(name, commands[name], folder, (kills, races), seed)
             total += done
-            print(f"{name:10} {counts_text(done)}", flush=True)
+            print(f"{name:12} {counts_text(done)}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
     print(f"{counts_text(total)}: nothing lost, nothing half, no run blocked")
 
