@@ -241,6 +241,7 @@ def _be_command(words: list[str], errors: int, checked: Path) -> None:
         checked.touch()
 
     try:
+        torch.set_num_threads(1)  # here: the pool of threads of the parent does not outlive a fork
         setattr(Outputs, "check_targets", check)  # noqa: B010 - a method is replaced on purpose
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
@@ -387,7 +388,6 @@ def attack_all(name: str, victim: Victim, folder: Path, counts: tuple[int, int],
 def main() -> None:
     """Attack every command and report."""
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
     for module in LIBRARIES:
         importlib.import_module(module)
     app_with_commands()

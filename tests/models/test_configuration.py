@@ -6,7 +6,7 @@ import pytest
 
 from tests.models.tiny import tiny_model
 from tieline.core.errors import UnsupportedModelError
-from tieline.models.configuration import check_config_sizes
+from tieline.core.untrusted_input import check_config_sizes
 from tieline.models.model import Model, read_shape
 from tieline.models.saved_models import read_checkpoint
 

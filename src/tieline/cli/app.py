@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +49,7 @@ from tieline.core.errors import (
 from tieline.core.files import out_of_space
 from tieline.core.plugins import command_groups, import_command
 from tieline.core.setting_fields import SettingError, Settings
+from tieline.core.untrusted_input import admit_source
 
 __all__ = [
     "BAD_INPUT",
@@ -120,6 +121,7 @@ TAKES_MODEL = (
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
+        _admit_operands(sys.argv[1:] if arguments is None else arguments)
         app_with_commands()(
             with_json_target(sys.argv[1:] if arguments is None else arguments), prog_name="tieline"
         )
@@ -135,6 +137,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as problem:
         code = _stdout_error(problem)
     return _flush_stdout(code)
+
+
+def _admit_operands(arguments: Sequence[str]) -> None:
+    """Refuse unfit models and files right after a command's name, before Typer loads its parser."""
+    command, *words = arguments or [""]
+    most = 1 if command in TAKES_MODEL or command == "convert" else 0
+    most = len(words) if command in ("diff", "check", "merge") else most
+    for word in takewhile(lambda word: not word.startswith("-"), words[:most]):
+        admit_source(word, "--trust-remote-code" in words)
 
 
 def app_with_commands() -> typer.Typer:
@@ -171,6 +182,8 @@ def run_job(job: str, *sources: object, settings: Settings, doing: str = "") -> 
         settings: its settings.
         doing: what the job does ("auditing"), if it may run on several processes.
     """
+    for source in sources:
+        admit_source(source, bool(getattr(settings, "trust_remote_code", False)))
     with progress_bars() as progress, ExitStack() as processes:
         options: dict[str, Any] = {"settings": settings, "progress": progress}
         if doing:

@@ -40,6 +40,7 @@ from tieline.cli.torchrun import joined_processes
 from tieline.core.errors import require
 from tieline.core.files import check_folder
 from tieline.core.setting_fields import require_setting
+from tieline.core.untrusted_input import admit_source
 from tieline.run.shared_settings import CaptureSettings
 
 SIDE = (
@@ -96,6 +97,7 @@ def _inspection_or_saved(
     save_trace: Path | None,
 ) -> Any:
     """The inspection of a model, a trace or a summary, or a saved result."""
+    admit_source(source, settings.trust_remote_code)
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
         from tieline.analysis.inspection import inspection_metric_names
@@ -219,6 +221,8 @@ def check(
     """Check whether files of routes are sound; exit with 1 if one is not."""
     outputs = Outputs(html, json_to, overwrite=overwrite, page_package="jinja2")
     outputs.check_targets(*routes, settings.tokens, settings.against, settings.model)
+    for source in (*routes, settings.model):
+        admit_source(source)
     with progress_bars(first="reading the routes"):
         from tieline.analysis.check import check as run
         from tieline.models.saved_models import quiet_transformers
@@ -242,6 +246,7 @@ def convert(
     """Read routes of any producer and write them in the form of another."""
     outputs = Outputs(json=json_to, extended=output, overwrite=settings.overwrite)
     outputs.check_targets(source, settings.tokens)
+    admit_source(source)
     with progress_bars(first="reading the routes"):
         from tieline.analysis.route_files import convert as run
 
@@ -293,6 +298,7 @@ def capture(
     outputs = Outputs(html, json_to, trace=trace, overwrite=overwrite)
     outputs.check_targets(model, settings.text, settings.ids, settings.tokens_from)
     require(list_engines or out is not None, "name the folder of the trace with -o")
+    admit_source(model)
     with progress_bars() as progress, joined_processes(settings.parallel, "capturing") as parallel:
         from tieline.engines.engine_capture import capture_engine
         from tieline.engines.engine_registry import list_engines as all_engines

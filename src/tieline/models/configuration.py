@@ -1,8 +1,6 @@
 """What a configuration says: sizes, code that it names, and the shape of its routed layers.
 
-    check_config_sizes     refuses sizes that no model has, before anything of that size is built
     check_config_fields    refuses fields that fetch code, and packages that are missing
-    config_tables          every table inside a configuration
     text_config            the configuration of the language model of a model
     routed_shape           experts, experts per token, widths and groups that it describes
 
@@ -11,8 +9,7 @@ built for minutes before its weights turn out to be missing, and a router that c
 fails far from the number that is wrong.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -21,74 +18,8 @@ from transformers import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.untrusted_input import CHOSEN, EXPERTS, config_tables, refuse_fetched_kernels
 from tieline.serving.modeling_tieline import TielineConfig
-
-MOST_LAYERS, MOST_EXPERTS, MOST = 10_000, 1 << 20, 1 << 40
-DEEPEST = 16
-
-EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-"""Names of the number of experts; `CHOSEN` of how many a token chooses."""
-
-CHOSEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k_experts",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-)
-
-
-def check_config_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration, as read from its file, whose sizes no model has.
-
-    Layers, experts and all other numbers are bounded; 1 <= k <= E experts are chosen, from
-    1 <= g <= G groups of equal size.
-    """
-    for table in config_tables(config):
-        for name, value in table.items():
-            if type(value) is int:
-                _require_size(
-                    abs(value) <= _largest_size(name),
-                    name,
-                    value,
-                    f"at most {_largest_size(name):,}",
-                )
-        experts, chosen = _first_size(table, EXPERTS), _first_size(table, CHOSEN)
-        groups, taken = _first_size(table, ("n_group",)), _first_size(table, ("topk_group",))
-        if experts is not None and experts[1] >= 1 and chosen is not None:
-            rule = f"1 <= {chosen[0]} <= {experts[0]}={experts[1]}"
-            _require_size(1 <= chosen[1] <= experts[1], *chosen, rule)
-        if groups is not None and groups[1] >= 1 and taken is not None:
-            rule = f"1 <= {taken[0]} <= {groups[0]}={groups[1]}"
-            _require_size(1 <= taken[1] <= groups[1], *taken, rule)
-
-
-def _largest_size(name: str) -> int:
-    """Largest value that a field of this name may have."""
-    if name.endswith(("layers", "n_layer")):
-        return MOST_LAYERS
-    return MOST_EXPERTS if name in (*EXPERTS, *CHOSEN) else MOST
-
-
-def _require_size(holds: bool, name: str, value: int, rule: str) -> None:
-    """Refuse a size that breaks a rule, naming field, value and rule."""
-    if not holds:
-        raise UnsupportedModelError(f"the configuration says {name}={value}: need {rule}")
-
-
-def _first_size(table: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
-    """The first of these fields that is an integer, with its value; None without one."""
-    return next(((name, table[name]) for name in names if type(table.get(name)) is int), None)
-
-
-def config_tables(value: Any, depth: int = DEEPEST) -> Iterator[Mapping[str, Any]]:
-    """Yield every table of a configuration: that of a text model may be inside another."""
-    if isinstance(value, Mapping) and depth > 0:
-        yield value
-        for inner in value.values():
-            yield from config_tables(inner, depth - 1)
-
 
 SIZE_NAMES: dict[str, tuple[str, ...]] = {
     "n_experts": EXPERTS,
@@ -169,10 +100,6 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-KERNEL = re.compile(r"_implementation(_internal)?$")
-"""Fields that name the code of a layer; a name with a slash is fetched from the hub and run."""
-
-
 PACKAGES: dict[str, tuple[str, ...]] = {
     "awq": ("gptqmodel",),
     "gptq": ("optimum", "gptqmodel"),
@@ -203,24 +130,12 @@ def check_config_fields(fields: Mapping[str, Any], trust_remote_code: bool = Fal
         "look at it, and trust it with --trust-remote-code (trust_remote_code=True)",
         UnsupportedModelError,
     )
+    if not trust_remote_code:
+        refuse_fetched_kernels(fields)
     for table in config_tables(fields):
-        for name, value in table.items():
-            if not trust_remote_code and KERNEL.search(str(name)):
-                _refuse_fetched_kernel(str(name), value)
         quantised = table.get("quantization_config")
         if isinstance(quantised, Mapping) and "tieline" not in quantised:
             _check_quantisation(quantised)
-
-
-def _refuse_fetched_kernel(name: str, value: Any) -> None:
-    """Refuse a field that names code on the hub, which transformers would fetch and run."""
-    for kernel in value.values() if isinstance(value, Mapping) else [value]:
-        require(
-            not (isinstance(kernel, str) and "/" in kernel),
-            f"the configuration says {name}={kernel!r:.200}, code that would be fetched and run: "
-            "remove the field, or trust it with --trust-remote-code (trust_remote_code=True)",
-            UnsupportedModelError,
-        )
 
 
 def _check_quantisation(fields: Mapping[str, Any]) -> None:

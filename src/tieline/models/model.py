@@ -43,7 +43,8 @@ from tieline.core.errors import (
 )
 from tieline.core.records import short_repr
 from tieline.core.setting_fields import require_setting
-from tieline.models.admission import check_finite_weights, model_source
+from tieline.core.untrusted_input import model_source
+from tieline.models.admission import check_finite_weights
 from tieline.models.capture import model_facts
 from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer

@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting
-from tieline.models.configuration import EXPERTS
+from tieline.core.untrusted_input import EXPERTS
 from tieline.models.families import family_of, find_routers
 
 Parallel = Literal["data", "tp", "ep", "pp", "fsdp"]

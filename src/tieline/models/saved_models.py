@@ -40,7 +40,8 @@ from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
-from tieline.models.admission import check_built, check_files, check_stored
+from tieline.core.untrusted_input import check_config_sizes, check_files, check_stored
+from tieline.models.admission import check_built
 from tieline.models.class_changes import (
     Call,
     make_subclass,
@@ -48,7 +49,7 @@ from tieline.models.class_changes import (
     restore_class,
     wrapped_class,
 )
-from tieline.models.configuration import check_config_fields, check_config_sizes
+from tieline.models.configuration import check_config_fields
 from tieline.serving.modeling_tieline import MARKER
 
 Facts = dict[str, Any]

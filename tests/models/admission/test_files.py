@@ -1,5 +1,6 @@
 """Names, folders, fields and sizes that are refused before a model is loaded."""
 
+import gzip
 import json
 import os
 import re
@@ -9,11 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 
 from tieline.core.errors import TielineError
-from tieline.models.admission import check_stored, model_source
+from tieline.core.untrusted_input import check_stored, model_source
 from tieline.models.configuration import check_config_fields
 from tieline.models.demo import DEMO_FOLDER
 from tieline.models.model import Model, load_dense, load_tokenizer
@@ -55,7 +57,7 @@ def test_sizes_beyond_the_files_are_refused_without_their_memory(folder, field, 
 def test_every_door_to_a_model_checks_its_size(folder):
     change_config(folder, intermediate_size=3_000_000)
     for load in (load_dense, load_pretrained):
-        with pytest.raises(TielineError, match="describes a model of"):
+        with pytest.raises(TielineError, match=r"config.json (says|describes)"):
             load(folder)
 
 
@@ -65,7 +67,7 @@ def test_sizes_beyond_sharded_files_are_refused(folder):
     (folder / "model.safetensors").unlink()
     assert Model.open(folder).routers
     change_config(folder, intermediate_size=3_000_000)
-    with pytest.raises(TielineError, match="describes a model of"):
+    with pytest.raises(TielineError, match=r"config.json (says|describes)"):
         Model.open(folder)
 
 
@@ -170,15 +172,80 @@ def test_a_gguf_says_which_command_runs_it(tmp_path):
         Model.open(file)
 
 
-def test_refusing_takes_no_more_memory_than_the_imports(folder):
-    change_config(folder, intermediate_size=3_000_000)
+PEAK = """
+import sys
+from tieline.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as left:
+    (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print("peak", left.code, peak.split()[1])
+"""
 
-    def peak(code: str) -> int:
-        script = f"import resource, tieline, transformers\n{code}\n"
-        script += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        return int(done.stdout.split()[-1])
 
-    loaded = peak("tieline.Model.open('demo')")
-    refused = peak(f"try: tieline.Model.open({str(folder)!r})\nexcept ValueError: pass")
-    assert refused <= 1.2 * loaded
+def peak_of(*words: object) -> tuple[int, float, str]:
+    """Exit code, largest memory in MiB and messages of a command."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, words)], capture_output=True, text=True
+    )
+    _, code, peak = done.stdout.split()[-3:]
+    return int(code), int(peak) / 1024, done.stderr
+
+
+@pytest.fixture(scope="module")
+def start() -> float:
+    """Memory of the command line itself, in MiB."""
+    return peak_of("--version")[1]
+
+
+def hostile_model(folder: Path, kind: str) -> Path:
+    if kind == "pipe":
+        (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / "model.safetensors")
+        return folder
+    if kind == "kernel":
+        return change_config(folder, attn_implementation="org/kernel")
+    return change_config(folder, **{kind: 3_000_000})
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's account of memory"
+)
+@pytest.mark.parametrize(
+    "kind", ["intermediate_size", "vocab_size", "hidden_size", "pipe", "kernel"]
+)
+@pytest.mark.parametrize("command", ["inspect", "audit", "soften", "upcycle"])
+def test_refusing_a_model_takes_the_memory_of_the_command_line(folder, start, kind, command):
+    code, peak, message = peak_of(command, hostile_model(folder, kind))
+    assert code == 2
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    assert peak <= 1.2 * start
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's account of memory"
+)
+@pytest.mark.parametrize("kind", ["bomb.npz", "flat.npz", "bomb.jsonl.gz", "pipe.npz"])
+@pytest.mark.parametrize("command", ["check", "inspect", "convert"])
+def test_refusing_an_archive_takes_the_memory_of_the_command_line(tmp_path, start, kind, command):
+    file = tmp_path / kind
+    if kind == "pipe.npz":
+        os.mkfifo(file)
+    elif kind.endswith("gz"):
+        file.write_bytes(gzip.compress(b"\n" * (90 << 20)))
+    else:
+        shape = (1 << 24, 4, 2) if kind == "bomb.npz" else 1 << 22
+        np.savez_compressed(file, routed_experts=np.zeros(shape, np.uint8))
+    code, peak, message = peak_of(command, file)
+    assert code == 2
+    assert str(file) in message
+    assert len(message.splitlines()) == 1
+    assert peak <= 1.2 * start
+
+
+def test_what_is_given_after_options_is_refused_as_soon(folder):
+    change_config(folder, vocab_size=3_000_000)
+    _, peak, message = peak_of("audit", "--tokens", "64", folder)
+    assert "config.json says vocab_size=3000000 and hidden_size=" in message
+    assert peak < 100  # MiB: the parser of options is loaded, torch is not

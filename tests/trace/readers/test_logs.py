@@ -194,9 +194,9 @@ def test_bad_lines_are_refused_by_line_and_field(tmp_path, lines, words):
 
 
 def test_gzip_bombs_are_refused(tmp_path, monkeypatch):
-    from tieline.trace.readers import decoding
+    from tieline.core import untrusted_input
 
-    monkeypatch.setattr(decoding, "GZIP_FREE", 1 << 20)
+    monkeypatch.setattr(untrusted_input, "GZIP_FREE", 1 << 20)
     bomb = tmp_path / "bomb.jsonl.gz"
     line = (json.dumps(route(0, 0)) + "\n").encode()
     bomb.write_bytes(gzip.compress(line + b"\n" * (40 << 20)))

@@ -42,15 +42,13 @@ import numpy as np
 import torch
 
 from tieline.core.errors import TraceError, parsing_file, require
-from tieline.trace.readers.decoding import MOST_BYTES, NPY_MAGIC, read_arrays
+from tieline.core.untrusted_input import MOST_BYTES, NPY_MAGIC, ROUTE_ARRAYS
+from tieline.trace.readers.decoding import read_arrays
 from tieline.trace.readers.logs import COLUMNS
 from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS
 
-ARRAY = "routed_experts"
-ROLLOUT = "rollout_routed_experts"
-NAMES = (ARRAY, ROLLOUT, "routing_replay_out")
-RULE = "needs the axes (tokens, layers, k) or (sequences, length, layers, k)"
+ARRAY, ROLLOUT, _ = ROUTE_ARRAYS
 WEIGHTS = ("weights", "topk_weights", "routing_weights")
 SCORES = ("scores", "router_logits", "logits")
 PROMPTS = (("prompt_token_ids", "token_ids"), ("prompt", "out"), ("prompt", "output"))
@@ -62,12 +60,7 @@ LEAST_SEQUENCES = 4
 
 def read_array_file(path: str | Path) -> Routes:
     """Read the routes in an npy, npz or safetensors file."""
-
-    def check(name: str, shape: tuple[int, ...]) -> None:
-        fits = name not in NAMES or 2 <= len(shape) <= 4
-        require(fits, f"{path}: {name}: {RULE}, got {shape}", TraceError)
-
-    return array_routes(read_arrays(path, check), str(path))
+    return array_routes(read_arrays(path), str(path))
 
 
 def array_routes(arrays: Mapping[str, np.ndarray], name: str) -> Routes:
@@ -150,7 +143,7 @@ def _rollout_producer(arrays: Sequence[np.ndarray]) -> str:
 
 def _array_name(arrays: Mapping[str, np.ndarray], name: str) -> str:
     """Name of the array that holds the experts."""
-    for candidate in NAMES:
+    for candidate in ROUTE_ARRAYS:
         if candidate in arrays:
             return candidate
     others = {*WEIGHTS, *SCORES}
@@ -325,9 +318,10 @@ def _torch_value_routes(value: Any, name: str) -> Routes:
     if isinstance(value, torch.Tensor):
         ids = _stored_array(value, name)
         return replace(
-            array_routes({NAMES[0]: ids[:, None] if ids.ndim == 2 else ids}, name), producer="torch"
+            array_routes({ROUTE_ARRAYS[0]: ids[:, None] if ids.ndim == 2 else ids}, name),
+            producer="torch",
         )
-    if isinstance(value, Mapping) and any(key in value for key in NAMES):
+    if isinstance(value, Mapping) and any(key in value for key in ROUTE_ARRAYS):
         arrays = {
             str(key): _stored_array(item, f"{name}: {key!s:.40}")
             for key, item in value.items()

@@ -33,7 +33,8 @@ import numpy as np
 
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
-from tieline.trace.readers.decoding import NPY_MAGIC, array_in, base64_bytes, npy_array, raw_array
+from tieline.core.untrusted_input import NPY_MAGIC
+from tieline.trace.readers.decoding import array_in, base64_bytes, npy_array, raw_array
 from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 
 

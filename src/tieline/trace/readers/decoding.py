@@ -2,7 +2,6 @@
 
     read_arrays     all arrays of an npy, npz or safetensors file, by name
     read_values     the values of a JSON file, or of each line of a JSONL file
-    open_unpacked   the bytes of a file, unpacked if it is a gzip
     array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
                     {"data", "shape", "dtype"}
     base64_bytes    the bytes of a base64 text
@@ -14,11 +13,10 @@ of text by 200 times and 64 MiB. Every problem is a `TraceError` that names the 
 
 import base64
 import binascii
-import gzip
 import io
 import math
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,19 +26,19 @@ from safetensors import safe_open
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
+from tieline.core.untrusted_input import (
+    MOST_ARRAYS,
+    MOST_BYTES,
+    NPY_MAGIC,
+    check_archive_arrays,
+    check_gzip_size,
+    open_unpacked,
+)
 from tieline.trace.tensor_folders import check_header_length
 
-MOST_BYTES = 4 << 30
 MOST_JSON = 512 << 20
-_MOST_ARRAYS = 1024
 _DEFLATE_RATIO = 1032
 _TENSOR_TYPES = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "F16", "F32", "F64"}
-
-
-NPY_MAGIC = b"\x93NUMPY"
-GZIP_MAGIC = b"\x1f\x8b"
-GZIP_RATIO, GZIP_FREE = 200, 64 << 20
-"""A gzip may unpack to this many times its size, plus this many bytes."""
 
 
 class _NpyHeader(NamedTuple):
@@ -53,11 +51,7 @@ class _NpyHeader(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-ShapeCheck = Callable[[str, tuple[int, ...]], None]
-"""Refuses an array of an .npz by its name and shape, before it is unpacked."""
-
-
-def read_arrays(path: str | Path, check: ShapeCheck | None = None) -> dict[str, np.ndarray]:
+def read_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """Read all arrays of a file by name ("" for npy); the first bytes give the format."""
     file = Path(path)
     require_file(file, TraceError)
@@ -66,7 +60,7 @@ def read_arrays(path: str | Path, check: ShapeCheck | None = None) -> dict[str, 
             magic = stream.read(6)
         if magic == NPY_MAGIC:
             return {"": _read_npy(file)}
-        return _read_npz(file, check) if magic[:2] == b"PK" else _read_safetensors(file)
+        return _read_npz(file) if magic[:2] == b"PK" else _read_safetensors(file)
 
 
 def _read_npy(file: Path) -> np.ndarray:
@@ -81,31 +75,14 @@ def _read_npy(file: Path) -> np.ndarray:
     return np.memmap(file, header.dtype, "r", start, header.shape, order)
 
 
-def _read_npz(file: Path, check: ShapeCheck | None) -> dict[str, np.ndarray]:
+def _read_npz(file: Path) -> dict[str, np.ndarray]:
     """Read all arrays of an .npz archive that may unpack to its stated size."""
     with zipfile.ZipFile(file) as archive:
+        check_archive_arrays(archive, file)
         members = archive.infolist()
-        require(len(members) <= _MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
-        stated, most = sum(member.file_size for member in members), _most_unpacked(file)
-        require(
-            stated <= most,
-            f"{file}: {file.stat().st_size:,} bytes that unpack to {stated:,}, more than the "
-            f"{most:,} of any record of routes of that size",
-            TraceError,
-        )
         names = [member.filename.removesuffix(".npy") for member in members]
-        for name, member in zip(names, members, strict=True):
-            with archive.open(member) as stream:
-                shape = _npy_header(stream, f"{file}: {name!r:.80}").shape
-            if check is not None:
-                check(name, shape)
         pairs = zip(names, members, strict=True)
         return {name: _read_npz_member(archive, member, file) for name, member in pairs}
-
-
-def _most_unpacked(file: Path) -> int:
-    """Bytes that an archive may unpack to: ids of experts hardly repeat, whatever packs them."""
-    return GZIP_RATIO * file.stat().st_size + GZIP_FREE
 
 
 def _read_npz_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> np.ndarray:
@@ -146,7 +123,7 @@ def _read_safetensors(file: Path) -> dict[str, np.ndarray]:
     check_header_length(file)
     with safe_open(file, framework="numpy") as tensors:
         names = list(tensors.keys())
-        require(len(names) <= _MOST_ARRAYS, f"{file}: {len(names)} arrays", TraceError)
+        require(len(names) <= MOST_ARRAYS, f"{file}: {len(names)} arrays", TraceError)
         for name in names:
             kind = tensors.get_slice(name).get_dtype()
             readable = kind in _TENSOR_TYPES
@@ -163,40 +140,6 @@ def _require_stated_size(stated: int, actual: int, name: object) -> None:
     )
 
 
-class _LimitedGzip(gzip.GzipFile):
-    """A gzip that refuses to unpack to more than `most` bytes."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, "rb")
-        self.path, self.unpacked = file, 0
-        self.most = min(MOST_BYTES, GZIP_RATIO * file.stat().st_size + GZIP_FREE)
-
-    def read1(self, size: int = -1) -> bytes:
-        """Read at most `size` bytes; raises once more than `most` were unpacked."""
-        data = super().read1(1 << 18 if size < 0 else size)
-        self.unpacked += len(data)
-        if self.unpacked > self.most:
-            raise TraceError(
-                f"{self.path}: unpacks to more than {self.most} bytes from "
-                f"{self.path.stat().st_size}: no log of routes does; unpack it yourself if you "
-                "trust it"
-            )
-        return data
-
-    def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fill a buffer with unpacked bytes."""
-        data = self.read1(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def open_unpacked(file: Path) -> io.BufferedReader:
-    """Open a file for reading bytes; a gzip, told by its first bytes, is unpacked with a limit."""
-    with file.open("rb") as stream:
-        packed = stream.read(2) == GZIP_MAGIC
-    return io.BufferedReader(_LimitedGzip(file), 1 << 18) if packed else file.open("rb")
-
-
 def read_values(path: str | Path) -> list[tuple[str, Any]]:
     """Return (label, value) of a JSON file, or of each line of a JSON Lines file.
 
@@ -205,7 +148,7 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
     file = Path(path)
     require_file(file, TraceError)
     with parsing_file(file):
-        _refuse_bomb(file)
+        check_gzip_size(file)
         with open_unpacked(file) as stream:
             data = stream.read(MOST_JSON + 1)
     size = max(len(data), file.stat().st_size)
@@ -216,13 +159,6 @@ def read_values(path: str | Path) -> list[tuple[str, Any]]:
         return [(str(file), parse_json(data, str(file), MOST_JSON))]
     labelled = [(f"{file}: line {number}", line) for number, line in lines]
     return [(label, parse_json(line, label, MOST_JSON)) for label, line in labelled]
-
-
-def _refuse_bomb(file: Path) -> None:
-    """Unpack a gzip once without keeping it, so that a bomb is refused before memory is taken."""
-    with open_unpacked(file) as stream:
-        while isinstance(stream.raw, _LimitedGzip) and stream.read(1 << 20):
-            pass
 
 
 def _is_json_line(line: bytes) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.setting_fields import TraceSettingError
-from tieline.trace.readers.decoding import MOST_BYTES
+from tieline.core.untrusted_input import MOST_BYTES
 from tieline.trace.readers.routes import Request, Routes, assembled_routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 

@@ -26,7 +26,8 @@ import numpy as np
 
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.records import LONGEST, parse_json
-from tieline.trace.readers.decoding import MOST_BYTES, open_unpacked, read_values
+from tieline.core.untrusted_input import MOST_BYTES, open_unpacked
+from tieline.trace.readers.decoding import read_values
 from tieline.trace.readers.routes import Routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 

@@ -22,7 +22,8 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.records import parse_json
-from tieline.trace.readers.decoding import MOST_BYTES, MOST_JSON, array_in
+from tieline.core.untrusted_input import MOST_BYTES
+from tieline.trace.readers.decoding import MOST_JSON, array_in
 from tieline.trace.readers.routes import Request, Routes, assembled_routes
 
 FILES = "router_trace_rank*.jsonl"

@@ -30,6 +30,7 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
+from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, open_unpacked
 from tieline.trace.readers.arrays import (
     TORCH_FILES,
     array_routes,
@@ -47,9 +48,6 @@ from tieline.trace.readers.completions import (
     sglang_routes,
 )
 from tieline.trace.readers.decoding import (
-    GZIP_MAGIC,
-    NPY_MAGIC,
-    open_unpacked,
     read_arrays,
     read_values,
 )
