@@ -229,8 +229,6 @@ class BlockSampler(Observer):
         return random.without(near.tokens, self._random)
 
 
-Places = Int[Tensor, " tokens"]
-
 Runner = Callable[[Sequence[BlockRun]], list[Tensor]]
 """Runs blocks and returns their outputs."""
 

@@ -31,7 +31,30 @@ from tieline.models.capture import capture
 from tieline.models.replay import ReplayWarning, replay
 
 
-class RoutingCallback(TrainerCallback):
+class _ScalarCallback(TrainerCallback):
+    """Joins scalars to what a Trainer logs."""
+
+    def ready_scalars(self) -> dict[str, float]:
+        """Scalars since the last log."""
+        raise NotImplementedError
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Join the scalars to the Trainer's log and its history."""
+        scalars = {} if logs is None else self.ready_scalars()
+        if logs is not None and scalars:
+            logs.update(scalars)
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(scalars)
+
+
+class RoutingCallback(_ScalarCallback):
     """Runs a `RoutingMonitor` in a Trainer.
 
     Args:
@@ -67,20 +90,10 @@ class RoutingCallback(TrainerCallback):
             self._ready = dict(self.monitor.read(state.global_step))
             control.should_log = control.should_log or bool(self._ready)
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Join the scalars to the Trainer's log and its history."""
-        if logs is not None and self._ready:
-            logs.update(self._ready)
-            if state.log_history and state.log_history[-1].get("step") == state.global_step:
-                state.log_history[-1].update(self._ready)
-            self._ready = {}
+    def ready_scalars(self) -> dict[str, float]:
+        """Scalars of the last watched step, once."""
+        scalars, self._ready = self._ready, {}
+        return scalars
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the hooks off."""
@@ -141,7 +154,7 @@ class RolloutReplay:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class RolloutCallback(TrainerCallback):
+class RolloutCallback(_ScalarCallback):
     """Adds the numbers of a `RolloutMismatch` to what a transformers Trainer logs.
 
     Put it before the Trainer's loggers: `trainer.callback_handler.callbacks.insert(0, callback)`.
@@ -154,17 +167,6 @@ class RolloutCallback(TrainerCallback):
         require(isinstance(mismatch, RolloutMismatch), "a RolloutMismatch is needed")
         self.mismatch = mismatch
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Join the scalars to the Trainer's log and its history."""
-        scalars = self.mismatch.step()
-        if logs is not None and scalars:
-            logs.update(scalars)
-            if state.log_history and state.log_history[-1].get("step") == state.global_step:
-                state.log_history[-1].update(scalars)
+    def ready_scalars(self) -> dict[str, float]:
+        """Numbers of the steps since the last log."""
+        return self.mismatch.step()
