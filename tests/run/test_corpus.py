@@ -8,7 +8,8 @@ import pytest
 
 import tieline
 from tieline.core.errors import TielineError
-from tieline.models.demo import DEMO_FOLDER
+from tieline.models.demo import DEMO_FOLDER, demo_text
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 
@@ -51,3 +52,17 @@ def test_ids_beyond_the_embedding_are_refused_with_both_numbers(tmp_path):
     for run in (tieline.inspect, tieline.audit, tieline.smooth):
         with pytest.raises(TielineError, match=r"token id (512|600) is none .* has 512 rows"):
             run(folder, text="a zqx in a text, " * 60, tokens=64)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 700, 4000, 10**9])
+def test_tokens_of_a_beginning_are_those_of_the_whole_text(tokens, tokenizer):
+    text = demo_text()[:20_000]
+    every = tokenizer(text, add_special_tokens=False)["input_ids"]
+    sequences = tokenise(tokenizer, text, tokens, 64).sequences
+    ids = [int(token) for sequence in sequences for token in sequence]
+    assert ids == every[:tokens]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Model.open("demo").tokenizer

@@ -389,10 +389,8 @@ def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
         keys: the tokens.
     """
     rows = aligned.common.in_a
-    documents, positions = (x[rows].tolist() for x in (aligned.a.documents, aligned.a.positions))
-    index = {key: i for i, key in enumerate(zip(documents, positions, strict=True))}
-    numbers = [index.get(key, -1) for key in zip(*(x.tolist() for x in keys), strict=True)]
-    taken = np.array(numbers, dtype=int)
+    documents, positions = (x[rows].numpy() for x in (aligned.a.documents, aligned.a.positions))
+    taken = _places_of_keys(TokenKeys(documents, positions), keys)
     layers = []
     for number in range(len(aligned.alignment.pairs)):
         a, b = aligned.pair(number)
@@ -402,6 +400,18 @@ def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
             RunLayer.from_noise(layer_noise(a, b), set_flips(a, b)[0].numpy()).at_tokens(taken)
         )
     return layers
+
+
+def _places_of_keys(listed: TokenKeys, keys: TokenKeys) -> np.ndarray:
+    """Where each of the keys stands among the listed ones; -1 where it does not."""
+    if not len(listed.positions):
+        return np.full(len(keys.positions), -1)
+    span = 1 + max(int(x.positions.max(initial=0)) for x in (listed, keys))
+    of_listed, of_keys = (x.documents.astype(np.int64) * span + x.positions for x in (listed, keys))
+    order = np.argsort(of_listed, kind="stable")
+    places = np.searchsorted(of_listed[order], of_keys, side="right") - 1  # the last of equals
+    taken = order[places.clip(min=0)]
+    return np.where(of_listed[taken] == of_keys, taken, -1)
 
 
 def _shapes_beyond_one_run(

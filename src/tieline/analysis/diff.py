@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspection import Observation
 from tieline.analysis.job_settings import DiffOptions, DiffSettings
-from tieline.analysis.sound_runs import REFERENCE_TOKENS, sound_runs
+from tieline.analysis.sound_runs import REFERENCE_TOKENS, recorded_plain_run, sound_runs
 from tieline.analysis.token_distances import (
     DistanceObserver,
     Rows,
@@ -175,16 +176,11 @@ def _diff_named_models(
     """Compare two models on a text, and split their KL by replay if asked for."""
     text, origin = as_text(settings.text)
     a, b = _opened_sides(sides)
-    sequences, others = (
-        tokenise(
-            side.tokenizer,
-            text,
-            settings.tokens,
-            default_length(side.model, settings.sequence_length),
-        ).sequences
-        for side in (a, b)
-    )
-    check_same_tokens(sequences, others)
+    lengths = [default_length(side.model, settings.sequence_length) for side in (a, b)]
+    sequences = tokenise(a.tokenizer, text, settings.tokens, lengths[0]).sequences
+    if b.tokenizer is not a.tokenizer or lengths[0] != lengths[1]:
+        others = tokenise(b.tokenizer, text, settings.tokens, lengths[1]).sequences
+        check_same_tokens(sequences, others)
     if a.stream is not None or b.stream is not None:
         _check_streams((a, b), settings)
     run = {name: getattr(settings, name) for name in ("batch_size", "expect", "batch_size_b")}
@@ -205,7 +201,23 @@ def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple[ModelSide, ModelS
     first, second = sides
     if sources[0] is sources[1] and first.experts != second.experts:
         second = second._replace(source=copy.deepcopy(second.source))
-    return first.opened(), second.opened()
+    opened = first.opened()
+    return opened, _same_weights(first, second, opened) or second.opened()
+
+
+def _same_weights(first: NamedSide, second: NamedSide, opened: ModelSide) -> ModelSide | None:
+    """The second side on the weights of the first, if one name was given twice; else None."""
+    same_name = isinstance(first.source, str) and all(
+        getattr(first, field) == getattr(second, field)
+        for field in ("source", "experts", "revision", "load")
+    )
+    dtypes = [read_dtype(side.dtype)[0] for side in (first, second)]
+    single = all(x.dtype == torch.float32 for x in opened.model.parameters())
+    if not same_name or opened.stream is not None:
+        return None
+    if dtypes[0] != dtypes[1] and not (dtypes[1] == "fp32" and single):
+        return None
+    return opened._replace(emulated=read_dtype(second.dtype)[1])
 
 
 def _check_streams(sides: Sequence[ModelSide], settings: DiffSettings) -> None:
@@ -301,10 +313,16 @@ def diff_models(
     traces, distances = [recorder.trace() for recorder in recorders], predictions.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     references: list[RoutingTrace] = []
-    beside = DistanceObserver() if distances else None
+    beside, plain = DistanceObserver() if distances else None, None
+    if parallel is None and sizes[0] == sizes[1]:
+        run = (sequences, expected, batch_size)
+        plain = recorded_plain_run((a, b), traces, distances or (), *run)
+    if beside is not None and plain is not None:
+        beside.distances = [plain[1]]
     if parallel not in UNROUNDED and a.stream is None:
         run = (traces, sequences, expected, batch_size)
-        references = sound_runs((a, b), *run, predictions=beside)
+        recorded = None if plain is None else plain[0]
+        references = sound_runs((a, b), *run, predictions=beside, plain=recorded)
     reference_kl = None
     if references and beside is not None:
         reference_kl = mean_kl(beside.distances, references[0].documents)

@@ -4,7 +4,8 @@ The model runs again in the expected format, emulated by rounding, on up to 4,09
 that engines differ in and that leave its function alone:
 
     plain       the batches of the comparison
-    attention   the other of the implementations "eager" and "sdpa", where the model has both
+    attention   the other of the implementations "eager" and "sdpa", where the model has both, two
+                sequences at a time: the matrices of attention stay small
     padding     three sequences at a time, 24 more tokens after each, which causal attention does
                 not look at
     seed        noise on embeddings and states of the size of the format's own rounding, drawn anew
@@ -24,11 +25,11 @@ from torch import Tensor, nn
 
 from tieline.analysis.attribution import Expected, recorded_format
 from tieline.analysis.compared_sides import ModelSide, trace_model
-from tieline.analysis.token_distances import DistanceObserver
+from tieline.analysis.token_distances import DistanceObserver, TokenDistances
 from tieline.core.errors import UnsupportedModelError
 from tieline.models.emulate import Region
 from tieline.models.number_formats import FORMATS
-from tieline.run.condition import Condition, Perturbation, rounding_noise
+from tieline.run.condition import CLEAN, Condition, Perturbation, rounding_noise
 from tieline.run.corpus import stacked_batches
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
@@ -40,6 +41,8 @@ REFERENCE_TOKENS = 4096
 """Tokens on which a model runs once more in the format that is expected."""
 FEWEST_RUNS = 5
 SMALL_BATCH = 3
+ATTENTION_BATCH = 2
+"""Sequences per pass of the other attention, which may hold matrices of all pairs of tokens."""
 PADDING = 24
 """Tokens that are added to each sequence."""
 FLOAT32_NOISE = 2.0**-24
@@ -57,6 +60,7 @@ def sound_runs(
     batch_size: int,
     asked_region: Region | None = None,
     predictions: DistanceObserver | None = None,
+    plain: RoutingTrace | None = None,
 ) -> list[RoutingTrace]:
     """Return runs of a model in the expected format, next to its own run in float32.
 
@@ -71,6 +75,7 @@ def sound_runs(
         asked_region: what is in that format; by default what a side emulates in it, else all.
         predictions: compares the predictions of the plain run with those in float32, which then
             run again.
+        plain: the plain run, where it was recorded before (`recorded_plain_run`).
     """
     exact = [
         side
@@ -79,14 +84,55 @@ def sound_runs(
     ]
     if expected is None or expected.name not in ("fp32", *FORMATS) or not exact:
         return []
-    lengths = np.cumsum([len(sequence) for sequence in sequences])
-    first = sequences[: max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))]
+    first = _first_sequences(sequences)
     emulated: list[Region] = [side.region for side in sides if side.emulated == expected.name]
     region = asked_region or (*emulated, ALL)[0]
     try:
-        return _runs_in_format(exact[0], expected.name, region, first, batch_size, predictions)
+        run = (exact[0], expected.name, region, first, batch_size, predictions)
+        return _runs_in_format(*run, plain)
     except UnsupportedModelError:  # routers that cannot be emulated apart
         return []
+
+
+def _first_sequences(sequences: Sequences) -> Sequences:
+    """The sequences that the model runs again, those of the first 4,096 tokens."""
+    lengths = np.cumsum([len(sequence) for sequence in sequences])
+    return sequences[: max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))]
+
+
+def recorded_plain_run(
+    sides: tuple[ModelSide, ModelSide],
+    traces: Sequence[RoutingTrace],
+    distances: Sequence[TokenDistances],
+    sequences: Sequences,
+    expected: Expected | None,
+    batch_size: int,
+) -> tuple[RoutingTrace, TokenDistances] | None:
+    """Return the plain run and its distances to float32 if the compared runs contain them.
+
+    They do where A is the model in float32 and B the same object in the expected format, and where
+    the first 4,096 tokens are in batches of their own. None elsewhere.
+
+    Args:
+        sides: A and B, run in batches of the same size.
+        traces: their runs.
+        distances: of their predictions, batch by batch.
+        sequences: token ids.
+        expected: the format.
+        batch_size: sequences per forward pass.
+    """
+    a, b = sides
+    is_exact = a.condition == CLEAN and recorded_format(traces[0].provenance) == "fp32"
+    if expected is None or b.emulated != expected.name or b.model is not a.model or not is_exact:
+        return None
+    first = _first_sequences(sequences)
+    some, every = (list(stacked_batches(x, batch_size)) for x in (first, sequences))
+    if not distances or any(x.shape != y.shape for x, y in zip(some, every, strict=False)):
+        return None
+    tokens = slice(sum(map(len, first)))
+    columns = zip(*distances, strict=True)
+    joined = TokenDistances(*(torch.cat(column)[tokens] for column in columns))
+    return select_tokens(traces[1], tokens), joined
 
 
 def _runs_in_format(
@@ -96,18 +142,22 @@ def _runs_in_format(
     sequences: Sequences,
     batch_size: int,
     predictions: DistanceObserver | None,
+    plain: RoutingTrace | None,
 ) -> list[RoutingTrace]:
     """The runs of the table above, but for the attention that a model lacks."""
     name = None if format_name == "fp32" else format_name
     side = ModelSide(exact.model, name, region)
     runs = []
-    if name is not None and predictions is not None:
+    if name is not None and plain is not None:
+        runs.append(plain)
+    elif name is not None and predictions is not None:
         runs.append(_trace_with_predictions(exact, side, sequences, batch_size, predictions))
     elif name is not None:
         runs.append(trace_model(side, sequences, batch_size=batch_size))
     with _other_attention(exact.model) as is_other:
         if is_other:
-            runs.append(trace_model(side, sequences, batch_size=batch_size))
+            size = min(batch_size, ATTENTION_BATCH)
+            runs.append(trace_model(side, sequences, batch_size=size))
     runs.append(_padded_run(side, sequences, SMALL_BATCH))
     for seed in range(FEWEST_RUNS - len(runs)):
         drawn = side._replace(changes=_with_seeded_noise(side.condition, seed))

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -488,8 +488,14 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "training": model.training,
         "tieline": __version__,
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "transformers": _transformers_version(),
     }
+
+
+@cache
+def _transformers_version() -> str:
+    """Version of transformers, read once: packages are searched for it on disk."""
+    return version("transformers")
 
 
 def _model_name(config: Any) -> str:

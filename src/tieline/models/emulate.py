@@ -29,6 +29,7 @@ from functools import cache
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -140,9 +141,22 @@ def _routing_matrix(router: nn.Module) -> Tensor | None:
 def computes_single(router: nn.Module) -> bool:
     """Whether a router's logits are computed in float32 even if weights and inputs are bf16.
 
-    Runs a copy in bf16 on one random token; False for a router that needs more than its input, and
-    for one that rounds its logits to bf16 before it converts them to float32.
+    Runs a copy in bf16 on one random token, once for each router; False for a router that needs
+    more than its input, and for one that rounds its logits to bf16 before it converts them to
+    float32.
     """
+    state = (type(router), *(parameter.dtype for parameter in router.parameters()))
+    if _SINGLE_LOGITS.get(router, (None, False))[0] != state:
+        _SINGLE_LOGITS[router] = (state, _trial_is_single(router))
+    return _SINGLE_LOGITS[router][1]
+
+
+_SINGLE_LOGITS: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
+"""Whether routers that were tried compute float32 logits, with the class and types tried."""
+
+
+def _trial_is_single(router: nn.Module) -> bool:
+    """Whether a copy of a router in bf16 returns float32 logits that bf16 does not hold."""
     family, matrix = family_of(router), logits_matrix(router)
     arguments = inspect.signature(router.forward).parameters.values()
     needed = [x for x in arguments if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]

@@ -32,8 +32,8 @@ STDIN, MOST_TEXT = Path("-"), 1 << 30
 LONGEST = 512
 """Tokens per sequence where nothing else is asked for and the model takes as many."""
 
-CHARACTERS_PER_TOKEN = 8
-"""First guess of how much text the tokens need."""
+PROBE_CHARACTERS = 4096
+"""Text that is cut first, to see how much of it the tokens need."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,14 @@ def _tokenizer_prefix(tokenizer: Any) -> tuple[int, ...]:
 
 def _encode_tokens(tokenizer: Any, text: str, tokens: int) -> tuple[list[int], list[str]]:
     """Ids and pieces of at least `tokens` tokens, or of the whole text."""
-    size = CHARACTERS_PER_TOKEN * tokens + 1
+    size = PROBE_CHARACTERS
     while True:
         beginning = text[:size]
         ids, pieces = _encode_text(tokenizer, beginning)
         if len(beginning) == len(text) or len(ids) > tokens + 8:  # a cut may change the last few
             return ids, pieces
-        size *= 2
+        needed = 1.25 * (tokens + 9) * size / max(1, len(ids))
+        size = max(2 * size, int(needed))
 
 
 def _encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:

@@ -1,0 +1,56 @@
+"""Sound runs: what the compared runs contain already is not run again, and nothing changes."""
+
+import torch
+
+from tests.models.tiny import lively, tiny_model
+from tieline.analysis import diff as diff_module
+from tieline.analysis.compared_sides import ModelSide
+from tieline.analysis.diff import diff, diff_models
+from tieline.core.records import to_plain
+from tieline.models.model import Model
+
+
+def numbers(result):
+    plain = to_plain(result)
+    plain.pop("timings")
+    return plain
+
+
+def sides():
+    model = lively(tiny_model("olmoe"))
+    return ModelSide(model), ModelSide(model, "bf16")
+
+
+def sequences(count, length=24):
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randint(0, 64, (count, length), generator=generator))
+
+
+def test_a_plain_run_that_was_recorded_equals_one_that_is_run_again(monkeypatch):
+    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 100)
+    reused = numbers(diff_models(*sides(), sequences(8), batch_size=4))
+    monkeypatch.setattr(diff_module, "recorded_plain_run", lambda *arguments: None)
+    assert reused == numbers(diff_models(*sides(), sequences(8), batch_size=4))
+
+
+def test_batches_that_the_reference_tokens_cut_are_run_again(monkeypatch):
+    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 24 * 6)
+    returned, real = [], diff_module.recorded_plain_run
+
+    def recorded(*arguments):
+        returned.append(real(*arguments))
+        return returned[-1]
+
+    monkeypatch.setattr(diff_module, "recorded_plain_run", recorded)
+    diff_models(*sides(), sequences(8), batch_size=4)
+    assert returned == [None]
+
+
+def test_one_name_given_twice_is_loaded_once(monkeypatch):
+    opened, load = [], Model.open
+    monkeypatch.setattr(Model, "open", lambda *a, **k: opened.append(a) or load(*a, **k))
+    once = numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
+    assert len(opened) == 1
+    monkeypatch.setattr(diff_module, "_same_weights", lambda *arguments: None)
+    assert once == numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
+    assert len(opened) == 3
