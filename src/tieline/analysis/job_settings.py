@@ -312,6 +312,11 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
         check=above(0.0, "is a KL: positive and finite"),
         help="Stay within this KL of the original, nats per token.",
     )
+    near_original: bool = setting(
+        False,
+        help="Choose the ε at which the noisy smoothed model is nearest to the original without "
+        "noise: about 1.5 times the noise of the margin.",
+    )
     gate: str | None = setting(
         None,
         check=one_of("projected", "ramp"),
@@ -350,7 +355,13 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
         """Refuse two ways to choose ε, and parts of a model on several processes."""
         names = ("epsilon", "factor", "max_moved", "budget")
         given = [f"{{{name}}}" for name in names if getattr(self, name) is not None]
+        given += ["{near_original}"] if self.near_original else []
         require_setting(len(given) <= 1, " and ".join(given) + " each choose ε: give one of them")
+        straight = self.gate in (None, "projected") and self.a == self.b == 1 and not self.k_max
+        require_setting(
+            straight or not self.near_original,
+            "{near_original} is for projected top-k: leave out {gate} ramp, {a}, {b} and {k_max}",
+        )
         require_setting(
             self.epsilon is None or self.noise is None,
             "{epsilon} goes with no other choice of ε: leave out {noise}",
@@ -372,6 +383,7 @@ class SmoothOptions(ModelOptions, total=False):
     epsilon: float | None
     factor: float | None
     max_moved: float | None
+    near_original: bool
     gate: str | None
     a: float
     b: float

@@ -13,7 +13,8 @@ transformers' own experts.
                 clean routes
 
 Widths are ε_l = c σ_l, σ_l the noise of layer l's gap under the precision that is to be repaired.
-A factor or a largest KL is met by the c at which it holds on the calibration text.
+A factor or a largest KL is met by the c at which it holds on the calibration text; with
+`near_original` every layer has the ε of `nearest_ramp`, by the noise that was measured.
 """
 
 import copy
@@ -39,7 +40,7 @@ from tieline.analysis.smooth_repair import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
-from tieline.measure.flips import flip_reduction
+from tieline.measure.flips import NearestRamp, flip_reduction, nearest_ramp
 from tieline.models.demo import DEMO
 from tieline.models.epsilon import (
     Measured,
@@ -109,12 +110,18 @@ class Calibration:
         self.noise = noise_perturbation(noise)
         self.clean: Mapping[str, Scores] = measured.clean
         self.sigmas = dict(measured.sigmas)
+        self.margin_noise = dict(measured.margin_noise)
         positive = any(sigma > 0 for sigma in self.sigmas.values())
         require(positive, f"{noise} does not change the scores of any router: nothing to repair")
 
     def by_noise(self, scale: float) -> dict[str, float]:
         """ε_l = c σ_l."""
         return {name: scale * sigma for name, sigma in self.sigmas.items()}
+
+    def nearest_to_original(self) -> dict[str, NearestRamp]:
+        """The ramp of each noisy layer whose noisy output is nearest to the original's."""
+        noisy = {name: noise for name, noise in self.margin_noise.items() if noise.abs().any()}
+        return {name: nearest_ramp(noise) for name, noise in noisy.items()}
 
     def experts(self, widths: Widths, gate: GateName) -> float:
         """Mean experts per token and layer at these widths, on the calibration text."""
@@ -255,7 +262,8 @@ class _Smooth(NamedTuple):
         settings = self.settings
         exact_ties = self.check_routers()
         announce_total(self.model, self.runner.ranks.batches, self.work(), self.progress)
-        calibration = self.calibrate(settings.noise or NOISE) if settings.by_law else None
+        by_noise = settings.by_law or settings.near_original
+        calibration = self.calibrate(settings.noise or NOISE) if by_noise else None
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
         layers = len(find_routers(self.model.module))
@@ -282,6 +290,8 @@ class _Smooth(NamedTuple):
         noisy, smoothed = pass_cost(Condition(repaired)), COSTS["smoothed"]
         precisions = {*_precisions_compared(settings.serve, None)}
         work = calibration * (1 + noisy) + 4 * (settings.rounds + 2) * LATENCY_TOKENS
+        if settings.near_original:
+            precisions.add(repaired)
         if settings.by_law:
             precisions.add(repaired)
             work += calibration * (1 + len(SCALES) * (1 + 2 * noisy + 3 * smoothed))
@@ -330,10 +340,28 @@ class _Smooth(NamedTuple):
             chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
             how = f"{chosen} under {calibration.noise.name}: ε = {scale:.3g} times its noise"
             return self._record(epsilon=calibration.by_noise(scale), how=how)
+        if calibration is not None:
+            return self._nearest_smoothing(calibration)
         if wish.epsilon is not None:
             return self._record(epsilon=wish.epsilon)
         measured = self.measured(wish.noise)
         return self._record(budget=wish.budget, noise=wish.noise, calibration=measured)
+
+    def _nearest_smoothing(self, calibration: Calibration) -> Smoothing:
+        """The widths at which the noisy smoothed model is nearest to the original."""
+        ramps = calibration.nearest_to_original()
+        widths = {plan.name: 0.0 for plan in calibration.plans}
+        widths |= {name: ramp.epsilon for name, ramp in ramps.items()}
+        scales = sorted(r.epsilon / calibration.sigmas[n] for n, r in ramps.items())
+        gains, most = (
+            [1 - getattr(ramp, field) for ramp in ramps.values()] for field in ("share", "least")
+        )
+        how = (
+            f"nearest to the original under {calibration.noise.name}: ε = "
+            f"{scales[len(scales) // 2]:.3g} times its noise; gains {_percents(gains)} of what "
+            f"flips cost, of at most {_percents(most)} by any gate"
+        )
+        return self._record(epsilon=widths, how=how)
 
     def _record(self, **widths: Any) -> Smoothing:
         """How the model is smoothed with these widths."""
@@ -371,6 +399,12 @@ class _Smooth(NamedTuple):
         ids = self.corpus.stacked(self.split.measured)[0][:, :LATENCY_TOKENS]
         ids = ids[: max(1, LATENCY_TOKENS // ids.shape[1])]
         return smoothed, _smoothing_latencies(module, smoothed, ids, rounds, experts_impl)
+
+
+def _percents(shares: Sequence[float]) -> str:
+    """The range of some shares in whole percent."""
+    low, high = (round(100 * end(shares)) for end in (min, max))
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _precisions_compared(serve: str, calibration: Calibration | None) -> list[Perturbation]:

@@ -81,10 +81,11 @@ class Scores:
 
 
 class Measured(NamedTuple):
-    """What ε is chosen by: scores of the clean run, and σ of the gap where noise was asked for."""
+    """What ε is chosen by: scores of the clean run; σ and changes of the margin under noise."""
 
     clean: Mapping[str, Scores]
     sigmas: Mapping[str, float]
+    margin_noise: Mapping[str, Tensor] = {}
 
 
 def refuse_equal_scores(clean: Mapping[str, Scores]) -> None:
@@ -164,23 +165,30 @@ def precision_named(precision: str) -> tuple[str, Literal["router", "all"]]:
     return name, "router" if regions == ["router"] else "all"
 
 
-def gap_noise(
+def margin_changes(
     plans: Sequence[LayerPlan], clean: Mapping[str, Scores], noisy: Mapping[str, Scores]
-) -> dict[str, float]:
-    """σ of every router's gap, from its scores in a clean and in a noisy run of the same tokens."""
+) -> dict[str, Tensor]:
+    """Change of every router's margin at its threshold, from a clean to a noisy run, by token."""
     return {
-        plan.name: _layer_gap_noise(clean[plan.name], noisy[plan.name].scores, plan.k)
+        plan.name: _layer_margin_changes(clean[plan.name], noisy[plan.name].scores, plan.k)
         for plan in plans
     }
 
 
-def _layer_gap_noise(clean: Scores, noisy: Tensor, k: int) -> float:
-    """σ of one router's gap: median |δ| / 0.6745."""
+def gap_noise(margin_noise: Mapping[str, Tensor]) -> dict[str, float]:
+    """σ of every router's gap: median |δ| / 0.6745 of the changes of its margin."""
+    return {
+        name: change.abs().median().item() / NORMAL_MEDIAN for name, change in margin_noise.items()
+    }
+
+
+def _layer_margin_changes(clean: Scores, noisy: Tensor, k: int) -> Tensor:
+    """Changes of the margin between the experts on both sides of the clean threshold."""
     before, after = clean.scores.double(), noisy.double()
     tiny = 1e-9 * (before.amax() - before.amin()).item() + 1e-30
     ids = smooth_columns(before, k, epsilon=tiny, k_max=k + 1, groups=clean.groups).ids[:, k - 1 :]
     change = (after - before).gather(1, ids)
-    return (change[:, 0] - change[:, 1]).abs().median().item() / NORMAL_MEDIAN
+    return change[:, 0] - change[:, 1]
 
 
 def noise_epsilon(sigma: float, a: float, b: float, gate: GateName = "ramp") -> float:
@@ -209,7 +217,7 @@ def _scores_and_noise(
 ) -> Measured:
     """Scores and noise by which ε is chosen, from the calibration tokens where needed."""
     budget, noise = target
-    clean, sigmas = calibration or ({}, {})
+    clean, sigmas = (calibration or Measured({}, {}))[:2]
     if isinstance(noise, str):
         precision_named(noise)
     measured = (budget is None or bool(clean)) and (not isinstance(noise, str) or bool(sigmas))
@@ -246,7 +254,7 @@ def chosen_epsilons(
     if isinstance(noise, float | int):
         require(0 < noise < math.inf, f"noise must be positive and finite, got {noise!r}")
     widths = dict.fromkeys((plan.name for plan in plans), math.inf)
-    clean, sigmas = _scores_and_noise(plans, target, calibration)
+    clean, sigmas, _ = _scores_and_noise(plans, target, calibration)
     if noise is not None:
         widths = {
             name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()

@@ -11,7 +11,7 @@ from torch import nn
 
 from tieline.core.errors import require
 from tieline.models.class_changes import Call
-from tieline.models.epsilon import Measured, Scores, gap_noise, precision_named
+from tieline.models.epsilon import Measured, Scores, gap_noise, margin_changes, precision_named
 from tieline.models.model import Model
 from tieline.models.router_output import Handler
 from tieline.models.smoothed_router import LayerPlan, plan_layers
@@ -92,8 +92,10 @@ def measure_scores(
     conditions = [CLEAN] if noise is None else [CLEAN, Condition(noise_perturbation(noise))]
     scores = {condition: {plan.name: Scores(plan) for plan in plans} for condition in conditions}
     watch_routers(runner, scores, batches, on_progress)
-    sigmas = {} if noise is None else gap_noise(plans, scores[CLEAN], scores[conditions[1]])
-    return Measured(scores[CLEAN], sigmas)
+    if noise is None:
+        return Measured(scores[CLEAN], {})
+    changes = margin_changes(plans, scores[CLEAN], scores[conditions[1]])
+    return Measured(scores[CLEAN], gap_noise(changes), changes)
 
 
 def calibrate(

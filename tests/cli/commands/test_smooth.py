@@ -55,6 +55,14 @@ def test_the_width_follows_from_what_may_be_moved(tieline):
     assert "KL 0.001 under router bf16" in json.loads(shown)["smoothing"]["how"]
 
 
+def test_the_width_is_that_nearest_to_the_original(tieline):
+    code, shown, _ = tieline("smooth", *FEW, "--near-original", "--json")
+    assert code == 0
+    how = json.loads(shown)["smoothing"]["how"]
+    assert how.startswith("nearest to the original under router bf16: ε = ")
+    assert "of what flips cost, of at most " in how
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -66,6 +74,8 @@ def test_the_width_follows_from_what_may_be_moved(tieline):
         (["--max-moved", -1], "positive and finite, got -1"),
         (["--epsilon", 0.1, "--noise", "bf16"], "no other choice"),
         (["--factor", 8, "--budget", 2.3], "--factor and --budget each choose"),
+        (["--near-original", "--budget", 2.3], "--budget and --near-original each choose"),
+        (["--near-original", "-b", 50], "is for projected top-k"),
         (["--factor", 0.5], "above 1 and finite, got 0.5"),
         (["--max-moved", 100], "the largest KL to the original is"),
         (["--noise", "bf17"], "unknown precision"),

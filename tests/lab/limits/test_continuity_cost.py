@@ -15,6 +15,8 @@ from tieline.lab.limits import (
     least_moved,
     projected_cost,
     ramp_cost,
+    segment_share,
+    token_noise_bounds,
 )
 
 EDGES = torch.tensor([-0.3, 0.3], dtype=torch.float64)
@@ -122,3 +124,32 @@ def test_the_ramp_of_paper_one_by_quadrature():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(TielineError, match=message):
         call()
+
+
+def test_the_frontier_of_a_sample_is_that_of_its_law():
+    noise = torch.special.ndtri((torch.arange(4000, dtype=torch.float64) + 0.5) / 4000)
+    for factor in (1.5, 3.0, 8.0):
+        assert least_moved(factor, 0.02 * noise) == pytest.approx(least_moved(factor), rel=0.02)
+    uniform = torch.linspace(-1, 1, 4001, dtype=torch.float64)
+    limit = 60 * (1 / 3) / (16 * 0.25)
+    assert least_moved(60.0, uniform) == pytest.approx(limit, rel=0.05)
+    with pytest.raises(TielineError, match="finite and not zero"):
+        least_moved(2.0, torch.zeros(3))
+
+
+def test_a_gate_that_knows_the_noise_has_the_smaller_bound():
+    generator = torch.Generator().manual_seed(0)
+    jumps, sigmas = (torch.rand(500, generator=generator) + 0.1 for _ in range(2))
+    bounds = token_noise_bounds(0.5, jumps, sigmas)
+    assert bounds.knowing < bounds.common
+    alike = token_noise_bounds(0.5, jumps, torch.full((500,), 0.3))
+    rms = jumps.double().square().mean().sqrt().item()
+    assert alike == pytest.approx((continuity_bound(0.5, rms, 0.3),) * 2, rel=1e-6)
+
+
+def test_an_output_is_split_into_its_share_and_what_is_off_the_segment():
+    lower, upper = torch.zeros(3, 2), torch.tensor([2.0, 0.0]).expand(3, 2)
+    outputs = torch.tensor([[1.0, 0.0], [0.5, 3.0], [-2.0, 1.0]])
+    share, off = segment_share(outputs, lower, upper)
+    assert share.tolist() == [0.5, 0.25, -1.0]
+    assert off.tolist() == [0.0, 9.0, 1.0]

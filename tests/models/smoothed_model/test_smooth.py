@@ -25,6 +25,7 @@ from tieline.models.demo import load_demo_tokenizer
 from tieline.models.epsilon import (
     budget_epsilon,
     gap_noise,
+    margin_changes,
     noise_epsilon,
     ramp_width,
 )
@@ -385,7 +386,7 @@ def test_the_size_of_the_noise_is_a_standard_deviation(model):
     for kept in noisy.values():
         scores = kept.scores
         kept._calls = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
-    for sigma in gap_noise(plans, clean, noisy).values():
+    for sigma in gap_noise(margin_changes(plans, clean, noisy)).values():
         assert sigma == pytest.approx(0.01 * 2**0.5, rel=0.1)
 
 

@@ -14,10 +14,17 @@ docs/continuity.md. The Laplace ramp attains it, a straight ramp has 4/3 of it. 
 exact frontier has the Fourier transform of H over 1 + λm, m(ω) = 2(1 - e^{-σ²ω²/2}):
 
     D = f J²/π ∫ (λm/(1 + λm))² ω^-2 dω,      S = f J²/π ∫ m/(1 + λm)² ω^-2 dω,      0 < ω < ∞
+
+and for other noise the same with m = 2(1 - Re φ(ω)), φ its characteristic function.
+
+Where σ varies by token, D · S >= f² E[J²] E[J² σ²]/16 for a gate that all tokens share, and
+f² (E[J² σ])²/16 for one that knows σ (`token_noise_bounds`). An output that leaves the segment
+between the two experts is nowhere nearer to top-k than its projection (`segment_share`).
 """
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -42,10 +49,15 @@ __all__ = [
     "least_moved",
     "projected_cost",
     "ramp_cost",
+    "segment_share",
+    "token_noise_bounds",
 ]
 
 NODES, POINTS, END = 64, 4096, 12.0
 """Noise levels, points and largest frequency of quadratures."""
+
+QUANTILES, SAMPLE_END = 1024, 100.0
+"""Values by which a sample of noise is represented, and its largest frequency."""
 
 
 class ContinuityCost(NamedTuple):
@@ -199,36 +211,112 @@ def added_cost(a: float = 1.0, b: float = 1.0) -> ContinuityCost:
     )
 
 
-def least_moved(factor: float) -> float:
-    """D over S_hard of the best ramp whose S is S_hard over `factor`, for normal noise.
+class TokenNoiseBounds(NamedTuple):
+    """Least D·S where σ varies by token: of a gate for all tokens, and of one that knows σ."""
 
-    The finite-σ frontier: 0 for a factor of 1, towards π/32 · factor for large ones.
+    common: float  # f² E[J²] E[J² σ²] / 16
+    knowing: float  # f² (E[J² σ])² / 16
+
+
+def token_noise_bounds(
+    density: float, jumps: Float[Tensor, " tokens"], sigmas: Float[Tensor, " tokens"]
+) -> TokenNoiseBounds:
+    """Bounds of D·S for tokens at the tie with their own jumps J and deviations σ, S linearised.
+
+    A common ramp has D = f E[J²] ∫(r - H)² and S = f E[J² σ²] ∫r'²; a ramp that is scaled by σ has
+    f E[J² σ] in both. The second bound is never larger, by Cauchy and Schwarz.
+
+    Args:
+        density: f of the signed margin at 0.
+        jumps: J of each token.
+        sigmas: standard deviation of the noise of its margin.
     """
+    require(jumps.shape == sigmas.shape, "need a σ for each jump", ShapeError)
+    square, sigma = jumps.double().square(), sigmas.double()
+    common = (square.mean() * (square * sigma.square()).mean()).item()
+    knowing = (square * sigma).mean().square().item()
+    return TokenNoiseBounds(density**2 * common / 16, density**2 * knowing / 16)
+
+
+def segment_share(
+    outputs: Float[Tensor, "tokens dim"],
+    lower: Float[Tensor, "tokens dim"],
+    upper: Float[Tensor, "tokens dim"],
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Share r of an output's projection y_- + r (y_+ - y_-), and its squared distance from there.
+
+    Squared distances to y_- and y_+ are J² r² and J² (1 - r)² plus the second number, so the laws
+    of a ramp hold for the projection, and what is off the segment only adds.
+    """
+    side = upper - lower
+    share = ((outputs - lower) * side).sum(dim=1) / side.square().sum(dim=1)
+    return share, (outputs - lower - share[:, None] * side).square().sum(dim=1)
+
+
+def least_moved(factor: float, noise: Float[Tensor, " sample"] | None = None) -> float:
+    """D over S_hard of the best ramp whose S is S_hard over `factor`.
+
+    The finite-σ frontier: 0 for a factor of 1; for normal noise towards π/32 · factor for large
+    ones, for other noise towards factor · E[n²] / (16 E|n|²).
+
+    Args:
+        factor: S_hard / S, at least 1.
+        noise: a sample of the margin's noise, by whose characteristic function the frontier is
+            computed, to about 1 %; None for normal noise.
+    """
+    m = _normal_spectrum if noise is None else _sample_spectrum(noise)
     require(1 <= factor < math.inf, f"factor must be at least 1 and finite, got {factor}")
     if factor <= 1 + 1e-9:
         return 0.0
 
     def log_factor_excess(log_price: float) -> float:
-        return math.log(MEAN_ABSOLUTE / _frontier_cost(math.exp(log_price)).sensitivity / factor)
+        left = _frontier_cost(math.exp(log_price), m).sensitivity
+        return math.log(MEAN_ABSOLUTE / left / factor)
 
     price: Any = brentq(log_factor_excess, -30.0, 4 * math.log(factor) + 10, xtol=1e-12)
-    return _frontier_cost(math.exp(price)).moved / MEAN_ABSOLUTE
+    return _frontier_cost(math.exp(price), m).moved / MEAN_ABSOLUTE
 
 
-def _frontier_cost(price: float) -> ContinuityCost:
+class _Spectrum(NamedTuple):
+    """m(ω) = 2(1 - Re φ(ω)) of noise with E|n| = √(2/π); beyond `end` it is taken as 2."""
+
+    at: Callable[[np.ndarray], np.ndarray]
+    end: float
+
+
+_normal_spectrum = _Spectrum(lambda x: -2 * np.expm1(-x * x / 2), END)
+
+
+def _sample_spectrum(noise: Tensor) -> _Spectrum:
+    """The spectrum of a sample by its quantiles, scaled to E|n| = √(2/π)."""
+    values = noise.detach().double().flatten().numpy()
+    size = float(np.abs(values).mean()) if len(values) else 0.0
+    require(0 < size < math.inf, f"need noise that is finite and not zero, got a mean of {size}")
+    points = np.quantile(values, (np.arange(QUANTILES) + 0.5) / QUANTILES) * MEAN_ABSOLUTE / size
+    return _Spectrum(lambda x: 2 * (1 - np.cos(np.outer(x, points)).mean(axis=1)), SAMPLE_END)
+
+
+def _frontier_cost(price: float, spectrum: _Spectrum) -> ContinuityCost:
     """D/(f J² σ) and S/(f J² σ) of the ramp that minimises D + price · S.
 
     With x = σω both integrands are smooth in log x; beyond x = 12, m is 2 to all digits.
     """
     start = 1e-5 * min(1.0, 1 / math.sqrt(price))
-    x = np.geomspace(start, END, POINTS + 1)
-    m = -2 * np.expm1(-x * x / 2)
+    x = np.geomspace(start, spectrum.end, POINTS + 1)
+    m = spectrum.at(x)
     kept = 1 / (1 + price * m)
     integrands = (price * m * kept) ** 2, m * kept**2
     moved, sensitivity = (
-        simpson(integrand / x, x=np.log(x)) + integrand[-1] / END for integrand in integrands
+        simpson(integrand / x, x=np.log(x)) + tail / spectrum.end
+        for integrand, tail in zip(integrands, _tails(price), strict=True)
     )
     return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
+
+
+def _tails(price: float) -> tuple[float, float]:
+    """Both integrands where m is 2."""
+    kept = 1 / (1 + 2 * price)
+    return (2 * price * kept) ** 2, 2 * kept**2
 
 
 def _require_tie_numbers(density: float, jump: float, sigma: float) -> None:

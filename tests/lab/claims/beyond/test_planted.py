@@ -42,6 +42,18 @@ def masses_kept(real):
 
 
 PLANTED = {
+    # Δ/2τ in place of Δ/τ
+    "p5-hardening": ("cooling.moved_weights", lambda real: lambda s, k, tau: real(s, k, 3 * tau)),
+    # E[J² σ²] in place of E[J²] E[J² σ²]
+    "p5-token-noise": (
+        "continuous_gates.token_noise_bounds",
+        lambda real: lambda f, j, s: real(f, j, 1.1 * s),
+    ),
+    # a projection that goes too far
+    "p5-off-segment": (
+        "continuous_gates.segment_share",
+        lambda real: lambda y, low, high: (1.5 * real(y, low, high)[0], real(y, low, high)[1]),
+    ),
     # F without 1 - F
     "p5-nearest": ("flips.least_share", scaled(1.1)),
     # noise that leaves the margin of run A

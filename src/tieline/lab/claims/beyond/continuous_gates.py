@@ -16,6 +16,8 @@ from tieline.lab.limits.continuity_cost import (
     least_moved,
     projected_cost,
     ramp_cost,
+    segment_share,
+    token_noise_bounds,
 )
 from tieline.lab.on_model.layer_law import LawPoint, LayerLaw, layer_laws
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
@@ -277,3 +279,98 @@ def _layer_checks(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> 
 def _geometric_mean(values: tuple[float, ...]) -> float:
     """The geometric mean of ratios."""
     return math.exp(fmean(map(math.log, values)))
+
+
+@claim("p5-token-noise", "the law where the noise varies by token", number="token noise")
+def token_noise_law(run: ClaimRun) -> Evidence:
+    """Where σ varies by token, D · S >= f² E[J²] E[J² σ²]/16 for one gate for all tokens, and
+    f² (E[J² σ])²/16, never more, for a gate that knows the σ of its token; Laplace ramps attain
+    both.
+
+    Setting: J and σ drawn per token, dependent or not; density 1 at the tie; S linearised
+    Tested: D and S of Laplace ramps, common or scaled by σ, against the bounds; common ramps of
+        random shapes and random scales by token against them.
+    Overturned by: a gate below its bound
+    """
+    jumps, sigmas = run.normal(2000, stream=51).exp(), (0.7 * run.normal(2000, stream=52)).exp()
+    sigmas = sigmas * jumps.sqrt()  # tokens that jump further are noisier
+    bounds = token_noise_bounds(1.0, jumps, sigmas)
+    common = scaled_product(laplace_ramp(), jumps, sigmas, torch.ones(2000))
+    knowing = scaled_product(laplace_ramp(), jumps, sigmas, sigmas)
+    others = [
+        scaled_product(ramp, jumps, sigmas, torch.ones(2000)) / bounds.common
+        for ramp in random_ramps(run, 60)
+    ]
+    scales = [run.normal(2000, stream=60 + i).exp() for i in range(20)]
+    guesses = [scaled_product(laplace_ramp(), jumps, sigmas, s) / bounds.knowing for s in scales]
+    return Evidence.of(
+        near("common Laplace ramp over the bound", common / bounds.common, 1, 1e-3),
+        near("ramps scaled by σ over their bound", knowing / bounds.knowing, 1, 1e-3),
+        at_most(
+            "bound of a gate that knows σ over the common one", bounds.knowing / bounds.common, 1
+        ),
+        at_least("least of 60 common ramps", min(others), 1),
+        at_least("least of 20 scalings by token", min(guesses), 1),
+        paper=bounds.common,
+        measured=common,
+    )
+
+
+def scaled_product(
+    ramp: tuple[Tensor, Tensor], jumps: Tensor, sigmas: Tensor, scales: Tensor
+) -> float:
+    """D · S of a ramp that is stretched by a scale for each token; density 1, S linearised."""
+    cost, square = ramp_cost(*ramp), jumps.double().square()
+    moved = cost.moved * (square * scales).mean()
+    return (moved * cost.sensitivity * (square * sigmas.square() / scales).mean()).item()
+
+
+@claim(
+    "p5-off-segment",
+    "outputs off the segment between two experts",
+    number="off the segment",
+    seconds=1.5,
+)
+def off_segment_law(run: ClaimRun) -> Evidence:
+    """An output that is a function of the noisy margin and not between the outputs of the two
+    experts is at least as far from top-k as its projection on their segment, so that the least
+    distance ½ f J² E|n - n'| bounds it too.
+
+    Setting: outputs in R⁵, normal noise of the margin, density ½ on margins in [-8, 8]; random
+        smooth outputs with parts along the segment and across it
+    Tested: Distances of 20 random outputs and of their projections to those of top-k on the same
+        draws; the least share of the cost of flips.
+    Overturned by: an output nearer than its projection, or below the bound
+    """
+    n = run.size(100_000, 1_000_000)
+    margin = 8 * (2 * torch.rand(n, dtype=torch.float64, generator=run.generator(80)) - 1)
+    noisy = margin + run.normal(n, stream=81)
+    lower, upper = (run.normal(1, 5, stream=s).expand(n, 5) for s in (82, 83))
+    hard = torch.where(margin[:, None] > 0, upper, lower)
+    flips = (torch.where(noisy[:, None] > 0, upper, lower) - hard).square().sum(dim=1).mean()
+    shares, excess = [], []
+    for number in range(20):
+        width, across = (
+            (0.3 + 0.2 * number),
+            0.05 * (number % 4) * run.normal(5, stream=90 + number),
+        )
+        rise = torch.special.ndtr(noisy / width)[:, None]
+        outputs = lower + rise * (upper - lower) + (4 * rise * (1 - rise)) * across
+        share, _ = segment_share(outputs, lower, upper)
+        projected = lower + share[:, None] * (upper - lower)
+        distances = [(y - hard).square().sum(dim=1).mean().item() for y in (outputs, projected)]
+        shares.append(distances[0] / flips.item())
+        excess.append(distances[1] - distances[0])
+    error = 4 * flips_error(n)
+    return Evidence.of(
+        at_most("projection less output, largest", max(excess), 0, 1e-9),
+        at_least("least share of the cost of flips", min(shares), math.sqrt(0.5), error),
+        paper=math.sqrt(0.5),
+        measured=min(shares),
+    )
+
+
+def flips_error(n: int) -> float:
+    """Relative standard error of the cost of flips on n draws of the margin in [-8, 8]."""
+    share = math.sqrt(2 / math.pi) / 16
+    return math.sqrt((1 - share) / (share * n))
