@@ -128,6 +128,19 @@ def test_what_follows_a_flip_is_not_judged_again():
     assert excess_of([flipped, loud]) == ()
 
 
+def test_tokens_before_the_first_flip_may_be_as_loud_as_their_layer_is():
+    quiet = np.where(POSITIONS < 8, 1.0, 4.0)  # noise of a late layer grows where flips reach
+    references = [run(seed, louder=(1.0, quiet)) for seed in range(1, 6)]
+    first, even = run(90, louder=(1.0, 4.0))
+    flipped = first._replace(flipped=(POSITIONS == 8).astype(np.int8))
+    assert find_excess([flipped, even], references, SUBJECT, TOLERANCE) == ()
+    assert find_excess([first, even], references, SUBJECT, TOLERANCE) != ()
+    (louder,) = find_excess(
+        [flipped, run(91, louder=(1.0, 12.0))[1]], references, SUBJECT, TOLERANCE
+    )
+    assert (louder.layer, louder.kind) == (1, "all")
+
+
 def test_without_scores_flips_are_counted():
     def flips(seed, rate):
         flipped = np.random.default_rng(seed).random(TOKENS) < rate

@@ -202,7 +202,7 @@ def judge_size(
         like=sizes_like(first.relative or 0.0),
     )
     if expected is None:
-        return noise
+        return _flips_beyond_format(shapes, None) or noise
     if excess is None:
         answer = _judge_against(noise, measured, expected)
     else:
@@ -356,6 +356,8 @@ def _largest_noise(size: SizeAnswer, expected: str | None) -> float | None:
 TOLERATED, FEW = 0.25, 5
 """Share and number of first flips that may be unexplained without an alarm: rare spikes of single
 scores are sound, and too rare to be in the reference. None may be where all scores are equal."""
+FAR_MOVERS = "far movers"
+"""Obstacle where experts leave or enter in other places than the last, by their weights."""
 MOST_MOVES = 5
 """Renumbered experts that a pattern names."""
 
@@ -393,7 +395,7 @@ def attribute_causes(
     choice = _judge_choice(layers, unranked)
     flips = _judge_flips(layers, near)
     if excess is None:
-        patterns = find_patterns(shapes)
+        patterns = find_patterns(_shapes_of_scores(shapes, layers))
     else:
         patterns = find_known_patterns(shapes) or _excess_patterns(shapes, excess)
     patterns = (*_numbering_patterns(alignment), *patterns)
@@ -469,7 +471,20 @@ def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Fli
         )
     silent = sum(x.unexplained for x in attributions if x.noise == 0)
     is_odd = silent > 0 or odd > max(FEW, TOLERATED * first)
-    return FlipAnswer("no" if is_odd else "yes", first, odd, later)
+    movers, last = (sum(getattr(x, n) for x in attributions) for n in ("movers", "last"))
+    if is_odd and movers:
+        return FlipAnswer("cannot tell", obstacle=FAR_MOVERS)
+    share = last / movers if movers else None
+    return FlipAnswer("no" if is_odd else "yes", first, odd, later, last_share=share)
+
+
+def _shapes_of_scores(
+    shapes: Sequence[NoiseShape], layers: Sequence[LayerDiff]
+) -> list[NoiseShape]:
+    """The shapes without noise where weights alone tell it: no pattern was ever tried on them."""
+    scored = [x.attribution is None or x.attribution.evidence == "scores" for x in layers]
+    pairs = zip(shapes, scored, strict=True)
+    return [x if is_scored else x._replace(relative=None) for x, is_scored in pairs]
 
 
 def _numbering_patterns(alignment: Alignment) -> list[Pattern]:

@@ -59,6 +59,7 @@ from tieline.analysis.served_precision import (
     replay_bytes,
     router_state,
 )
+from tieline.analysis.weight_evidence import weight_evidence
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -177,7 +178,7 @@ class _LayerJudgement(NamedTuple):
     noise: float
     relative: float | None
     later: int
-    swaps: dict[str, Any]
+    details: dict[str, Any]
 
 
 class ComparedRuns:
@@ -287,11 +288,14 @@ class ComparedRuns:
         fresh = ~self._earlier
         counts: dict[str, Any] = {"flips": float(flipped.mean()), "total": len(flipped)}
         if status != "ok":
-            self.shapes.append(NoiseShape(a.name, None, 0, lag=lag, **counts))
             self.run.append(RunLayer.from_noise(None, flipped))
             self._before = None
-            self.near += _share_nearer_than_flips(a, b, flipped & fresh)
-            return None
+            judgement = _judge_by_weights(a, b, flipped, fresh)
+            relative = None if judgement is None else judgement.relative
+            self.shapes.append(NoiseShape(a.name, relative, 0, lag=lag, **counts))
+            if judgement is None:
+                self.near += _share_nearer_than_flips(a, b, flipped & fresh)
+            return judgement
         noise = layer_noise(a, b)
         bias = _bias_difference(a, b)
         shape = measure_shape(a.name, noise, fresh, self._keys, self._before, bias)
@@ -337,8 +341,21 @@ class ComparedRuns:
             later=judged.later,
             relative=judged.relative,
             smallest_p=float(test.p.min()) if len(test.p) else None,
-            **judged.swaps,
+            **judged.details,
         )
+
+
+def _judge_by_weights(
+    a: LayerTrace, b: LayerTrace, flipped: np.ndarray, fresh: np.ndarray
+) -> _LayerJudgement | None:
+    """The tested flips of a layer without scores; None where its weights do not tell."""
+    evidence = weight_evidence(a, b, flipped, fresh)
+    if evidence is None or not evidence.is_near:
+        return None
+    noise, later = evidence.noise, int((flipped & ~fresh).sum())
+    movers = {"evidence": "weights", "last": evidence.last, "movers": evidence.movers}
+    size, relative = noise.size(fresh) or 0.0, noise.relative(fresh)
+    return _LayerJudgement(evidence.test, size, relative, later, movers)
 
 
 def _swap_statistics(a: LayerTrace, b: LayerTrace, documents: np.ndarray) -> dict[str, Any]:

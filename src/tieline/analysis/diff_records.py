@@ -167,6 +167,10 @@ class Attribution:
         swaps_error: standard error of the difference of the two, clustered by document.
         uniform_p: p-value of the place of the crossing between the scores of A and B, which is
             uniform where choices follow scores; None with few swaps or scores on a grid.
+        evidence: "scores", or the combine "weights" of the chosen experts, whose logarithms are
+            scores up to a constant; `noise` is then that of log-weights.
+        last: with weights, experts that leave or enter in the last place of their side.
+        movers: with weights, experts that leave or enter, two for each first flip.
     """
 
     noise: float
@@ -181,6 +185,9 @@ class Attribution:
     expected_swaps: float | None = None
     swaps_error: float | None = None
     uniform_p: float | None = None
+    evidence: Literal["scores", "weights"] = "scores"
+    last: int = 0
+    movers: int = 0
 
 
 class Sentence(Worded):
@@ -276,6 +283,8 @@ class FlipAnswer(Sentence):
         obstacle: why flips cannot be judged.
         near: first flips whose gap is known on one side.
         near_share: median over these of the share of tokens with a smaller gap.
+        last_share: where combine weights tell, the share of the experts that leave or enter which
+            have the last place of their side; None where scores tell.
     """
 
     answer: YesNo
@@ -285,6 +294,7 @@ class FlipAnswer(Sentence):
     obstacle: str = ""
     near: int = 0
     near_share: float | None = None
+    last_share: float | None = None
 
 
 @dataclass(frozen=True)

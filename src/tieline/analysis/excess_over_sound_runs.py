@@ -28,7 +28,9 @@ that to the later tokens of its document; so does a single score that changes a 
 layer is judged by the tokens that nothing of the kind in B has reached in an earlier layer: no
 flip, but for those that all reference runs have, and no score that differs five times as much as
 the largest of the references. A fault that makes flips is noise in its own layer, and is found
-there.
+there. Tokens that nothing has reached are the quiet ones of a late layer, while noise of the size
+of that layer may stand anywhere: so τ grows by the median level of all tokens in the references
+less that of the judged ones, zero in the first layer.
 
 An excess is named by a group if that exceeds the limit and the tokens outside it are as they are in
 the references; otherwise the noise as a whole is too large.
@@ -488,6 +490,7 @@ def _layer_sums(
     fresh, clusters = _tokens_before_flips(number, run, references, tokens), token_clusters(tokens)
     groups = _TokenGroups(tokens, number)
     allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
+    allowed += _quietness(others, fresh)
     tables = [(number, _LayerSums(of_b, others, groups, clusters, fresh, allowed, has_tail))]
     if not np.isnan(of_b.level).all():
         ranks, rows = of_b.rows.shape[1], [x.with_single_scores() for x in (of_b, *others)]
@@ -498,6 +501,15 @@ def _layer_sums(
             (number, _LayerSums(rows[0], rows[1:], groups, clusters, fresh, loudest, False))
         )
     return tables
+
+
+def _quietness(references: Sequence[RunLayer], fresh: Bool[np.ndarray, " tokens"]) -> float:
+    """How much quieter the judged tokens are in the references than all tokens, in logarithms."""
+    level = np.mean([x.level for x in references], axis=0)
+    judged, everywhere = level[fresh & ~np.isnan(level)], level[~np.isnan(level)]
+    if len(judged) == 0:
+        return 0.0
+    return max(float(np.median(everywhere) - np.median(judged)), 0.0)
 
 
 def _tokens_before_flips(

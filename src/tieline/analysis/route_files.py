@@ -9,7 +9,7 @@ merge          the pieces of a run: traces token by token, summaries by counts, 
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack
 
@@ -197,10 +197,13 @@ def convert(
 
 
 def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
-    """The trace without the rows of a dummy token and of exact ties of all experts."""
+    """The trace without rows of a dummy token and exact ties; documents are numbered from 0."""
     repeated = repeated_rows(routes_of_trace(trace, name))
     require(not repeated.all(), f"{name}: every row is warm-up: nothing would be left", TraceError)
-    return select_tokens(trace, torch.from_numpy(~repeated)) if repeated.any() else trace
+    if not repeated.any():
+        return trace
+    kept = select_tokens(trace, torch.from_numpy(~repeated))
+    return replace(kept, documents=kept.documents.unique(return_inverse=True)[1])
 
 
 def _trace_to_convert(source: str | Path, options: dict[str, Any]) -> RoutingTrace:

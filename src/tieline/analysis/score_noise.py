@@ -294,7 +294,7 @@ def flip_test(
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
     able &= len(reference) >= FEWEST_PAIRS
     ratio = margins / np.maximum(scale, noise.floor)
-    chance = _size_biased_tail(reference, ratio, freedom)
+    chance = size_biased_tail(reference, ratio, freedom)
     p = np.where(able & (margins > noise.floor), chance, 1.0)
     return FlipTest(rows, margins, scale, p, int(able.sum()))
 
@@ -394,7 +394,7 @@ def _reference_ratios(
     return np.sort(np.abs(first - second) / np.maximum(scale, noise.floor))
 
 
-def _size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
+def size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     """P(R >= ratio) for the ratios R of pairs that change places: Σ_{R >= ratio} R² / Σ R².
 
     Counted, and beyond the last 2 % by Hill's power law R^-α, whose weighted tail falls as

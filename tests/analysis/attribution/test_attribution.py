@@ -159,12 +159,20 @@ def test_shifts_and_renumberings_of_the_alignment_are_patterns():
     assert kinds == []  # nobody says that the ids agree otherwise
 
 
+def without_weights(trace):
+    return replace(trace, layers=tuple(replace(x, weights=None) for x in trace.layers))
+
+
 @pytest.mark.parametrize(
     ("a", "b", "obstacle"),
     [
         (run(A), without_scores(run(noisy(A))), "B has expert ids only"),
         (without_scores(run(A)), without_scores(run(noisy(A))), "A has expert ids only"),
-        (run(A), run(noisy(A), ranks=0), "B has the scores of chosen experts only"),
+        (
+            run(A),
+            without_weights(run(noisy(A), ranks=0)),
+            "B has the scores of chosen experts only",
+        ),
     ],
 )
 def test_what_is_missing_raises_no_alarm(a, b, obstacle):
@@ -223,5 +231,5 @@ def test_ids_alone_are_judged_by_how_many_flip():
 
 
 def compare_ids(other, expect):
-    ids = [replace(layer, scores=None) for layer in run(other).layers]
+    ids = [replace(layer, scores=None, weights=None) for layer in run(other).layers]
     return diff(run(A), replace(run(other), layers=tuple(ids)), expect=expect).causes

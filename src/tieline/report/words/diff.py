@@ -352,14 +352,34 @@ def choice_answer(answer: ChoiceAnswer) -> str:
 def flips_answer(answer: FlipAnswer) -> str:
     """Write whether first flips are near-ties."""
     if answer.answer == "cannot tell":
-        return answer.obstacle + _near_ties_position_text(answer)
+        obstacle = OBSTACLES.get(answer.obstacle, answer.obstacle)
+        return obstacle + _near_ties_position_text(answer)
     if answer.first == 0:
         return "no token flips"
     if answer.unexplained == 0:
-        return f"all {answer.first:,} first flips are near-ties{later_flips(answer)}"
+        weights = _last_places(answer)
+        return f"all {answer.first:,} first flips are near-ties{weights}{later_flips(answer)}"
     return (
         f"{answer.unexplained:,} of {answer.first:,} first flips are wider than the noise of their "
         f"own token{later_flips(answer)}"
+    )
+
+
+OBSTACLES = {
+    "far movers": "by their combine weights, experts leave or enter in other places than the last: "
+    "a selection bias, another function than softmax, or a fault"
+}
+"""Why first flips cannot be judged, where the record gives a short name."""
+
+
+def _last_places(answer: FlipAnswer) -> str:
+    """Write what combine weights show of the first flips; empty where scores were compared."""
+    if answer.last_share is None:
+        return ""
+    share = percent(answer.last_share, trim=True)
+    return (
+        f" by their combine weights ({share} of the experts that left or entered had the last "
+        "place of their side)"
     )
 
 
