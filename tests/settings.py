@@ -7,6 +7,7 @@ from tieline.analysis.job_settings import (
     DiffSettings,
     InspectSettings,
     MergeSettings,
+    ServeCheckSettings,
     SmoothSettings,
 )
 from tieline.lab.command_settings import (
@@ -34,6 +35,7 @@ JOBS = {
     DiffSettings: ("tieline.analysis.diff", "diff"),
     InspectSettings: ("tieline.analysis.inspect", "inspect"),
     MergeSettings: ("tieline.analysis.route_files", "merge"),
+    ServeCheckSettings: ("tieline.analysis.serve_check", "serve_check"),
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
     RerouteSettings: ("tieline.lab.on_model.reroute", "reroute"),
@@ -116,7 +118,7 @@ RULES = [
         CaptureSettings,
         {"text": "a", "ids": "b"},
         ["--text", "a", "--ids", "b", *OUT],
-        "--text, --ids and --tokens-from exclude each other",
+        "--text, --ids, --tokens-from and --prompts exclude each other",
     ),
     (
         CaptureSettings,
@@ -141,6 +143,12 @@ RULES = [
         {"parallel": "xx"},
         ["--parallel", "xx", *OUT],
         "--parallel must be one of data, tp, ep, pp, fsdp, got 'xx'",
+    ),
+    (
+        ServeCheckSettings,
+        {"count": 1},
+        ["http://127.0.0.1:1", "--count", "1"],
+        "--count must be at least 2, got 1",
     ),
     (CheckSettings, {"k": 0}, ["a.npy", "-k", "0"], "--k must be at least 1, got 0"),
     (

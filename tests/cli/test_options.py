@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 from functools import cache
 from typing import get_args
 
@@ -25,6 +26,11 @@ def command(name):
 def job(settings):
     module, name = JOBS[settings]
     return getattr(importlib.import_module(module), name)
+
+
+def command_name(settings):
+    """The command whose options are the fields of a settings class."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", settings.__name__.removesuffix("Settings")).lower()
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda cls: cls.__name__)
@@ -50,7 +56,7 @@ def test_typed_options_are_the_fields_and_the_signature_lists_them(settings):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda cls: cls.__name__)
 def test_the_options_of_the_command_are_the_fields(settings):
-    name = settings.__name__.removesuffix("Settings").lower()
+    name = command_name(settings)
     options = {option for parameter in command(name).params for option in parameter.opts}
     options |= {option for parameter in command(name).params for option in parameter.secondary_opts}
     for field, described in settings.described().items():
@@ -75,7 +81,7 @@ def test_the_short_form_is_the_settings_form(settings):
 def test_a_rule_is_refused_at_both_doors_by_its_own_name(settings, values, typed, message, tieline):
     with pytest.raises(SettingError) as refused:
         settings.of(None, {**EXAMPLES.get(settings, {}), **values})
-    name = settings.__name__.removesuffix("Settings").lower()
+    name = command_name(settings)
     python = str(refused.value)
     code, out, err = tieline(name, *typed)
     assert (code, out) == (2, "")

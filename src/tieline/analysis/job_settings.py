@@ -29,6 +29,8 @@ from tieline.run.shared_settings import (
     ModelSettings,
     SeedSettings,
     SequenceSettings,
+    ServerOptions,
+    ServerSettings,
     Text,
     TextSettings,
 )
@@ -489,3 +491,33 @@ class MergeOptions(TypedDict, total=False):
 
     overwrite: bool
     renumber: bool
+
+
+class ServeCheckSettings(ServerSettings):
+    """Options of `serve_check` and `tieline serve-check`."""
+
+    engine: str = setting("vllm", check=one_of("vllm", "sglang"), help="vllm or sglang.")
+    text: Text = setting(
+        None, kind=Path, help="Text that prompts are cut from; by default the one in the box."
+    )
+    count: int = setting(16, check=at_least(2), help="How many prompts.")
+    length: int = setting(64, check=at_least(8), help="Tokens per prompt that is cut from a text.")
+    batch_size: int = setting(8, check=at_least(1), help="Prompts per batch.")
+    model: Any = setting(
+        None, kind=str, help="The model that is served, whose scores tell near-ties from bugs."
+    )
+    precision: str = setting(
+        "bf16", check=one_of("fp32", "bf16", "fp16"), help="Precision that is served."
+    )
+
+
+class ServeCheckOptions(ServerOptions, total=False):
+    """Keyword arguments of `serve_check`."""
+
+    engine: str
+    text: Text
+    count: int
+    length: int
+    batch_size: int
+    model: Any
+    precision: str

@@ -3,6 +3,7 @@
 inspect, audit, smooth    on a model; inspect also shows saved runs
 diff                      on two models or runs
 check, convert, merge     on files of routes
+serve-check               on a running server
 capture                   on a model in an inference engine
 """
 
@@ -19,6 +20,7 @@ from tieline.analysis.job_settings import (
     DiffSettings,
     InspectSettings,
     MergeSettings,
+    ServeCheckSettings,
     SmoothSettings,
 )
 from tieline.cli.app import CONDITION_HELD, app, guarded, run_job
@@ -231,6 +233,25 @@ def check(
         result = run(routes, settings=settings)
     deliver(result, outputs)
     if not result.sound:
+        raise typer.Exit(CONDITION_HELD)
+
+
+@app.command("serve-check")
+@guarded
+def serve_check(
+    *,
+    url: Annotated[str, typer.Argument(help="Address of a server, http://HOST:PORT.")],
+    settings: ServeCheckSettings,
+    html: Html = None,
+    json_to: Json = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Tell whether a server's choices depend on the batch; exit with 1 if they do."""
+    outputs = Outputs(html, json_to, overwrite=overwrite, page_package="jinja2")
+    outputs.check_targets(settings.text, settings.prompts, settings.model)
+    result = run_job("tieline.analysis.serve_check:serve_check", url, settings=settings)
+    deliver(result, outputs, "add --html serve.html for the page")
+    if not result.invariant:
         raise typer.Exit(CONDITION_HELD)
 
 

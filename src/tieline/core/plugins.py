@@ -99,7 +99,9 @@ class Command(NamedTuple):
 
 INSTRUMENT = Plugin(
     commands={
-        "Look": dict.fromkeys(("inspect", "diff", "audit", "check"), "tieline.cli.commands"),
+        "Look": dict.fromkeys(
+            ("inspect", "diff", "audit", "check", "serve-check"), "tieline.cli.commands"
+        ),
         "Repair": {"smooth": "tieline.cli.commands"},
         "Files": dict.fromkeys(("capture", "convert", "merge"), "tieline.cli.commands"),
     },
@@ -129,6 +131,9 @@ INSTRUMENT = Plugin(
             "tieline.engines.engine_registry:EngineList", "tieline.report.route_files:ENGINES"
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
+        "tieline-serve-check": ResultFormat(
+            "tieline.analysis.serve_check:ServeCheck", "tieline.report.serve_check"
+        ),
     },
     restorers={"smooth": "tieline.models.smoothed_model"},
 )

@@ -1,10 +1,11 @@
 """Inference engines, each in an environment of its own behind a worker process.
 
-capture         the routing of a model in an engine, as a trace
-run_engine      the same with final log-probabilities and what the worker told
-dequantised     the weights of a quantised model in float32
-ENGINES         the engines by name; `register` adds one
-installed       where an engine is, and its versions; `list_engines` returns all
+capture               the routing of a model in an engine, as a trace
+run_engine            the same with final log-probabilities and what the worker told
+dequantised_weights   the weights of a quantised model in float32
+ENGINES               the engines by name; `register_engine` adds one
+installed_engine      where an engine is, and its versions; `list_engines` returns all
+RouteServer           a running server that returns routes over HTTP
 """
 
 from tieline.core.plugins import import_added
@@ -21,6 +22,8 @@ from tieline.engines.engine_registry import (
     register_engine,
 )
 from tieline.engines.engine_run import EngineRun, RunOptions, dequantised_weights, run_engine
+from tieline.engines.server_client import ServerError
+from tieline.engines.server_routes import RouteServer, ServerSource
 from tieline.engines.worker_process import EngineError
 
 __all__ = [
@@ -31,7 +34,10 @@ __all__ = [
     "EngineError",
     "EngineList",
     "EngineRun",
+    "RouteServer",
     "RunOptions",
+    "ServerError",
+    "ServerSource",
     "capture",
     "dequantised_weights",
     "engine_named",

@@ -14,6 +14,8 @@ from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
 from tieline.engines.engine_run import RunOptions, run_engine
+from tieline.engines.server_client import is_server
+from tieline.engines.server_routes import RouteServer, ServerSource, server_documents
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
@@ -186,10 +188,11 @@ def capture_engine(
     progress: Progress | None = None,
     **options: Unpack[CaptureOptions],
 ) -> EngineCapture:
-    """Run a model in an engine and record what its routers choose.
+    """Run a model in an engine, or ask a running server, and record what the routers choose.
 
     Args:
-        model: a folder, a hub id or "demo"; for llama.cpp a GGUF file.
+        model: a folder, a hub id or "demo"; for llama.cpp a GGUF file; for a running server its
+            address, http://HOST:PORT.
         output: name of the folder that the trace will be saved in, for the record.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself, `ids` lists of ids, `tokens_from` a trace. With `parallel`, all processes must
@@ -197,10 +200,17 @@ def capture_engine(
         progress: called with stage, done and total.
     """
     settings = CaptureSettings.of(settings, options)
-    if settings.engine != TRANSFORMERS:  # before anything is loaded
-        find_python(engine_named(settings.engine), settings.engine_python)
-    documents = _capture_documents(model, settings)
-    trace = _trace_source(model, settings).trace(documents, progress)
+    if is_server(model):
+        source, documents = _server_and_documents(str(model), settings)
+    else:
+        require_setting(
+            settings.prompts is None, "{prompts} is for a running server, http://HOST:PORT"
+        )
+        if settings.engine != TRANSFORMERS:  # before anything is loaded
+            find_python(engine_named(settings.engine), settings.engine_python)
+        documents = _capture_documents(model, settings)
+        source = _trace_source(model, settings)
+    trace = source.trace(documents, progress)
     trace = replace(trace, provenance=trace.provenance | {"text": documents.origin})
     return capture_summary(trace, str(model), settings.engine, str(output or ""))
 
@@ -221,6 +231,20 @@ def _trace_source(model: str | Path, settings: CaptureSettings) -> TraceSource:
         keep=settings.keep_downloads,
     )
     return TransformersSource(loaded, settings.batch_size, settings.parallel, settings.memory)
+
+
+def _server_and_documents(
+    url: str, settings: CaptureSettings
+) -> tuple[ServerSource, TokenDocuments]:
+    """A running server, and the documents that were given, those of a trace, or its prompts."""
+    server = RouteServer.open(url, settings.engine, settings)
+    source = ServerSource(server, settings.concurrency)
+    if settings.ids is not None:
+        return source, TokenDocuments.of_ids(list(token_documents(settings.ids) or ()))
+    if settings.tokens_from is not None:
+        return source, TokenDocuments.of_trace(_read_trace(settings.tokens_from))
+    sizes = (settings.tokens, settings.sequence_length)
+    return source, server_documents(server, settings, settings.text, sizes)
 
 
 def _capture_documents(model: str | Path, settings: CaptureSettings) -> TokenDocuments:

@@ -121,18 +121,43 @@ class ModelOptions(TypedDict, total=False):
     parallel: str | None
 
 
-class CaptureSettings(StreamSettings, SequenceSettings):
+class ServerSettings(Settings):
+    """How a running server is asked for routes."""
+
+    prompts: str | Path | None = setting(
+        None, kind=Path, help="Prompts for a server: a line each, or JSON lines; chats too."
+    )
+    tokenizer: str | Path | None = setting(
+        None, kind=str, help="Model whose tokenizer cuts the text, for a GGUF or a server."
+    )
+    new_tokens: int = setting(1, check=at_least(1), help="Tokens a server generates per prompt.")
+    concurrency: int = setting(8, check=at_least(1), help="Prompts open at a time, on a server.")
+    timeout: float = setting(300.0, check=above(0.0), help="Seconds to wait for an answer.")
+    retries: int = setting(4, check=at_least(0), help="Repetitions after 429, 500 and the like.")
+
+
+class ServerOptions(TypedDict, total=False):
+    """Keyword arguments for a running server."""
+
+    prompts: str | Path | None
+    tokenizer: str | Path | None
+    new_tokens: int
+    concurrency: int
+    timeout: float
+    retries: int
+
+
+class CaptureSettings(ServerSettings, StreamSettings, SequenceSettings):
     """Options of `capture_engine` and `tieline capture`."""
 
-    engine: str = setting(TRANSFORMERS, help="transformers, vllm, mlx or llama.cpp.")
+    engine: str = setting(
+        TRANSFORMERS, help="transformers, vllm, mlx or llama.cpp; of a server vllm or sglang."
+    )
     ids: str | Path | Sequence[Any] | None = setting(
         None, kind=Path, help="Token ids to run: .npy, .npz, .safetensors or JSON."
     )
     tokens_from: Any = setting(
         None, kind=Path, help="Run the tokens of this trace or file of routes."
-    )
-    tokenizer: str | Path | None = setting(
-        None, kind=str, help="Model whose tokenizer cuts the text, for a GGUF."
     )
     tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
     sequence_length: int = setting(256, check=at_least(2), help="Tokens per document.")
@@ -149,9 +174,10 @@ class CaptureSettings(StreamSettings, SequenceSettings):
 
     def check(self) -> None:
         """Refuse two sources of tokens, and options of another engine."""
-        sources = (self.text, self.ids, self.tokens_from)
+        sources = (self.text, self.ids, self.tokens_from, self.prompts)
         several = sum(source is not None for source in sources) > 1
-        require_setting(not several, "{text}, {ids} and {tokens_from} exclude each other: name one")
+        message = "{text}, {ids}, {tokens_from} and {prompts} exclude each other: name one"
+        require_setting(not several, message)
         if self.engine == TRANSFORMERS:
             other = "{%s} is for other engines than transformers"
             require_setting(self.engine_python is None, other % "engine_python")
@@ -167,7 +193,7 @@ class CaptureSettings(StreamSettings, SequenceSettings):
             )
 
 
-class CaptureOptions(TypedDict, total=False):
+class CaptureOptions(ServerOptions, total=False):
     """Keyword arguments of `capture_engine`."""
 
     text: Text
@@ -181,7 +207,6 @@ class CaptureOptions(TypedDict, total=False):
     engine: str
     ids: str | Path | Sequence[Any] | None
     tokens_from: Any
-    tokenizer: str | Path | None
     dtype: str
     engine_python: str | Path | None
     engine_defaults: bool

@@ -47,7 +47,8 @@ def test_the_instrument_comes_first_and_the_laboratory_is_a_plug_in():
     assert next(iter(plugins())) == "tieline"
     assert "lab" in plugins()
     groups = command_groups()
-    assert [command.name for command in groups["Look"]] == ["inspect", "diff", "audit", "check"]
+    names = ["inspect", "diff", "audit", "check", "serve-check"]
+    assert [command.name for command in groups["Look"]] == names
     assert {"soften", "slice", "attention", "train"} <= {command.name for command in groups["Lab"]}
     assert {"tieline-inspection", "tieline-softening"} <= set(result_formats())
     assert restorer_module("upcycle") == "tieline.lab.on_model.upcycled_model"

@@ -6,6 +6,7 @@
     audit         verdict, notes and remedies of a precision audit
     smooth        verdict and facts of a smoothed model
     check         verdict and findings of a check of routes
+    serve_check   verdict, near-ties and advice of a check of a running server
 
 Analyses return verdicts as data; nothing outside this package writes sentences about results.
 """

@@ -1,0 +1,347 @@
+"""Whether the experts that a running server chooses depend on the batch: `tieline serve-check`.
+
+The same prompts are sent in five ways. The choice of a token is the set of its k experts in a
+layer; it flips where it differs from that of the same prompt sent alone:
+
+    alone         one prompt at a time, each with a prefix cache of its own: the reference
+    repeated      the same again: a server that is not repeatable flips already here
+    cached        the same with the cache of the first time
+    batched       `batch_size` prompts in one request
+    after_short   the same behind as many prompts of a quarter of the length
+
+A prompt is computed layer by layer, so that no flip in the first layer with flips follows from
+another: these are the first flips. With the model at hand each is judged by its scores z: it is a
+near-tie if max z(left) - min z(entered) <= 8 u max(1, |z_[k]|), u being the rounding unit of the
+served precision. A first flip that is no near-tie is not explained by rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Unpack
+
+import numpy as np
+import torch
+
+from tieline.analysis.job_settings import ServeCheckOptions, ServeCheckSettings
+from tieline.core.errors import TraceError, require
+from tieline.core.records import Result
+from tieline.core.setting_fields import require_setting, takes_settings
+from tieline.engines.server_client import ServerError, is_server
+from tieline.engines.server_routes import RouteServer, ServedRoutes, server_documents
+from tieline.models.capture import ROUNDINGS
+from tieline.models.model import Model
+from tieline.run.corpus import check_token_ids
+from tieline.run.ranks import Ranks
+from tieline.run.runner import recorded_routes
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+WAYS = ("repeated", "cached", "batched", "after_short")
+"""How prompts are sent besides alone."""
+
+SHORTENED = 4
+"""The prompts before a batch have this share of the length of its prompts."""
+
+ROUNDING_UNITS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Progress = Callable[[str, int, int], object]
+
+
+@dataclass(frozen=True)
+class FirstFlip:
+    """A choice that differs, and that no other difference explains.
+
+    Attributes:
+        prompt: number of the prompt.
+        token: position in it.
+        layer: number of the layer.
+        left: experts that were chosen alone only.
+        entered: experts that were chosen this way only.
+        difference: max z(left) - min z(entered); None without a model, or if it is below the
+            kept ranks.
+        near_tie: whether rounding explains it; None without a model.
+    """
+
+    prompt: int
+    token: int
+    layer: int
+    left: tuple[int, ...]
+    entered: tuple[int, ...]
+    difference: float | None = None
+    near_tie: bool | None = None
+
+
+@dataclass(frozen=True)
+class ServedWay:
+    """How often choices flip where prompts are sent in one way.
+
+    Attributes:
+        way: "repeated", "cached", "batched" or "after_short".
+        tokens: tokens that were compared.
+        flipped: tokens with a flip in some layer.
+        prompts: prompts with a flip.
+        by_layer: flips of each layer.
+        first: the first flip in the lowest layer; None without flips.
+        first_flips: flips in the first layer of a prompt that has any.
+        near_ties: those of them that are near-ties; None without a model.
+        next_tokens: prompts after which another token was generated; None where it is not told.
+    """
+
+    way: str
+    tokens: int
+    flipped: int
+    prompts: int
+    by_layer: tuple[int, ...]
+    first: FirstFlip | None
+    first_flips: int
+    near_ties: int | None
+    next_tokens: int | None
+
+    @property
+    def share(self) -> float:
+        """Share of the tokens with a flip."""
+        return self.flipped / self.tokens
+
+
+@dataclass(frozen=True, repr=False)
+class ServeCheck(Result):
+    """Whether the choices of a server depend on how prompts are sent.
+
+    Attributes:
+        verdict: the result in a sentence.
+        url: address of the server.
+        engine: "vllm" or "sglang".
+        model: name of the model that it serves.
+        engine_version: version of the engine; empty where it does not tell.
+        prompts: number of prompts.
+        tokens: their tokens.
+        layers: routed layers of the answers.
+        k: experts per token.
+        batch_size: prompts per batch.
+        precision: served precision that near-ties are judged by.
+        judged_by: the model whose scores judge near-ties; None without one.
+        ways: one record for each way of sending.
+    """
+
+    format: ClassVar[str] = "tieline-serve-check"
+    sentences: ClassVar[tuple[str, ...]] = ("verdict",)
+
+    url: str
+    engine: str
+    model: str
+    engine_version: str
+    prompts: int
+    tokens: int
+    layers: int
+    k: int
+    batch_size: int
+    precision: str
+    judged_by: str | None
+    ways: tuple[ServedWay, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(self.ways), "a check of a server compares at least one way", TraceError)
+        fits = all(len(way.by_layer) == self.layers and way.tokens > 0 for way in self.ways)
+        require(fits, f"a check of a server has flips of {self.layers} layers", TraceError)
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        return self.sentence("verdict")
+
+    @property
+    def invariant(self) -> bool:
+        """Whether no choice flipped in any way."""
+        return not any(way.flipped for way in self.ways)
+
+    @property
+    def batch_flips(self) -> int:
+        """Tokens that batch invariance would keep: flips in batches beyond those by repetition."""
+        flipped = {way.way: way.flipped for way in self.ways}
+        most = max(flipped.get("batched", 0), flipped.get("after_short", 0))
+        return max(0, most - flipped.get("repeated", 0))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers: "tokens", "batch_flips", and "flipped@WAY", the share of the tokens."""
+        shares = {f"flipped@{way.way}": way.share for way in self.ways}
+        return {"tokens": float(self.tokens), "batch_flips": float(self.batch_flips)} | shares
+
+
+@takes_settings(ServeCheckSettings)
+def serve_check(
+    url: str,
+    *,
+    settings: ServeCheckSettings | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ServeCheckOptions],
+) -> ServeCheck:
+    """Send the same prompts to a server alone, repeated and in batches, and compare the choices.
+
+    Args:
+        url: address of the server, http://HOST:PORT.
+        settings: the options; keyword arguments change single ones.
+        progress: called with stage, done and total.
+    """
+    settings = ServeCheckSettings.of(settings, options)
+    require_setting(is_server(url), "{url!r:.200} is no address such as http://HOST:PORT", url=url)
+    server = RouteServer.open(url, settings.engine, settings)
+    sizes = (settings.count * settings.length, settings.length)
+    documents = server_documents(server, settings, settings.text, sizes)
+    prompts = [row.tolist() for row in documents.sequences][: settings.count]
+    scores = None if settings.model is None else _model_trace(settings.model, prompts)
+    answers = _answers_by_way(server, prompts, settings.batch_size, progress)
+    alone = answers.pop("alone")
+    judge = _tie_judge(scores, settings.precision)
+    ways = [_served_way(way, prompts, alone, other, judge) for way, other in answers.items()]
+    experts = alone[0].experts
+    return ServeCheck(
+        url=url,
+        engine=server.engine,
+        model=server.model,
+        engine_version=server.version,
+        prompts=len(prompts),
+        tokens=sum(map(len, prompts)),
+        layers=experts.shape[1],
+        k=experts.shape[2],
+        batch_size=min(settings.batch_size, len(prompts)),
+        precision=settings.precision,
+        judged_by=None if settings.model is None else str(settings.model),
+        ways=tuple(ways),
+    )
+
+
+def _answers_by_way(
+    server: RouteServer, prompts: list[list[int]], batch_size: int, progress: Progress | None
+) -> dict[str, list[ServedRoutes]]:
+    """Routes of the prompts by the way in which they were sent, "alone" first."""
+    nonce = np.random.default_rng().integers(1 << 62)  # no other run left prefixes under it
+    numbers = [*range(len(prompts))]
+    groups = [numbers[first : first + batch_size] for first in numbers[::batch_size]]
+    total, done = (len(WAYS) + 1) * len(prompts), 0
+    answers: dict[str, list[ServedRoutes]] = {}
+    for way in ("alone", *WAYS):
+        in_batches = way in ("batched", "after_short")
+        answers[way] = []
+        for batch in groups if in_batches else [[number] for number in numbers]:
+            salt = f"tieline-{nonce:x}-{'alone' if way == 'cached' else way}-{batch[0]}"
+            sent = [prompts[number] for number in batch]
+            before = [_shortened_prompt(x) for x in sent] if way == "after_short" else []
+            answers[way] += server.route([*before, *sent], salt)[len(before) :]
+            done += len(sent)
+            if progress is not None:
+                progress("server", done, total)
+    return answers
+
+
+def _shortened_prompt(prompt: list[int]) -> list[int]:
+    """The first tokens of a prompt backwards, so that it shares no prefix with it."""
+    return prompt[: max(2, len(prompt) // SHORTENED)][::-1]
+
+
+def _served_way(
+    way: str,
+    prompts: Sequence[Sequence[int]],
+    alone: Sequence[ServedRoutes],
+    other: Sequence[ServedRoutes],
+    judge: "Callable[[FirstFlip], FirstFlip]",
+) -> ServedWay:
+    """Compare the routes of all prompts with those of the prompts alone."""
+    masks = [
+        _flipped_choices(a.experts, b.experts, len(prompt))
+        for a, b, prompt in zip(alone, other, prompts, strict=True)
+    ]
+    firsts = [
+        judge(flip)
+        for number, mask in enumerate(masks)
+        for flip in _first_flips(number, mask, alone[number].experts, other[number].experts)
+    ]
+    judged = [flip.near_tie for flip in firsts if flip.near_tie is not None]
+    tokens = [(a.generated, b.generated) for a, b in zip(alone, other, strict=True)]
+    told = all(a is not None and b is not None for a, b in tokens)
+    return ServedWay(
+        way=way,
+        tokens=sum(map(len, masks)),
+        flipped=sum(int(mask.any(1).sum()) for mask in masks),
+        prompts=sum(bool(mask.any()) for mask in masks),
+        by_layer=tuple(np.sum([mask.sum(0) for mask in masks], 0).tolist()),
+        first=min(firsts, key=lambda flip: (flip.layer, flip.prompt, flip.token), default=None),
+        first_flips=len(firsts),
+        near_ties=sum(judged) if len(judged) == len(firsts) else None,
+        next_tokens=sum(a != b for a, b in tokens) if told else None,
+    )
+
+
+def _flipped_choices(alone: np.ndarray, other: np.ndarray, tokens: int) -> np.ndarray:
+    """Whether the sets of experts (tokens, layers, k) of a prompt differ, (tokens, layers)."""
+    if alone.shape[1:] != other.shape[1:]:
+        raise ServerError(
+            f"the server returned routes of (layers, k) {alone.shape[1:]} and {other.shape[1:]}"
+        )
+    rows = min(tokens, len(alone), len(other))
+    return (np.sort(alone[:rows], 2) != np.sort(other[:rows], 2)).any(2)
+
+
+def _first_flips(
+    prompt: int, mask: np.ndarray, alone: np.ndarray, other: np.ndarray
+) -> list[FirstFlip]:
+    """The flips of a prompt in its first layer with flips."""
+    if not mask.any():
+        return []
+    layer = int(mask.any(0).argmax())
+    return [
+        FirstFlip(
+            prompt,
+            int(token),
+            layer,
+            tuple(sorted({*alone[token, layer].tolist()} - {*other[token, layer].tolist()})),
+            tuple(sorted({*other[token, layer].tolist()} - {*alone[token, layer].tolist()})),
+        )
+        for token in np.flatnonzero(mask[:, layer])
+    ]
+
+
+def _model_trace(model: Any, prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
+    """The routing of each prompt, with scores, by the model in float32."""
+    opened = Model.open(model, "serve-check takes")
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    check_token_ids(opened.module, rows)
+    return [recorded_routes(opened, Ranks.of(None, [row[None]])) for row in rows]
+
+
+def _tie_judge(
+    traces: Sequence[RoutingTrace] | None, precision: str
+) -> "Callable[[FirstFlip], FirstFlip]":
+    """Return what judges first flips by the scores of a model; without one, it judges none."""
+    if traces is None:
+        return lambda flip: flip
+    unit = torch.finfo(ROUNDING_UNITS[precision]).eps
+
+    def judge_flip(flip: FirstFlip) -> FirstFlip:
+        """The flip with the difference of its scores and whether it is a near-tie."""
+        layer = _served_layer(traces[flip.prompt], flip.layer)
+        difference, threshold = _exchanged_scores(layer, flip)
+        room = ROUNDINGS * unit * max(1.0, abs(threshold))
+        near = difference is not None and abs(difference) <= room
+        return replace(flip, difference=difference, near_tie=near)
+
+    return judge_flip
+
+
+def _served_layer(trace: RoutingTrace, number: int) -> LayerTrace:
+    """The layer of a trace with this number in its name: servers count dense layers, too."""
+    for layer in trace.layers:
+        if str(number) in layer.name.split("."):
+            return layer
+    raise TraceError(f"the model has no routed layer {number}: is it the one that is served?")
+
+
+def _exchanged_scores(layer: LayerTrace, flip: FirstFlip) -> tuple[float | None, float]:
+    """Max z(left) - min z(entered), None below the kept ranks, and the threshold z_[k]."""
+    assert layer.scores is not None
+    experts = layer.experts[flip.token].tolist()
+    scores = dict(zip(experts, layer.scores[flip.token].double().tolist(), strict=True))
+    threshold = scores[experts[layer.facts.k - 1]]
+    if not all(expert in scores for expert in (*flip.left, *flip.entered)):
+        return None, threshold
+    left, entered = ([scores[x] for x in group] for group in (flip.left, flip.entered))
+    return max(left) - min(entered), threshold

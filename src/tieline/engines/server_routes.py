@@ -1,0 +1,390 @@
+"""The routes of a running server: what is asked of vLLM and SGLang, and what they answer.
+
+    vllm      POST /v1/completions, choices[].routed_experts; where that has none, token ids in and
+              out of POST /inference/v1/generate; started with --enable-return-routed-experts
+    sglang    POST /generate, meta_info.routed_experts; started with --enable-return-routed-experts
+
+Prompts are token ids: texts and chats are tokenised here, so that one server, another server and an
+offline run get the same tokens. With one new token a server returns a row for every token of the
+prompt.
+
+    RouteServer     a server; `RouteServer.route` returns the routes of some prompts
+    ServerSource    the same as a source of traces
+    read_prompts    the token ids of a file of prompts
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieline._version import __version__
+from tieline.core.errors import TielineError, TraceError, require
+from tieline.core.files import require_file
+from tieline.core.records import parse_json
+from tieline.core.setting_fields import SettingError, require_setting
+from tieline.core.text import printable_line
+from tieline.engines.server_client import ServerClient, ServerError, ask_all
+from tieline.engines.trace_sources import TokenDocuments
+from tieline.engines.worker_process import Progress
+from tieline.models.configuration import RoutedShape
+from tieline.models.model import load_tokenizer, read_shape
+from tieline.run.shared_settings import ServerSettings
+from tieline.trace.readers.completions import completion_routes, json_field, sglang_routes
+from tieline.trace.readers.routes import Request, assembled_routes, trace_of
+from tieline.trace.record import RoutingTrace
+
+SERVED_ENGINES = ("vllm", "sglang")
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+FLAG = "--enable-return-routed-experts"
+MOST_PROMPT_BYTES = 64 << 20
+"""Largest file of prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRoutes:
+    """What a server chose for one prompt.
+
+    Attributes:
+        experts: (tokens, layers, k) of the prompt's tokens and the generated ones but the last.
+        generated: ids of the generated tokens; None where the server does not tell.
+    """
+
+    experts: np.ndarray
+    generated: tuple[int, ...] | None
+
+
+@dataclass(eq=False)
+class RouteServer:
+    """A running server that returns routes.
+
+    Attributes:
+        client: how it is asked.
+        engine: "vllm" or "sglang".
+        model: the name that it serves its model under.
+        root: where it has the model from: a folder or hub id.
+        version: of the engine; empty where it does not tell.
+        shape: sizes of the routed layers, if the configuration of the model can be read here.
+        new_tokens: tokens to generate after each prompt.
+        path: the path that returned routes so far.
+    """
+
+    client: ServerClient
+    engine: str
+    model: str
+    root: str
+    version: str = ""
+    shape: RoutedShape | None = None
+    new_tokens: int = 1
+    path: str = field(default=COMPLETIONS, compare=False)
+
+    @classmethod
+    def open(cls, url: str, engine: str, settings: ServerSettings) -> "RouteServer":
+        """Ask a server which model it serves.
+
+        Args:
+            url: its address.
+            engine: "vllm" or "sglang".
+            settings: how it is asked, and the model whose tokenizer and sizes it has.
+        """
+        require_setting(
+            engine in SERVED_ENGINES,
+            "{engine} of a server is vllm or sglang, got {name!r:.40}",
+            name=engine,
+        )
+        client = ServerClient(url, settings.timeout, settings.retries)
+        model, root = _served_model(client)
+        named = root if settings.tokenizer is None else str(settings.tokenizer)
+        version = _server_version(client)
+        return cls(client, engine, model, root, version, _shape_or_none(named), settings.new_tokens)
+
+    def route(self, prompts: Sequence[Sequence[int]], salt: str = "") -> list[ServedRoutes]:
+        """Return the routes of prompts that are sent in one request, as one batch.
+
+        Args:
+            prompts: token ids of each.
+            salt: where a server keeps prefixes apart by a word, that word (vLLM: `cache_salt`);
+                prompts of another salt find nothing in the cache.
+        """
+        if self.engine == "sglang":
+            return self._sglang_answers(prompts)
+        if self.path == COMPLETIONS:
+            try:
+                return self._vllm_completions(prompts, salt)
+            except ServerError as problem:
+                if problem.code not in (200, 404):
+                    raise
+                first = problem
+            try:
+                routes = [self._vllm_generated(prompt, salt) for prompt in prompts[:1]]
+            except ServerError:
+                raise first from None  # the usual path tells better what is missing
+            self.path = GENERATE
+            prompts = prompts[1:]
+            return routes + ask_all(lambda x: self._vllm_generated(x, salt), prompts, 1)
+        return ask_all(lambda x: self._vllm_generated(x, salt), prompts, max(1, len(prompts)))
+
+    def _vllm_completions(self, prompts: Sequence[Sequence[int]], salt: str) -> list[ServedRoutes]:
+        """The answer of /v1/completions, a choice for each prompt."""
+        question = {
+            "model": self.model,
+            "prompt": [list(map(int, prompt)) for prompt in prompts],
+            "max_tokens": self.new_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        } | ({"cache_salt": salt} if salt else {})
+        answer = self.client.ask(COMPLETIONS, question)
+        choices = _choice_list(answer, len(prompts), self._label(COMPLETIONS))
+        return [
+            self._vllm_choice(choice, prompt, COMPLETIONS)
+            for choice, prompt in zip(choices, prompts, strict=True)
+        ]
+
+    def _vllm_generated(self, prompt: Sequence[int], salt: str) -> ServedRoutes:
+        """The answer of /inference/v1/generate to one prompt."""
+        sampling = {"max_tokens": self.new_tokens, "temperature": 0}
+        question = {
+            "model": self.model,
+            "token_ids": list(map(int, prompt)),
+            "sampling_params": sampling,
+        } | ({"cache_salt": salt} if salt else {})
+        answer = self.client.ask(GENERATE, question)
+        (choice,) = _choice_list(answer, 1, self._label(GENERATE))
+        return self._vllm_choice(choice, prompt, GENERATE)
+
+    def _vllm_choice(
+        self, choice: Mapping[str, Any], prompt: Sequence[int], path: str
+    ) -> ServedRoutes:
+        """The routes in a choice of vLLM."""
+        label = self._label(path)
+        has_routes = json_field(choice, "routed_experts", "prompt_routed_experts") is not None
+        require_routes(has_routes, label, self.engine)
+        routes = completion_routes([(label, choice)], "vllm", label)
+        generated = json_field(choice, "token_ids")
+        return self._checked_rows(routes.experts, prompt, generated, label)
+
+    def _sglang_answers(self, prompts: Sequence[Sequence[int]]) -> list[ServedRoutes]:
+        """The answers of /generate of SGLang."""
+        sampling = {"max_new_tokens": self.new_tokens, "temperature": 0}
+        question = {
+            "input_ids": [list(map(int, prompt)) for prompt in prompts],
+            "sampling_params": sampling,
+            "return_routed_experts": True,
+        }
+        label = self._label("/generate")
+        answers = self.client.ask("/generate", question)
+        answers = [answers] if isinstance(answers, dict) else answers
+        fits = isinstance(answers, list) and len(answers) == len(prompts)
+        require(fits, f"{label}: no answer for each of {len(prompts)} prompts", ServerError)
+        routes = []
+        for answer, prompt in zip(answers, prompts, strict=True):
+            box = json_field(answer, "meta_info", "sglext", "sgl_ext")
+            has_routes = box is not None and json_field(box, "routed_experts") is not None
+            require_routes(has_routes, label, self.engine)
+            k = None if self.shape is None else self.shape.k
+            try:
+                served = sglang_routes([(label, answer)], label, k=k)
+            except SettingError as problem:
+                message = f"{label}: {problem}: name a model of the same shape with tokenizer"
+                raise ServerError(message, 200) from problem
+            generated = json_field(answer, "output_ids")
+            routes.append(self._checked_rows(served.experts, prompt, generated, label))
+        return routes
+
+    def _checked_rows(
+        self, experts: np.ndarray, prompt: Sequence[int], generated: Any, label: str
+    ) -> ServedRoutes:
+        """The rows of one prompt; refuses fewer than its tokens and ids that are no numbers."""
+        rows, fewest = len(experts), len(prompt) if self.new_tokens else len(prompt) - 1
+        if rows < fewest:
+            raise ServerError(
+                f"{label}: {rows} rows for a prompt of {len(prompt)} tokens: this version leaves "
+                "out cached or cut tokens; turn prefix caching off on the server",
+                200,
+            )
+        ids = generated if isinstance(generated, list) else None
+        fits = ids is None or all(type(token) is int and token >= 0 for token in ids)
+        require(fits, f"{label}: token ids must be whole numbers", ServerError)
+        return ServedRoutes(experts, None if ids is None else tuple(ids))
+
+    def _label(self, path: str) -> str:
+        """The address of a path, for messages."""
+        return f"{self.client.url.rstrip('/')}{path}"
+
+
+def require_routes(has_routes: bool, label: str, engine: str) -> None:
+    """Raise unless an answer has routes, naming the option of the server that adds them."""
+    if not has_routes:
+        raise ServerError(
+            f"{label} answers without routes: start {'vLLM' if engine == 'vllm' else 'SGLang'} "
+            f"with {FLAG}",
+            200,
+        )
+
+
+def _choice_list(answer: Any, count: int, label: str) -> list[Mapping[str, Any]]:
+    """The choices of an answer in the order of the prompts."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choices = [x for x in choices if isinstance(x, dict)] if isinstance(choices, list) else []
+    if len(choices) != count:
+        message = f"{label} answered {len(choices)} choices for {count} prompts: is it vLLM?"
+        raise ServerError(message, 200)
+    numbers = [choice.get("index", number) for number, choice in enumerate(choices)]
+    each_once = all(number in numbers for number in range(count))
+    require(each_once, f"{label}: choices are not numbered 0 ... {count - 1}", ServerError)
+    return [choices[numbers.index(number)] for number in range(count)]
+
+
+def _served_model(client: ServerClient) -> tuple[str, str]:
+    """The name under which a server serves its model, and where it has it from."""
+    answer = client.ask("/v1/models")
+    entries = answer.get("data") if isinstance(answer, dict) else None
+    first = entries[0] if isinstance(entries, list) and entries else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str) or first is None:
+        raise ServerError(f"{client.url}/v1/models names no model: is it an inference server?", 200)
+    root = first.get("root")
+    return printable_line(name)[:500], printable_line(root if isinstance(root, str) else name)[:500]
+
+
+def _server_version(client: ServerClient) -> str:
+    """The version of a server; empty where it does not tell."""
+    try:
+        answer = replace(client, retries=0).ask("/version")
+    except ServerError:
+        return ""
+    stated = answer.get("version") if isinstance(answer, dict) else None
+    return printable_line(stated)[:40] if isinstance(stated, str) else ""
+
+
+def _shape_or_none(model: str) -> RoutedShape | None:
+    """Sizes of a model's routed layers, if its configuration can be read here."""
+    try:
+        return read_shape(model)
+    except (TielineError, OSError):
+        return None
+
+
+def read_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of the prompts in a file.
+
+    Args:
+        path: a text with a prompt per line, or JSON lines: a string, a list of ids, or an object
+            with `prompt`, `token_ids`, or `messages` of a chat.
+        tokenizer: of the model.
+    """
+    file = Path(path)
+    require_file(file)
+    require(file.stat().st_size <= MOST_PROMPT_BYTES, f"{path}: more than 64 MB of prompts")
+    lines = file.read_bytes().splitlines()
+    is_json = file.suffix.lower() in (".jsonl", ".json", ".ndjson")
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            label = f"{path}: line {number}"
+            content = parse_json(line, label) if is_json else line.decode(errors="replace")
+            prompts.append(_prompt_ids(content, tokenizer, label))
+    require(bool(prompts), f"{path}: holds no prompt", TraceError)
+    return prompts
+
+
+def _prompt_ids(content: Any, tokenizer: Any, label: str) -> list[int]:
+    """Token ids of one prompt: a text, a chat, or ids."""
+    if isinstance(content, dict):
+        messages = content.get("messages")
+        if isinstance(messages, list):
+            content = tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        else:
+            content = json_field(content, "token_ids", "prompt_token_ids", "prompt", "text")
+    ids = list(tokenizer(content)["input_ids"]) if isinstance(content, str) else content
+    fits = isinstance(ids, list) and bool(ids) and all(type(x) is int and x >= 0 for x in ids)
+    require(fits, f"{label}: needs a text, token ids or messages, got {ids!r:.60}", TraceError)
+    return ids
+
+
+@dataclass(frozen=True)
+class ServerSource:
+    """A running server as a source of traces.
+
+    Attributes:
+        server: the server.
+        concurrency: prompts that are open at a time.
+    """
+
+    server: RouteServer
+    concurrency: int = 8
+
+    def trace(self, documents: TokenDocuments, progress: Progress | None = None) -> RoutingTrace:
+        """Return the routing of the documents, each sent as a prompt."""
+        server, prompts = self.server, [row.tolist() for row in documents.sequences]
+        ends = np.cumsum([0, *map(len, prompts)])
+
+        def on_answer(count: int) -> None:
+            if progress is not None:
+                progress("server", int(ends[count]), int(ends[-1]))
+
+        on_answer(0)
+        answers = ask_all(
+            lambda prompt: server.route([prompt])[0], prompts, self.concurrency, on_answer
+        )
+        requests = [_request_of(*pair) for pair in zip(prompts, answers, strict=True)]
+        routes = assembled_routes(requests, server.engine, server.client.url)
+        names = [f"model.layers.{layer}.mlp.gate" for layer in range(routes.experts.shape[1])]
+        n_experts = None if server.shape is None else server.shape.n_experts
+        trace = trace_of(routes, n_experts, names, self._provenance())
+        return documents.numbered(trace)
+
+    def _provenance(self) -> dict[str, object]:
+        """Where the routes come from; the key is no part of it."""
+        server = self.server
+        return {
+            "source": "server",
+            "engine": server.engine,
+            "model": server.model,
+            "url": server.client.url,
+            "versions": {server.engine: server.version} if server.version else {},
+            "settings": {"new tokens": server.new_tokens, "concurrency": self.concurrency},
+            "dtype": "as served",
+            "tieline": __version__,
+            "torch": torch.__version__,
+        }
+
+
+def _request_of(prompt: list[int], answer: ServedRoutes) -> Request:
+    """The rows of a prompt with its tokens, and those of generated tokens where they are known."""
+    if answer.generated is None:
+        return Request(answer.experts[: len(prompt)], np.array(prompt))
+    tokens = np.array([*prompt, *answer.generated])
+    return Request(answer.experts[: len(tokens)], tokens)
+
+
+def server_documents(
+    server: RouteServer, settings: ServerSettings, text: Any, sizes: tuple[int, int]
+) -> TokenDocuments:
+    """Return the prompts for a server: those of a file, else documents of a text.
+
+    Args:
+        server: names the model whose tokenizer is used unless the settings name another.
+        settings: with the file of prompts, if there is one.
+        text: a text, the path of one, or None for that in the box.
+        sizes: number of tokens of the text, and tokens per document.
+    """
+    name = server.root if settings.tokenizer is None else settings.tokenizer
+    try:
+        tokenizer = load_tokenizer(name)
+    except (TielineError, OSError) as problem:
+        raise SettingError(
+            "the tokenizer of {model} cannot be loaded here ({problem}): name a model that has the "
+            "same with {tokenizer}",
+            model=name,
+            problem=str(problem)[:200],
+        ) from problem
+    if settings.prompts is not None:
+        documents = TokenDocuments.of_ids(read_prompts(settings.prompts, tokenizer))
+        return replace(documents, origin=str(settings.prompts))
+    return TokenDocuments.of_text(tokenizer, text, *sizes)

@@ -1,0 +1,93 @@
+"""A real vLLM server on this machine: what it returns over HTTP is what it chooses offline."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import tieline
+from tieline.analysis.serve_check import serve_check
+from tieline.core.errors import TielineError
+from tieline.engines.engine_capture import capture_engine
+from tieline.engines.engine_registry import engine_named, environment_of, find_python
+from tieline.engines.server_client import ServerClient, ServerError
+from tieline.models.demo import DEMO_FOLDER
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        not os.environ.get("TIELINE_TEST_ENGINES"),
+        reason="set TIELINE_TEST_ENGINES=1 (make test-engines)",
+    ),
+]
+START_SECONDS = 420
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+TEXT = {"tokens": 512, "sequence_length": 64}
+
+
+def _wait_until_up(url, process, log):
+    """Return once the server answers; fails with the end of its log if it ends or takes long."""
+    ends = time.monotonic() + START_SECONDS
+    while time.monotonic() < ends and process.poll() is None:
+        with suppress(ServerError):
+            return ServerClient(url, timeout=5, retries=0).ask("/v1/models")
+        time.sleep(2)
+    return pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    try:
+        python = find_python(engine_named("vllm"))
+    except TielineError as problem:
+        pytest.skip(str(problem))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script, log = (
+        Path(__file__).parents[1] / "vllm_server.py",
+        tmp_path_factory.mktemp("log") / "log",
+    )
+    command = [str(python), str(script), str(DEMO_FOLDER), str(port)]
+    environment = environment_of(engine_named("vllm"), python) | SETTINGS
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait_until_up(address, process, log)
+        yield address
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_routes_over_http_are_those_of_the_engine_offline(url):
+    served = capture_engine(url, engine="vllm", **TEXT)
+    offline = capture_engine("demo", engine="vllm", **TEXT)
+    assert (served.tokens, served.n_experts, served.k) == (offline.tokens, 16, 2)
+    assert [layer.name for layer in served.trace.layers] == list(offline.layers)
+    result = tieline.diff(served.trace, offline.trace)
+    assert result.tokens == 512
+    assert [layer.flip.value for layer in result.layers] == [0, 0, 0, 0]
+
+
+def test_a_float32_server_is_silent(url):
+    result = serve_check(url, count=8, length=32, batch_size=4, model="demo", precision="fp32")
+    assert [way.flipped for way in result.ways] == [0, 0, 0, 0]
+    assert result.invariant
+    assert result.verdict.startswith("Batch-invariant here")
