@@ -42,7 +42,7 @@ def _wait_until_up(url, process, log):
     ends = time.monotonic() + START_SECONDS
     while time.monotonic() < ends and process.poll() is None:
         with suppress(ServerError):
-            return ServerClient(url, timeout=5, retries=0).ask("/v1/models")
+            return ServerClient(url, timeout=5.0, retries=0).ask("/v1/models")
         time.sleep(2)
     return pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
 
