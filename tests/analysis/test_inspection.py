@@ -226,7 +226,7 @@ def test_a_low_precision_product_that_flips_is_a_warning(measures):
     from tieline.measure.measure_settings import Measurement
     from tieline.measure.rounding import ProductFlips
 
-    product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025))
+    product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025), Estimate(0.0))
     layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])
     found = by_kind(observe_routing(replace(measures, layers=layers), ()), "flips")
     (fact,) = [x for x in found if x.case == "flips:product"]

@@ -113,12 +113,15 @@ class ProductFlips:
         noise: mean standard deviation of the product's error at the threshold.
         flip: expected share of flipped tokens.
         flip_emulated: share of these tokens that flip.
+        uncertified: share of tokens whose choice another order of summation in float32 may change,
+            an upper bound for flips by the router's product alone (`certified_choices`).
     """
 
     precision: str
     noise: float
     flip: Estimate
     flip_emulated: Estimate
+    uncertified: Estimate
 
 
 def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
@@ -408,8 +411,19 @@ def product_section(
             noise=noise[:, k - 1].mean().item(),
             flip=mean_estimate(chance.clamp(0, 1)),
             flip_emulated=_emulated_flips(layer, round_to(logits + error, precision)),
+            uncertified=_uncertified_share(layer, weight),
         )
     )
+
+
+def _uncertified_share(layer: LayerTrace, weight: Tensor) -> Estimate:
+    """Share of tokens whose choice by logits is not certified against orders of summation."""
+    if layer.bias is not None or layer.group_gap is not None:
+        return Estimate(None, None, "not answerable: the roundings of a bias or of groups add")
+    assert layer.inputs is not None
+    rows = layer.inputs.split(max(1, INPUT_CHUNK // layer.inputs.shape[1]))
+    certified = torch.cat([certified_choices(x, weight.detach(), layer.facts.k) for x in rows])
+    return mean_estimate((~certified).double())
 
 
 def _emulated_flips(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:

@@ -244,6 +244,12 @@ def _distance_cell(row: LayerRow) -> str:
     return significant(_quantile_at(distance.quantiles if distance else None, 0.5))
 
 
+def _uncertified_choices(row: LayerRow) -> str:
+    """Share of tokens whose choice another order of summation may change."""
+    product = row.measures.product.value
+    return percent(product.uncertified.value if product else None)
+
+
 def _product_flips(row: LayerRow) -> str:
     """Flip rate if the router multiplies in bf16."""
     product = row.measures.product.value
@@ -313,6 +319,11 @@ COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("flip int4", "the same for int4, one scale per token", _format_flips("int4"), 11),
     Column(
         "flip bf16 product", "tokens that flip when the router multiplies in bf16", _product_flips
+    ),
+    Column(
+        "uncertified",
+        "tokens that another summation order of the float32 product may flip, at most",
+        _uncertified_choices,
     ),
     Column("ε of k + ½", "band that costs half an expert per token", _half_expert_cell, 12),
     Column("distance", "median Euclidean distance of the input to a tie", _distance_cell),

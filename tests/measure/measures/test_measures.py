@@ -13,6 +13,7 @@ from tieline.core.records import to_plain
 from tieline.measure.boundary import gap_density, near_counts, tie_order
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import MeasureSettings, measure, measure_layer
+from tieline.measure.rounding import certified_choices
 from tieline.trace.record import LayerFacts, LayerTrace
 
 FEW = MeasureSettings(sigmas=(0.01, 0.1), precisions=("bf16", "int4"), probabilities=(0.1, 0.5))
@@ -64,6 +65,9 @@ def test_layer_predicts_its_own_emulation():
     error = 3 * product.flip_emulated.standard_error + 0.05 * product.flip.value
     assert abs(product.flip.value - product.flip_emulated.value) < error
     assert product.flip.value > bf16.flip.value
+    certified = certified_choices(layer.inputs, weight, layer.facts.k)
+    assert product.uncertified.value == (~certified).double().mean()
+    assert 0 <= product.uncertified.value < product.flip.value
     small, large = found.noise.value
     assert small.upper == small.flip.value  # all ranks are there
     assert small.population.value == pytest.approx(small.flip.value, rel=0.1)

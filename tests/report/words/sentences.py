@@ -84,7 +84,7 @@ def inspection():
     names = [layer.name for layer in measures.layers]
     high, low = (tuple(jump_record(name, row) for name in names) for row in (HIGH, LOW))
     losses = tuple(jump_record(name, HIGH, (1.0, None, 3.0)) for name in names)
-    product = Measurement(ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025)))
+    product = Measurement(ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025), Estimate(0.0)))
     layers = (replace(measures.layers[0], product=product), *measures.layers[1:])
     smoothed = replace(measures, layers=tuple(replace(x, used=2.4) for x in measures.layers))
     full = make_inspection(losses=True)
