@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.smooth_repair import REPAIR_PERTURBATIONS, repair_table, smoothing_latency
+from tieline.analysis.smooth_repair import (
+    REPAIR_PERTURBATIONS,
+    ModelForm,
+    repair_phase,
+    repair_table,
+    smoothing_latency,
+)
 from tieline.core.errors import ShapeError, TielineError
 from tieline.core.records import to_plain
 from tieline.core.statistics import kl_divergence, next_token_losses
@@ -109,3 +115,21 @@ def test_bad_arguments_are_refused(pair):
         repair_table(*pair, list(IDS), batch_size=0)
     with pytest.raises(TielineError, match="two rounds"):
         smoothing_latency(*pair, IDS, rounds=1)
+
+
+def test_the_plan_counts_passes_and_tokens(pair):
+    batches = dict(enumerate([IDS] * 4))
+    phase = repair_phase(batches, [ModelForm(model=1)], [COARSE, REPAIR_PERTURBATIONS[0]])
+    forced = [run for run in phase.passes if run.condition.choice == "forced"]
+    assert [run.batch for run in forced if run.model == 0] == 2 * [0, 1, 2, 3]
+    assert [run.batch for run in forced if run.model == 1] == 2 * [0, 2]
+    # clean and two perturbations of both, forced of the original, forced of every other batch
+    assert len(phase.passes) == 4 * (2 * 3 + 2) + 2 * 2
+    assert sum(phase.batches[run.batch].numel() for run in phase.passes) == 36 * IDS.numel()
+
+
+def test_the_floor_of_the_form_is_that_of_every_other_batch(pair):
+    every = repair_table(*pair, list(IDS), perturbations=[COARSE], batch_size=2).rows[0]
+    first = repair_table(*pair, list(IDS[:2]), perturbations=[COARSE], batch_size=2).rows[0]
+    assert every.after_floor.value == pytest.approx(first.after_floor.value, rel=1e-9)
+    assert every.before_floor.value != pytest.approx(first.before_floor.value, rel=1e-3)

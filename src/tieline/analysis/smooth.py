@@ -70,7 +70,7 @@ SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 NOISE = "router bf16"
 """The precision that is repaired unless another is named."""
 
-LATENCY_TOKENS = 1024
+LATENCY_TOKENS = 512
 """Most tokens of a pass that is timed."""
 
 Widths = Mapping[str, float]
@@ -296,8 +296,9 @@ class _Smooth(NamedTuple):
             precisions.add(repaired)
             work += calibration * (1 + len(SCALES) * (1 + 2 * noisy + 3 * smoothed))
         tokens = sum(ids.numel() for ids in self.runner.ranks.batches)
-        for form in (0.0, smoothed):  # the original and its smoothed form, free and forced
-            perturbed = [2 * (pass_cost(Condition(precision)) + form) for precision in precisions]
+        for form, runs in ((0.0, 2.0), (smoothed, 1.5)):  # free and forced, of its form half
+            costs = [pass_cost(Condition(precision)) + form for precision in precisions]
+            perturbed = [runs * cost for cost in costs]
             work += tokens * (1 + form + sum(perturbed))
         return work
 

@@ -61,7 +61,7 @@ class RepairRow:
         before: KL of the original to itself in float32, nats per token.
         before_floor: the same with clean routes forced.
         after: KL of the smoothed model to itself in float32.
-        after_floor: the same with clean choices forced.
+        after_floor: the same with clean choices forced, on every other batch.
         factor: before / after.
         after_to_original: KL of the perturbed smoothed model to the original in float32.
         flips_before: share of tokens whose experts change in some layer.
@@ -239,11 +239,17 @@ class ModelForm(NamedTuple):
             return original
         return Pass(batch, Condition(smoothing=self.smoothing), None, (original,), self.model)
 
-    def perturbed(self, condition: Condition, batch: int) -> tuple[Pass, Pass]:
-        """The free and the forced pass of a batch under a perturbation."""
+    def perturbed(self, condition: Condition, batch: int) -> tuple[Pass, ...]:
+        """The free pass of a batch under a perturbation, and the forced one.
+
+        The floor of the original decides what a form repairs. That of the form is told beside it:
+        it takes every other batch, and its error is that of them.
+        """
         here, clean = replace(condition, smoothing=self.smoothing), self.clean(batch)
-        original = () if clean == Pass(batch) else (Pass(batch),)
-        free = Pass(batch, here, clean, original, self.model)
+        is_original = clean == Pass(batch)
+        free = Pass(batch, here, clean, () if is_original else (Pass(batch),), self.model)
+        if not is_original and batch % 2:
+            return (free,)
         return free, Pass(batch, here.taking("forced"), clean, (), self.model)
 
 

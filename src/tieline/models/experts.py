@@ -324,6 +324,18 @@ def _used_slots(
         return plain(experts, hidden_states, top_k_index, top_k_weights)
     tokens, columns = top_k_index.shape
     rows = hidden_states[used // columns]
-    outputs = plain(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
+    with _without_sentinels(experts):
+        outputs = plain(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
     slots = outputs.new_zeros(tokens * columns, outputs.shape[-1]).index_copy_(0, used, outputs)
     return slots.view(tokens, columns, -1).sum(dim=1)
+
+
+@contextmanager
+def _without_sentinels(experts: nn.Module) -> Iterator[None]:
+    """Inside the block, experts are given no index E, and mask nothing on its account."""
+    before = getattr(experts, FLAG)
+    setattr(experts, FLAG, False)
+    try:
+        yield
+    finally:
+        setattr(experts, FLAG, before)
