@@ -173,7 +173,7 @@ def _reports(folder: Path) -> list[tuple[str, list[str], Callable[[Path], object
         ("soften", ["soften", *few, *page], _page_is_whole),
         ("slice", ["slice", *few, *page], _page_is_whole),
         ("attention", ["attention", *few, *data], _json_is_whole),
-        ("frontier", ["frontier", *few, *data], _json_is_whole),
+        ("frontier", ["frontier", *few, "--calibration", "256", *data], _json_is_whole),
     ]
 
 
