@@ -361,8 +361,8 @@ def require_related_runs(
     pair = pairs[next(i for i, agreement in enumerate(beyond) if agreement is not None)]
     raise TraceError(
         "A and B cannot be aligned: no shift of tokens or layers and no renumbering of experts "
-        f"makes their choices agree. Layers {pair.name_a!r} and {pair.name_b!r} share "
-        f"{100 * pair.agreement:.1f} % of the chosen experts, unrelated runs would share "
+        f"makes their choices agree. In A {layer_label(pair.name_a)} and in B {layer_label(pair.name_b)} "
+        f"share {100 * pair.agreement:.1f} % of the chosen experts, unrelated runs would share "
         f"{100 * pair.chance:.1f} %"
     )
 

@@ -480,9 +480,8 @@ def sample_trace(
     for layer, columns in zip(layers, rows, strict=True):
         same = all(torch.equal(keys[name], columns[name]) for name in TOKEN_KEYS)
         if not same:
-            raise TraceError(
-                f"layers {layers[0].name!r} and {layer.name!r} did not see the same tokens"
-            )
+            first, other = layer_label(layers[0].name), layer_label(layer.name)
+            raise TraceError(f"{first} and {other} did not see the same tokens")
     records = tuple(
         LayerTrace(
             name=layer.name,

@@ -71,7 +71,7 @@ def test_layers_that_saw_different_tokens_are_refused():
     builder = SummaryBuilder(EPSILONS)
     builder.update(0, TRACE.layers[0], *keys(TRACE))
     builder.update(1, TRACE.layers[1], TRACE.documents + 1, TRACE.positions, TRACE.tokens)
-    with pytest.raises(TraceError, match=r"'layers.0' and 'layers.1' did not see the same tokens"):
+    with pytest.raises(TraceError, match=r"layer 0 and layer 1 did not see the same tokens"):
         builder.summary()
 
 

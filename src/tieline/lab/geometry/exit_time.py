@@ -29,6 +29,7 @@ from torch import Tensor
 from tieline.core.errors import ParameterError, ShapeError, TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
+from tieline.core.text import layer_label
 from tieline.lab.geometry.ties import Bias, Scores, Weight, affine_scores, check_router
 from tieline.measure.boundary import Real
 from tieline.measure.distance import expert_distances
@@ -502,15 +503,13 @@ def trace_flip_times(
     The layer must have scores affine in its input, all E ranks kept, and no groups; W is the weight
     of its router. Other arguments as for `score_flip_times`.
     """
-    facts, scores = layer.facts, layer.scores
-    require(
-        facts.affine, f"{layer.name}: scores that are not affine have no flat faces", TraceError
-    )
-    require(facts.n_groups == 1, f"{layer.name}: {facts.n_groups} groups are no top-k", TraceError)
+    facts, scores, label = layer.facts, layer.scores, layer_label(layer.name)
+    require(facts.affine, f"{label}: scores that are not affine have no flat faces", TraceError)
+    require(facts.n_groups == 1, f"{label}: {facts.n_groups} groups are no top-k", TraceError)
     ranks = 0 if scores is None else scores.shape[1]
     require(
         scores is not None and ranks == facts.n_experts,
-        f"{layer.name}: needs all {facts.n_experts} ranks, the trace keeps {ranks}",
+        f"{label}: needs all {facts.n_experts} ranks, the trace keeps {ranks}",
         TraceError,
     )
     assert scores is not None

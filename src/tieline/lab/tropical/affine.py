@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tieline.core.errors import ParameterError, ShapeError, TielineError, TraceError, require
 from tieline.core.ranking import topk_mask
+from tieline.core.text import layer_label
 from tieline.trace.record import LayerTrace
 
 Array = np.ndarray | Tensor
@@ -114,8 +115,8 @@ def as_points(points: Any, dim: int, least: int) -> Float[np.ndarray, "points di
 def captured_inputs(layer: LayerTrace) -> Tensor:
     """Return the router inputs of a layer with affine scores, captured with keep="inputs"."""
     if layer.inputs is None:
-        raise TraceError(f"layer {layer.name!r} keeps no inputs")
-    require(layer.facts.affine, f"layer {layer.name!r} has no affine scores", TraceError)
+        raise TraceError(f"{layer_label(layer.name)} keeps no inputs")
+    require(layer.facts.affine, f"{layer_label(layer.name)} has no affine scores", TraceError)
     return layer.inputs
 
 
