@@ -361,9 +361,9 @@ def require_related_runs(
     pair = pairs[next(i for i, agreement in enumerate(beyond) if agreement is not None)]
     raise TraceError(
         "A and B cannot be aligned: no shift of tokens or layers and no renumbering of experts "
-        f"makes their choices agree. In A {layer_label(pair.name_a)} and in B {layer_label(pair.name_b)} "
-        f"share {100 * pair.agreement:.1f} % of the chosen experts, unrelated runs would share "
-        f"{100 * pair.chance:.1f} %"
+        f"makes their choices agree. In A {layer_label(pair.name_a)} and in B "
+        f"{layer_label(pair.name_b)} share {100 * pair.agreement:.1f} % of the chosen experts, "
+        f"unrelated runs would share {100 * pair.chance:.1f} %"
     )
 
 

@@ -383,9 +383,8 @@ class Recorder:
             require(bool(names), "no router ran in the forward pass", TielineError)
             self._layers = names
         if names != self._layers:
-            raise TielineError(
-                f"layers {sorted(set(names) ^ set(self._layers))} ran in some forward passes only"
-            )
+            partial = ", ".join(map(layer_label, sorted({*names} ^ {*self._layers})))
+            raise TielineError(f"{partial} ran in some forward passes only")
 
 
 DEFAULT_EPSILONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

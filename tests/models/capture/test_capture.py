@@ -308,7 +308,7 @@ def test_a_layer_that_runs_in_some_passes_only_is_refused(model):
         model(input_ids=batch())
         model.model.layers = model.model.layers[:1]
         model.config.num_hidden_layers = 1
-        with pytest.raises(TielineError, match=r"model\.layers\.1\.mlp\.gate.* some"):
+        with pytest.raises(TielineError, match="layer 1 ran in some forward passes only"):
             model(input_ids=batch())
     assert recorder.n_tokens == 24
 
