@@ -231,6 +231,8 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
         return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):
         return BAD_INPUT, f"error: no space left on the disk of {_name_of_full_disk(problem)}"
+    if isinstance(problem, OSError) and problem.filename is not None and problem.strerror:
+        return BAD_INPUT, f"error: {problem.filename}: {problem.strerror.lower()}"
     if isinstance(problem, OSError):
         return BAD_INPUT, f"error: {problem}"
     if isinstance(problem, MemoryError) or NO_MEMORY in str(problem):

@@ -153,8 +153,8 @@ def _quoted_model_name(saved: Any) -> str:
 @guarded
 def diff(
     *,
-    a: Annotated[str, typer.Argument(help=f"{SIDE} 'demo' is the one in the box.")],
-    b: Annotated[str, typer.Argument(help="The same for the other side.")],
+    a: Annotated[str, typer.Argument(help=f"{SIDE} 'demo' is the one in the box.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="The same for the other side.", metavar="B")],
     settings: DiffSettings,
     limits: DiffLimits,
     html: Html = None,

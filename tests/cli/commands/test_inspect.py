@@ -227,7 +227,7 @@ def test_scores_that_are_no_numbers_are_refused_with_their_layer(run, tmp_path):
     [
         (RuntimeError("lost a screw"), 3, "this is a bug of tieline: RuntimeError: lost a screw"),
         (TielineError("no such thing"), 2, "error: no such thing"),
-        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: x: permission denied"),
         (ModuleNotFoundError("No module named 'plotly'", name="plotly"), 2, "tieline[report]"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 3, "this is a bug of tieline"),
         (KeyboardInterrupt(), 130, "stopped"),
