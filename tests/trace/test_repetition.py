@@ -85,12 +85,12 @@ def test_a_stale_layer_and_copied_layers():
     stale[100:200, 2] = stale[100, 2]
     (finding,) = repetition_findings(routes(stale))
     assert (finding.case, finding.count) == ("layer-run", 100)
-    assert "layers.2" in finding.message
+    assert "layer 2" in finding.message
     copied = ids.copy()
     copied[:, 3] = copied[:, 1, ::-1]
     (finding,) = repetition_findings(routes(copied))
     assert finding.kind == "copied-layers"
-    assert "layers.3 = layers.1" in finding.message
+    assert "layer 3 = layer 1" in finding.message
     assert repetition_findings(routes(ids)) == []
 
 

@@ -80,7 +80,7 @@ def _attention_verdict(result: AttentionView) -> str:
         else "What to do: keep softmax on these weights; sigmoid attention has to be trained in."
     )
     return (
-        f"Of a query's {significant(keys)} keys {significant(carry)} carry the mass; {few} of "
+        f"Of a query's {keys:.0f} keys {carry:.3g} carry the mass; {few} of "
         f"{len(heads)} heads use fewer than 4. The two best keys nearly tie in {percent(near)} of "
         f"the rows. Sigmoid weights would sum to about 1 in {fits} of {len(heads)} heads. {advice}"
     )

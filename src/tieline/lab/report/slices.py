@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from tieline.core.text import layer_label
 from tieline.lab.on_model.slice import RouterSlice
 from tieline.lab.tropical.plane_cells import Slice, SliceCell
 from tieline.report.html_page import render_page, visible_characters
@@ -68,7 +69,7 @@ def _slice_report(result: RouterSlice) -> Report:
     return Report(
         kind="slice",
         title=result.model,
-        facts=f"layer {result.layer} · {result.cut.k} of {result.cut.n_experts} experts",
+        facts=f"{layer_label(result.layer)} · {result.cut.k} of {result.cut.n_experts} experts",
         verdict=sentences[1],
         table=partial(_largest_cells_grid, result.cut),
         body=lambda: _slice_page_body(result.cut, sentences),
@@ -120,8 +121,8 @@ def _quoted_token(text: str) -> str:
 def slice_words(plane: RouterSlice) -> list[str]:
     """What the slice shows, and how it was checked, in sentences."""
     tokens = ", ".join(
-        f"“{visible_characters(point.text) or '◦'}” ({point.document}:{point.position}, experts "
-        f"{', '.join(map(str, point.experts))})"
+        f"“{visible_characters(point.text).strip() or '◦'}” ({point.document}:{point.position}, "
+        f"experts {', '.join(map(str, point.experts))})"
         for point in plane.points
     )
     cut = plane.cut
@@ -133,7 +134,7 @@ def slice_words(plane: RouterSlice) -> list[str]:
     )
     sure = plane.checked - plane.undecided
     return [
-        f"Slice of layer {plane.layer} through the tokens {tokens} (document:position).",
+        f"Slice of {layer_label(plane.layer)} through the tokens {tokens} (document:position).",
         f"It holds {len(cut.cells)} coalitions; {band}.",
         f"Asked at {plane.checked:,} random points of the plane, the router chose the coalition of "
         f"the picture at {plane.agreed:,} of the {sure:,} that are not ties.",

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.core.statistics import Estimate
-from tieline.core.text import short_names
+from tieline.core.text import layer_label, short_names
 from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
 from tieline.report.html_page import Panel, visible_characters
@@ -273,7 +273,7 @@ def _deciding_tokens_text(layers: list[SoftLayer]) -> str:
         f"{half} of the {near} tokens nearest to a wall carry half of it; the first among them is "
         f"{first.text!r} (document {first.document}, position {first.position}), whose sequence "
         f"{way} {abs(first.effect):.2g} nats as expert {first.entering} shares the seat of "
-        f"{first.leaving} in {first.layer}."
+        f"{first.leaving} in {layer_label(first.layer)}."
     )
 
 

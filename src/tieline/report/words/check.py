@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from tieline.analysis.check import RouteCheck
 from tieline.core.errors import TraceError, require
+from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
 from tieline.trace.soundness import RouteFinding
 
@@ -16,7 +17,7 @@ class CaseText(NamedTuple):
     where: str = ""
 
 
-OUTSIDE = "row {row}, layer {layer}: {value}"
+OUTSIDE = "row {row}, {layer:layer}: {value}"
 ZEROS = "{{count}} of {{total}} rows are zero in every layer ({}): nothing was written there"
 DEAD = (
     "{count} experts of {layers} layers are chosen by no token, while every other expert of their "
@@ -26,7 +27,7 @@ WITH_PAIRS = ": with {pairs:list} they agree ({agreement:.2f})"
 
 CASES = {
     "all-ids": CaseText("all {ids} ids are {value}: no routes were written"),
-    "no-layer": CaseText("no token was routed in any of {total} layers: {layers:list}"),
+    "no-layer": CaseText("no token was routed in any of {total} layers: {layers:layers}"),
     "other-rows": CaseText(
         "{count} documents have rows that do not fit their tokens: {problem}",
         "document {document}: {rows} rows, {tokens} tokens",
@@ -36,11 +37,11 @@ CASES = {
     "zeros-last": CaseText(ZEROS.format("each the last of its document"), "row {row}"),
     "zeros-at-ends": CaseText(ZEROS.format("at the ends of documents"), "row {row}"),
     "zeros-as-ids": CaseText("read as ids, {count} rows name expert 0 {k} times", "row {row}"),
-    "dense": CaseText("{count} of {total} layers are not routed: {layers:list}", "layer {layer}"),
+    "dense": CaseText("{count} of {total} layers are not routed: {layers:layers}", "{layer:layer}"),
     "wrapped": CaseText(
         "{dtype} holds ids up to {limit}, the model has {experts} experts: ids wrapped round"
     ),
-    "one-wide": CaseText("layer {layer} has ids up to {top}, all others up to {second}"),
+    "one-wide": CaseText("{layer:layer} has ids up to {top}, all others up to {second}"),
     "outside": CaseText(
         "{count} choices have an id outside 0 ... {experts} - 1, in {wrong} of {layers} layers",
         OUTSIDE,
@@ -49,14 +50,14 @@ CASES = {
         "{count} choices name an expert twice, in {wrong} of {layers} layers", OUTSIDE
     ),
     "constant": CaseText(
-        "layer {layer} has {ids} in all of its {total} rows; other layers have {usual} choices or "
+        "{layer:layer} has {ids} in all of its {total} rows; other layers have {usual} choices or "
         "more",
-        "layer {layer}",
+        "{layer:layer}",
     ),
     "narrow": CaseText(
-        "layer {layer} uses experts 0 ... {top} alone, all other layers up to {widest}: it is "
+        "{layer:layer} uses experts 0 ... {top} alone, all other layers up to {widest}: it is "
         "unlike them",
-        "layer {layer}",
+        "{layer:layer}",
     ),
     "copies": CaseText(
         "one row stands {count} times among {total} ({share:percent}), {run} times in a row; by "
@@ -74,11 +75,11 @@ CASES = {
         "row {row}",
     ),
     "layer-run": CaseText(
-        "layer {layer} repeats {ids} in {count} rows that follow each other, in which every other "
+        "{layer:layer} repeats {ids} in {count} rows that follow each other, in which every other "
         "layer changes its choice {others} times or more",
-        "row {row}, layer {layer}",
+        "row {row}, {layer:layer}",
     ),
-    "copied": CaseText("{count} of {total} layers have the rows of another: {pairs:list}"),
+    "copied": CaseText("{count} of {total} layers have the rows of another: {pairs:layers}"),
     "padding-shown": CaseText(
         "{count} of {total} documents of one length {side} with runs of token {token}, {rows} rows "
         "in all: padding that is counted as text",
@@ -87,16 +88,16 @@ CASES = {
     "lag": CaseText(
         "equal tokens choose alike in {shifted:percent} of pairs if rows are moved by "
         "{shift:+d}, in {unshifted:percent} as they are ({chance:percent} by chance)",
-        "layer {layer}, k={k}",
+        "{layer:layer}, k={k}",
     ),
     "unrelated": CaseText(
         "rows have nothing to do with the token ids: the choices of equal tokens agree by "
         "{agreement:percent} of what is possible beyond chance, {limit:percent} at most "
         "({fitted} rows)"
     ),
-    "dead": CaseText(DEAD, "layer {layer}: {value}"),
+    "dead": CaseText(DEAD, "{layer:layer}: {value}"),
     "dead-block": CaseText(
-        DEAD + "; in all layers it is experts {first} ... {last}", "layer {layer}: {value}"
+        DEAD + "; in all layers it is experts {first} ... {last}", "{layer:layer}: {value}"
     ),
     "other-k": CaseText("the file has {k} experts per token, the reference {expected}"),
     "unexplained": CaseText(
@@ -109,7 +110,7 @@ CASES = {
     "odd": CaseText(
         "layers {layers} do not agree with the reference (agreement {agreement:.2f}), the others "
         "do ({others:.2f})",
-        "layer {layer}",
+        "{layer:layer}",
     ),
     "layer-count": CaseText(
         "the file has {total} routed layers, the reference {expected}" + WITH_PAIRS
@@ -140,7 +141,7 @@ CASES = {
     ),
     "renumbered-layers": CaseText(
         "{count} of {total} layers agree with the reference once their ids are renumbered "
-        "(agreement {agreement:.2f}): {layers:list}"
+        "(agreement {agreement:.2f}): {layers:layers}"
     ),
     "renumbered": CaseText(
         "ids agree with the reference once they are renumbered (agreement {agreement:.2f}): they "
@@ -219,12 +220,16 @@ REASONS = {
 
 
 class _FindingTemplate(Formatter):
-    """Templates whose values may have the formats "list" and "percent"."""
+    """Templates whose values may have the formats "list", "layers", "layer" and "percent"."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Write a value as its format says."""
         if format_spec == "list":
             return ", ".join(value)
+        if format_spec == "layers":
+            return ", ".join(" = ".join(map(layer_label, item.split(" = "))) for item in value)
+        if format_spec == "layer":
+            return layer_label(str(value)) if isinstance(value, str) else f"layer {value}"
         if format_spec == "percent":
             return percent(value, 3, trim=True)
         return super().format_field(value, format_spec)
