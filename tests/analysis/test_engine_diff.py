@@ -20,7 +20,9 @@ from pathlib import Path
 def run(request, documents, tell):
     if request["job"] == "weights":
         own = np.load({weights!r})
-        return {{name: own[name] for name in request["names"]}}, {{"bits": 8.5}}
+        unquantised = {{name: "F32" for name in {exact!r}}}
+        arrays = {{name: own[name] for name in request["names"]}}
+        return arrays, {{"bits": 8.5, "unquantised": unquantised}}
     stored = dict(np.load({arrays!r}))
     assert np.array_equal(np.concatenate(documents), stored.pop("tokens"))
     if not request["logprobs"]:
@@ -73,7 +75,7 @@ def rounded(documents):
     return honest, computed(model, documents)
 
 
-def twin(tmp_path, monkeypatch, arrays, dtype="fp32", **facts):
+def twin(tmp_path, monkeypatch, arrays, dtype="fp32", exact=(), **facts):
     """An engine that returns these arrays, and the demo model's coarse weights if asked."""
     from safetensors.torch import load_file
 
@@ -85,7 +87,7 @@ def twin(tmp_path, monkeypatch, arrays, dtype="fp32", **facts):
     names = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
     told.write_text(json.dumps({"layers": names, "dtype": dtype, "bits": 8.5, "versions": {}}))
     words = {name: str(path) for name, path in (places | {"facts": told}).items()}
-    fake_engine(tmp_path, monkeypatch, TWIN.format(**words), "twin", **facts)
+    fake_engine(tmp_path, monkeypatch, TWIN.format(**words, exact=list(exact)), "twin", **facts)
 
 
 def test_an_engine_that_computes_alike_routes_and_predicts_alike(tmp_path, monkeypatch, plain):
@@ -140,6 +142,22 @@ def test_weights_that_are_not_those_of_the_original_are_named(tmp_path, monkeypa
     (pattern,) = [x for x in found.causes.patterns if x.kind == "weights"]
     assert (pattern.number, pattern.detail) == (2, "B")
     assert found.observations[0].case == "weights:pattern"
+
+
+def test_a_router_that_is_stored_unquantised_and_differs_is_named(tmp_path, monkeypatch, rounded):
+    router, norm = "model.layers.2.mlp.gate.weight", "model.layers.2.input_layernorm.weight"
+    twin(tmp_path, monkeypatch, rounded[0], "int8_group", exact=(router, norm))
+    stored = dict(np.load(tmp_path / "weights.npz"))
+    original = load_demo_model().get_parameter(router).detach().numpy()
+    np.savez(tmp_path / "weights.npz", **stored | {router: original, norm: stored[norm] + 0.1})
+    same = tl.diff("demo", "twin:demo", **SIZE)
+    assert not [x for x in same.causes.patterns if x.kind == "weights"]
+    np.savez(tmp_path / "weights.npz", **stored | {router: original * (1 + 1e-4)})
+    found = tl.diff("demo", "twin:demo", **SIZE)
+    (pattern,) = [x for x in found.causes.patterns if x.kind == "weights"]
+    assert (pattern.layer, pattern.number, pattern.detail) == (router, 1, "B")
+    assert pattern.effect == pytest.approx(1e-4, rel=0.01)
+    assert found.causes.alarm
 
 
 def test_an_engine_runs_the_tokens_of_a_trace(tmp_path, monkeypatch):

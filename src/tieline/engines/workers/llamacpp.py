@@ -482,7 +482,7 @@ def weights(request: dict[str, Any]) -> Any:
         "k_proj": int(reader.get_field(f"{architecture}.attention.head_count_kv").contents()),
     }
     cache: dict[str, Any] = {}
-    arrays = {}
+    arrays, unquantised = {}, {}
     for name in request["names"]:
         stacked_name, expert = unstacked(name)
         stored = names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
@@ -497,7 +497,14 @@ def weights(request: dict[str, Any]) -> Any:
         if architecture == "llama" and kind in heads:
             value = halves(value, heads[kind])
         arrays[name] = value.astype("float32")
-    return arrays, {"bits": kinds["bits"], "tensors": kinds["tensors"], "dtype": kinds["dtype"]}
+        if tensors[stored].tensor_type.name in UNQUANTISED:
+            unquantised[name] = tensors[stored].tensor_type.name
+    facts = {name: kinds[name] for name in ("bits", "tensors", "dtype")}
+    return arrays, {**facts, "unquantised": unquantised}
+
+
+UNQUANTISED = ("F32", "F16", "BF16")
+"""Formats of tensors that are stored as they are."""
 
 
 def unstacked(name: str) -> tuple[str, int | None]:

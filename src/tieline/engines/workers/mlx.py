@@ -177,7 +177,9 @@ def run(request: dict[str, Any], documents: list[Any], tell: Callable[[int], Non
     check_quantised(config, sizes)
     dtype = dtype_of(config, model, sizes["share"])
     if request["job"] == "weights":
-        return weights(core, model, request["names"]), {**sizes, "dtype": dtype}
+        unquantised = stored_formats(model, request["names"])
+        facts = {**sizes, "dtype": dtype, "unquantised": unquantised}
+        return weights(core, model, request["names"]), facts
     prepared(core, model, request)
     recorder = MlxRecorder(list(model.named_modules()))
     loaded, captures = time.perf_counter(), []
@@ -288,6 +290,18 @@ def weights(core: Any, model: Any, names: list[str]) -> dict[str, Any]:
         value = cache[module_name, parameter]
         arrays[name] = np.ascontiguousarray(value if expert is None else value[expert])
     return arrays
+
+
+def stored_formats(model: Any, names: list[str]) -> dict[str, str]:
+    """Formats of the tensors that are not quantised, as GGUF calls them."""
+    modules, formats = dict(model.named_modules()), {}
+    for name in names:
+        module_name, parameter, _ = module_of(name)
+        module = modules.get(module_name, {})
+        if parameter in module and not (parameter == "weight" and "scales" in module):
+            kind = str(module[parameter].dtype).rpartition(".")[2]
+            formats[name] = kind.replace("bfloat", "BF").replace("float", "F")
+    return formats
 
 
 def wide(core: Any, value: Any) -> Any:
