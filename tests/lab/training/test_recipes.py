@@ -30,6 +30,17 @@ def test_the_papers_form_is_that_of_the_paper():
     assert (larger.layers, larger.d_model, larger.context) == (8, 352, 2048)
 
 
+def test_the_small_setup_of_paper_two_has_its_sizes():
+    config = recipe_config("enwik8-paper2-small-perturbed")
+    shape = config.model
+    experts = shape.layers * shape.n_experts * 3 * shape.d_model * shape.d_hidden
+    attention = shape.layers * 4 * shape.d_model**2
+    total = experts + attention + shape.vocabulary * shape.d_model
+    assert total == pytest.approx(15e6, rel=0.01)
+    assert (shape.layers, shape.n_experts, config.gate.k) == (6, 16, 2)
+    assert (config.optim.steps, config.gate.router_options["d_proj"]) == (60_000, 8)
+
+
 def test_eleven_gates_are_compared():
     assert len(GATE_NAMES) == 11
     assert gate_config("top3").k == 3
@@ -40,8 +51,8 @@ def test_eleven_gates_are_compared():
 
 def test_no_name_is_taken_twice():
     language, images, sentences = (
-        11 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4,
-        2 * 3 + 2 * 6 * 4,
+        11 * (2 + 3 + 3 + 1 + 1 + 3) + 3 + 4 + 4 + 3 * 3,
+        2 * 3 + 3 * 7 * 4,
         3 * 3 * 3,
     )
     assert len(RECIPES) == language + images + sentences

@@ -82,7 +82,7 @@ class GateConfig:
     Attributes:
         name: short name of the variant, such as "smooth1".
         router: a key of `routing.layer.ROUTERS`.
-        gate: a key of `routing.layer.GATES`, or "soft_moe", which has its own router.
+        gate: a key of `routing.layer.GATES`, or "soft_moe" or "smear", layers of their own.
         k: experts per token that are always chosen, or the target of a controller.
         router_options: further arguments of the router.
         gate_options: further arguments of the gate.
@@ -335,6 +335,8 @@ class TrainConfig:
         log_every: steps between two log entries.
         checkpoint_every: steps between two checkpoints.
         evaluate_items: scored windows or images of each held-out split.
+        select_every: steps between two looks at the held-out data of training, whose best model is
+            kept; 0 to keep that of the last step.
         recompute: whether activations are recomputed in the backward pass.
         note: a remark for readers of the result.
     """
@@ -350,6 +352,7 @@ class TrainConfig:
     log_every: int = 50
     checkpoint_every: int = 200
     evaluate_items: int = 256
+    select_every: int = 0
     recompute: bool = False
     note: str = ""
 

@@ -30,7 +30,7 @@ from tieline.lab.training.image_models import (
     PatchClassifier,
     RoutedVisionTransformer,
 )
-from tieline.routing.baselines import SoftMoE
+from tieline.routing.baselines import Smear, SoftMoE
 from tieline.routing.losses import collect_routing
 
 ROWS = 500
@@ -76,18 +76,22 @@ def image_order(images: Images, n_items: int, seed: int, *, mirror: bool = True)
 def collect_work(model: nn.Module) -> Iterator[list[float]]:
     """Collect how many experts each layer evaluates per token.
 
-    It is the mean of #{e: w_te ≠ 0} over tokens t for an `MoE`, and E p / T for a `SoftMoE` with p
-    slots for each of E experts and T tokens in a sequence.
+    It is the mean of #{e: w_te ≠ 0} over tokens t for an `MoE`, E p / T for a `SoftMoE` with p
+    slots for each of E experts and T tokens in a sequence, and 1 for `Smear`, without its merging.
     """
     work: list[float] = []
+
+    def merged_expert(_layer: Any, _given: tuple[Tensor, ...], _output: Tensor) -> None:
+        work.append(1.0)
 
     def slots_per_token(layer: Any, given: tuple[Tensor, ...], _output: Tensor) -> None:
         work.append(len(layer.phi) / given[0].shape[-2])
 
-    soft = [module for module in model.modules() if isinstance(module, SoftMoE)]
     with ExitStack() as hooks, collect_routing(model) as records:
-        for module in soft:
-            hooks.callback(module.register_forward_hook(slots_per_token).remove)
+        for module in model.modules():
+            if isinstance(module, SoftMoE | Smear):
+                count = merged_expert if isinstance(module, Smear) else slots_per_token
+                hooks.callback(module.register_forward_hook(count).remove)
         yield work
         work.extend(record.routing.active.double().mean().item() for record in records)
 
@@ -180,7 +184,7 @@ class ImageTask:
 
 
 class DomainTask(ImageTask):
-    """PACS with a domain left out.
+    """PACS with a domain left out; a model may be selected on the domains of training.
 
     Options of the data: `out`, name of the domain that is left out; `held_out`, share of the images
     of the others that are kept for validation (0.2 as in DomainBed); `file`, name of another file
@@ -201,6 +205,10 @@ class DomainTask(ImageTask):
         items = image_order(train, config.optim.steps * config.optim.batch, config.seed)
         about = f"{len(train)} images of {every.images.source} without {out}"
         return ImageData(items, about, {"out": test, "validation": held})
+
+    def selection_score(self, model: nn.Module, data: ImageData) -> float:
+        """Accuracy on held-out images of the training domains."""
+        return score_images(model, data.scored_on["validation"])["accuracy"]
 
 
 def left_out(

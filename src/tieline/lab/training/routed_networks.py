@@ -18,7 +18,7 @@ from torch import nn
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.lab.on_model.upcycled_model import DenseFFN, find_dense_ffns
 from tieline.lab.training.config import GateConfig
-from tieline.routing.baselines import SoftMoE, baseline
+from tieline.routing.baselines import Smear, SoftMoE, baseline
 from tieline.routing.layer import MoE, moe
 
 PLAIN = {"gelu": F.gelu, "relu": F.relu}
@@ -26,14 +26,14 @@ PLAIN = {"gelu": F.gelu, "relu": F.relu}
 
 def routed_layer(
     gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
-) -> MoE | SoftMoE:
+) -> MoE | SoftMoE | Smear:
     """Make the layer of a gate's configuration, with biases in its experts."""
     sizes: dict[str, Any] = {"d_model": d_model, "n_experts": n_experts, "d_hidden": d_hidden}
     sizes |= {"k": gate.k, "activation": activation, "bias": True}
-    if gate.gate == "soft_moe":
-        soft = baseline("soft_moe", **sizes, options=dict(gate.gate_options))
-        assert isinstance(soft, SoftMoE)
-        return soft
+    if gate.gate in ("soft_moe", "smear"):
+        merged = baseline(gate.gate, **sizes, options=dict(gate.gate_options))
+        assert isinstance(merged, SoftMoE | Smear)
+        return merged
     return moe(
         **sizes,
         router=gate.router,
@@ -66,7 +66,7 @@ def route_networks_(
 
 
 @torch.no_grad()
-def _mixture_of_copies(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE:
+def _mixture_of_copies(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE | Smear:
     """A routed layer whose experts are copies of a network."""
     sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
     layer = routed_layer(gate, activation=_activation_name(ffn), **sizes)

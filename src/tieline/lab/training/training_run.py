@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from transformers import set_seed
 
@@ -34,11 +35,13 @@ from tieline.core.errors import require
 from tieline.core.files import alone_in, check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain, write_json
 from tieline.lab.training.checkpoint import (
+    WEIGHTS,
     CheckpointError,
     checkpoint_step,
     incomplete_checkpoints,
     last_checkpoint,
     read_json,
+    save_weights,
 )
 from tieline.lab.training.config import TrainConfig
 from tieline.lab.training.fetch import DataError
@@ -231,7 +234,8 @@ def _train_steps(
     set_seed(config.seed)
     model = task.model(config)
     first_rank(lambda: _write_config(config, out))
-    on_step = _after_step(model, on_stage, watch)
+    selection = _Selection(config, out, task, data) if config.select_every else None
+    on_step = _after_step(model, on_stage, watch, selection)
     trainer = RoutingTrainer(config, model, training_arguments(config, out), data.train, on_step)
     if (
         moe_layers(model) and not dist.is_initialized()
@@ -241,8 +245,41 @@ def _train_steps(
     with no_loading_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     times = time.perf_counter() - began, time.process_time() - worked
+    if selection is not None:
+        selection.load_best_(model)
     start, history = checkpoint_step(checkpoint), trainer.state.log_history
     return _Trained(config, out, task, data, model, times, start, history, on_stage)
+
+
+class _Selection:
+    """Keeps the weights of the best step by the score of the task on held-out training data.
+
+    The weights and the step are in the folder of the run, so that a resumed run has the same best.
+    """
+
+    def __init__(self, config: TrainConfig, out: Path, task: Any, data: TaskData) -> None:
+        self.every, self.steps, self.folder = config.select_every, config.optim.steps, out / "best"
+        require(hasattr(task, "selection_score"), f"the task {config.task!r} selects no model")
+        require(not dist.is_initialized(), "a model is selected by one process alone")
+        self.task, self.data = task, data
+
+    def look(self, model: nn.Module, step: int) -> None:
+        """Score the model if it is time, and keep it if it is better than all before."""
+        if step % self.every and step != self.steps:
+            return
+        training = model.training
+        score = self.task.selection_score(model.eval(), self.data)
+        model.train(training)
+        path = self.folder / "best.json"
+        if not path.is_file() or score > read_json(path)["score"]:
+            save_weights(model, self.folder)
+            write_json(path, {"step": step, "score": score})
+
+    def load_best_(self, model: nn.Module) -> None:
+        """Give the model the weights of the best step."""
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        model.load_state_dict(weights, strict=False)  # tied weights are stored once
 
 
 def _write_config(config: TrainConfig, out: Path) -> None:
@@ -283,12 +320,14 @@ def stored_result(out: Path) -> TrainingResult | None:
 
 
 def _after_step(
-    model: nn.Module, on_stage: Report, watch: Watch | None
+    model: nn.Module, on_stage: Report, watch: Watch | None, selection: _Selection | None = None
 ) -> Callable[[int, int], None]:
     """A callback that reports each step and shows the model to `watch`."""
 
     def after_step(done: int, of: int) -> None:
         on_stage("train", done, of)
+        if selection is not None:
+            selection.look(model, done)
         if watch is not None:
             watch(model, done)
 

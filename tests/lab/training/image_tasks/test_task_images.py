@@ -33,7 +33,9 @@ from tieline.lab.training.recipes import (
     cifar10_small,
     domain_gate,
     pacs_paper,
+    pacs_selected,
     pacs_small,
+    recipe_config,
 )
 from tieline.lab.training.training_run import run_training
 from tieline.routing import MoE
@@ -233,3 +235,26 @@ def test_images_of_another_size_than_the_models_are_refused(monkeypatch):
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains(side=16))
     with pytest.raises(DataError, match=r"takes 8² pixels, got \(16, 16\)"):
         DomainTask().data(pacs_small("cosine", "photo").replace(model=TINY))
+
+
+def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
+    scores = iter([0.2, 0.9, 0.4, 0.4, 0.4])
+    monkeypatch.setattr(DomainTask, "selection_score", lambda *_: next(scores))
+    small = {"model": TINY, "optim__steps": 6, "optim__batch": 8, "select_every": 2}
+    config, seen = pacs_selected("linear", "photo").replace(**small), {}
+
+    def look(model, step):
+        seen[step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    run_training(config, tmp_path / "run", watch=look)
+    kept = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] == 4
+    assert all(torch.equal(kept[name], seen[4][name]) for name in kept)
+    assert not all(torch.equal(kept[name], seen[6][name]) for name in kept)
+
+
+def test_only_tasks_with_held_out_training_data_select(tmp_path):
+    config = recipe_config("demo-smoke-smoe").replace(select_every=2, optim__steps=2)
+    with pytest.raises(TielineError, match="'language' selects no model"):
+        run_training(config, tmp_path / "run")
