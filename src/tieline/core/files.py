@@ -178,7 +178,7 @@ def whole_folder(
     """
     target = _resolved_links(path)
 
-    def replaceable(folder: Path) -> bool:
+    def may_be_replaced(folder: Path) -> bool:
         return replace and folder.is_dir() and (kind is None or kind(folder))
 
     with space_on(path), _parents_made(target):
@@ -189,7 +189,7 @@ def whole_folder(
                 follow_umask(half)
                 for inner in (*half.rglob("*"), half):
                     _sync_to_disk(inner)
-                _place_folder(half, target, path, replaceable)
+                _place_folder(half, target, path, may_be_replaced)
             finally:
                 shutil.rmtree(half, ignore_errors=True)
 

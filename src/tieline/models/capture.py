@@ -163,6 +163,7 @@ class LayerObserver:
         )
 
     def _kept_rows(self, routed: RouterOutput, batch: Batch, checks: PassChecks) -> RouterOutput:
+        """The rows of tokens that are no padding; refuses a layer that saw other tokens."""
         require(
             len(routed.logits) == batch.routed,
             f"{layer_label(self.name)} routed {len(routed.logits)} tokens of a batch of "
@@ -195,6 +196,7 @@ class LayerObserver:
         return _Ranking(scores, ranked, kept, self._layer_facts(experts, k, selection))
 
     def _layer_facts(self, experts: int, k: int, selection: Selection) -> LayerFacts:
+        """Experts, k, units and groups of the layer."""
         limit, linear = selection.limit, selection.units == "logits"
         affine = linear and self.family.weight is not None
         facts = LayerFacts(experts, k, selection.units, affine=affine)
@@ -375,10 +377,12 @@ class Recorder:
         return concatenate(self._passes)
 
     def _pass_trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
+        """The trace of one forward pass."""
         keys = batch.tokens, batch.documents, batch.positions
         return RoutingTrace(layers, *keys, self._epsilons, self.provenance)
 
     def _check_same_layers(self, names: tuple[str, ...]) -> None:
+        """Refuse a forward pass in which other layers ran than before."""
         if self._layers is None:
             require(bool(names), "no router ran in the forward pass", TielineError)
             self._layers = names
@@ -548,10 +552,10 @@ def check_distinct(
     """Refuse a router that chose an expert twice for one token."""
     ordered = ids.sort(dim=1).values
 
-    def refuse() -> None:
+    def raise_repeated_expert() -> None:
         raise _record_refusal(layer, family, "an expert was chosen twice for one token")
 
-    refuse_if((ordered[:, 1:] == ordered[:, :-1]).any(), refuse, checks)
+    refuse_if((ordered[:, 1:] == ordered[:, :-1]).any(), raise_repeated_expert, checks)
 
 
 def check_selected(
@@ -575,7 +579,7 @@ def check_selected(
     tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
     short = threshold - selected.amin(dim=1) > tolerance
 
-    def refuse() -> None:
+    def raise_below_threshold() -> None:
         count, first = int(short.sum()), int(short.nonzero()[0])
         lowest, needed = torch.stack([selected[first].amin(), threshold[first]]).tolist()
         why = (
@@ -584,7 +588,7 @@ def check_selected(
         )
         raise _record_refusal(layer, family, why)
 
-    refuse_if(short.any(), refuse, checks)
+    refuse_if(short.any(), raise_below_threshold, checks)
 
 
 def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:

@@ -113,14 +113,17 @@ class _Skeleton(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "_Skeleton":
+        """The skeleton of a model on the meta device."""
         config = model.config.get_text_config()
         return cls(model, config, str(getattr(model.config, "model_type", type(model).__name__)))
 
     def number(self, *names: str) -> int | None:
+        """The first of these fields of the configuration that is a whole number."""
         values = (getattr(self.config, name, None) for name in names)
         return next((value for value in values if isinstance(value, int)), None)
 
     def must_have(self, plan: object, way: str) -> None:
+        """Refuse a way of sharing for which transformers has no plan."""
         if not plan:
             raise SpreadError(
                 "{parallel} {way!r}: transformers has no such plan for the family {family!r}",
@@ -129,6 +132,7 @@ class _Skeleton(NamedTuple):
             )
 
     def must_divide(self, size: int | None, ranks: int, what: str) -> None:
+        """Refuse a number of processes that does not divide a size of the model."""
         require(
             size is None or size % ranks == 0,
             f"{size} {what} of {self.family!r} cannot be cut over {ranks} processes: take a number "

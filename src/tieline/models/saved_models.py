@@ -363,13 +363,13 @@ def _built_checked() -> Iterator[None]:
         before = PreTrainedModel.__dict__["_load_pretrained_model"]
         load = before.__func__
 
-        def checked(
+        def checked_model(
             model: Any, state: Any, files: Any, config: Any, *rest: Any, **more: Any
         ) -> Any:
             check_built(model, files or [], config.hf_quantizer is not None)
             return load(model, state, files, config, *rest, **more)
 
-        PreTrainedModel._load_pretrained_model = staticmethod(checked)  # type: ignore[method-assign]
+        PreTrainedModel._load_pretrained_model = staticmethod(checked_model)  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -79,17 +79,17 @@ def shared_experts(
     k, width = rule["k"], torch.as_tensor(rule["epsilon"], dtype=scores.dtype, device=scores.device)
     caps = None
     if rule["groups"] and rule["groups"][1] < rule["groups"][0]:
-        shares = _projected(_group_scores(rule, scores), rule["groups"][1], width, None)
+        shares = _projected_shares(_group_scores(rule, scores), rule["groups"][1], width, None)
         caps = shares.repeat_interleave(scores.shape[-1] // rule["groups"][0], dim=-1)
-    share = _projected(scores, k, width, caps)
+    share = _projected_shares(scores, k, width, caps)
     used = share != 0  # what is not a number is used, and shows
     if slots is None:
         slots = int(used.sum(dim=-1).max()) if len(share) else k
-    ids = _ranked(scores.masked_fill(~used, -torch.inf))[1][:, :slots]
+    ids = _ranked_scores(scores.masked_fill(~used, -torch.inf))[1][:, :slots]
     return share.gather(-1, ids), ids
 
 
-def _ranked(scores: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked_scores(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Scores in descending order and their experts; of equal ones the lower index first."""
     ranked = scores.sort(dim=-1, descending=True, stable=True)
     return ranked.values, ranked.indices
@@ -103,7 +103,7 @@ def _group_scores(rule: dict[str, Any], scores: Tensor) -> Tensor:
     return runs.topk(2, dim=-1).values.sum(dim=-1)
 
 
-def _projected(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | None) -> Tensor:
+def _projected_shares(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | None) -> Tensor:
     """The projection of c/ε onto shares between 0 and their caps that sum to k."""
     ranked = scores if caps is None else scores.masked_fill(caps == 0, -torch.inf)
     top = ranked.topk(k + 1, dim=-1, sorted=True).values
@@ -112,42 +112,44 @@ def _projected(scores: Tensor, k: int, epsilon: Tensor, caps: Tensor | None) -> 
         settled = settled & ((caps == 0) | (caps == 1)).all(dim=-1, keepdim=True)
     share = (ranked < top[..., k - 1 : k]).logical_not().to(scores)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.where(settled, share, _seats(scores, epsilon, caps, k, scores.shape[-1]))
+        return torch.where(
+            settled, share, _shares_near_ties(scores, epsilon, caps, k, scores.shape[-1])
+        )
     rows = settled.logical_not().squeeze(-1)
     if bool(rows.any()):
         some = None if caps is None else caps[rows]
-        share[rows] = _seats(scores[rows], epsilon, some, k, None)
+        share[rows] = _shares_near_ties(scores[rows], epsilon, some, k, None)
     return share
 
 
-def _seats(
+def _shares_near_ties(
     scores: Tensor, epsilon: Tensor, caps: Tensor | None, k: int, knees: int | None
 ) -> Tensor:
     """clip(c/ε - τ, 0, cap) of tokens near a tie."""
-    y = ((scores - _pivot(scores, caps, k)) / epsilon).clamp(-1, 1)
+    y = ((scores - _pivot_score(scores, caps, k)) / epsilon).clamp(-1, 1)
     if caps is not None:
-        return torch.minimum((y - _level(y, caps, k)).clamp(min=0), caps)
+        return torch.minimum((y - _share_level(y, caps, k)).clamp(min=0), caps)
     if knees is None:
         knees = max(k, int((y > -1).sum(dim=-1).max()))
     few = y.topk(knees, dim=-1, sorted=True).values if knees < y.shape[-1] else y
-    level = _level(few, torch.ones_like(few), k)
+    level = _share_level(few, torch.ones_like(few), k)
     return torch.minimum((y - level).clamp(min=0), torch.ones_like(y))
 
 
-def _pivot(scores: Tensor, caps: Tensor | None, k: int) -> Tensor:
+def _pivot_score(scores: Tensor, caps: Tensor | None, k: int) -> Tensor:
     """The score at which the caps of all scores from the largest down add up to k."""
     if caps is None:
         return scores.topk(k, dim=-1, sorted=True).values[..., -1:]
-    values, order = _ranked(scores)
+    values, order = _ranked_scores(scores)
     filled = caps.gather(-1, order).cumsum(dim=-1)
     index = (filled < k).sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
     return values.gather(-1, index)
 
 
-def _level(y: Tensor, caps: Tensor, k: int) -> Tensor:
+def _share_level(y: Tensor, caps: Tensor, k: int) -> Tensor:
     """The τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k."""
     knees = torch.cat((y.clamp(-1, 0), (y - caps).clamp(-1, 0)), dim=-1)
-    values, order = _ranked(knees)
+    values, order = _ranked_scores(knees)
     slope = torch.where(order < y.shape[-1], 1, -1).cumsum(dim=-1).to(y)
     start = torch.minimum(y.clamp(min=0), caps).sum(dim=-1, keepdim=True)
     rise = (slope[..., :-1] * -values.diff(dim=-1)).cumsum(dim=-1)
@@ -179,7 +181,7 @@ def _ramp_columns(rule: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]
         spread = share.repeat_interleave(experts // rule["groups"][0], dim=-1)
         span = scores.amax(dim=-1, keepdim=True) - scores.amin(dim=-1, keepdim=True)
         scores = scores - (span + epsilon) * (1 - spread)
-    values, ids = (ranks[:, : min(k_max + 1, experts)] for ranks in _ranked(scores))
+    values, ids = (ranks[:, : min(k_max + 1, experts)] for ranks in _ranked_scores(scores))
     threshold, first = values[:, k - 1 : k], values[:, :k_max]
     if k_max == experts:
         return _smoothstep(1 + (first - threshold) / epsilon, a, b), ids
@@ -226,8 +228,10 @@ class SmoothRouter:
     def __call__(self, router: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The output with other weights and experts."""
         logits = output[0].reshape(-1, output[0].shape[-1])
-        weights, ids, share = smooth_choice(self.rule, logits, self._bias(router, args, kwargs))
-        if self._skips():
+        weights, ids, share = smooth_choice(
+            self.rule, logits, self._selection_bias(router, args, kwargs)
+        )
+        if self._leaves_slots_out():
             ids = ids.masked_fill(share == 0, logits.shape[-1])
         new = [
             value.to(old).view(*old.shape[:-1], value.shape[-1])
@@ -235,7 +239,7 @@ class SmoothRouter:
         ]
         return (output[0], *new, *output[3:])
 
-    def _bias(self, router: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+    def _selection_bias(self, router: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
         """The selection bias of this call."""
         bias = None
         if self.rule["bias"]:
@@ -245,7 +249,7 @@ class SmoothRouter:
             bias = bound.arguments.get(self.rule["bias_argument"])
         return None if bias is None else bias.detach().flatten()
 
-    def _skips(self) -> bool:
+    def _leaves_slots_out(self) -> bool:
         """Whether the experts leave an unused slot out at present."""
         if not self.flagged:
             return self.rule["eager_skip"] == "always"

@@ -72,7 +72,7 @@ def refuse_unserved(rules: list[dict[str, Any]]) -> None:
 def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the routing of one layer: float32 weights and int32 experts (T, K)."""
 
-    def route(
+    def route_tokens(
         hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
     ) -> tuple[Tensor, Tensor]:
         logits = gating_output.float()
@@ -80,7 +80,7 @@ def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Te
         weights = combine_weights(rule, logits, ids, share)
         return weights.float(), ids.to(torch.int32)
 
-    return route
+    return route_tokens
 
 
 def slots_of(rule: dict[str, Any], n_experts: int) -> int:
@@ -105,7 +105,7 @@ def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) ->
     """
 
     @functools.wraps(factory)
-    def build(*args: Any, **options: Any) -> Any:
+    def build_layer(*args: Any, **options: Any) -> Any:
         block = str(options.get("prefix", "")).rpartition(".")[0]
         rules = {rule["name"].rpartition(".")[0]: rule for rule in rules_now() or ()}
         rule = rules.get(block)
@@ -118,14 +118,14 @@ def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) ->
         ROUTED.add(rule["name"])
         return factory(*bound.args, **bound.kwargs)
 
-    return build
+    return build_layer
 
 
 def without_marker(read: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
     """Return vLLM's reader of weights without the marker; it checks that layers are smoothed."""
 
     @functools.wraps(read)
-    def weights(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    def unmarked_weights(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         missing = [rule["name"] for rule in rules_now() or () if rule["name"] not in ROUTED]
         if missing:
             raise ValueError(
@@ -136,7 +136,7 @@ def without_marker(read: Callable[..., Any], rules_now: Callable[[], Any]) -> Ca
             if name != MARKER:
                 yield name, tensor
 
-    return weights
+    return unmarked_weights
 
 
 def register() -> None:

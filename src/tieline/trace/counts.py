@@ -178,13 +178,17 @@ class ExactMoments:
 
     def mean(self) -> Float[Tensor, " ranks"]:
         """Return the mean score of each rank, rounded once; NaN without scores."""
-        return self._rounded(lambda count, first, _: first / count)
+        return self._correctly_rounded(lambda count, first, _: first / count)
 
     def variance(self) -> Float[Tensor, " ranks"]:
         """Return the variance (1/n) Σ z² - mean² of each rank, rounded once; NaN without scores."""
-        return self._rounded(lambda count, first, second: second / count - (first / count) ** 2)
+        return self._correctly_rounded(
+            lambda count, first, second: second / count - (first / count) ** 2
+        )
 
-    def _rounded(self, statistic: Callable[[int, Fraction, Fraction], Fraction]) -> Tensor:
+    def _correctly_rounded(
+        self, statistic: Callable[[int, Fraction, Fraction], Fraction]
+    ) -> Tensor:
         rows = zip(*(sums.tolist() for sums in (self.first, self.high, self.low)), strict=True)
         values = []
         for count, (first, high, low) in zip(self.count.tolist(), rows, strict=True):

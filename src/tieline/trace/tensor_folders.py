@@ -130,30 +130,30 @@ class Folder:
 
     def header(self, name: str) -> dict[str, TensorHeader]:
         """Return types and shapes of the tensors of a file, without reading them."""
-        path = self._path(name)
-        stated = self._stated(name)["bytes"]
+        path = self._tensor_path(name)
+        stated = self._stated_tensors(name)["bytes"]
         size = path.stat().st_size
         require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
         return read_header(path)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Map the tensors of a file into memory; the first call checks its digest."""
-        names, path = self.header(name), self._path(name)
+        names, path = self.header(name), self._tensor_path(name)
         if name not in self.verified:
             with parsing_file(path):
                 digest = file_digest(path)
-            stated = self._stated(name)["sha256"]
+            stated = self._stated_tensors(name)["sha256"]
             require(digest == stated, f"{path}: is damaged: its digest is not {stated}", TraceError)
             self.verified.add(name)
         with parsing_file(path), safe_open(path, framework="pt") as file:
             return {tensor: file.get_tensor(tensor) for tensor in names}
 
-    def _path(self, name: str) -> Path:
+    def _tensor_path(self, name: str) -> Path:
         path = self.path / f"{name}{SUFFIX}"
         require(path.is_file(), f"{path}: is missing", TraceError)
         return path
 
-    def _stated(self, name: str) -> Mapping[str, object]:
+    def _stated_tensors(self, name: str) -> Mapping[str, object]:
         files = self.index.get("files")
         stated = files.get(name) if isinstance(files, dict) else None
         if not isinstance(stated, dict) or stated.keys() != {"bytes", "sha256"}:

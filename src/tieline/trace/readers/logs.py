@@ -348,11 +348,11 @@ class _LogState:
             if self.columns is None:
                 self.columns, self.kind = recognised_columns(value), kind
             if self.columns is None or kind != self.kind:
-                self._skip(label, value)
+                self._skip_line(label, value)
                 continue
-            yield self._choice(label, value, self.columns.fields)
+            yield self._line_choice(label, value, self.columns.fields)
 
-    def _skip(self, label: str, value: Mapping[str, Any]) -> None:
+    def _skip_line(self, label: str, value: Mapping[str, Any]) -> None:
         kind = value.get("type")
         if kind is None:
             raise TraceError(
@@ -362,7 +362,9 @@ class _LogState:
         self.take_size(value)
         self.skipped[str(kind)] = self.skipped.get(str(kind), 0) + 1
 
-    def _choice(self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]) -> RowChoice:
+    def _line_choice(
+        self, label: str, value: Mapping[str, Any], fields: Mapping[str, str]
+    ) -> RowChoice:
         single = "experts" not in fields
         experts = _number_list_field(
             value, fields["expert" if single else "experts"], label, whole=True
