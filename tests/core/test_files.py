@@ -479,3 +479,8 @@ def test_a_folder_is_held_by_one_process(tmp_path):
     with pytest.raises(RuntimeError), alone_in(tmp_path / "new" / "run"):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_missing_folder_among_streams_is_refused_before_any_work():
+    with pytest.raises(TielineError, match="there is no folder /proc/none"):
+        files.check_target(Path("/proc/none/x.json"))

@@ -335,7 +335,7 @@ def _resolved_links(path: Path) -> Path:
 
 def _is_special(path: Path) -> bool:
     """Whether something is there that is neither a file nor a folder, or that is open already."""
-    if str(path.absolute()).startswith(STREAMS):
+    if str(path.absolute()).startswith(STREAMS) and path.parent.is_dir():
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
 

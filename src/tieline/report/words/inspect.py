@@ -251,7 +251,7 @@ def _unanswered_finding(fact: Observation, layers: _InspectedLayers) -> str:
 def _few_tokens_finding(fact: Observation, layers: _InspectedLayers) -> str:
     """Shares that so few tokens do not resolve."""
     share = percent(3 / fact.number, trim=True)
-    return f"only {fact.number:.0f} tokens were routed: shares below {share} are not resolved"
+    return f"only {fact.number:,.0f} tokens were routed: shares below {share} are not resolved"
 
 
 SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
