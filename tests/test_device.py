@@ -1,4 +1,4 @@
-"""The tests of `tests/device`, in a process where the pretended device is registered first."""
+"""Tests on the pretended device, in a process where it is registered before any tensor is made."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 
 from tests.device import pretended
 
+ON_DEVICE = ["device", "routing/test_routers.py", "routing/layer", "routing/test_baselines.py"]
 ROOT = Path(__file__).parents[1]
 
 
@@ -15,7 +16,8 @@ def test_everything_on_the_pretended_device():
     reason = pretended.why_unavailable()
     if reason is not None:
         pytest.skip(reason)
-    options = ["-q", "-p", "no:cacheprovider", "--device", pretended.NAME, "tests/device"]
-    command = [sys.executable, "-m", "pytest", *options]
+    options = ["-q", "-p", "no:cacheprovider", "--device", pretended.NAME]
+    paths = [f"tests/{path}" for path in ON_DEVICE]
+    command = [sys.executable, "-m", "pytest", *options, *paths]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, run.stdout[-6000:]

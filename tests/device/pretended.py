@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
@@ -312,7 +313,11 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     def wrap(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        return back[id(x)] if id(x) in back else x if on_cpu else _wrapped(x)
+        if id(x) not in back:
+            return x if on_cpu else _wrapped(x)
+        if back[id(x)].shape != x.shape:  # squeeze_ and its like change the shape in place
+            back[id(x)].data = _wrapped(x)
+        return back[id(x)]
 
     return _mapped(wrap, out)
 
@@ -367,6 +372,10 @@ def register() -> str:
         if full.startswith("aten::") and op is not None and name != "_copy_from":
             implementation: Callable[..., Any] = functools.partial(_fallback, op)
             aten.impl(full.removeprefix("aten::"), implementation, "PrivateUse1")
+    address = safetensors.torch.storage_ptr
+    safetensors.torch.storage_ptr = lambda tensor: address(
+        _data(tensor)
+    )  # empty storages have none
     torch.Generator = PretendedGenerator  # type: ignore[misc,assignment]
     _LIBRARIES.extend((every, aten))
     return NAME

@@ -9,6 +9,8 @@ from tieline import Experts, TielineError
 from tieline.routing import buffer_pool
 from tieline.routing.buffer_pool import BufferPool, set_pool_capacity, take_buffer
 
+pytestmark = pytest.mark.cpu("the pool holds memory of the CPU")
+
 MEGABYTE = 1 << 20
 
 

@@ -56,7 +56,8 @@ def _result_or_problem(
 ) -> str | tuple[Any]:
     """The result of the job in a tuple, or what a full device said; its frames are freed then."""
     try:
-        return (job(*sources, settings=settings, progress=progress),)
+        with torch.device("cpu"):  # jobs name the device of the model; all else is on the host
+            return (job(*sources, settings=settings, progress=progress),)
     except RuntimeError as problem:
         if not is_out_of_memory(problem):
             raise

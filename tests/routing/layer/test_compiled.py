@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.cpu("a process of its own, without the device")
 @pytest.mark.parametrize(
     "options",
     [
