@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 import tieline as tl
 from tests.device.pretended import full_above
@@ -88,6 +89,41 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(fake, device):
     with pytest.raises(TielineError, match=r"^device '.*' cannot be used: .{8,200}$") as problem:
         tl.inspect("demo", **SMALL, device=device)
     assert "\n" not in str(problem.value)
+
+
+def test_auto_puts_the_demo_on_the_accelerator(fake):
+    assert next(tl.Model.open("demo", device="auto").module.parameters()).device.type == fake
+
+
+def test_auto_spreads_a_folder_by_accelerate_or_says_what_is_missing(fake, monkeypatch, tmp_path):
+    tl.Model.open("demo").module.save_pretrained(tmp_path / "model")
+    tl.Model.open("demo").tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("tieline.models.model.find_spec", lambda name: None)
+    with pytest.raises(TielineError, match=r"^device 'auto' .* accelerate, which is not installed"):
+        tl.inspect(tmp_path / "model", **SMALL, device="auto")
+
+
+def test_a_model_split_over_devices_by_hand_is_refused_in_one_line(fake):
+    demo = tl.Model.open("demo")
+    demo.module.model.layers[1].to(fake)
+    line = r"^parts of the model are on cpu and fake:0: move it to one device, or let .{10,60}$"
+    with pytest.raises(TielineError, match=line):
+        tl.inspect((demo.module, demo.tokenizer), **SMALL)
+
+
+def test_a_model_that_accelerate_spread_over_devices_gives_the_numbers_of_one(fake):
+    demo = tl.Model.open("demo")
+    parts = {name: "cpu" for name, _ in demo.module.named_children()}
+    parts = {name: place for name, place in parts.items() if name != "model"}
+    parts |= {f"model.{name}": "cpu" for name, _ in demo.module.model.named_children()}
+    del parts["model.layers"]
+    layers = len(demo.module.model.layers)
+    parts |= {f"model.layers.{n}": fake if n % 2 else "cpu" for n in range(layers)}
+    here = tl.inspect("demo", **SMALL, jumps=False)
+    spread = dispatch_model(demo.module, parts, main_device="cpu", force_hooks=True)
+    there = tl.inspect((spread, demo.tokenizer), **SMALL, jumps=False)
+    assert {p.device.type for p in spread.parameters()} == {"cpu", fake}
+    assert_same(there, here)
 
 
 def test_a_smoothed_model_on_the_device_computes_what_it_does_on_the_cpu(fake):

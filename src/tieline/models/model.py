@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -149,6 +150,7 @@ class Model:
         if isinstance(source, str | Path):
             return Opening(**options).load(source)
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
+            _check_one_device(source[0])
             check_finite_weights(source[0])
             return cls(source[0], source[1])
         bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
@@ -268,7 +270,14 @@ class Opening:
         spread = _spread_config(self.parallel, build, checkpoint, self.trust_remote_code)
         if spread:
             return {"distributed_config": spread}
-        return {"device_map": "auto"} if device is None else {}
+        if device is not None:
+            return {}
+        require(
+            find_spec("accelerate") is not None,
+            "device 'auto' spreads a model by the package accelerate, which is not installed: "
+            "pip install accelerate, or name a device",
+        )
+        return {"device_map": "auto"}
 
     def _open_demo(self, device: torch.device | None) -> Model:
         if not (DEMO_FOLDER / "config.json").is_file():
@@ -277,7 +286,8 @@ class Opening:
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         if self.parallel in (None, "data"):
             whole_model: Any = load_demo_model(dtype)
-            return Model(whole_model.to(device or "cpu"), load_demo_tokenizer(), DEMO)
+            best = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+            return Model(whole_model.to(device or best), load_demo_tokenizer(), DEMO)
         checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
         spread = _spread_config(self.parallel, AutoModelForCausalLM, checkpoint, False)
         model = load_demo_model(dtype, distributed_config=spread)
@@ -367,6 +377,16 @@ def _file_options(source: str | Path, revision: str | None = None) -> dict[str, 
         return {"local_files_only": True}
     with _explained_loading(source, "configuration"):
         return hub_options(source, revision)
+
+
+def _check_one_device(model: nn.Module) -> None:
+    """Refuse a model whose parts are on several devices with nothing to carry tensors over."""
+    devices = sorted({str(p.device) for p in model.parameters() if not p.is_meta})
+    require(
+        len(devices) < 2 or hasattr(model, "hf_device_map"),
+        f"parts of the model are on {' and '.join(devices)}: move it to one device, or let "
+        "transformers spread it with device_map='auto'",
+    )
 
 
 def _usable_device(name: str) -> torch.device | None:
