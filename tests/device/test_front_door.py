@@ -91,6 +91,23 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(fake, device):
     assert "\n" not in str(problem.value)
 
 
+def test_the_default_device_of_torch_does_not_matter(fake):
+    """As under `torch.set_default_device("cuda")`: records are of the CPU whatever it is."""
+    model, ids = tl.Model.open("demo").module.to(fake).eval(), torch.arange(3, 51).view(2, 24)
+    here = tl.inspect("demo", **SMALL, jumps=False)
+    with torch.device(fake), torch.no_grad():
+        with tl.capture(model) as recorder, tl.RoutingMonitor(model, every=1) as monitor:
+            model(input_ids=ids.to(fake))
+            monitor.step()
+        trace = recorder.trace()
+        with tl.replay(model, trace) as replayed:
+            model(input_ids=ids.to(fake))
+        there = tl.inspect("demo", **SMALL, jumps=False)
+    assert replayed.changed == dict.fromkeys(replayed.changed, 0)
+    assert {x.device.type for layer in trace.layers for x in layer.tensors().values()} == {"cpu"}
+    assert numbers(there) == numbers(here)
+
+
 def test_auto_puts_the_demo_on_the_accelerator(fake):
     assert next(tl.Model.open("demo", device="auto").module.parameters()).device.type == fake
 

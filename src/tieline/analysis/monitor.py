@@ -206,7 +206,7 @@ class LayerScalars:
 
 def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     """Token-weighted statistics of one router's calls."""
-    tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64)
+    tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64, device="cpu")
     rows = [_bf16_rates(call.trace) for call in calls]
     sums = [call.logits for call in calls if call.logits is not None]
     squares, _, sure, _, _ = (_token_mean(column, tokens) for column in zip(*sums, strict=True))
@@ -264,7 +264,7 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
     at = layer.facts.k - 1
     step = grid_step(view.logits[:, at : at + 1], FORMAT)[:, 0] * view.slope[:, at]
     gaps = view.scores[:, at] - view.scores[:, at + 1]
-    unit = torch.ones(1, dtype=torch.float64)
+    unit = torch.ones(1, dtype=torch.float64, device="cpu")
     return boundary_mass(gaps / step.clamp(min=TINY), unit).mass[0]
 
 
@@ -299,7 +299,7 @@ def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
 
 def _token_mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
     """Mean over calls, weighted by their tokens."""
-    column = torch.tensor(values, dtype=torch.float64)
+    column = torch.tensor(values, dtype=torch.float64, device="cpu")
     return ((column * tokens).sum() / tokens.sum()).item()
 
 

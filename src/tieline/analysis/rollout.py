@@ -100,8 +100,8 @@ class RolloutMismatch:
 
     def _clear(self) -> None:
         """Forget the counts of a step."""
-        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64)
-        self._gaps = torch.zeros(2, len(self._names), N_BINS + 1, dtype=torch.int64)
+        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
+        self._gaps = torch.zeros(2, len(self._names), N_BINS + 1, dtype=torch.int64, device="cpu")
 
     @contextmanager
     def watch(self, routes: RoutingTrace | Any) -> Iterator[None]:
@@ -131,7 +131,7 @@ class RolloutMismatch:
             self._gaps[1, index] += _binned_gaps(ours.gap[recorded & flips])
         documents = _document_faults(live, record, rows, layers)
         counts = (len(rows), int((~recorded).sum()), *documents)
-        self._counts += torch.tensor(counts)
+        self._counts += torch.tensor(counts, device="cpu")
 
     def step(self) -> dict[str, float]:
         """Return the numbers of the passes since the last call, over all ranks; empty for none.

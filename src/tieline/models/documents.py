@@ -74,7 +74,7 @@ class DocumentCounter:
         ids = _pass_token_ids(arguments)
         mask = _attention_mask(arguments, ids.shape)
         past = _cached_length(arguments, ids.shape[1], mask)
-        visible = torch.ones(len(ids), past + ids.shape[1]) if mask is None else mask
+        visible = ids.new_ones(len(ids), past + ids.shape[1]) if mask is None else mask
         shown = visible[:, -ids.shape[1] :].bool() & ~self._after_end(ids, past > 0)
         self._last = ids[:, -1]
         starts = None if past > 0 else _packed_starts(arguments, mask, shown)
@@ -93,7 +93,7 @@ class DocumentCounter:
 
     def _document_column(self, rows: int, continues: bool) -> Tensor:
         if not continues or self._rows is None or len(self._rows) != rows:
-            self._rows = torch.arange(self._next, self._next + rows)
+            self._rows = torch.arange(self._next, self._next + rows, device="cpu")
             self._next += rows
         return self._rows
 
@@ -119,7 +119,7 @@ class DocumentCounter:
         if len(self._last) != len(ids):
             return torch.zeros_like(ids, dtype=torch.bool)
         before = torch.cat([self._last[:, None], ids[:, :-1]], dim=1)
-        ended = torch.isin(before, torch.tensor(sorted(self._ends)))
+        ended = torch.isin(before, before.new_tensor(sorted(self._ends)))
         return ended & (ids == self._padding)
 
 
@@ -136,7 +136,7 @@ def _pass_token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
     if isinstance(ids, Tensor) and ids.ndim == 2:
         return ids.detach().cpu().long()
     if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
-        return torch.full(embeddings.shape[:2], -1)
+        return torch.full(embeddings.shape[:2], -1, device="cpu")
     raise TielineError(
         "the model was called without `input_ids` (rows, length) or `inputs_embeds` (rows, length, "
         "width), so its routers' tokens are unknown"
@@ -212,7 +212,9 @@ def _starts_at_offsets(offsets: Tensor, shown: Tensor) -> Tensor:
     """Visible tokens at these offsets; hides the tokens after the last one."""
     flat = shown.view(-1)
     flat[int(offsets[-1]) :] = False
-    number = torch.bucketize(torch.arange(len(flat)), offsets, right=True).view_as(shown)
+    number = torch.bucketize(
+        torch.arange(len(flat), device=offsets.device), offsets, right=True
+    ).view_as(shown)
     return _document_starts(number, shown, torch.ne)
 
 
@@ -245,7 +247,7 @@ def _text_positions(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor |
 
 def _document_starts(values: Tensor, shown: Tensor, begins: Any) -> Bool[Tensor, "rows length"]:
     """Visible tokens that are the first of their row, or `begins(value, that before)` is true."""
-    row = torch.arange(len(shown))[:, None].expand_as(shown)[shown]
+    row = torch.arange(len(shown), device=shown.device)[:, None].expand_as(shown)[shown]
     seen = values[shown]
     first = torch.ones_like(seen, dtype=torch.bool)
     first[1:] = begins(seen[1:], seen[:-1]) | (row[1:] != row[:-1])

@@ -88,5 +88,5 @@ def _bytes_on_cpu(flat: Tensor) -> Tensor:
     """Bytes on the CPU: through pinned memory, which is scarce and so not kept, where it helps."""
     if flat.device.type != "cuda":
         return flat.cpu()
-    pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(flat).clone()

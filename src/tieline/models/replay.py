@@ -185,9 +185,9 @@ def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> di
     if all(name in names for name in by_name) if every else all(name in by_name for name in names):
         return {name: trace.layers[by_name[name]] for name in names if name in by_name}
     facts = trace.layers[0].facts
-    empty = torch.zeros(1, facts.k, dtype=torch.int64)
+    empty = torch.zeros(1, facts.k, dtype=torch.int64, device="cpu")
     stand_in = [LayerTrace(name, facts, empty) for name in names]
-    token = torch.zeros(1, dtype=torch.int64)
+    token = torch.zeros(1, dtype=torch.int64, device="cpu")
     numbers = exported_layers(RoutingTrace(stand_in, token, token, token))
     depths = exported_layers(trace)
     fits = set(numbers) == set(depths) if every else set(numbers) <= set(depths)
@@ -238,7 +238,7 @@ class _Session:
         self.state.recorded += int((rows >= 0).sum())
         self._count_documents(batch, rows)
         if batch.kept is not None:
-            rows = torch.full((batch.routed,), -1).index_copy(0, batch.kept, rows)
+            rows = rows.new_full((batch.routed,), -1).index_copy(0, batch.kept, rows)
         self._passes = [*self._passes[1 - MOST_PASSES :], _Pass(rows)]
         self._running = True
 
@@ -476,7 +476,7 @@ def _recorded_weights(
 def _selected_rows(record: LayerTrace, only: str | float | None) -> Bool[Tensor, " rows"]:
     """Rows of the record that are replayed."""
     if only is None:
-        return torch.ones(len(record.experts), dtype=torch.bool)
+        return torch.ones(len(record.experts), dtype=torch.bool, device=record.experts.device)
     require(
         record.has_gaps,
         f"{layer_label(record.name)} has no scores beside the threshold: near ties cannot be told",

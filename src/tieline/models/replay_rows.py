@@ -47,8 +47,8 @@ class OrderedRows:
         self.numbers = numbers
         self.starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
         cells = self.starts.numpy()[order] + positions
-        self.cells = torch.full((int(self.starts[-1]) + 1,), -1)
-        self.cells[torch.from_numpy(cells)] = torch.arange(len(cells))
+        self.cells = self.starts.new_full((int(self.starts[-1]) + 1,), -1)
+        self.cells[torch.from_numpy(cells)] = torch.arange(len(cells), device="cpu")
         twice = len(np.unique(cells)) < len(cells)
         require(not twice, "a document of the record has a position twice", TraceError)
 
@@ -170,8 +170,8 @@ class MatchedRows:
         return torch.equal(*slices)
 
     def _equal_routes(self, a: int, b: int, length: int) -> bool:
-        positions = torch.arange(length)
-        rows = [self._order.at(torch.full((length,), i), positions) for i in (a, b)]
+        positions = torch.arange(length, device="cpu")
+        rows = [self._order.at(torch.full_like(positions, i), positions) for i in (a, b)]
         for layer in self._layers:
             k = layer.facts.k
             one, other = (layer.experts[r, :k].sort(dim=1).values for r in rows)

@@ -152,7 +152,7 @@ class Ranks:
             return
         tensors = {}
         for number, quantity in enumerate(sums):
-            empty = torch.empty(0, dtype=torch.float64)
+            empty = torch.empty(0, dtype=torch.float64, device="cpu")
             tensors[f"{number}.sums"] = torch.cat([empty, *quantity.sums])
             tensors[f"{number}.counts"] = torch.cat([empty.float(), *quantity.counts])
         joined = self.join_rows(tensors)

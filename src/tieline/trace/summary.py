@@ -205,7 +205,7 @@ class DistinctSketch:
     @classmethod
     def empty(cls) -> "DistinctSketch":
         """Return the sketch of nothing."""
-        return cls(torch.zeros(0, dtype=torch.int64))
+        return cls(torch.zeros(0, dtype=torch.int64, device="cpu"))
 
     def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
         """Return the sketch with these hashes added, in any order."""
@@ -340,7 +340,7 @@ class LayerSummary:
         """Return the mean of K(ε) per ε, in float64."""
         if self.near is None:
             raise TraceError(f"{layer_label(self.name)} was summarised without counts K(ε)")
-        counts = torch.arange(self.near.shape[1], dtype=torch.float64)
+        counts = torch.arange(self.near.shape[1], dtype=torch.float64, device=self.near.device)
         return (self.near.double() @ counts) / self.measured
 
 
