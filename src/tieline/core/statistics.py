@@ -376,7 +376,7 @@ class SequenceSums:
     def add(self, values: Float[Tensor, "rows length"]) -> None:
         """Take the values of the tokens of some more sequences."""
         self.sums.append(values.double().sum(dim=1).cpu())
-        self.counts.append(torch.full((len(values),), float(values.shape[1])))
+        self.counts.append(torch.full((len(values),), float(values.shape[1]), device="cpu"))
 
     def mean(self) -> Estimate:
         """Mean per token so far."""

@@ -115,7 +115,7 @@ class Shards:
                 require(name not in self.tensors, twice, UnsupportedModelError)
                 self.tensors[name] = stored
         self.bytes_read = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def size(self) -> int:
@@ -152,7 +152,7 @@ class Shards:
         wrong = f"{name!r} has the shape {stored.shape} instead of {tuple(into.shape)}"
         require(stored.shape == tuple(into.shape), wrong, UnsupportedModelError)
         if len(self._buffer) < CHUNK:
-            self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device="cpu")
         width = stored.dtype.itemsize
         with self._open(stored.file) as handle:
             for start in range(0, stored.size, CHUNK):
@@ -237,7 +237,7 @@ def aligned_bytes(size: int, start: int, dtype: torch.dtype, room: Tensor | None
         dtype: of the tensor, whose numbers must not be cut.
         room: memory to use, of at least `size` + `LINE` bytes.
     """
-    room = torch.empty(size + LINE, dtype=torch.uint8) if room is None else room
+    room = torch.empty(size + LINE, dtype=torch.uint8, device="cpu") if room is None else room
     first = (start - room.data_ptr()) % LINE
     first = -room.data_ptr() % LINE if first % dtype.itemsize else first
     return room[first : first + size]

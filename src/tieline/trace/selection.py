@@ -50,7 +50,7 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
 
 def select_documents(trace: RoutingTrace, documents: Iterable[int]) -> RoutingTrace:
     """Return the tokens of these documents, in the order of the trace."""
-    chosen = torch.tensor(sorted(set(documents)), dtype=torch.int64)
+    chosen = torch.tensor(sorted(set(documents)), dtype=torch.int64, device="cpu")
     missing = chosen[~torch.isin(chosen, trace.documents.long())].tolist()
     require(not missing, f"no tokens of documents {missing[:5]} in the trace", TraceError)
     return select_tokens(trace, torch.isin(trace.documents.long(), chosen))
@@ -193,7 +193,7 @@ def token_sequences(trace: RoutingTrace) -> tuple[list[Int[Tensor, " _"]], list[
         rows = (trace.documents == number).nonzero().squeeze(1)
         rows = rows[trace.positions[rows].argsort()]
         positions = trace.positions[rows].long()
-        gap = (positions != torch.arange(len(positions))).nonzero()
+        gap = (positions != torch.arange(len(positions), device=positions.device)).nonzero()
         require(
             len(gap) == 0,
             f"document {number} of the trace has no token at position "
