@@ -133,7 +133,7 @@ def expected_format(
     if None in formats:
         return None
     order = list(ROUNDING)
-    return Expected(max(filter(None, formats), key=order.index), "as both sides recorded")
+    return Expected(max(filter(None, formats), key=order.index), "the coarser of both sides")
 
 
 def recorded_format(side: Mapping[str, object]) -> str | None:

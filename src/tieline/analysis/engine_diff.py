@@ -313,7 +313,7 @@ def _expected_by_sides(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> E
     recorded = [x for x in formats if x is not None]
     if len(recorded) < 2:
         return None
-    return Expected(max(recorded, key=list(ROUNDING).index), "as both sides recorded")
+    return Expected(max(recorded, key=list(ROUNDING).index), "the coarser of both sides")
 
 
 def _rounding_of_products(trace: RoutingTrace) -> str | None:

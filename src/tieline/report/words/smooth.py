@@ -19,7 +19,8 @@ def smoothing_facts(result: Repair) -> list[str]:
         f"Tokens whose experts change in some layer: {flips}.",
         f"Time of a forward pass: {times or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
-        f"{repair.sequences} sequences; ± is the standard error, clustered by sequence.",
+        f"{repair.sequences} sequences that ε was not calibrated on; ± is the standard error, "
+        "clustered by sequence.",
     ]
     refused = result.smoothing.refused
     return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
