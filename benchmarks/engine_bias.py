@@ -1,0 +1,99 @@
+"""Families with a selection bias in MLX, in float32, with the bias and with it dropped.
+
+    python -m benchmarks.engine_bias
+
+Random models of four layers, 32 experts and top-4, sigmoid scores; 4,096 tokens in documents of
+256, against transformers in float32. Needs the engine "mlx" of `tieline capture --list-engines`.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import tieline as tl
+from tieline.models.demo import load_demo_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {"glm4_moe": {"use_qk_norm": True}, "dots1": {}}
+
+
+@torch.no_grad()
+def random_model(family: str) -> Any:
+    """A model whose products keep the size of their inputs, selection biases N(0, 0.05²)."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+    for bias in selection_biases(model):
+        bias.normal_(0, 0.05)
+    return model
+
+
+def selection_biases(model: Any) -> list[torch.Tensor]:
+    """The selection bias of every router."""
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return [tensor for name, tensor in tensors.items() if "correction_bias" in name]
+
+
+def save(model: Any, folder: Path) -> str:
+    """Write a checkpoint with the rotary settings where mlx-lm reads them."""
+    model.save_pretrained(folder)
+    load_demo_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rotary = config["rope_parameters"]
+    share = rotary.get("partial_rotary_factor", 1.0)
+    config |= {"rope_theta": rotary["rope_theta"], "rope_scaling": None}
+    path.write_text(json.dumps(config | {"partial_rotary_factor": share}))
+    return str(folder)
+
+
+def main() -> None:
+    """Print flips by layer and the verdict of each family, with the bias and without it."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as name:
+            model = random_model(family)
+            whole = save(model, Path(name) / "a")
+            for bias in selection_biases(model):
+                bias.data.zero_()
+            dropped = save(model, Path(name) / "b")
+            for what, folder in (("as it is", whole), ("bias dropped", dropped)):
+                result: Any = tl.diff(whole, f"mlx:{folder}", tokens=4096, sequence_length=256)
+                flips = [layer.flip.count for layer in result.layers]
+                print(family, what, flips, result.layers[0].flip.total, result.causes.conclusion)
+
+
+if __name__ == "__main__":
+    main()
