@@ -69,7 +69,7 @@ PIECES = {
 TIES = {
     "switches": replace(LINE, name="switches per radian"),
     "gap_density": replace(
-        LINE, name="tie density $f_{gap}(0)$", colour="@notice", dash="dashdot", symbol="square"
+        LINE, name="tie density f_gap(0)", colour="@notice", dash="dashdot", symbol="square"
     ),
     FLIPS: replace(
         LINE, name="flips by bf16 (share of tokens)", colour="@warn", dash="dash", symbol="circle"
@@ -286,10 +286,8 @@ def _star_notes(result: Advice) -> list[str]:
 
 def _design_figure(result: Advice) -> "Figure":
     """Pieces (left) and ties (right) by split, as powers of ten."""
-    pieces = _log10_chart(
-        result, PIECES, f"$\\log_{{10}}$ of the number, $d_{{eff}}={result.d_eff}$"
-    )
-    ties = _log10_chart(result, TIES, "$\\log_{10}$ of the number")
+    pieces = _log10_chart(result, PIECES, f"log₁₀ of the number, d_eff = {result.d_eff}")
+    ties = _log10_chart(result, TIES, "log₁₀ of the number")
     return chart_figure(pieces, ties, width=6.75, height=2.9)
 
 

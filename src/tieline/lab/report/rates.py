@@ -246,12 +246,13 @@ def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float 
 
 
 def _name_ticks(axes: "Axes") -> None:
-    """Write losses as decimals at 1, 2 and 5: a panel may span less than a power of ten."""
+    """Write sizes and losses as decimals at 1, 2 and 5: a panel may span less than ten times."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    for axis, text in ((axes.xaxis, "{x:,.0f}"), (axes.yaxis, "{x:g}")):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter(text))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _start_colours(count: int) -> list[Any]:
