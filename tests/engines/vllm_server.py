@@ -9,6 +9,7 @@ import runpy
 import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
+from triton import backends  # noqa: E402 - reads the variable
 
 
 class Driver:
@@ -19,10 +20,9 @@ class Driver:
         return True
 
 
-if __name__ == "__main__":
-    from triton import backends
+backends.backends["cpu"] = backends.Backend(None, Driver)  # also in the engine's own process
 
-    backends.backends["cpu"] = backends.Backend(None, Driver)
+if __name__ == "__main__":
     model, port = sys.argv[1:3]
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
     options += ["--enable-return-routed-experts", "--enable-scale-out", "--max-num-seqs", "16"]
