@@ -9,7 +9,7 @@ import runpy
 import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
-from triton import backends  # noqa: E402 - reads the variable
+from triton import backends  # reads the variable
 
 
 class Driver:
