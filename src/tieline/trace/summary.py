@@ -57,8 +57,8 @@ def token_hash(
     documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
 ) -> Int64[np.ndarray, " tokens"]:
     """Return the hash of (document, position), in [0, 2^63)."""
-    document = _mixed_bits(documents.long().numpy().view(np.uint64))
-    return _signed_hash(_mixed_bits(document ^ positions.long().numpy().view(np.uint64)))
+    document = _mixed_bits(documents.long().cpu().numpy().view(np.uint64))
+    return _signed_hash(_mixed_bits(document ^ positions.long().cpu().numpy().view(np.uint64)))
 
 
 def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:

@@ -244,7 +244,7 @@ def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
 
 
 @dataclass
-class _LayerSums:
+class _LawSums:
     """Sums over the tokens of a layer; jumps near ties are taken from gaps below `width`."""
 
     width: float
@@ -284,7 +284,7 @@ def layer_laws(
     ties, sums = {}, {}
     for index, plan in enumerate(plans):
         tie, width = _layer_tie([calls[index] for calls in first], widths.sigmas[plan.name])
-        ties[plan.name], sums[plan.name] = tie, _LayerSums(width)
+        ties[plan.name], sums[plan.name] = tie, _LawSums(width)
     del first
     for number, ids in enumerate(batches):
         for index, call in enumerate(_layer_calls(model, plans, ids)):
@@ -298,7 +298,7 @@ def layer_laws(
 
 def _add_batch(
     call: _LayerCall,
-    sums: _LayerSums,
+    sums: _LawSums,
     sigma: float,
     how: tuple[Sequence[float], int],
     source: torch.Generator,
@@ -334,7 +334,7 @@ def _noise_change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor)
     return torch.stack(changes).mean(dim=0)
 
 
-def _layer_law(name: str, tie: _Tie, sums: _LayerSums, scales: Sequence[float]) -> LayerLaw:
+def _layer_law(name: str, tie: _Tie, sums: _LawSums, scales: Sequence[float]) -> LayerLaw:
     """The law of one layer at all widths, from its sums over batches."""
     size = sums.size.mean().value or 1.0
     hard = sums.hard.mean().times(1 / size)
@@ -343,7 +343,7 @@ def _layer_law(name: str, tie: _Tie, sums: _LayerSums, scales: Sequence[float]) 
     return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
 
 
-def _law_point(tie: _Tie, sums: _LayerSums, scale: float, size: float, hard: float) -> LawPoint:
+def _law_point(tie: _Tie, sums: _LawSums, scale: float, size: float, hard: float) -> LawPoint:
     """Measured and predicted moved output and sensitivity at one width."""
     moved, left = (kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.left))
     width = scale * tie.sigma
@@ -361,7 +361,7 @@ def _law_point(tie: _Tie, sums: _LayerSums, scale: float, size: float, hard: flo
     )
 
 
-def _above_frontier(sums: _LayerSums, scale: float, sigma: float) -> Estimate:
+def _above_frontier(sums: _LawSums, scale: float, sigma: float) -> Estimate:
     """D over the least for this S, with a standard error from leaving out groups of sequences.
 
     S_hard is f J² σ √(2/π) with f J² of the same text: many more tokens tell it than those that
