@@ -45,15 +45,9 @@ class CpuClock:
 def random_models() -> dict[str, PreTrainedModel]:
     """A small Mixtral and a small Qwen3-MoE whose routers are far from uniform."""
     torch.manual_seed(0)
-    mixtral = MixtralConfig(num_hidden_layers=3, num_local_experts=8, **SHAPE)
-    qwen = Qwen3MoeConfig(
-        num_hidden_layers=4,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=64,
-        head_dim=48,
-        **SHAPE,
-    )
+    mixtral = MixtralConfig.from_dict({**SHAPE, "num_hidden_layers": 3, "num_local_experts": 8})
+    wide = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    qwen = Qwen3MoeConfig.from_dict({**SHAPE, **wide, "num_hidden_layers": 4, "head_dim": 48})
     models = {"mixtral": MixtralForCausalLM(mixtral), "qwen3_moe": Qwen3MoeForCausalLM(qwen)}
     for model in models.values():
         model.eval()

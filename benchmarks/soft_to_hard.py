@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import fmean
 
 from tieline.core.statistics import mean_interval
-from tieline.lab.training.config import CoolingConfig, TrainConfig
+from tieline.lab.training.config import CoolingConfig, DecoderConfig, TrainConfig
 from tieline.lab.training.language import scored_windows
 from tieline.lab.training.recipes import recipe_config
-from tieline.lab.training.soft_to_hard import hardening_path, soft_layers
+from tieline.lab.training.soft_to_hard import hardening_path, soft_gate, soft_layers
 from tieline.lab.training.text_data import load_streams
 from tieline.lab.training.training_run import run_training
 
@@ -45,13 +45,14 @@ def arm_config(arm: str, seed: int) -> TrainConfig:
 def train_arm(arm: str, seed: int) -> dict:
     """Train one arm; its test loss, its course, and the final model at given temperatures."""
     config = arm_config(arm, seed)
-    rows = scored_windows(load_streams(config.data).validation, config.model.context, 64)
+    context = config.shape(DecoderConfig, "language").context
+    rows = scored_windows(load_streams(config.data).validation, context, 64)
     course, path = [], []
 
     def look(model, step: int) -> None:
         layers = soft_layers(model)
         if layers and step % (config.optim.steps // LOOKS) == 0:
-            (point,) = hardening_path(model, rows, [layers[0].gate.temperature])
+            (point,) = hardening_path(model, rows, [soft_gate(layers[0]).temperature])
             course.append({"step": step, **asdict(point)})
             if step == config.optim.steps:
                 path.extend(asdict(point) for point in hardening_path(model, rows, TAUS))
