@@ -190,4 +190,4 @@ def test_the_first_failure_ends_all():
 
     with pytest.raises(ServerError, match="no"):
         ask_all(ask, range(1000), 1)
-    assert len(asked) < 1000
+    assert asked == [0, 1]

@@ -39,7 +39,8 @@ CHART = Chart(
 
 def test_a_chart_is_the_same_numbers_in_plotly_and_matplotlib():
     page, (axes,) = plotly_figure(CHART), chart_figure(CHART).axes
-    assert [trace["y"] for trace in page["data"]] == [[0.5, None], [0.5, 0.25], [0.1, 0.2]]
+    # The page has shares in percent, paper as they are.
+    assert [trace["y"] for trace in page["data"]] == [[50, None], [50, 25], [10, 20]]
     curves = [line for line in axes.lines if len(line.get_xdata()) == 2]
     heights = [list(line.get_ydata()) for line in curves]
     assert [0.1, 0.2] in heights
@@ -54,7 +55,7 @@ def test_a_chart_is_the_same_numbers_in_plotly_and_matplotlib():
 
 def test_error_bars_reach_as_far_below_and_above_on_paper_as_on_the_page():
     trace = plotly_figure(CHART)["data"][1]
-    assert (trace["error_y"]["array"], trace["error_y"]["arrayminus"]) == ([0.1, 0.2], [0.3, 0.4])
+    assert (trace["error_y"]["array"], trace["error_y"]["arrayminus"]) == ([10, 20], [30, 40])
     (axes,) = chart_figure(CHART).axes
     (bars,) = axes.containers[0].lines[2]
     ends = [segment[:, 1].tolist() for segment in bars.get_segments()]

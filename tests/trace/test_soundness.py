@@ -136,7 +136,7 @@ def test_an_expert_twice(count):
     ids[40 : 40 + count, 2, 1] = ids[40 : 40 + count, 2, 0]
     finding = only(check(ids))["duplicate-expert"]
     assert finding.count == count
-    assert finding.where.startswith("row 40, layer layers.2: ")
+    assert finding.where.startswith("row 40, layer 2: ")
     assert "one layer alone" in finding.cause
     zeros = IDS.copy()
     zeros[40, :2] = 0
@@ -148,7 +148,7 @@ def test_ids_that_no_expert_has():
     ids[7, 1, 2] = EXPERTS + 1
     finding = only(check(ids, EXPERTS))["out-of-range"]
     assert finding.count == 1
-    assert finding.where == f"row 7, layer layers.1: {EXPERTS + 1}"
+    assert finding.where == f"row 7, layer 1: {EXPERTS + 1}"
     assert "draft" in finding.cause
     physical = np.where(IDS == 3, EXPERTS + 2, IDS)
     assert "physical" in only(check(physical, EXPERTS))["out-of-range"].cause
@@ -158,7 +158,7 @@ def test_ids_that_no_expert_has():
     assert "wrapped" in only(check(IDS.astype(np.uint8), 300))["out-of-range"].message
     draft = IDS.copy()
     draft[:, 3] += EXPERTS
-    assert "layers.3" in only(check(draft), "suspicious")["out-of-range"].message
+    assert "layer 3" in only(check(draft), "suspicious")["out-of-range"].message
 
 
 def test_layers_that_are_dense_constant_or_narrow():
@@ -169,7 +169,7 @@ def test_layers_that_are_dense_constant_or_narrow():
     assert only(found, "note")["constant-layer"].count == 1
     constant = IDS.copy()
     constant[:, 4] = constant[0, 4]
-    assert only(check(constant))["constant-layer"].where == "layer layers.4"
+    assert only(check(constant))["constant-layer"].where == "layer 4"
     assert "constant-layer" in only(check(constant[:40]), "suspicious")
     narrow, rng = sound(2000)[0], np.random.default_rng(1)
     narrow[:, 1] = np.argsort(rng.random((2000, 8)), axis=1)[:, :K]
@@ -197,7 +197,7 @@ def test_experts_that_nobody_chose():
     scores[:, 1, 5] = -1
     found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "note")["dead-experts"]
     assert found.count == 1
-    assert found.where == "layer layers.1: [5]"
+    assert found.where == "layer 1: [5]"
     scores[..., 4:8] = -1
     found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
     assert "experts 4 ... 7" in found.message

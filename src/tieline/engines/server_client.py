@@ -208,8 +208,20 @@ def ask_all(
         on_answer: called with the number of answers so far.
     """
     answers: list[Any] = []
+    failures: list[BaseException] = []
+
+    def ask_unless_failed(question: Any) -> Any:
+        """Ask, or fail as the first that failed: a task may start before it is cancelled."""
+        if failures:
+            raise failures[0]
+        try:
+            return ask(question)
+        except BaseException as failure:
+            failures.append(failure)
+            raise
+
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        tasks = [pool.submit(ask, question) for question in questions]
+        tasks = [pool.submit(ask_unless_failed, question) for question in questions]
         try:
             for task in tasks:
                 answers.append(task.result())

@@ -145,14 +145,15 @@ def computes_single(router: nn.Module) -> bool:
     more than its input, and for one that rounds its logits to bf16 before it converts them to
     float32.
     """
-    state = (type(router), *(parameter.dtype for parameter in router.parameters()))
+    tensors = [*router.parameters(), *router.buffers()]  # on "meta" until a streamed unit is read
+    state = (type(router), *((tensor.dtype, tensor.device) for tensor in tensors))
     if _SINGLE_LOGITS.get(router, (None, False))[0] != state:
         _SINGLE_LOGITS[router] = (state, _trial_is_single(router))
     return _SINGLE_LOGITS[router][1]
 
 
 _SINGLE_LOGITS: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
-"""Whether routers that were tried compute float32 logits, with the class and types tried."""
+"""Whether routers that were tried compute float32 logits; with class, types, devices tried."""
 
 
 def _trial_is_single(router: nn.Module) -> bool:

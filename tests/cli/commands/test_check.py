@@ -28,7 +28,7 @@ def test_an_unsound_file_ends_with_1_and_everything_is_written(tieline, tmp_path
     found = json.loads(data.read_text())
     assert found["sound"] is False
     assert [x["kind"] for x in found["findings"]] == ["duplicate-expert"]
-    assert "row 9, layer layers.2" in page.read_text()
+    assert "row 9, layer 2" in page.read_text()
 
 
 @pytest.mark.parametrize(

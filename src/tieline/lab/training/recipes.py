@@ -154,7 +154,7 @@ def demo_small(gate: str, k: int = 2) -> TrainConfig:
 
 
 def demo_attention(kind: str) -> TrainConfig:
-    """Two layers on the text in the box, with softmax or sigmoid attention (paper 4)."""
+    """Two layers, softmax or sigmoid attention (paper 4)."""
     base = demo_small("smoe")
     return base.replace(recipe=f"demo-attention-{kind}", model__attention=kind)
 
@@ -193,7 +193,7 @@ def paper2_small(data: str, gate: str) -> TrainConfig:
 
 
 def paper2_demo(gate: str) -> TrainConfig:
-    """The six layers of paper 2's small setup at width 32 on the text in the box, 320 steps."""
+    """Six layers as in paper 2, width 32, 320 steps."""
     small = demo_small(gate)
     return small.replace(recipe=f"demo-paper2-{gate}", model__layers=6)
 
@@ -314,7 +314,7 @@ def domain_gate(name: str, shape: PatchConfig | VisionTransformerConfig, k: int 
 
 
 def pacs_small(gate: str, out: str) -> TrainConfig:
-    """A small transformer on PACS at 32×32 with a domain left out."""
+    """A small transformer on PACS, a domain left out."""
     require(out in DOMAINS, f"the domain {out!r} is not one of {list(DOMAINS)}")
     return TrainConfig(
         recipe=f"pacs-small-{gate}-{out}",
@@ -369,7 +369,7 @@ def glue_gate(name: str, k: int = 2) -> GateConfig:
 
 
 def glue_smoke(task: str, gate: str) -> TrainConfig:
-    """A tiny BERT at random weights with 16 experts in one block, 20 steps."""
+    """A tiny BERT, 16 experts in one block, 20 steps."""
     return TrainConfig(
         recipe=f"glue-smoke-{task}-{gate}",
         task="sentences",
