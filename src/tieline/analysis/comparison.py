@@ -426,8 +426,8 @@ def _places_of_keys(listed: TokenKeys, keys: TokenKeys) -> np.ndarray:
     span = 1 + max(int(x.positions.max(initial=0)) for x in (listed, keys))
     of_listed, of_keys = (x.documents.astype(np.int64) * span + x.positions for x in (listed, keys))
     order = np.argsort(of_listed, kind="stable")
-    places = np.searchsorted(of_listed[order], of_keys, side="right") - 1  # the last of equals
-    taken = order[places.clip(min=0)]
+    ranks = np.searchsorted(of_listed[order], of_keys, side="right") - 1  # the last of equals
+    taken = order[ranks.clip(min=0)]
     return np.where(of_listed[taken] == of_keys, taken, -1)
 
 

@@ -257,7 +257,7 @@ def _served_way(
     ]
     judged = [flip.near_tie for flip in firsts if flip.near_tie is not None]
     tokens = [(a.generated, b.generated) for a, b in zip(alone, other, strict=True)]
-    told = all(a is not None and b is not None for a, b in tokens)
+    all_generated = all(a is not None and b is not None for a, b in tokens)
     return ServedWay(
         way=way,
         tokens=sum(map(len, masks)),
@@ -267,7 +267,7 @@ def _served_way(
         first=min(firsts, key=lambda flip: (flip.layer, flip.prompt, flip.token), default=None),
         first_flips=len(firsts),
         near_ties=sum(judged) if len(judged) == len(firsts) else None,
-        next_tokens=sum(a != b for a, b in tokens) if told else None,
+        next_tokens=sum(a != b for a, b in tokens) if all_generated else None,
     )
 
 

@@ -83,11 +83,11 @@ class ServerClient:
     pause: Callable[[float], object] = field(default=time.sleep, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname)
+        address = urlsplit(self.url)
+        fits = address.scheme in ("http", "https") and bool(address.hostname)
         require(fits, f"{self.url!r:.200} is no address such as http://127.0.0.1:8000")
         require(
-            parts.username is None and parts.password is None and not parts.query,
+            address.username is None and address.password is None and not address.query,
             f"leave name, password and query out of the address: a key is read from {KEY_VARIABLE}",
         )
 
