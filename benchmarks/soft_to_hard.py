@@ -17,7 +17,7 @@ from statistics import fmean
 
 from tieline.core.statistics import mean_interval
 from tieline.lab.training.config import CoolingConfig, DecoderConfig, TrainConfig
-from tieline.lab.training.language import scored_windows
+from tieline.lab.training.language_tasks import scored_windows
 from tieline.lab.training.recipes import recipe_config
 from tieline.lab.training.soft_to_hard import hardening_path, soft_gate, soft_layers
 from tieline.lab.training.text_data import load_streams

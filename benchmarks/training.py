@@ -37,9 +37,9 @@ from tieline.analysis.smooth_repair import RepairRow, repair_table
 from tieline.lab.claims.gate_comparisons import GateRow, gate_table, read_scores
 from tieline.lab.training.config import GATE_NAMES
 from tieline.lab.training.recipes import recipe_config
-from tieline.lab.training.tasks import task_of
 from tieline.lab.training.text_data import Windows, load_streams
 from tieline.lab.training.trainer import RoutingTrainer, training_arguments
+from tieline.lab.training.training_run import task_of
 from tieline.models.model import Model
 from tieline.routing.losses import collect_routing
 

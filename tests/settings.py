@@ -39,7 +39,7 @@ JOBS = {
     DesignSettings: ("tieline.lab.on_model.design", "design"),
     ReproduceSettings: ("tieline.lab.claims", "reproduce"),
     RerouteSettings: ("tieline.lab.on_model.reroute", "reroute"),
-    AttentionSettings: ("tieline.lab.attention.view", "attention_view"),
+    AttentionSettings: ("tieline.lab.attention.head_view", "attention_view"),
     SliceSettings: ("tieline.lab.on_model.slice", "slice_model"),
     SoftenSettings: ("tieline.lab.on_model.soften", "soften"),
     WalksSettings: ("tieline.lab.on_model.walks", "walks"),

@@ -259,7 +259,7 @@ MUTANTS: list[Mutant] = [
         "limits-1",
         "integrand = 2 * math.log(2) * residual * d - (math.log(2) + 0.5) * d.square()",
         "integrand = 2 * math.log(2) * residual * d - (2 * math.log(2)) * d.square()",
-        "lab/limits/temperature_slope/test_slope.py",
+        "lab/limits/temperature_limit/test_slope.py",
         "constant of the sampled slope",
     ),
     _m(
@@ -294,7 +294,7 @@ MUTANTS: list[Mutant] = [
         "limits-7",
         "trace = target[(value < 0).long()]",
         "trace = target[(value > 0).long()]",
-        "lab/limits/shape_derivative/test_shape.py",
+        "lab/limits/wall_integrals/test_shape.py",
         "the trace of the target from the other side of the wall",
     ),
     # ------------------------------------------------------------ estimation

@@ -112,7 +112,7 @@ add_model_command(
 add_model_command(
     "attention",
     AttentionSettings,
-    "tieline.lab.attention.view:attention_view",
+    "tieline.lab.attention.head_view:attention_view",
     "Look at attention heads as mixtures of keys, and at what sigmoid attention would change.",
     "matplotlib",
 )

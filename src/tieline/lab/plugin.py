@@ -23,7 +23,7 @@ PLUGIN = Plugin(
             "tieline.lab.on_model.walks:FlipWalks", "tieline.lab.report.walks"
         ),
         "tieline-attention": ResultFormat(
-            "tieline.lab.attention.view:AttentionView", "tieline.lab.report.attention"
+            "tieline.lab.attention.head_view:AttentionView", "tieline.lab.report.attention"
         ),
         "tieline-frontier": ResultFormat(
             "tieline.lab.on_model.frontier:Frontier", "tieline.lab.report.frontier"
@@ -57,7 +57,7 @@ PLUGIN = Plugin(
         ),
     },
     restorers={
-        "attention": "tieline.lab.attention.in_models",
+        "attention": "tieline.lab.attention.model_attention",
         "reroute": "tieline.lab.on_model.rerouted_model",
         "upcycle": "tieline.lab.on_model.upcycled_model",
     },

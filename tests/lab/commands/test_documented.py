@@ -10,7 +10,7 @@ import typer
 from tieline.cli.app import app_with_commands
 from tieline.lab.claims.claim import Verdict, all_claims
 from tieline.lab.training.recipes import recipe_config
-from tieline.lab.training.tasks import TASKS
+from tieline.lab.training.training_run import TASKS
 
 DOCS = Path(__file__).parents[3] / "docs"
 CASES = ("reproduced at small scale", "not at this scale", "needs accelerators")
@@ -82,7 +82,7 @@ def test_the_papers_forms_say_what_they_would_do(
 
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))  # tests download nothing
     monkeypatch.setattr("urllib.request.urlopen", no_route)
-    monkeypatch.setattr("tieline.lab.training.fetch.snapshot_download", no_route)
+    monkeypatch.setattr("tieline.lab.training.data_files.snapshot_download", no_route)
     command = next(command for command in WHOLE if family in command)
     code, out, err = tieline(*shlex.split(command)[1:], "--dry-run")
     assert code == 0, err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tieline.lab.training.fetch import DataError, data_set, find_data
+from tieline.lab.training.data_files import DataError, data_set, find_data
 
 
 def shared(name):

@@ -9,7 +9,7 @@ from tests.lab.training.tiny import tiny_decoder
 from tieline import ReLUGate, TielineError
 from tieline.lab.training.config import GateConfig
 from tieline.lab.training.gate_schedules import BudgetSchedule, GateSchedule, SparsityController
-from tieline.lab.training.language import moe_layers
+from tieline.lab.training.language_tasks import moe_layers
 from tieline.routing.losses import collect_routing
 
 

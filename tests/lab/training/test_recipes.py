@@ -8,7 +8,7 @@ import pytest
 from tieline.core.errors import TielineError
 from tieline.lab.training.config import GATE_NAMES, GateConfig, OptimConfig, gate_config
 from tieline.lab.training.recipes import RECIPES, recipe_config, recipe_list
-from tieline.lab.training.tasks import TASKS, task_of
+from tieline.lab.training.training_run import TASKS, task_of
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -16,7 +16,7 @@ from tieline.core.ranking import gap
 from tieline.core.statistics import Estimate
 from tieline.lab.training.config import CoolingConfig, GateConfig
 from tieline.lab.training.gate_schedules import GateSchedule
-from tieline.lab.training.language import LanguageModelling, moe_layers, scored_windows
+from tieline.lab.training.language_tasks import LanguageModelling, moe_layers, scored_windows
 from tieline.lab.training.soft_to_hard import (
     Cooling,
     CoolingCallback,

@@ -1,6 +1,6 @@
 """Runs small enough for a test: seconds, on the text in the box."""
 
-from tieline.lab.training.language import new_decoder
+from tieline.lab.training.language_tasks import new_decoder
 from tieline.lab.training.recipes import recipe_config
 
 

@@ -1,11 +1,35 @@
 """Self-attention with softmax or sigmoid weights, as functions and as a multi-head layer.
 
 With softmax tokens compete for a row's unit mass, with sigmoid each is weighted alone; a row of
-either is a mixture of experts (`tieline.lab.attention.moe`). Neither ever builds the matrix of
-all queries by all keys.
+either is a mixture of experts (`head_mixture`). Neither builds the matrix of all queries by keys.
+
+Sigmoid attention goes tile by tile:
+
+    P   = σ(s q kᵀ + b + r)          a tile of weights: some heads, a block of queries, one of keys;
+                                     r one number per query; 0 where the mask hides a key
+    out = P v
+    dv  = Pᵀ g                       g the gradient of out
+    dS  = (g vᵀ) ⊙ P ⊙ (1 − P)       P recomputed: one product instead of a saved matrix
+    dq  = s dS k,   dk = dSᵀ (s q)
+
+An element of P needs no other element of its row, so every sum over tiles is added in place. The
+scratch of a call is one tile (two in backward), which stays in cache and is reused for every tile.
+Tiles without any visible key are skipped: those above the diagonal of a causal call, and those that
+a mask hides from all sequences. Sums are kept in contiguous blocks, those over
+queries transposed, where batched products are fastest. Inputs narrower than float32 are computed in
+float32 and rounded once.
+
+Heads are split over threads once (`in_shares`), instead of every operator over all cores: many
+small operators synchronise all cores after each, and whatever else runs on the machine then delays
+every core (measured at load 8: five times the processor time).
 """
 
+import itertools
 import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -14,24 +38,27 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, ShapeError, require
-from tieline.lab.attention.tiles import sigmoid_tiles
+from tieline.routing.buffer_pool import take_buffer
 
 __all__ = [
+    "TILE",
     "AttentionKind",
     "HeadWeights",
     "ScoreBias",
     "SelfAttention",
     "check_kind",
+    "in_shares",
     "score_bias",
     "score_scale",
     "sigmoid_attention",
+    "sigmoid_tiles",
     "softmax_attention",
 ]
 
 AttentionKind = Literal["softmax", "sigmoid"]
 ScoreBias = float | Literal["-log n", "-log seen"] | None
 
-# Axes that must agree have different names here: `_check_inputs` compares them, with clear errors.
+# Axes that must agree have different names: `_check_attention_inputs` compares them.
 Queries = Float[Tensor, "... queries d_query"]
 Keys = Float[Tensor, "... keys d_key"]
 Values = Float[Tensor, "... values d_value"]
@@ -266,3 +293,351 @@ class SelfAttention(nn.Module):
             f"d_model={self.d_model}, n_heads={self.n_heads}, kind={self.kind!r}, "
             f"causal={self.causal}, bias={self.bias!r}"
         )
+
+
+Tiles = tuple[tuple[int, ...], ...]
+"""For each block of queries, the blocks of keys that it sees anything of."""
+
+TILE = 256
+"""Queries and keys of a tile."""
+
+TILES_PER_THREAD = 4
+"""Heads that a thread computes in one batched product, more if they are short."""
+
+WORTH_THREADS = 4 * TILE * TILE
+"""Scores of a call from which threads pay off, about 1 ms for one core."""
+
+
+@torch.library.custom_op("tieline::sigmoid_attention", mutates_args=())
+def sigmoid_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: float,
+    causal: bool,
+    rows: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """σ(scale q kᵀ + bias + rows) v (..., N, d_v) for checked arguments; see `sigmoid_attention`.
+
+    `rows` (S, N) is a further bias of each query and `mask` (S, N, M) says which keys it sees,
+    both for S equal runs of consecutive heads.
+    """
+    shape, dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
+    q, k, v = _heads_first(q) * scale, _heads_first(k), _heads_first(v)
+    masking = _tile_masking(q, k, bias, causal, rows, mask)
+    out = take_buffer((*q.shape[:2], v.shape[2]), q)
+    _over_heads(
+        q,
+        k,
+        lambda some: _write_heads(q[some], k[some], v[some], out[some], masking.of_heads(some)),
+    )
+    return out.to(dtype).view(shape)
+
+
+def _write_heads(q: Tensor, k: Tensor, v: Tensor, out: Tensor, masking: "_Masking") -> None:
+    """Write the output of some heads."""
+    tile, total = _ReusedMemory(q), _ReusedMemory(q)
+    for heads in _head_groups(q, k):
+        group = masking.of_heads(heads)
+        keys, values = k[heads].split(TILE, 1), v[heads].split(TILE, 1)
+        blocks = zip(q[heads].split(TILE, 1), out[heads].split(TILE, 1), strict=True)
+        for row, (queries, result) in enumerate(blocks):
+            sums = total.shaped(*result.shape)
+            for number, column in enumerate(group.tiles[row]):
+                weights = tile.shaped(*queries.shape[:2], keys[column].shape[1])
+                _write_weights_(weights, queries, keys[column], group, row, column)
+                _add_product_(sums, weights, values[column], first=number == 0)
+            result.copy_(sums) if group.tiles[row] else result.zero_()
+
+
+@sigmoid_tiles.register_fake
+def _sigmoid_tiles_fake(q, k, v, scale, bias, causal, rows=None, mask=None):
+    """Shape and dtype of the output, for tracing."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.custom_op("tieline::sigmoid_attention_backward", mutates_args=())
+def _sigmoid_tiles_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: float,
+    causal: bool,
+    rows: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in q, k and v."""
+    shapes, dtype = (q.shape, k.shape, v.shape), q.dtype
+    grad, q, k, v = _heads_first(grad), _heads_first(q) * scale, _heads_first(k), _heads_first(v)
+    masking = _tile_masking(q, k, bias, causal, rows, mask)
+    grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
+    tensors = (grad, q, k, v, *grads)
+    _over_heads(
+        q, k, lambda some: _write_head_gradients([t[some] for t in tensors], masking.of_heads(some))
+    )
+    grads[0].mul_(scale)
+    dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
+    return dq, dk, dv
+
+
+def _write_head_gradients(tensors: list[Tensor], masking: "_Masking") -> None:
+    """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
+    _, q, k, *_ = tensors
+    scratch = _BackwardScratch(_ReusedMemory(q), _ReusedMemory(q), _ReusedMemory(q))
+    for heads in _head_groups(q, k):
+        blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
+        _group_backward(blocks, scratch, masking.of_heads(heads))
+
+
+def _group_backward(x: "_Blocks", scratch: "_BackwardScratch", masking: "_Masking") -> None:
+    """Write dq, dk and dv of one group of heads."""
+    dk_sums, dv_sums = ([b.new_empty(b.mT.shape) for b in blocks] for blocks in (x.dk, x.dv))
+    begun: set[int] = set()
+    for row, (grad, q) in enumerate(zip(x.grad, x.q, strict=True)):
+        dq_sums = scratch.total.shaped(*q.shape)
+        for number, column in enumerate(masking.tiles[row]):
+            k, first = x.k[column], column not in begun
+            shape = (*q.shape[:2], k.shape[1])
+            weights, d_scores = scratch.weights.shaped(*shape), scratch.d_scores.shaped(*shape)
+            _write_weights_(weights, q, k, masking, row, column)
+            _add_product_(dv_sums[column], grad.mT, weights, first)
+            torch.bmm(grad, x.v[column].mT, out=d_scores)
+            torch.ops.aten.sigmoid_backward.grad_input(d_scores, weights, grad_input=d_scores)
+            _add_product_(dq_sums, d_scores, k, first=number == 0)
+            _add_product_(dk_sums[column], q.mT, d_scores, first)
+        x.dq[row].copy_(dq_sums) if masking.tiles[row] else x.dq[row].zero_()
+        begun.update(masking.tiles[row])
+    for blocks, sums in ((x.dk, dk_sums), (x.dv, dv_sums)):
+        for column, block in enumerate(blocks):
+            block.copy_(sums[column].mT) if column in begun else block.zero_()
+
+
+@_sigmoid_tiles_backward.register_fake
+def _sigmoid_tiles_backward_fake(grad, q, k, v, scale, bias, causal, rows=None, mask=None):
+    """Shapes and dtypes of the three gradients, for tracing."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_tile_inputs(ctx, inputs, output):
+    """Keep the inputs that the backward pass recomputes weights from."""
+    *tensors, ctx.scale, ctx.bias, ctx.causal, rows, mask = inputs
+    ctx.save_for_backward(*tensors, rows, mask)
+
+
+def _sigmoid_tiles_gradients(ctx, grad):
+    """Gradients of q, k and v; None for the numbers, the row biases and the mask."""
+    *tensors, rows, mask = ctx.saved_tensors
+    numbers = ctx.scale, ctx.bias, ctx.causal
+    grads = _sigmoid_tiles_backward(grad, *tensors, *numbers, rows, mask)
+    return (*grads, None, None, None, None, None)
+
+
+sigmoid_tiles.register_autograd(_sigmoid_tiles_gradients, setup_context=_save_tile_inputs)
+
+
+class _Masking(NamedTuple):
+    """What is added to the scores of some heads, and which keys they see."""
+
+    bias: float
+    causal: bool
+    rows: Tensor | None
+    mask: Tensor | None
+    sequence: Tensor
+    """For each head, its place in `rows` and `mask`."""
+    tiles: Tiles
+
+    def of_heads(self, heads: slice) -> "_Masking":
+        """The masking of some heads."""
+        return self._replace(sequence=self.sequence[heads])
+
+    def add_bias_(self, scores: Tensor, row: int) -> None:
+        """Add the biases of a row of tiles, in place."""
+        if self.bias:
+            scores.add_(self.bias)
+        if self.rows is not None:
+            bias = self.rows[:, row * TILE : (row + 1) * TILE]
+            scores.add_(_of_sequences(bias, self.sequence).unsqueeze(-1))
+
+    def hide_(self, weights: Tensor, row: int, column: int) -> None:
+        """Set hidden weights of a tile to zero, in place."""
+        if self.causal and row == column:
+            weights.tril_()
+        if self.mask is not None:
+            tile = _mask_tile(self.mask, row, column)
+            weights.masked_fill_(_of_sequences(tile, self.sequence).logical_not(), 0)
+
+
+def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
+    """The part of each head."""
+    return x if len(x) == 1 else x.index_select(0, sequence)
+
+
+def _mask_tile(mask: Tensor, row: int, column: int) -> Tensor:
+    """The block of the mask for one tile of queries and one of keys."""
+    columns = slice(column * TILE, (column + 1) * TILE)
+    return mask[:, row * TILE : (row + 1) * TILE, columns]
+
+
+def _tile_masking(
+    q: Tensor, k: Tensor, bias: float, causal: bool, rows: Tensor | None, mask: Tensor | None
+) -> _Masking:
+    """Bias, row biases, mask and visible tiles of a call, by sequence."""
+    shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
+    each = max(1, len(q) // max(1, shared))
+    sequence = torch.arange(len(q), device=q.device) // each
+    wide = None if rows is None else rows.to(q.dtype)
+    return _Masking(bias, causal, wide, mask, sequence, _visible_tiles(q, k, causal, mask))
+
+
+def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
+    """The tiles in which some key is visible."""
+    n_rows, n_columns = (max(1, -(-x.shape[1] // TILE)) for x in (q, k))
+    columns_by_row = [range(row + 1 if causal else n_columns) for row in range(n_rows)]
+    if mask is None:
+        return tuple(map(tuple, columns_by_row))
+    return tuple(
+        tuple(column for column in columns if bool(_mask_tile(mask, row, column).any()))
+        for row, columns in enumerate(columns_by_row)
+    )
+
+
+def _write_weights_(
+    tile: Tensor, q: Tensor, k: Tensor, masking: _Masking, row: int, column: int
+) -> None:
+    """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
+    torch.bmm(q, k.mT, out=tile)
+    masking.add_bias_(tile, row)
+    tile.sigmoid_()
+    masking.hide_(tile, row, column)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Total (+)= left · right."""
+    if first:
+        torch.bmm(left, right, out=total)
+    else:
+        total.baddbmm_(left, right)
+
+
+class _Blocks(NamedTuple):
+    """Inputs and results of one group of heads, cut along the sequence into blocks of `TILE`."""
+
+    grad: tuple[Tensor, ...]
+    q: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+    dq: tuple[Tensor, ...]
+    dk: tuple[Tensor, ...]
+    dv: tuple[Tensor, ...]
+
+
+class _ReusedMemory:
+    """Memory for one tensor at a time, reused for the next; the first request is the largest."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._memory: Tensor | None = None
+        self._views: dict[tuple[int, ...], Tensor] = {}
+
+    def shaped(self, *shape: int) -> Tensor:
+        """A view of the memory in this shape."""
+        if self._memory is None:
+            self._memory = take_buffer((math.prod(shape),), self._like)
+        if shape not in self._views:
+            self._views[shape] = self._memory[: math.prod(shape)].view(shape)
+        return self._views[shape]
+
+
+class _BackwardScratch(NamedTuple):
+    """Scratch memory of one tile of the backward pass."""
+
+    weights: _ReusedMemory
+    d_scores: _ReusedMemory
+    total: _ReusedMemory
+
+
+def _head_groups(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Equal groups of heads whose tiles fit the caches of all threads."""
+    elements = max(1, min(q.shape[1], TILE) * min(k.shape[1], TILE))
+    most = torch.get_num_threads() * max(1, TILES_PER_THREAD * TILE * TILE // elements)
+    heads = len(q)
+    step = -(-heads // max(1, -(-heads // most)))
+    return (slice(start, start + step) for start in range(0, heads, max(1, step)))
+
+
+def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
+    """Run heads on threads of their own if the work is large enough."""
+    heads, queries, keys = len(q), q.shape[1], k.shape[1]
+    if q.device.type == "cpu" and heads * queries * keys >= WORTH_THREADS:
+        in_shares(heads, work)
+    else:
+        work(slice(0, heads))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """All heads in one axis, contiguous, in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
+
+
+def in_shares(n_items: int, work: Callable[[slice], None]) -> None:
+    """Call `work` on slices that cover 0..n_items, one per thread.
+
+    With fewer items than threads, calls it once, with operators on all cores.
+
+    `work` computes the items of a slice without gradients and writes the results itself.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or n_items < threads:
+        work(slice(0, n_items))
+        return
+    edges = [n_items * i // threads for i in range(threads + 1)]
+    shares = [slice(*pair) for pair in itertools.pairwise(edges)]
+    inference = torch.is_inference_mode_enabled()  # like the gradient mode, a matter of the thread
+
+    def run(share: slice) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            work(share)
+
+    for _ in _attention_threads(threads).map(run, shares):
+        pass
+
+
+_lock = threading.Lock()
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, number of threads, threads
+
+
+def _attention_threads(n: int) -> ThreadPoolExecutor:
+    """The threads of this process; a forked child inherits `_pool` but not its threads."""
+    global _pool
+    with _lock:
+        if _pool is None or _pool[:2] != (os.getpid(), n):
+            _pool = os.getpid(), n, _start_threads(n)
+        return _pool[2]
+
+
+def _start_threads(n: int) -> ThreadPoolExecutor:
+    """Start `n` threads whose operators use one core each.
+
+    Setting the number of cores of a thread also sets the default of new threads; a temporary thread
+    restores it, so that no other thread is changed.
+    """
+    ready = threading.Barrier(n + 1)
+
+    def use_one_core() -> None:
+        torch.get_num_threads()  # reads the default now, or it would overwrite the next line later
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(n, "tieline", initializer=use_one_core)
+    for _ in range(n):
+        pool.submit(int)
+    ready.wait()
+    restore = threading.Thread(target=torch.set_num_threads, args=(n,))
+    restore.start()
+    restore.join()
+    return pool

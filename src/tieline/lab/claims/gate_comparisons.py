@@ -516,7 +516,7 @@ def _at_chance(gate: str, seed: int) -> bool:
 
 def _why_open(run: ClaimRun) -> str:
     """Return why no images are trained on; empty if they can be."""
-    from tieline.lab.training.fetch import find_data
+    from tieline.lab.training.data_files import find_data
     from tieline.lab.training.image_data import PACS
 
     if run.fast:

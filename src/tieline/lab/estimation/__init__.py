@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from tieline.lab.estimation.fit import FitResult, FitWarning, population_minimiser
 from tieline.lab.estimation.identifiability import (
     Identifiability,
+    canonical,
     identifiability,
     identifiability_table,
+    symmetries,
 )
 from tieline.lab.estimation.losses import (
     matched_errors,
@@ -28,7 +30,6 @@ from tieline.lab.estimation.rate_plan import (
     small_design,
 )
 from tieline.lab.estimation.rates import RateStudy, rate_study
-from tieline.lab.estimation.symmetry import canonical, symmetries
 
 if TYPE_CHECKING:
     from tieline.lab.estimation.regressor import MoERegressor

@@ -45,6 +45,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
+from tieline.lab.estimation.identifiability import canonical, has_signs
 from tieline.lab.estimation.model import (
     LawName,
     MoEModel,
@@ -52,7 +53,6 @@ from tieline.lab.estimation.model import (
     draw_inputs,
     quadratic_dim,
 )
-from tieline.lab.estimation.symmetry import canonical, has_signs
 
 SQUARED = {(2, "L2"), (4, "L1"), (4, "L4")}  # losses with exponent 2 in cells of several atoms
 WITH_R = {(2, "L1"), (4, "L2")}  # losses with an exponent r

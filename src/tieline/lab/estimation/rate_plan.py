@@ -50,7 +50,7 @@ from torch import Tensor
 from tieline.core.errors import require
 from tieline.core.records import canonical_json
 from tieline.lab.estimation.fit import METHODS, Method, ModelRegression, lift, population_minimiser
-from tieline.lab.estimation.identifiability import information
+from tieline.lab.estimation.identifiability import information, null_dimension
 from tieline.lab.estimation.model import (
     GateName,
     LawName,
@@ -60,7 +60,6 @@ from tieline.lab.estimation.model import (
     repetition_seeds,
 )
 from tieline.lab.estimation.solvers import LeastSquares
-from tieline.lab.estimation.symmetry import null_dimension
 
 ROUTER_SCALE = {"perturbed": 0.4}  # near τ1, where length and direction of a row both matter
 OTHER_SCALE = 3.0

@@ -44,12 +44,13 @@ from tieline.lab.estimation.mixture_fit import (
     FEW_ROWS_RIDGE,
     FitSettings,
     MixtureFit,
+    SharedGate,
+    WeightedRows,
     by_cross_validation,
     by_dendrogram,
     fit_mixture,
     some_rows,
 )
-from tieline.lab.estimation.mixture_starts import SharedGate, WeightedRows
 from tieline.lab.estimation.model import EXPERTS, GATES, LINKS, RIDGES, MoEModel, MoEParameters
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import LayerMeasures, measure_layer

@@ -12,7 +12,7 @@
 
 with U_ε(τ) = {max_k p_k <= 1 - ε} the ambiguous layer (eq. 5.3), G_ε its complement, and
 A = Ω*_k ∩ {p_k >= 1 - ε}. Ambiguity is decided on log-odds, since 1 - ε rounds to 1 for small ε.
-The constants are upper bounds; `tieline.lab.limits.temperature_slope` gives the exact first order.
+The constants are upper bounds; `tieline.lab.limits.temperature_limit` gives the exact first order.
 
 Every number is an `Estimate`; differences are paired on the sample, so their error is that of the
 boundary layer and not that of the risk.

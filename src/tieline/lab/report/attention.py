@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from tieline.core.text import short_names
-from tieline.lab.attention.view import AttentionView, HeadView
+from tieline.lab.attention.head_view import AttentionView, HeadView
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_axis
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, Section, report_views

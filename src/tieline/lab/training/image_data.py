@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import parse_json
-from tieline.lab.training.fetch import (
+from tieline.lab.training.data_files import (
     DataError,
     DataFile,
     OnProgress,

@@ -31,7 +31,7 @@ from tieline.core.errors import require
 from tieline.core.files import whole_folder
 from tieline.lab.training.checkpoint import save_weights
 from tieline.lab.training.config import GateConfig, SentenceConfig, TrainConfig
-from tieline.lab.training.fetch import (
+from tieline.lab.training.data_files import (
     DataError,
     DataFile,
     check_file,

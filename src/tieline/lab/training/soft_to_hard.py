@@ -39,7 +39,7 @@ from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.ranking import gap
 from tieline.core.statistics import Estimate, mean_estimate, next_token_losses
 from tieline.lab.limits.risk import soft_to_hard_constant
-from tieline.lab.limits.temperature_slope import margin_constant
+from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.training.config import CoolingConfig
 from tieline.routing.gates import ChoiceOptions, Law, Scores, SelectiveGate, Share, TopK
 from tieline.routing.layer import GATES, MoE

@@ -44,7 +44,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieline.core.errors import require
 from tieline.lab.training.config import DataConfig
-from tieline.lab.training.fetch import (
+from tieline.lab.training.data_files import (
     DataError,
     DataFile,
     OnProgress,

@@ -1,11 +1,19 @@
 """Run a recipe: prepare, train, checkpoint, resume, score, keep the result.
 
-    result = run(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"))
-    result = run(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"), resume=True)
+    result = run_training(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"))
 
 The folder of a run holds `config.json`, checkpoints, `model/` (the trained model as transformers
 saves it) and `result.json`. Weights, data order and all random numbers depend on the seed alone and
 are restored exactly, so a run that was killed and resumed ends with the same loss.
+
+A task makes the data and the model, and scores the result:
+
+    language     the decoder on a stream of tokens
+    images       CIFAR-10
+    domains      PACS with one domain left out
+    sentences    GLUE
+
+A new kind of run is a class with the methods of `Task` and an entry of `TASKS`.
 """
 
 import shutil
@@ -15,12 +23,13 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import set_seed
 
 from tieline.analysis.trainer_callbacks import monitor_trainer
@@ -44,9 +53,10 @@ from tieline.lab.training.checkpoint import (
     save_weights,
 )
 from tieline.lab.training.config import TrainConfig
-from tieline.lab.training.fetch import DataError
-from tieline.lab.training.language import moe_layers
-from tieline.lab.training.tasks import Task, TaskData, task_of
+from tieline.lab.training.data_files import DataError
+from tieline.lab.training.image_tasks import DomainTask, ImageTask
+from tieline.lab.training.language_tasks import LanguageModelling, moe_layers
+from tieline.lab.training.sentence_tasks import SentenceTask
 from tieline.lab.training.trainer import (
     RESUME,
     RoutingTrainer,
@@ -62,6 +72,62 @@ Watch = Callable[[nn.Module, int], None]
 """Called with the model after a step, and the number of steps done."""
 
 TIMED = 3
+
+
+@runtime_checkable
+class TaskData(Protocol):
+    """Data of a task; it may hold more, which only the task itself uses.
+
+    Attributes:
+        train: `steps · batch` items in training order, each a dictionary of tensors that the
+            model's `forward` takes; the engine does not shuffle.
+        about: where the data come from and how they are split.
+    """
+
+    @property
+    def train(self) -> Dataset[Any]:
+        """Training items, in order."""
+        ...
+
+    @property
+    def about(self) -> str:
+        """Source and splits of the data."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """How one kind of run is prepared and scored."""
+
+    def data(self, config: TrainConfig) -> TaskData:
+        """Load the data, after fetching them if necessary."""
+        ...
+
+    def model(self, config: TrainConfig) -> nn.Module:
+        """Make a new model whose `forward(**items)` returns an output with a `loss`."""
+        ...
+
+    def evaluate(self, model: nn.Module, data: Any, config: TrainConfig) -> dict[str, Any]:
+        """Score the trained model; returns JSON values."""
+        ...
+
+    def save(self, model: nn.Module, data: Any, folder: Path) -> None:
+        """Write the trained model into a new folder."""
+        ...
+
+
+TASKS: dict[str, Task] = {
+    "language": LanguageModelling(),
+    "images": ImageTask(),
+    "domains": DomainTask(),
+    "sentences": SentenceTask(),
+}
+
+
+def task_of(config: TrainConfig) -> Task:
+    """Return the task of a run."""
+    require(config.task in TASKS, f"the task {config.task!r} is not one of {sorted(TASKS)}")
+    return TASKS[config.task]
 
 
 @dataclass(frozen=True, repr=False)

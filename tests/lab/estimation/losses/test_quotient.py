@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from tests.lab.estimation.identifiability.test_symmetry import act, changed, small
 from tests.lab.estimation.problems import MODELS, model_id, random_parameters
-from tests.lab.estimation.test_symmetry import act, changed, small
+from tieline.lab.estimation.identifiability import symmetries
 from tieline.lab.estimation.losses import quotient_loss, quotient_losses, voronoi_loss
 from tieline.lab.estimation.model import MoEModel, MoEParameters
-from tieline.lab.estimation.symmetry import symmetries
 
 
 def loss_of(model):

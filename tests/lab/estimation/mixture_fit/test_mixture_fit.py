@@ -6,8 +6,7 @@ import torch
 
 from tests.lab.estimation.tables import piecewise
 from tieline.lab.estimation import mixture_fit
-from tieline.lab.estimation.mixture_fit import FitSettings, fit_mixture
-from tieline.lab.estimation.mixture_starts import SharedGate, mixture_starts
+from tieline.lab.estimation.mixture_fit import FitSettings, SharedGate, fit_mixture, mixture_starts
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.regressor import standardised
 

@@ -8,11 +8,11 @@ from tests.lab.estimation.tables import piecewise
 from tieline.lab.estimation.mixture_fit import (
     MOST_ROWS,
     FitSettings,
+    WeightedRows,
     by_cross_validation,
     by_dendrogram,
     some_rows,
 )
-from tieline.lab.estimation.mixture_starts import WeightedRows
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.regressor import standardised
 

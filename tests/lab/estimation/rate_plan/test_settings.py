@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.identifiability import information
+from tieline.lab.estimation.identifiability import information, null_dimension
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
     ENOUGH,
@@ -15,7 +15,6 @@ from tieline.lab.estimation.rate_plan import (
     small_design,
     well_conditioned,
 )
-from tieline.lab.estimation.symmetry import null_dimension
 
 
 def test_there_are_sixteen_settings_with_the_printed_slopes():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tieline.lab.estimation.fit import FitWarning
+from tieline.lab.estimation.identifiability import null_dimension
 from tieline.lab.estimation.rate_plan import case_of, named_case
 from tieline.lab.estimation.rates import RateStore, RateStudy, rate_study, study_seconds
-from tieline.lab.estimation.symmetry import null_dimension
 
 TINY = {"gate": "linear", "expert": "linear", "d": 1, "n_experts": 2, "draws": 10}
 GRID = {"sizes": (300, 1000, 3000), "repetitions": 8, "noise": 0.05}

@@ -16,7 +16,7 @@ from tests.lab.training.image_data.test_png import written
 from tests.lab.training.real_data import fetched
 from tieline.core.errors import ParameterError
 from tieline.lab.training import image_data
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.image_data import CIFAR10, load_cifar10
 
 ROWS = 4

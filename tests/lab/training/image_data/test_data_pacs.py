@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.lab.training.real_data import shared
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.image_data import load_pacs
 
 

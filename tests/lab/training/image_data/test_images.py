@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.image_data import Images, as_floats
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.image_data import read_png
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -16,11 +16,11 @@ from tieline.lab.training.config import (
     PatchConfig,
     VisionTransformerConfig,
 )
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.image_data import DomainImages, Images
-from tieline.lab.training.image_models import MixtureClassifier
 from tieline.lab.training.image_tasks import (
     DomainTask,
+    MixtureClassifier,
     collect_work,
     image_model,
     left_out,

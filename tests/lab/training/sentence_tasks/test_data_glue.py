@@ -4,7 +4,7 @@ import pytest
 
 from tests.lab.training.real_data import shared
 from tieline.core.errors import ParameterError
-from tieline.lab.training.fetch import DataError
+from tieline.lab.training.data_files import DataError
 from tieline.lab.training.sentence_tasks import GLUE, load_glue
 
 LINES = {

@@ -9,8 +9,8 @@ from tests.lab.training.real_data import shared
 from tieline.core.errors import TielineError
 from tieline.lab.training import sentence_tasks as task_sentences
 from tieline.lab.training.config import SentenceConfig, gate_config
-from tieline.lab.training.fetch import DataError
-from tieline.lab.training.language import moe_layers
+from tieline.lab.training.data_files import DataError
+from tieline.lab.training.language_tasks import moe_layers
 from tieline.lab.training.recipes import GLUE_GATES, glue_gate, glue_paper, glue_smoke, pacs_small
 from tieline.lab.training.sentence_tasks import (
     Sentences,
@@ -114,7 +114,7 @@ def test_the_papers_form_states_its_sizes_and_says_what_is_missing(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(task_sentences, "load_glue", made)
-    monkeypatch.setattr("tieline.lab.training.fetch.snapshot_download", absent)
+    monkeypatch.setattr("tieline.lab.training.data_files.snapshot_download", absent)
     with pytest.raises(DataError, match=r"bert-large-uncased.*no route.*hf download"):
         SentenceTask().data(config)
 

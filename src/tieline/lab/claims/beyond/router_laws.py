@@ -32,7 +32,7 @@ from tieline.lab.claims.evidence import (
     within,
 )
 from tieline.lab.geometry.exit_time import exit_curve, top_k_cell
-from tieline.lab.geometry.structured import (
+from tieline.lab.geometry.perturbations import (
     PerturbationLaw,
     drifting_exit,
     flip_rate,

@@ -41,8 +41,8 @@ from tieline.lab.geometry import (
     top_gap,
 )
 from tieline.lab.limits.risk import MoESample, soft_predictions
-from tieline.lab.limits.surface_mass import surface_integral
 from tieline.lab.limits.two_cells import gaussian_boundary_mass, two_cells
+from tieline.lab.limits.wall_integrals import surface_integral
 from tieline.lab.power_law import exponent
 
 EPSILON, TAU = 0.1, 0.3

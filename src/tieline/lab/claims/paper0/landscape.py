@@ -46,7 +46,6 @@ from tieline.lab.limits.saddle import (
     offset_curvature,
     perturbed_curvature,
 )
-from tieline.lab.limits.shape_derivative import moved, sampled_wall_derivative, wall_variation
 from tieline.lab.limits.two_cells import (
     TwoCells,
     gaussian_inputs,
@@ -54,6 +53,7 @@ from tieline.lab.limits.two_cells import (
     gaussian_risk,
     two_cells,
 )
+from tieline.lab.limits.wall_integrals import moved, sampled_wall_derivative, wall_variation
 from tieline.lab.power_law import exponent
 
 EPSILON = 0.1

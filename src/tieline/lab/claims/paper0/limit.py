@@ -28,13 +28,15 @@ from tieline.lab.claims.routing_problems import (
     pair_mass,
 )
 from tieline.lab.geometry import top_gap
-from tieline.lab.limits.gamma_limit import free_scale, gamma_convergence, wall_grid
 from tieline.lab.limits.risk import coarea_constant, risk_gap
-from tieline.lab.limits.temperature_slope import (
+from tieline.lab.limits.temperature_limit import (
+    free_scale,
+    gamma_convergence,
     gaussian_slope,
     margin_constant,
     sampled_slope,
     soft_to_hard_chain,
+    wall_grid,
 )
 from tieline.lab.limits.two_cells import TwoCells, gaussian_risk, two_cells
 from tieline.lab.power_law import exponent

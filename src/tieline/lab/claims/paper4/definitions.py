@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
-from tieline.lab.attention.moe import attention_as_moe
+from tieline.lab.attention.head_mixture import attention_as_moe
 from tieline.lab.attention.sigmoid import HeadWeights
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (

@@ -6,7 +6,7 @@ import torch
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import TielineError
 from tieline.lab.claims.paper1.smoothing import routing_course
-from tieline.lab.training.language import moe_layers
+from tieline.lab.training.language_tasks import moe_layers
 from tieline.lab.training.recipes import pacs_small
 from tieline.lab.training.text_data import load_streams
 from tieline.lab.training.training_run import run_training

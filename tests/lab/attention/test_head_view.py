@@ -8,8 +8,7 @@ import torch
 from tests.analysis.zoo import Letters, demo, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
-from tieline.lab.attention.in_models import attend_
-from tieline.lab.attention.view import (
+from tieline.lab.attention.head_view import (
     FIRST,
     QUERIES,
     AttentionCall,
@@ -17,6 +16,7 @@ from tieline.lab.attention.view import (
     attention_view,
     head_rows,
 )
+from tieline.lab.attention.model_attention import attend_
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tieline.lab.training.fetch import DataError, DataFile, check_file, tar_members
+from tieline.lab.training.data_files import DataError, DataFile, check_file, tar_members
 
 
 def archive(path, *members, mode="w:gz"):

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from tieline.lab.attention.sigmoid import sigmoid_attention
-from tieline.lab.attention.tiles import in_shares
+from tieline.lab.attention.sigmoid import in_shares, sigmoid_attention
 
 
 @pytest.fixture

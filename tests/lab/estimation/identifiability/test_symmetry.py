@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from tests.lab.estimation.problems import MODELS, model_id, random_inputs, random_parameters
-from tieline.lab.estimation.identifiability import information
+from tieline.lab.estimation.identifiability import (
+    canonical,
+    information,
+    null_dimension,
+    symmetries,
+)
 from tieline.lab.estimation.model import MoEModel, MoEParameters, gate_weights, input_features
-from tieline.lab.estimation.symmetry import canonical, null_dimension, symmetries
 
 
 def changed(params, router=None, bias=None, experts=None):

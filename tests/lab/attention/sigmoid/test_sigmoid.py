@@ -18,7 +18,7 @@ from tieline.core.errors import ParameterError, ShapeError, TielineError
 from tieline.lab.attention import tiles
 from tieline.lab.attention.sigmoid import SelfAttention, sigmoid_attention, softmax_attention
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LENGTHS = [1, 255, 256, 257, 600]  # below, at and above the edges of a tile of 256
 
 

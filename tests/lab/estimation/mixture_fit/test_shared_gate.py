@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tieline.lab.estimation.mixture_starts import SharedGate
+from tieline.lab.estimation.mixture_fit import SharedGate
 from tieline.lab.estimation.model import MoEModel
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tieline.lab.training import fetch as pretrained
-from tieline.lab.training.fetch import DataError, fetch_checkpoint, local_checkpoint
+from tieline.lab.training.data_files import DataError, fetch_checkpoint, local_checkpoint
 
 
 def test_a_folder_is_its_own_checkpoint(tmp_path):

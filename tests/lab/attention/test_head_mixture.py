@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import seeds
 from tieline.core.errors import ParameterError, ShapeError
-from tieline.lab.attention.moe import attention_as_moe
+from tieline.lab.attention.head_mixture import attention_as_moe
 from tieline.lab.attention.sigmoid import (
     HeadWeights,
     SelfAttention,

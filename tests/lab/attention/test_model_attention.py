@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tests.models.tiny import VOCABULARY, tiny_model
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError
-from tieline.lab.attention.in_models import (
+from tieline.lab.attention.model_attention import (
     SIGMOID,
     attend_,
     register_attention,

@@ -3,7 +3,7 @@
 import torch
 
 from tests.lab.estimation.tables import piecewise, steps
-from tieline.lab.estimation.mixture_starts import linear_tree, weighted_quantiles
+from tieline.lab.estimation.mixture_fit import linear_tree, weighted_quantiles
 
 
 def tensors(x, y):

@@ -34,7 +34,7 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
 from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
-from tieline.lab.attention.in_models import NOT_HONOURED, SIGMOID
+from tieline.lab.attention.model_attention import NOT_HONOURED, SIGMOID
 from tieline.lab.command_settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO
 from tieline.models.model import Model, ModelSource

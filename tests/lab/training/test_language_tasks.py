@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import UnsupportedModelError
-from tieline.lab.training.language import (
+from tieline.lab.training.language_tasks import (
     hard_gates,
     moe_layers,
     new_decoder,

@@ -11,7 +11,7 @@ from scipy import stats
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.core.ranking import topk_mask
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_exit, top_k_cell
-from tieline.lab.geometry.structured import (
+from tieline.lab.geometry.perturbations import (
     PerturbationLaw,
     drifting_exit,
     flip_rate,

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Mixtra
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
-from tieline.lab.attention.in_models import SIGMOID, attend_
+from tieline.lab.attention.model_attention import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.lab.training.soft_to_hard import TemperatureTopK, harden_, hardening_path
 from tieline.lab.training.text_data import Stream, TextStreams, Windows, load_streams

@@ -8,7 +8,7 @@ from scipy import integrate, special
 
 from tests.measure.problems import normal_scores
 from tieline.core.ranking import gap
-from tieline.lab.geometry.gaussian import (
+from tieline.lab.geometry.masses import (
     gaussian_budget_epsilon,
     gaussian_gap_mass,
     gaussian_near_ties,

@@ -5,7 +5,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.training.config import GateConfig, MixtureConfig, PatchConfig
-from tieline.lab.training.image_models import MixtureClassifier, PatchClassifier
+from tieline.lab.training.image_tasks import MixtureClassifier, PatchClassifier
 from tieline.routing import CosineRouter, MoE, SmoothTopK, collect_routing
 
 HARD = GateConfig(name="hard", k=2)

@@ -3,7 +3,7 @@
 import torch
 
 from tests.lab.estimation.tables import piecewise
-from tieline.lab.estimation.mixture_starts import responsibilities
+from tieline.lab.estimation.mixture_fit import responsibilities
 
 
 def likelihood(x, y, found):

@@ -7,8 +7,12 @@ import torch
 
 from tests.measure.routers import inputs, router
 from tieline.core.ranking import topk_mask
-from tieline.lab.geometry.tie_crossing import difference_by_step, step_exponent, walk_across
-from tieline.lab.geometry.ties import nearest_tie_point
+from tieline.lab.geometry.ties import (
+    difference_by_step,
+    nearest_tie_point,
+    step_exponent,
+    walk_across,
+)
 from tieline.routing.smooth_gates import SmoothTopK
 
 WEIGHT, BIAS = router(6, 8, 2)
