@@ -41,7 +41,7 @@ from tieline import cli
 from tieline.cli.app import app_with_commands
 from tieline.cli.outputs import Outputs
 from tieline.lab.estimation.rates import RateStore
-from tieline.lab.training import language  # noqa: F401, registers the decoder that is trained
+from tieline.lab.training import language_tasks  # noqa: F401, registers the decoder that is trained
 from tieline.lab.training.checkpoint import last_checkpoint
 from tieline.models import load_pretrained
 from tieline.trace import load_trace, save_trace

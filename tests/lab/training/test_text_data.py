@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.lab.training.real_data import shared
 from tieline.core.errors import TielineError
-from tieline.lab.training import fetch
+from tieline.lab.training import data_files
 from tieline.lab.training.config import DataConfig
 from tieline.lab.training.text_data import (
     LETTERS,
@@ -133,51 +133,51 @@ def test_wikitext_without_its_training_split_says_so():
 
 def test_data_that_are_not_here_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    with pytest.raises(fetch.DataError, match="put its files into"):
-        fetch.data_set("no-such-set")
+    with pytest.raises(data_files.DataError, match="put its files into"):
+        data_files.data_set("no-such-set")
 
 
 def test_data_are_found_in_the_named_folder_then_in_the_cache(monkeypatch, tmp_path):
     cache, named = tmp_path / "cache", tmp_path / "named"
-    monkeypatch.setattr(fetch, "cache_folder", lambda name: cache / name)
+    monkeypatch.setattr(data_files, "cache_folder", lambda name: cache / name)
     monkeypatch.delenv("TIELINE_DATA", raising=False)
-    assert fetch.data_folder() == cache / "data"
+    assert data_files.data_folder() == cache / "data"
     (cache / "data" / "set").mkdir(parents=True)
     monkeypatch.setenv("TIELINE_DATA", str(named))
-    assert fetch.data_folder() == named
-    assert fetch.data_set("set") == cache / "data" / "set"
+    assert data_files.data_folder() == named
+    assert data_files.data_set("set") == cache / "data" / "set"
     (named / "set").mkdir(parents=True)
-    assert fetch.data_set("set") == named / "set"
-    assert fetch.find_data("other") == named / "other"
+    assert data_files.data_set("set") == named / "set"
+    assert data_files.find_data("other") == named / "other"
 
 
 def test_what_is_kept_is_checked_by_hash_and_made_once(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    right = fetch.DataFile("set", hashlib.sha256(b"data").hexdigest(), 4)
+    right = data_files.DataFile("set", hashlib.sha256(b"data").hexdigest(), 4)
     made = []
 
     def make():
         made.append(1)
         return b"data"
 
-    path = fetch.cached_file(right, make)
+    path = data_files.cached_file(right, make)
     assert path.read_bytes() == b"data"
-    assert fetch.cached_file(right, make) == path
+    assert data_files.cached_file(right, make) == path
     assert made == [1]
     path.write_bytes(b"tampered")
-    assert fetch.cached_file(right, make).read_bytes() == b"data"
-    with pytest.raises(fetch.DataError, match="SHA-256"):
-        fetch.cached_file(replace(right, name="other"), lambda: b"wrong")
+    assert data_files.cached_file(right, make).read_bytes() == b"data"
+    with pytest.raises(data_files.DataError, match="SHA-256"):
+        data_files.cached_file(replace(right, name="other"), lambda: b"wrong")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
 
 
 def test_only_https_is_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    with pytest.raises(fetch.DataError, match="https"):
-        fetch.fetch_file(fetch.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
+    with pytest.raises(data_files.DataError, match="https"):
+        data_files.fetch_file(data_files.DataFile("hosts", "0" * 64, 1, "file:///etc/hosts"))
 
 
 def test_a_server_that_is_not_there_is_told_with_the_way_round(monkeypatch, tmp_path):
     monkeypatch.setenv("TIELINE_DATA", str(tmp_path))
-    with pytest.raises(fetch.DataError, match="put the file into"):
-        fetch.fetch_file(fetch.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))
+    with pytest.raises(data_files.DataError, match="put the file into"):
+        data_files.fetch_file(data_files.DataFile("x", "0" * 64, 1, "https://127.0.0.1:9/x"))

@@ -41,17 +41,14 @@ from tieline.core.errors import ParameterError, ShapeError, require
 from tieline.routing.buffer_pool import take_buffer
 
 __all__ = [
-    "TILE",
     "AttentionKind",
     "HeadWeights",
     "ScoreBias",
     "SelfAttention",
     "check_kind",
-    "in_shares",
     "score_bias",
     "score_scale",
     "sigmoid_attention",
-    "sigmoid_tiles",
     "softmax_attention",
 ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tieline.lab.training import fetch as pretrained
+from tieline.lab.training import data_files as pretrained
 from tieline.lab.training.data_files import DataError, fetch_checkpoint, local_checkpoint
 
 
