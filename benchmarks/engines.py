@@ -31,7 +31,7 @@ import torch
 import tieline as tl
 from benchmarks.harness import Samples, ratio
 from tieline.engines import ENGINES, find_python, installed_engine
-from tieline.engines.worker_process import run_worker
+from tieline.engines.engine_run import run_worker
 from tieline.models.demo import DEMO_FOLDER, demo_text, load_demo_tokenizer
 from tieline.run.corpus import tokenise
 

@@ -59,7 +59,7 @@ ONLY_IN = {
 }
 LONGEST_FILE, LONGEST_FUNCTION = 700, 40
 RANKS_SCORES = {"sort", "argsort", "topk", "kthvalue", "msort"}
-SORTS_TOKENS = {"dispatch", "static_rows"}
+SORTS_TOKENS = {"dispatch"}
 """Modules of routing that sort token ids by expert, never the scores of a token."""
 
 ONE_MEANING = {"records", "rates", "slices", "files", "statistics", "errors"}

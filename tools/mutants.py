@@ -352,7 +352,7 @@ MUTANTS: list[Mutant] = [
         "hf-2",
         "levels = (1 << (bits - 1)) - 1",
         "levels = 1 << (bits - 1)",
-        "models/test_number_formats.py",
+        "models/number_formats/test_number_formats.py",
         "off by one: levels that the format does not have",
     ),
     _m(
@@ -387,7 +387,7 @@ MUTANTS: list[Mutant] = [
         "hf-8",
         "padded = torch.nn.functional.pad(along, (0, -dim % size)).unflatten(-1, (-1, size))",
         "padded = torch.nn.functional.pad(along, (-dim % size, 0)).unflatten(-1, (-1, size))",
-        "models/test_number_formats.py",
+        "models/number_formats/test_number_formats.py",
         "groups counted from the wrong end of a width that they do not divide",
     ),
     # ----------------------------------------------------------------- audit

@@ -164,7 +164,7 @@ ROOMS = (
 def _register_auto_classes() -> None:
     """Let transformers' automatic classes load smoothed models, if Tieline is all there."""
     with suppress(ImportError):  # an engine's environment has the plug-in of vLLM alone
-        import_module("tieline.models.auto_classes").register_auto_classes()
+        import_module("tieline.models.saved_models").register_auto_classes()
 
 
 when_imported("transformers.models.auto.modeling_auto", _register_auto_classes)

@@ -1,6 +1,7 @@
 """How often the host waits for an accelerator, held to a number; results equal those of the CPU."""
 
 from copy import deepcopy
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from tests.routing.zoo import EXPERTS, all_gates
 from tieline import Model, RoutingMonitor, auxiliary_loss, capture, collect_routing, moe, replay
 from tieline.core.errors import TielineError
 from tieline.models import find_routers
-from tieline.routing import static_rows
 from tieline.routing.activations import ACTIVATIONS
+from tieline.routing.dispatch import StaticRows
 from tieline.routing.gates import ExpertChoice, GShardTopK
 
+DISPATCH = import_module("tieline.routing.dispatch")  # the package has a function of that name
 SIZES = {"d_model": 32, "n_experts": 8, "k": 2, "d_hidden": 16}
 GATES = {
     "topk": ("topk", {}),
@@ -85,7 +87,7 @@ def test_launches_do_not_grow_with_the_number_of_experts(fake):
 
 
 def test_many_rows_without_a_bound_are_counted_once(fake, monkeypatch):
-    monkeypatch.setattr(static_rows, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(DISPATCH, "MOST_ELEMENTS", 1)
     layer, x = make("smooth", torch.bfloat16, fake)
     with counting() as traffic:
         training_step(layer, x)
@@ -98,7 +100,7 @@ def test_many_rows_without_a_bound_are_counted_once(fake, monkeypatch):
 
 
 def test_a_bounded_gate_needs_no_count_however_many_rows_there_are(fake, monkeypatch):
-    monkeypatch.setattr(static_rows, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(DISPATCH, "MOST_ELEMENTS", 1)
     for gate in ("topk", "smooth, at most 4"):
         layer, x = make(gate, torch.bfloat16, fake)
         with counting() as traffic:
@@ -135,7 +137,7 @@ def test_padding_reaches_no_result(seed, most, some_without):
     weights = torch.where(mask, weights, 0.0)
     if some_without:
         weights[::2] = 0
-    rows = static_rows.StaticRows.of(weights, most, 4)
+    rows = StaticRows.of(weights, most, 4)
     x = torch.randn(7, 4, generator=draw, requires_grad=True)
     taken = rows.take(x)
     for row, (token, used) in enumerate(zip(rows.token, rows.used, strict=True)):

@@ -14,8 +14,7 @@ from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.engines.engine_registry import engine_named, environment_of, find_python
 from tieline.models.demo import load_demo_model
-from tieline.models.portable import portable_rules
-from tieline.models.smoothed_model import smooth_
+from tieline.models.smoothed_model import portable_rules, smooth_
 from tieline.serving.modeling_tieline import smooth_choice
 from tieline.serving.vllm_plugin import (
     SmoothedModelConfig,

@@ -34,7 +34,7 @@ from tieline.core.errors import TraceError, require
 from tieline.models.capture import capture
 from tieline.models.documents import Batch
 from tieline.models.families import find_routers
-from tieline.models.replay_rows import MatchedRows, OrderedRows
+from tieline.models.replay import MatchedRows, OrderedRows
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import save_trace

@@ -26,8 +26,13 @@ from tieline.analysis.job_settings import ServeCheckOptions, ServeCheckSettings
 from tieline.core.errors import TraceError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.engines.server_client import ServerError, is_server
-from tieline.engines.server_routes import RouteServer, ServedRoutes, server_documents
+from tieline.engines.server_routes import (
+    RouteServer,
+    ServedRoutes,
+    ServerError,
+    is_server,
+    server_documents,
+)
 from tieline.models.capture import ROUNDINGS
 from tieline.models.model import Model
 from tieline.run.corpus import check_token_ids

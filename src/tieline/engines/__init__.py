@@ -21,10 +21,14 @@ from tieline.engines.engine_registry import (
     list_engines,
     register_engine,
 )
-from tieline.engines.engine_run import EngineRun, RunOptions, dequantised_weights, run_engine
-from tieline.engines.server_client import ServerError
-from tieline.engines.server_routes import RouteServer, ServerSource
-from tieline.engines.worker_process import EngineError
+from tieline.engines.engine_run import (
+    EngineError,
+    EngineRun,
+    RunOptions,
+    dequantised_weights,
+    run_engine,
+)
+from tieline.engines.server_routes import RouteServer, ServerError, ServerSource
 
 __all__ = [
     "ENGINES",

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Unpack
 from tieline.core.records import Result
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.engines.engine_registry import TRANSFORMERS, engine_named, find_python
-from tieline.engines.engine_run import RunOptions, run_engine
-from tieline.engines.server_client import is_server
-from tieline.engines.server_routes import RouteServer, ServerSource, server_documents
+from tieline.engines.engine_run import Progress, RunOptions, run_engine
+from tieline.engines.server_routes import RouteServer, ServerSource, is_server, server_documents
 from tieline.engines.trace_sources import (
     EngineSource,
     TokenDocuments,
@@ -23,7 +22,6 @@ from tieline.engines.trace_sources import (
     TransformersSource,
     vocabulary_sample,
 )
-from tieline.engines.worker_process import Progress
 from tieline.models.model import Model, load_tokenizer
 from tieline.run.shared_settings import CaptureOptions, CaptureSettings
 from tieline.trace.readers import import_trace, token_documents

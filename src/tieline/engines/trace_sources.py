@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tieline.core.errors import require
 from tieline.engines.engine_registry import engine_named
-from tieline.engines.engine_run import EngineRun, RunOptions, run_engine
-from tieline.engines.worker_process import Progress
+from tieline.engines.engine_run import EngineRun, Progress, RunOptions, run_engine
 from tieline.models.demo import DEMO_FOLDER, is_demo
 from tieline.models.model import Model
 from tieline.run.corpus import Text, as_text, check_token_ids, stacked_batches, tokenise

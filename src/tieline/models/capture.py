@@ -13,7 +13,9 @@ exception, restores the classes.
     LayerObserver    turns each call of one router into a `LayerTrace`
 
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
-device of the scores; only the results go to the CPU.
+device of the scores; only the results go to the CPU. Reading a number makes the host wait until an
+accelerator has caught up, so records stay there and checks are noted (`PassChecks`) while a pass
+runs; when it has ended, `layers_on_cpu` moves all of it together and raises what a check refuses.
 
 Documents are numbered as `tieline.models.documents` says: rows of a batch, and the documents
 that a row is packed of; padding is left out. Inside `replay` the record is that of the router's own
@@ -28,7 +30,7 @@ are kept. A larger difference means that the family's record does not describe t
 """
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -56,10 +58,15 @@ from tieline.models.documents import (
     watch_forward,
 )
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.number_formats import precision_name, stored_in
 from tieline.models.parallel import class_name
-from tieline.models.pass_copies import PassChecks, layers_on_cpu, refuse_if
-from tieline.models.precision import precision_name, stored_in
-from tieline.models.router_output import RouterOutput, live_output, read_output
+from tieline.models.router_output import (
+    PassChecks,
+    RouterOutput,
+    live_output,
+    read_output,
+    refuse_if,
+)
 from tieline.models.router_rule import (
     Selection,
     at_least_single,
@@ -277,6 +284,48 @@ def _smallest_integers(experts: int) -> torch.dtype:
 def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy that later changes to the model's own tensors do not reach."""
     return tensor.detach().to(dtype=dtype, copy=True)
+
+
+def layers_on_cpu(layers: Sequence[LayerTrace], checks: PassChecks) -> list[LayerTrace]:
+    """The layers with all their tensors on the CPU; raises what the checks of the pass refuse."""
+    noted = checks.take()
+    columns = [
+        (index, name, tensor)
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.tensors().items()
+        if tensor.device.type != "cpu"
+    ]
+    if not columns and not noted:
+        return list(layers)
+    flags = [wrong for wrong, _ in noted]
+    copies = _copy_together([*flags, *(tensor for _, _, tensor in columns)])
+    for wrong, (_, refuse) in zip(copies, noted, strict=False):
+        refuse_if(wrong, refuse)
+    changes: list[dict[str, Tensor]] = [{} for _ in layers]
+    for (index, name, _), copy in zip(columns, copies[len(flags) :], strict=True):
+        changes[index][name] = copy
+    return [replace(layer, **new) for layer, new in zip(layers, changes, strict=True)]
+
+
+def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, by one transfer per device that holds some of them."""
+    copies: dict[int, Tensor] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        numbers = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+        numbers.sort(key=lambda n: -tensors[n].dtype.itemsize)  # keeps every start aligned
+        sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in numbers]
+        flat = torch.cat([tensors[n].contiguous().flatten().view(torch.uint8) for n in numbers])
+        for n, part in zip(numbers, _bytes_on_cpu(flat).split(sizes), strict=True):
+            copies[n] = part.view(tensors[n].dtype).view(tensors[n].shape)
+    return [copies[n] for n in range(len(tensors))]
+
+
+def _bytes_on_cpu(flat: Tensor) -> Tensor:
+    """Bytes on the CPU: through pinned memory, which is scarce and so not kept, where it helps."""
+    if flat.device.type != "cuda":
+        return flat.cpu()
+    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(flat).clone()
 
 
 @runtime_checkable

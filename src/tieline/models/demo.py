@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM, PreTrainedTokenizerFast
 
-from tieline.models.precision import remember_stored
+from tieline.models.number_formats import remember_stored
 from tieline.models.saved_models import no_loading_bars
 
 DEMO = "demo"

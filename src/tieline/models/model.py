@@ -45,18 +45,18 @@ from tieline.core.errors import (
 from tieline.core.records import short_repr
 from tieline.core.setting_fields import require_setting
 from tieline.core.untrusted_input import model_source
-from tieline.models.admission import check_finite_weights
 from tieline.models.capture import model_facts
 from tieline.models.configuration import RoutedShape, routed_shape
 from tieline.models.demo import DEMO, DEMO_FOLDER, is_demo, load_demo_model, load_demo_tokenizer
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.hub import hub_options
 from tieline.models.model_stream import ModelStream, open_stream, too_large
+from tieline.models.number_formats import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.parallel import SpreadError, check_parallel, distributed_config
-from tieline.models.precision import DTYPES, computed_dtype, remember_stored, stored_dtype
 from tieline.models.saved_models import (
     Checkpoint,
     changes_of,
+    check_finite_weights,
     load_pretrained,
     read_checkpoint,
 )

@@ -15,6 +15,13 @@ skeleton before weights are read, and on the model after.
 The marking tensor is found also where config.json lost the record; a plain model ignores one tensor
 more without an error, and converters to other formats, which must name every tensor, stop at it.
 
+    check_built             refuses a model on the meta device that is larger than its files
+    check_finite_weights    refuses NaN and infinite weights, once they are loaded
+
+`tieline.core.untrusted_input` refuses what the files alone show, before torch is imported. Once
+tieline and transformers are imported, `AutoModelForCausalLM.from_pretrained` loads smoothed models
+without `trust_remote_code` (`register_auto_classes`).
+
 Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
 weights' variant "tieline-smoothed", other features under "quantization_config".
 """
@@ -24,7 +31,7 @@ import json
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -33,15 +40,27 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
-from tieline.core.untrusted_input import check_config_sizes, check_files, check_stored
-from tieline.models.admission import check_built
+from tieline.core.untrusted_input import (
+    check_config_sizes,
+    check_files,
+    check_stored,
+    most_numbers,
+    room_for_numbers,
+    stored_tensors,
+)
 from tieline.models.class_changes import (
     Call,
     make_subclass,
@@ -50,7 +69,7 @@ from tieline.models.class_changes import (
     wrapped_class,
 )
 from tieline.models.configuration import check_config_fields
-from tieline.serving.modeling_tieline import MARKER
+from tieline.serving.modeling_tieline import MARKER, TielineConfig
 
 Facts = dict[str, Any]
 
@@ -467,3 +486,90 @@ def _check_model_folder(folder: Path, overwrite: bool) -> None:
     message = "{folder} is not empty: choose another folder or add {overwrite}"
     require_setting(overwrite, message, folder=folder)
     require(holds_model(folder), f"{folder} holds something else than a model: it is not replaced")
+
+
+def check_built(model: nn.Module, files: Iterable[str | Path], quantised: bool) -> None:
+    """Refuse a model on the meta device that has more numbers than its files.
+
+    Args:
+        model: the model, before any memory is allocated for its weights.
+        files: the files of its checkpoint.
+        quantised: whether a byte of a file may hold several numbers.
+    """
+    stored = stored_tensors(map(Path, files))
+    size = most_numbers(stored, quantised)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    built = {name: p for name, p in model.named_parameters() if name not in tied}
+    needed = sum(parameter.numel() for parameter in built.values())
+    if not stored or needed <= room_for_numbers(size):
+        return
+    name, largest = max(built.items(), key=lambda item: item[1].numel())
+    raise UnsupportedModelError(
+        f"config.json describes a model of {needed:,} numbers, and the files hold at most "
+        f"{size:,}: the largest tensor would be {name!r} of shape {tuple(largest.shape)}"
+    )
+
+
+CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that can hold NaN and be compared."""
+
+
+def check_finite_weights(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first such tensor.
+
+    One pass over the parameters, without a copy: a NaN anywhere makes minimum and maximum NaN.
+    """
+    wrong = {name: p for name, p in model.named_parameters() if not is_finite_tensor(p)}
+    for name, tensor in wrong.items():
+        others = f", and so are values of {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        raise UnsupportedModelError(_not_finite_message(name, tensor) + others)
+
+
+def check_finite_tensor(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with a NaN or an infinite number, by its name."""
+    if not is_finite_tensor(tensor):
+        raise UnsupportedModelError(_not_finite_message(name, tensor))
+
+
+def is_finite_tensor(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite; true for types that hold no NaN."""
+    if tensor.is_meta or not tensor.numel() or tensor.dtype not in CHECKED:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+def _not_finite_message(name: str, tensor: Tensor) -> str:
+    """How many values of a tensor are NaN or infinite, and where the first is."""
+    bad = ~tensor.detach().isfinite()
+    return (
+        f"weight {name!r}: {int(bad.sum()):,} of {bad.numel():,} values are NaN or infinite, the "
+        f"first at {bad.nonzero()[0].tolist()}"
+    )
+
+
+class ChangedModelForCausalLM(PreTrainedModel):
+    """The door to a smoothed model: `from_pretrained` returns the model of transformers itself."""
+
+    config_class = TielineConfig  # type: ignore[assignment]
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+        """Load a model with everything that Tieline changed in it.
+
+        Args:
+            source: folder or hub id.
+            args: none that a smoothed model takes.
+            config: as the automatic class read it; the record is read again, and checked.
+            options: of `tieline.models.load_pretrained`.
+        """
+        if args:
+            raise UnsupportedModelError("a smoothed model takes no arguments beside its folder")
+        options.pop("trust_remote_code", None)  # our own code is here
+        return load_pretrained(source, **options)
+
+
+def register_auto_classes() -> None:
+    """Let `AutoConfig` and `AutoModelForCausalLM` know smoothed models."""
+    AutoConfig.register(TielineConfig.model_type, TielineConfig, exist_ok=True)
+    AutoModelForCausalLM.register(TielineConfig, ChangedModelForCausalLM, exist_ok=True)

@@ -31,8 +31,12 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.models.admission import check_finite_tensor, is_finite_tensor
-from tieline.models.saved_models import LOADING, no_loading_bars
+from tieline.models.saved_models import (
+    LOADING,
+    check_finite_tensor,
+    is_finite_tensor,
+    no_loading_bars,
+)
 from tieline.models.shards import LINE, Shards, aligned_bytes
 
 REUSED = 1 << 20

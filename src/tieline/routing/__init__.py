@@ -2,7 +2,7 @@
 
 routers, gates               tokens → scores → weights
 smooth_gates                 gates that are continuous at ties
-dispatch, static_rows        the experts of non-zero weight, on the CPU and on accelerators
+dispatch                     the experts of non-zero weight, on the CPU and on accelerators
 activations, buffer_pool     what experts apply between their maps, memory for their results
 layer, losses, baselines     experts and layer, its auxiliary losses, layers to compare with
 """

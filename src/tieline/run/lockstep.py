@@ -26,8 +26,7 @@ from torch import nn
 
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.models.class_changes import make_subclass, swapped_class
-from tieline.models.expert_groups import ExpertGroups
-from tieline.models.model_stream import ModelStream
+from tieline.models.model_stream import ExpertGroups, ModelStream
 from tieline.run.observers import BlockRun, run_blocks
 
 if TYPE_CHECKING:

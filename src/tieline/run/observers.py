@@ -36,13 +36,17 @@ from tieline.core.numerics import is_recomputing
 from tieline.core.records import from_plain, to_plain
 from tieline.core.statistics import Predictions
 from tieline.core.text import layer_label
-from tieline.models.capture import ObserverSettings, layer_observers, model_facts
+from tieline.models.capture import (
+    ObserverSettings,
+    layer_observers,
+    layers_on_cpu,
+    model_facts,
+)
 from tieline.models.class_changes import Call, swapped_class, wrapped_class
 from tieline.models.documents import Batch
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of, find_routers
-from tieline.models.pass_copies import PassChecks, layers_on_cpu
 from tieline.models.routed_block import BlockRun
-from tieline.models.router_output import Choice, live_output
+from tieline.models.router_output import Choice, PassChecks, live_output
 from tieline.run.plan import Pass
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.selection import concatenate

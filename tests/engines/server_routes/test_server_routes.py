@@ -10,8 +10,7 @@ import tieline
 from tests.engines.servers import EXPERTS, LAYERS, K, LittleServer, npy_text, rule_routes, serving
 from tieline.core.errors import TielineError
 from tieline.engines.engine_capture import capture_engine
-from tieline.engines.server_client import ServerError
-from tieline.engines.server_routes import RouteServer, read_prompts
+from tieline.engines.server_routes import RouteServer, ServerError, read_prompts
 from tieline.models.demo import load_demo_tokenizer
 from tieline.run.shared_settings import CaptureSettings
 from tieline.trace.store import load_trace, save_trace

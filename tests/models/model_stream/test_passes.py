@@ -11,8 +11,8 @@ from tests.models.tiny_whole import WHOLE, tiny_whole
 from tieline.core.errors import ParameterError, TielineError, UnsupportedModelError
 from tieline.models import capture, find_routers
 from tieline.models.demo import load_demo_tokenizer
-from tieline.models.expert_groups import ExpertGroups, plan_groups
 from tieline.models.model import Model
+from tieline.models.model_stream import ExpertGroups, plan_groups
 from tieline.run.forward import forward, only_running
 from tieline.run.lockstep import PassJob, StreamEvents, lead_passes
 from tieline.trace.record import identical_values

@@ -16,8 +16,7 @@ from tests.models.tiny import SUPPORTED, batch, lively, tiny_model
 from tieline.core.errors import UnsupportedModelError
 from tieline.models import load_pretrained
 from tieline.models.demo import load_demo_model
-from tieline.models.portable import portable_rules
-from tieline.models.smoothed_model import smooth_
+from tieline.models.smoothed_model import portable_rules, smooth_
 from tieline.serving.modeling_tieline import MARKER, smooth_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

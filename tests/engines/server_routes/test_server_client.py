@@ -8,8 +8,8 @@ import pytest
 
 from tests.engines.servers import LittleServer, serving
 from tieline.core.errors import TielineError
-from tieline.engines import server_client
-from tieline.engines.server_client import (
+from tieline.engines import server_routes
+from tieline.engines.server_routes import (
     KEY_VARIABLE,
     ServerClient,
     ServerError,
@@ -105,7 +105,7 @@ def test_anything_but_json_is_one_line(server, raw, message):
 
 
 def test_a_huge_answer_is_not_read_to_its_end(server, monkeypatch):
-    monkeypatch.setattr(server_client, "MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(server_routes, "MOST_ANSWER_BYTES", 1 << 20)
     server.raw = b"[" + b"1," * (1 << 21) + b"1]"
     with serving(server) as url, pytest.raises(ServerError, match="more than 1 MB"):
         client(url)[0].ask(PATH, QUESTION)

@@ -11,7 +11,7 @@ from tests.models.tiny import tiny_model
 from tieline.core.errors import PrecisionWarning
 from tieline.models.demo import DEMO_FOLDER, load_demo_tokenizer
 from tieline.models.model import Model
-from tieline.models.precision import (
+from tieline.models.number_formats import (
     HALF_UNITS,
     computed_dtype,
     has_units,

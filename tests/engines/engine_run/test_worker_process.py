@@ -12,7 +12,7 @@ import pytest
 
 from tests.engines.fakes import HONEST, fake_engine
 from tieline.core.errors import TraceError
-from tieline.engines import EngineError, capture, worker_process
+from tieline.engines import EngineError, capture, engine_run
 
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 
@@ -132,14 +132,14 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path):
     parent = textwrap.dedent(f"""
         import numpy as np
         from pathlib import Path
-        from tieline.engines.worker_process import run_worker
+        from tieline.engines.engine_run import run_worker
         from tieline.engines.engine_registry import Engine
         engine = Engine("x", Path({str(worker)!r}), "numpy", (), "", (), "")
         request = {{"job": "capture"}}
         python, folder = Path({sys.executable!r}), Path({str(tmp_path)!r})
         run_worker(engine, python, folder, request, [np.arange(3)])
     """)
-    source = str(Path(worker_process.__file__).parents[2])
+    source = str(Path(engine_run.__file__).parents[2])
     running = subprocess.Popen(
         [sys.executable, "-c", parent], env=os.environ | {"PYTHONPATH": source}
     )

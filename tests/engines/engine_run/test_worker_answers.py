@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieline.core.errors import TraceError
-from tieline.engines.worker_answers import (
+from tieline.engines.engine_run import (
     WorkerAnswer,
     answer_trace,
     check_rows,

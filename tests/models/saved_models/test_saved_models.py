@@ -13,7 +13,7 @@ from tieline.models.saved_models import changes_of, forget_change, record_change
 from tieline.models.smoothed_router import router_smoothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def test_changes_come_and_go_in_order():

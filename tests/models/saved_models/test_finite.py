@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import tieline
 from tieline.core.errors import TielineError
-from tieline.models.admission import check_finite_tensor, is_finite_tensor
 from tieline.models.demo import DEMO_FOLDER
+from tieline.models.saved_models import check_finite_tensor, is_finite_tensor
 
 PLACES = [
     "model.norm.weight",
