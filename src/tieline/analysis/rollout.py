@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import TraceError, require
@@ -53,6 +53,9 @@ SHORTEST = 8
 
 BETTER = 0.2
 """By how much more experts must agree one row further, or with another document."""
+
+MOST_SEARCHED, MOST_OTHERS, MOST_COMPARED = 16, 64, 8
+"""Documents of a pass whose routes are looked for in others, those others, and layers of each."""
 
 COUNTS = ("tokens", "unrecorded", "documents", "shifted", "exchanged")
 
@@ -125,12 +128,18 @@ class RolloutMismatch:
         layers = paired_layers(live, record)
         self._last = live, record
         recorded = rows >= 0
+        overlaps = []
         for index, (ours, theirs) in enumerate(layers):
-            flips = _set_overlap(ours, theirs, rows) < 1
-            self._gaps[0, index] += _binned_gaps(ours.gap[recorded])
-            self._gaps[1, index] += _binned_gaps(ours.gap[recorded & flips])
-        documents = _document_faults(live, record, rows, layers)
-        counts = (len(rows), int((~recorded).sum()), *documents)
+            overlaps.append(_set_overlap(ours.experts, theirs, rows))
+            gaps = _gap_bins(ours.gap)
+            self._gaps[0, index] += torch.bincount(gaps[recorded], minlength=N_BINS + 1)
+            flips = recorded & (overlaps[-1] < 1)
+            self._gaps[1, index] += torch.bincount(gaps[flips], minlength=N_BINS + 1)
+        some = slice(None, None, max(1, len(layers) // MOST_COMPARED))
+        agreement = torch.stack(overlaps[some]).mean(dim=0)
+        documents = _document_faults(live, record, rows, layers[some], agreement)
+        unrecorded = ~recorded & ~_unsampled_ends(live, recorded)
+        counts = (len(rows), int(unrecorded.sum()), *documents)
         self._counts += torch.tensor(counts, device="cpu")
 
     def step(self) -> dict[str, float]:
@@ -208,18 +217,34 @@ def paired_layers(live: RoutingTrace, record: RoutingTrace) -> list[tuple[LayerT
     return list(zip(live.layers, record.layers, strict=True))
 
 
-def _set_overlap(ours: LayerTrace, theirs: LayerTrace, rows: Tensor) -> Float[Tensor, " tokens"]:
+def _unsampled_ends(
+    live: RoutingTrace, recorded: Bool[Tensor, " tokens"]
+) -> Bool[Tensor, " tokens"]:
+    """The last tokens of documents that have a record, from which nothing was sampled.
+
+    An engine has no route of the last token that it samples, and the loss needs none.
+    """
+    documents, positions = live.documents.long(), live.positions.long()
+    size = int(documents.max()) + 1
+    last = torch.zeros(size, dtype=torch.int64, device="cpu")
+    last.scatter_reduce_(0, documents, positions, "amax")
+    has_record = torch.bincount(documents[recorded], minlength=size) > 0
+    return (positions == last[documents]) & has_record[documents]
+
+
+def _set_overlap(
+    experts: Int[Tensor, "tokens ranks"], record: LayerTrace, rows: Int[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
     """Share of a token's live experts that the record has too; rows of -1 give any number."""
-    chosen = ours.experts[:, : ours.facts.k].long()
-    recorded = theirs.experts[:, : theirs.facts.k].long()[rows.clamp(min=0)]
-    return (chosen[:, :, None] == recorded[:, None, :]).any(dim=2).double().mean(dim=1)
+    k = record.facts.k
+    recorded = record.experts[:, :k].to(experts.dtype)[rows.clamp(min=0)]
+    return (experts[:, :k, None] == recorded[:, None, :]).any(dim=2).sum(dim=1) / k
 
 
-def _binned_gaps(gaps: Float[Tensor, " tokens"]) -> Int[Tensor, " bins"]:
-    """Numbers of gaps on the fixed grid; infinite ones in the last bin."""
+def _gap_bins(gaps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """The bin of each gap on the fixed grid; infinite ones in the last."""
     exponents = gaps.double().clamp(min=2.0**LOWEST, max=2.0**HIGHEST).log2() - LOWEST
-    bins = (exponents * BINS_PER_OCTAVE).floor().long().clamp(0, N_BINS)
-    return torch.bincount(bins, minlength=N_BINS + 1)
+    return (exponents * BINS_PER_OCTAVE).floor().long().clamp(0, N_BINS)
 
 
 def _quantile_bin(counts: Int[Tensor, " bins"], share: float) -> int:
@@ -231,44 +256,48 @@ def _quantile_bin(counts: Int[Tensor, " bins"], share: float) -> int:
 def _document_faults(
     live: RoutingTrace,
     record: RoutingTrace,
-    rows: Tensor,
+    rows: Int[Tensor, " tokens"],
     layers: list[tuple[LayerTrace, LayerTrace]],
+    overlaps: Float[Tensor, " tokens"],
 ) -> tuple[int, int, int]:
-    """Numbers of documents with a record, of those shifted by a row, and of those exchanged."""
-    neighbours = _RecordRows(record)
-    documents = shifted = exchanged = 0
-    for number in live.documents.unique().tolist():
-        inside = (live.documents == number) & (rows >= 0)
-        its_rows = rows[inside]
-        documents += bool(len(its_rows))
-        if len(its_rows) < SHORTEST:
-            continue
-        agreement = _mean_overlap(layers, inside, its_rows)
-        if agreement > 1 - BETTER:
-            continue
-        if any(
-            _is_better(
-                layers,
-                inside,
-                its_rows,
-                neighbours.moved(its_rows, rows=step),
-                agreement,
+    """Numbers of documents with a record, of those shifted by a row, and of those exchanged.
+
+    Args:
+        live: routes of the live model.
+        record: those of the rollout.
+        rows: row of the record of each live token, -1 without one.
+        layers: live and recorded layers to compare.
+        overlaps: mean share of experts in common with the record, over these layers.
+    """
+    documents = live.documents.long()
+    tokens, agreement = _document_means(documents, rows >= 0, overlaps)
+    suspects = (tokens >= SHORTEST) & (agreement <= 1 - BETTER)
+    shifted = torch.zeros_like(suspects)
+    exchanged = 0
+    if bool(suspects.any()):
+        neighbours = _RecordRows(record)
+        least = torch.maximum(tokens // 2, torch.full_like(tokens, SHORTEST))
+        for step in (-1, 1):
+            further = neighbours.moved(rows, step)
+            moved = _mean_overlaps(layers, slice(None), further)
+            there, better = _document_means(documents, further >= 0, moved)
+            shifted |= suspects & (there >= least) & (better > agreement + BETTER)
+        for number in (suspects & ~shifted).nonzero().flatten()[:MOST_SEARCHED].tolist():
+            inside = ((documents == number) & (rows >= 0)).nonzero().flatten()
+            exchanged += _fits_another(
+                layers, neighbours, inside, rows[inside], float(agreement[number])
             )
-            for step in (-1, 1)
-        ):
-            shifted += 1
-        elif any(
-            _is_better(
-                layers,
-                inside,
-                its_rows,
-                neighbours.moved(its_rows, document=other),
-                agreement,
-            )
-            for other in range(neighbours.count)
-        ):
-            exchanged += 1
-    return documents, shifted, exchanged
+    return int((tokens > 0).sum()), int(shifted.sum()), exchanged
+
+
+def _document_means(
+    documents: Int[Tensor, " tokens"], counted: Bool[Tensor, " tokens"], values: Tensor
+) -> tuple[Int[Tensor, " documents"], Float[Tensor, " documents"]]:
+    """Counted tokens of each document, and the mean of their values."""
+    size = int(documents.max()) + 1
+    tokens = torch.bincount(documents[counted], minlength=size)
+    sums = torch.bincount(documents[counted], values[counted].double(), minlength=size)
+    return tokens, sums / tokens.clamp(min=1)
 
 
 class _RecordRows:
@@ -280,43 +309,43 @@ class _RecordRows:
         self.count, self.documents = len(numbers), torch.from_numpy(order).long()
         self.positions = record.positions.long()
 
-    def moved(self, its_rows: Tensor, rows: int = 0, document: int | None = None) -> Tensor:
-        """The rows so many further in their documents, or of the same positions in another."""
-        documents = self.documents[its_rows]
-        if document is not None:
-            documents = torch.where(documents == document, -1, document)
-        positions = self.positions[its_rows] + rows
-        moved_rows = self.table.at(documents, positions.clamp(min=0))
-        return moved_rows.masked_fill(positions < 0, -1)
+    def moved(self, rows: Int[Tensor, " tokens"], step: int) -> Int[Tensor, " tokens"]:
+        """The rows so many further in their documents; -1 without one."""
+        positions = self.positions[rows.clamp(min=0)] + step
+        further = self.table.at(self.documents[rows.clamp(min=0)], positions.clamp(min=0))
+        return further.masked_fill((positions < 0) | (rows < 0), -1)
+
+    def in_others(self, rows: Int[Tensor, " tokens"]) -> Int[Tensor, "others tokens"]:
+        """The rows of the same positions in other documents; -1 without one."""
+        others = torch.arange(self.count, device="cpu")
+        others = others[others != self.documents[rows[0]]][:MOST_OTHERS, None]
+        documents, positions = torch.broadcast_tensors(others, self.positions[rows])
+        return self.table.at(documents.flatten(), positions.flatten()).view_as(documents)
 
 
-def _is_better(
+def _fits_another(
     layers: list[tuple[LayerTrace, LayerTrace]],
-    inside: Tensor,
-    its_rows: Tensor,
-    other: Tensor,
+    neighbours: _RecordRows,
+    inside: Int[Tensor, " inside"],
+    rows: Int[Tensor, " inside"],
     agreement: float,
 ) -> bool:
-    """Whether other rows of the record agree far better with a document than its own."""
-    there = other >= 0
-    if int(there.sum()) < max(SHORTEST, len(its_rows) // 2):
-        return False
-    tokens = inside.nonzero().squeeze(1)[there]
-    mask = torch.zeros_like(inside)
-    mask[tokens] = True
-    return _mean_overlap(layers, mask, other[there]) > agreement + BETTER
+    """Whether the routes of another document agree far better with a document than its own."""
+    candidates = neighbours.in_others(rows)
+    for other in candidates[(candidates >= 0).sum(dim=1) >= max(SHORTEST, len(inside) // 2)]:
+        there = other >= 0
+        overlap = _mean_overlaps(layers, inside[there], other[there])
+        if float(overlap.mean()) > agreement + BETTER:
+            return True
+    return False
 
 
-def _mean_overlap(
-    layers: list[tuple[LayerTrace, LayerTrace]], inside: Tensor, rows: Tensor
-) -> float:
-    """Mean share of experts in common over the layers, of tokens with these rows of the record."""
-    total = 0.0
-    for ours, theirs in layers:
-        chosen = ours.experts[inside][:, : ours.facts.k].long()
-        recorded = theirs.experts[rows][:, : theirs.facts.k].long()
-        total += float((chosen[:, :, None] == recorded[:, None, :]).any(2).double().mean())
-    return total / len(layers)
+def _mean_overlaps(
+    layers: list[tuple[LayerTrace, LayerTrace]], tokens: Tensor | slice, rows: Tensor
+) -> Float[Tensor, " tokens"]:
+    """Mean over layers of the share of experts that live tokens have in common with these rows."""
+    overlaps = [_set_overlap(ours.experts[tokens], theirs, rows) for ours, theirs in layers]
+    return torch.stack(overlaps).mean(dim=0)
 
 
 def _rollout_scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> dict[str, float]:

@@ -11,10 +11,11 @@ A Trainer tells its loggers in order, those of `report_to` before the callbacks 
 callback that is merely added speaks too late. `monitor_trainer` puts it first: the scalars are in
 the Trainer's own logs when TensorBoard, Weights & Biases and the others read them.
 
-The mixin wraps methods of TRL's trainers: `_generate` (the rollout), `compute_loss` (the update)
-and `log`. Routes of a rollout stay until the next one, so that a trainer may shuffle
-its rows and go over them several times: documents are found by their tokens. A trainer without
-rollouts of its own, as SFT, takes those that stand in its attribute `routes`.
+The mixin wraps methods of TRL's trainers: `_generate` (the rollout), `training_step`,
+`compute_loss` and `_get_per_token_logps_and_entropies` (the update) and `log`. Routes of a rollout
+stay until the next one, so that a trainer may shuffle its rows and go over them several times:
+documents are found by their tokens. A trainer without rollouts of its own, as SFT, takes those that
+stand in its attribute `routes`.
 """
 
 import warnings
@@ -117,8 +118,13 @@ def monitor_trainer(trainer: Any, every: int | None = None, **options: Any) -> R
 class RolloutReplay:
     """Mixin for trainers of TRL: records routes at rollout, replays and compares them later.
 
+    Routes are replayed from the forward pass of a training step to the end of its backward pass,
+    in which activation checkpointing repeats the routers, and in the log-probabilities of the
+    policy before its update. Evaluation and the reference model go by their live routers.
+
     Attributes:
-        routes: recorded routes of the rows in training; set by the rollout, or by hand.
+        routes: recorded routes of the rows in training; set by a rollout with transformers, by a
+            `rollout_func` that asks another engine, or by hand.
         replay_routes: whether the update takes the recorded experts; else they are compared alone.
         mismatch: the comparison, made when the first update comes.
     """
@@ -126,32 +132,62 @@ class RolloutReplay:
     routes: Any = None
     replay_routes: bool = True
     mismatch: RolloutMismatch | None = None
+    _step_contexts: ExitStack | None = None
+    _is_replaying: bool = False
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the routes of a rollout."""
+        """Record the routes of a rollout of training."""
+        if not self.model.training:  # type: ignore[attr-defined]
+            return super()._generate(*args, **kwargs)  # type: ignore[misc]
         with capture(self.model, ranks=1, epsilons=(), distances=False) as recorder:  # type: ignore[attr-defined]
             answer = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        self.routes = recorder.trace()
+        if recorder.n_tokens:  # none where another engine generates
+            self.routes = recorder.trace()
         return answer
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replay and compare the routes in the update; evaluation goes by the live routers."""
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replay in the log-probabilities of the policy before its update."""
         with ExitStack() as stack:
-            if self.routes is not None and model.training:
-                if self.mismatch is None:
-                    self.mismatch = RolloutMismatch(self.model)  # type: ignore[attr-defined]
-                if self.replay_routes:
-                    stack.enter_context(warnings.catch_warnings())
-                    warnings.simplefilter("ignore", ReplayWarning)  # `unrecorded` counts them
-                    stack.enter_context(replay(self.model, self.routes, match="tokens"))  # type: ignore[attr-defined]
-                stack.enter_context(self.mismatch.watch(self.routes))
-            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            if model is self.model and model.training and not _is_reference(model):  # type: ignore[attr-defined]
+                self._enter_replay(stack)
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave at the end of the step what `compute_loss` enters."""
+        with ExitStack() as self._step_contexts:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replay and compare the routes until the training step ends."""
+        if self.routes is not None and model.training and self._step_contexts is not None:
+            if self.mismatch is None:
+                self.mismatch = RolloutMismatch(self.model)  # type: ignore[attr-defined]
+            self._enter_replay(self._step_contexts)
+            self._step_contexts.enter_context(self.mismatch.watch(self.routes))
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _enter_replay(self, stack: ExitStack) -> None:
+        """Replay until the stack is closed, unless a replay lasts already."""
+        if not self.replay_routes or self.routes is None or self._is_replaying:
+            return
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", ReplayWarning)  # `unrecorded` counts them
+        stack.enter_context(replay(self.model, self.routes, match="tokens"))  # type: ignore[attr-defined]
+        self._is_replaying = True
+        stack.callback(setattr, self, "_is_replaying", False)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the numbers of the steps since the last log."""
         if self.mismatch is not None and self.model.training:  # type: ignore[attr-defined]
             logs = {**logs, **self.mismatch.step()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _is_reference(model: Any) -> bool:
+    """Whether a model with adapters runs as the reference: without them, or by those of "ref"."""
+    if getattr(model, "peft_config", None) is None:
+        return False
+    return bool(model._adapters_disabled) or model.active_adapter == "ref"
 
 
 class RolloutCallback(_ScalarCallback):

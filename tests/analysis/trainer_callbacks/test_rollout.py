@@ -1,6 +1,4 @@
-"""The doors of trainers: transformers' own Trainer, and TRL's where it is installed."""
-
-import warnings
+"""The door of transformers' own Trainer."""
 
 import pytest
 import torch
@@ -8,10 +6,9 @@ from transformers import Trainer, TrainingArguments
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.rollout import RolloutMismatch
-from tieline.analysis.trainer_callbacks import RolloutCallback, RolloutReplay
+from tieline.analysis.trainer_callbacks import RolloutCallback
 from tieline.core.errors import ParameterError
 from tieline.models.capture import capture
-from tieline.models.demo import load_demo_model, load_demo_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,43 +53,3 @@ def test_a_callback_logs_the_mismatch(tmp_path):
 def test_a_callback_needs_a_mismatch(no_axis_checks):
     with pytest.raises(ParameterError, match="RolloutMismatch"):
         RolloutCallback(None)
-
-
-def test_grpo_of_trl_records_replays_and_logs(tmp_path):
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-
-    class GRPO(RolloutReplay, trl.GRPOTrainer): ...
-
-    tokenizer = load_demo_tokenizer()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    arguments = trl.GRPOConfig(
-        str(tmp_path),
-        max_steps=2,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=8,
-        learning_rate=1e-6,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-    )
-    trainer = GRPO(
-        model=load_demo_model(),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["def f(x):", "import os"] * 4}),
-        processing_class=tokenizer,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.train()
-    steps = [log for log in trainer.state.log_history if "rollout/flip_rate" in log]
-    assert len(steps) == 2
-    for log in steps:
-        assert log["rollout/unexplained_max"] == 0
-        assert log["rollout/shifted_documents"] == log["rollout/exchanged_documents"] == 0
-        assert log["rollout/unrecorded"] < 0.5
