@@ -234,9 +234,7 @@ class SubjectSettings(HubSettings, SeedSettings, SequenceSettings):
 
     tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
     dtype: str = setting(
-        "auto",
-        check=one_of(*DTYPES),
-        help="Precision the model runs in: auto, fp32, bf16 or fp16.",
+        "auto", check=one_of(*DTYPES), help="Precision the model runs in: auto, fp32, bf16 or fp16."
     )
     layers: Collection[str | int] | None = setting(
         None, read=read_layers, help="Routed layers, such as 0,2,5-7, or names of routers."
@@ -307,9 +305,7 @@ class WalksSettings(SubjectSettings):
         4096, check=at_least(1), help="How many tokens of the text; at most 2,048 are run."
     )
     dtype: str = setting(
-        "fp32",
-        check=one_of(*DTYPES),
-        help="Precision the model runs in: auto, fp32, bf16 or fp16.",
+        "fp32", check=one_of(*DTYPES), help="Precision the model runs in: auto, fp32, bf16 or fp16."
     )
 
 
@@ -368,9 +364,7 @@ class RerouteSettings(HubSettings, SeedSettings, TextSettings):
     fit_tokens: int = setting(8192, check=at_least(64), help="Tokens to fit to.")
     tokens: int = setting(8192, check=at_least(64), help="Tokens to measure on.")
     steps: int | None = setting(
-        None,
-        check=at_least(0),
-        help="Steps of the fit; by default as many as keep the choices.",
+        None, check=at_least(0), help="Steps of the fit; by default as many as keep the choices."
     )
     temperature: float | None = setting(None, help="Of cosine routers; fitted by default.")
     tau: Sequence[float] | None = setting(

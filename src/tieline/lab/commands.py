@@ -334,9 +334,7 @@ def reproduce(
     print_to_stderr(_reproduction_plan(chosen, settings))
     with progress_bars(first="claims") as progress:
         ledger = ledgers.reproduce(
-            names,
-            settings=settings,
-            progress=lambda done, total: progress("claims", done, total),
+            names, settings=settings, progress=lambda done, total: progress("claims", done, total)
         )
     deliver(ledger, outputs)
     if ledger.broken:

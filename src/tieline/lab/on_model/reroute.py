@@ -183,11 +183,7 @@ def reroute(
         tokens=sum(ids.numel() for ids in measured),
         sequences=sum(len(ids) for ids in measured),
         fit_tokens=sum(ids.numel() for ids in fitted),
-        provenance={
-            "fit": texts.origins[0],
-            "text": texts.origins[1],
-            "seed": settings.seed,
-        },
+        provenance={"fit": texts.origins[0], "text": texts.origins[1], "seed": settings.seed},
         rerouted=changed,
         tokenizer=loaded.tokenizer,
     )
@@ -307,12 +303,7 @@ def _compare_rerouted(
 ) -> _Sides:
     """Losses, KL and routing of the model and of its rerouted copy on the same tokens."""
     sums = [SequenceSums() for _ in range(3)]
-    with (
-        only_running(model),
-        only_running(changed),
-        capture(model) as old,
-        capture(changed) as new,
-    ):
+    with only_running(model), only_running(changed), capture(model) as old, capture(changed) as new:
         for number, ids in enumerate(measured):
             before, after = (forward(side, ids).logits for side in (model, changed))
             clean = next_token_losses(before, ids)

@@ -252,11 +252,7 @@ def _slice_point(
 
 
 def _slice_agreement(
-    model: nn.Module,
-    router: nn.Module,
-    layer: LayerTrace,
-    drawn: tuple[Slice, Plane],
-    seed: int,
+    model: nn.Module, router: nn.Module, layer: LayerTrace, drawn: tuple[Slice, Plane], seed: int
 ) -> tuple[int, int]:
     """Points at which the router's choice is that of the picture, and those too near a tie."""
     cut, plane = drawn

@@ -31,12 +31,7 @@ from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
 from tieline.analysis.jumps import BlockSampler
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.core.statistics import (
-    Estimate,
-    clustered_mean,
-    clustered_ratio,
-    next_token_losses,
-)
+from tieline.core.statistics import Estimate, clustered_mean, clustered_ratio, next_token_losses
 from tieline.lab.command_settings import SoftenOptions, SoftenSettings
 from tieline.lab.on_model.soft_choice import softened_routers
 from tieline.lab.on_model.soften_prediction import (

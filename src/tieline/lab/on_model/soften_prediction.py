@@ -25,10 +25,7 @@ from tieline.models.router_output import Choice, RouterOutput, padded_choice
 from tieline.trace.record import LayerTrace
 
 LN2 = math.log(2)
-MOMENTS = {
-    "softmax": (LN2, LN2 - 1 / 2, LN2 - 5 / 8),
-    "projection": (1 / 4, 1 / 12, 1 / 32),
-}
+MOMENTS = {"softmax": (LN2, LN2 - 1 / 2, LN2 - 5 / 8), "projection": (1 / 4, 1 / 12, 1 / 32)}
 """M₁, M₂, M₃ of the share of the second expert."""
 MOST_MISSED = 0.02
 """Largest part of ∫ a(u) du beyond the near tokens with which a width is still judged by them."""

@@ -98,10 +98,7 @@ PLANTED = {
         "router_laws.whitened_router",
         lambda real: lambda weight, law: 3 * real(weight, law),
     ),
-    "p5-real-noise": (
-        "router_laws.perturbation_law",
-        lambda real: lambda steps: real(3 * steps),
-    ),
+    "p5-real-noise": ("router_laws.perturbation_law", lambda real: lambda steps: real(3 * steps)),
     "p5-law": ("continuous_gates.laplace_ramp", steeper),
     "p5-frontier": ("continuous_gates.least_moved", scaled(1.2)),
     "p5-gates": ("continuous_gates.continuity_bound", scaled(1.2)),

@@ -308,12 +308,7 @@ def symmetric_router_instability(run: ClaimRun) -> Evidence:
             none_of("teachers with d·Σv > 0 and vᵀMv <= 0", unstable),
             at_least("smallest leading eigenvalue, d·Σv > 0", worst, 1e-6),
             at_least("smallest overlap with v", least, 1e-6),
-            near(
-                "growth per step at τ = 1",
-                slow,
-                1 + 0.1 * spectrum.eigenvalues[0].item(),
-                1e-12,
-            ),
+            near("growth per step at τ = 1", slow, 1 + 0.1 * spectrum.eigenvalues[0].item(), 1e-12),
             at_least("growth at τ = 0.1 over that at τ = 1", quick, slow),
         ),
         paper="λ_+ > 0",

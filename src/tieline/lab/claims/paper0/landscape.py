@@ -222,9 +222,7 @@ def confident_misrouting_cost(run: ClaimRun) -> Evidence:
     interior = swap.interior.value or 0.0
     return Evidence.of(
         at_most(
-            "printed bound less L̃_int, π the identity",
-            same.paper_bound,
-            same.interior.value or 0.0,
+            "printed bound less L̃_int, π the identity", same.paper_bound, same.interior.value or 0.0
         ),
         at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
         corrected(

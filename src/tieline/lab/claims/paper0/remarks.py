@@ -215,11 +215,7 @@ def teacher_risk(run: ClaimRun) -> Evidence:
             parts = risk_decomposition(teacher.sample, tau, epsilon)
             mass = parts.mass.value or 0.0
             ratios.append((parts.total.value or 0.0) / (bound * (mass + epsilon**2)))
-    return Evidence.of(
-        at_most("largest ratio", max(ratios), 1),
-        paper=1,
-        measured=max(ratios),
-    )
+    return Evidence.of(at_most("largest ratio", max(ratios), 1), paper=1, measured=max(ratios))
 
 
 @claim("p0-sec7", "a stable hard minimiser has a soft one nearby", number="sec. 7", seconds=2)

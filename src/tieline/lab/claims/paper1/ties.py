@@ -210,12 +210,7 @@ def order_statistic_min_max(run: ClaimRun) -> Evidence:
         near("largest error of min max", (stated - true).abs().max().item(), 0, 1e-12),
         corrected(
             near("largest error of max min", (right - true).abs().max().item(), 0, 1e-12),
-            near(
-                "min max and the k-th smallest",
-                (stated - smallest).abs().max().item(),
-                0,
-                1e-12,
-            ),
+            near("min max and the k-th smallest", (stated - smallest).abs().max().item(), 0, 1e-12),
         ),
         paper="min max",
         corrected="max min",

@@ -127,9 +127,7 @@ def radial_equation(run: ClaimRun) -> Evidence:
         at_least("root mean square, perturbed", size, 1e-3),
         corrected(
             at_most(
-                "perturbed against its closed form",
-                float((perturbed - closed).abs().max()),
-                1e-12,
+                "perturbed against its closed form", float((perturbed - closed).abs().max()), 1e-12
             )
         ),
         paper="0 and not 0",

@@ -131,12 +131,7 @@ def from_ratio(run: ClaimRun) -> Evidence:
     )
 
 
-@claim(
-    "p2-eq6",
-    "from parameters to experts",
-    number="after (6)",
-    expected=Verdict.FAILS,
-)
+@claim("p2-eq6", "from parameters to experts", number="after (6)", expected=Verdict.FAILS)
 def inferred_experts(run: ClaimRun) -> Evidence:
     """Since |h(x, η̂) - h(x, η)| <= C ‖η̂ - η‖, experts are estimated no faster than the bound on
     the loss says, as slowly as 1/log^τ n.

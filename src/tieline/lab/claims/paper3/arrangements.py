@@ -297,10 +297,7 @@ def general_position(run: ClaimRun) -> Evidence:
         qualified(none_of("sets of neurons with drawn biases that break it", wrong)),
         corrected(
             near(
-                "broken sets of the walls of 4 experts in R³",
-                position_failures(*walls),
-                4 + 15,
-                0,
+                "broken sets of the walls of 4 experts in R³", position_failures(*walls), 4 + 15, 0
             )
         ),
         paper="with probability one",
@@ -581,8 +578,7 @@ def top_k_bound(run: ClaimRun) -> Evidence:
     return Evidence.of(
         at_most("most pieces, N = 8, k = 3, H = 4, d = 2", int(counts.max()), bound),
         none_of(
-            "specified layers with another count",
-            sum(exact[s] != n for s, n in INSTANCES.items()),
+            "specified layers with another count", sum(exact[s] != n for s, n in INSTANCES.items())
         ),
         none_of("listings with another count", listed),
         near("in fractions", rational, INSTANCES[first], 0),

@@ -162,10 +162,7 @@ def coalitions_left(run: ClaimRun) -> Evidence:
             near("exponent against 1", power, 1, 0.15),
             near("exponent of the closed form", exponent(sines[1:], walls[1:]), 1, 0.01),
             near(
-                "chance at s = 0.01",
-                chance[-1],
-                ball_meets_tie(16, 4, dim, 0.01),
-                4 * error + 0.01,
+                "chance at s = 0.01", chance[-1], ball_meets_tie(16, 4, dim, 0.01), 4 * error + 0.01
             ),
         ),
         paper=dim - 1,

@@ -31,12 +31,7 @@ from tieline.lab.claims.mixture_splits import (
     without_row,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
-from tieline.lab.estimation.derivative_tests import (
-    Atom,
-    generic_atoms,
-    rank_test,
-    witness_atoms,
-)
+from tieline.lab.estimation.derivative_tests import Atom, generic_atoms, rank_test, witness_atoms
 from tieline.lab.estimation.model import GateName, LinkName
 from tieline.routing import QuadraticRouter, Sigmoid, Softmax
 from tieline.routing.gates import Gate

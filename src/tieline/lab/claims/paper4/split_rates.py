@@ -133,11 +133,7 @@ SPLIT_MASS = 0.155
 """Half of the mass of `sparse_atom`."""
 
 
-@claim(
-    "p4-thm4-rate",
-    "partial-strongly identifiable experts, sparse regime: the rate",
-    seconds=3,
-)
+@claim("p4-thm4-rate", "partial-strongly identifiable experts, sparse regime: the rate", seconds=3)
 def partial_sparse_rate(run: ClaimRun) -> Evidence:
     """L4 falls like √(log n / n) for partial-strongly identifiable experts.
 
