@@ -2,8 +2,8 @@
 
 A claim's result is one file, written as soon as its test ends, so that a run that was stopped
 continues where it was. A result is valid as long as nothing changes that could change it: the
-sources of the package (without the rooms that only present results and without the other papers)
-and the versions of the libraries that compute.
+sources of the package (without the rooms that only present results) and the versions of the
+libraries that compute.
 
 `joblib` distributes the tests: over loky processes on this machine, or over the workers of a Dask
 cluster. A worker gets the id of a claim and looks it up. Without joblib the claims are tested one
@@ -61,31 +61,21 @@ LIBRARIES = ("torch", "numpy", "scipy")
 
 
 @lru_cache
-def fingerprint(paper: int) -> str:
-    """Return sixteen hexadecimal digits of a SHA-256 over sources and versions."""
-    root = Path(__file__).parents[2]
-    package = PAPERS[paper].package
+def fingerprint(root: Path = Path(__file__).parents[2]) -> str:
+    """Return sixteen hexadecimal digits of a SHA-256 over the sources of `root` and versions."""
     digest = hashlib.sha256()
     for name in LIBRARIES:
         digest.update(f"{name} {version(name)}\n".encode())
     for path in sorted(root.rglob("*.py")):
         names = path.relative_to(root).parts
-        if _affects_results(names, package):
+        if not PRESENTING.intersection(names):
             digest.update("/".join(names).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _affects_results(names: tuple[str, ...], package: str) -> bool:
-    """Return whether a source file can change the results of a paper."""
-    others = {paper.package for paper in PAPERS.values()} - {package}
-    other_paper = "claims" in names and bool(others.intersection(names))
-    return not PRESENTING.intersection(names) and not other_paper
-
-
 def result_key(claim: Claim, run: ClaimRun) -> dict[str, Any]:
     """Return what a result depends on: the claim, the mode, the seed and the code."""
-    code = fingerprint(claim.paper)
-    return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": code}
+    return {"claim": claim.id, "mode": run.mode, "seed": run.seed, "code": fingerprint()}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,10 @@ def masses_kept(real):
 
 PLANTED = {
     # Δ/2τ in place of Δ/τ
-    "p5-hardening": ("cooling.moved_weights", lambda real: lambda s, k, tau: real(s, k, 3 * tau)),
+    "p5-hardening": (
+        "continuous_gates.moved_weights",
+        lambda real: lambda s, k, tau: real(s, k, 3 * tau),
+    ),
     # E[J² σ²] in place of E[J²] E[J² σ²]
     "p5-token-noise": (
         "continuous_gates.token_noise_bounds",
@@ -72,7 +75,10 @@ PLANTED = {
         lambda real: lambda point, masses: np.exp(-1 / np.abs(point[0])) ** 4 * np.ones(3),
     ),
     # vertices of a polyhedron of one dimension less
-    "p5-levels": ("levels.most_vertices", lambda real: lambda facets, dim: real(facets, dim - 1)),
+    "p5-levels": (
+        "router_laws.most_vertices",
+        lambda real: lambda facets, dim: real(facets, dim - 1),
+    ),
     "p5-doubling": ("estimation_laws.doubled_atoms", masses_kept),
     # the sign of the expert forgotten
     "p5-reflection": (

@@ -42,19 +42,21 @@ def inverse(found):
 
 PLANTED = {
     # inputs of bounded support in place of Gaussian ones
-    "p0-asm5.1": ("remarks.affine_maximum", lambda real: lambda run, n: 2.0),
+    "p0-asm5.1": ("landscape.affine_maximum", lambda real: lambda run, n: 2.0),
     # experts with intercepts
-    "p0-asm5.2": ("remarks.through_origin_risk", scaled(0.0)),
+    "p0-asm5.2": ("landscape.through_origin_risk", scaled(0.0)),
     # a disc taken for a half-plane
-    "p0-asm5.3": ("remarks.least_misrouted", lambda real: lambda x, inside: real(x, x[:, 0] > 0)),
+    "p0-asm5.3": ("landscape.least_misrouted", lambda real: lambda x, inside: real(x, x[:, 0] > 0)),
     # a power that f⁴ does not allow
-    "p0-rem5.6": ("remarks.conditional_square", scaled(2.0)),
-    "p0-rem5.9": ("remarks.conditional_square", scaled(2.0)),
-    "p0-rem5.18": ("remarks.gaussian_risk", scaled(0.9)),
+    "p0-rem5.6": ("landscape.conditional_square", scaled(2.0)),
+    "p0-rem5.9": ("landscape.conditional_square", scaled(2.0)),
+    "p0-rem5.18": ("teacher_recovery.gaussian_risk", scaled(0.9)),
     # outputs half as large
-    "p0-eq5.15": ("remarks.drawn_pupil", lambda real: lambda run, n, distance: real(run, n, 1.5)),
+    "p0-eq5.15": ("teacher_recovery.drawn_pupil", lambda real: lambda run, n, distance: (
+        real(run, n, 1.5)
+    )),
     # minimisers of another temperature
-    "p0-sec7": ("remarks.least_risk_student", lambda real: lambda tau: real(0.02 / tau)),
+    "p0-sec7": ("teacher_recovery.least_risk_student", lambda real: lambda tau: real(0.02 / tau)),
     # scores of experts taken for outputs
     "p0-sec2-gauge": ("boundary_mass.soft_predictions", lambda real: lambda s, tau: s.scores[:, 0]),
     "p0-def3.1": ("boundary_mass.boundary_mass_pair", with_argument(1, 1.1)),
@@ -102,16 +104,16 @@ PLANTED = {
     "p0-prop5.10": ("landscape.wall_variation", with_field(
         left=lambda f: f.right, right=lambda f: f.left
     )),
-    "p0-lem5.16": ("landscape.misrouting_bound", with_field(paper_bound=lambda f: 0.0)),
-    "p0-thm5.17-matching": ("landscape.match_experts", with_field(permutation=inverse)),
+    "p0-lem5.16": ("teacher_recovery.misrouting_bound", with_field(paper_bound=lambda f: 0.0)),
+    "p0-thm5.17-matching": ("teacher_recovery.match_experts", with_field(permutation=inverse)),
     # minimisers of the other end of the schedule
-    "p0-thm5.17-recovery": ("landscape.least_risk_student", lambda real: lambda tau: (
+    "p0-thm5.17-recovery": ("teacher_recovery.least_risk_student", lambda real: lambda tau: (
         real(0.02 / tau)
     )),
     # curvature of a Gauss-Newton matrix, which is never negative
-    "p0-thm5.17-saddles": ("landscape.find_critical_points", lambda real: lambda *a, **k: tuple(
+    "p0-thm5.17-saddles": ("teacher_recovery.find_critical_points", lambda real: lambda *a, **k: [
         replace(point, least_eigenvalue=abs(point.least_eigenvalue)) for point in real(*a, **k)
-    )),
+    ]),
     # the right expert counted among the wrong ones
     "p0-asm5.11": ("landscape.specialisation_gap", with_field(
         etas=lambda f: tuple(1.0 for _ in f.etas)

@@ -42,13 +42,13 @@ def one_flat_of(number):
 
 
 PLANTED = {
-    "p1-rem4.5": ("remarks.tube_ratio", lambda real: lambda *args, orders, **rest: (
+    "p1-rem4.5": ("tubes.tube_ratio", lambda real: lambda *args, orders, **rest: (
         real(*args, orders=(orders[0], orders[0] - 1), **rest)
     )),
-    "p1-secB.1": ("remarks.budget_width", scaled(0.01)),
+    "p1-secB.1": ("tubes.budget_width", scaled(0.01)),
     # a count of flats that forgot the others
-    "p1-rem5.4": ("remarks.time_integral", lambda real: lambda order, b: 100.0**order),
-    "p1-thmA.32-coarse": ("remarks.time_integral", scaled(0.2)),
+    "p1-rem5.4": ("diffusion.time_integral", lambda real: lambda order, b: 100.0**order),
+    "p1-thmA.32-coarse": ("diffusion.time_integral", scaled(0.2)),
     "p1-def3.1": ("ties.stable_topk", lambda real: lambda scores, k: scores.flip(1).topk(k)),
     "p1-def3.2": ("ties.tie_order", scaled(2)),
     # the smallest scores chosen

@@ -52,6 +52,11 @@ PLANTED = {
     ),
     "p4-thm2-minimax": ("minimax.split_scale", heavier),
     "p2-lem2": ("minimax.le_cam", scaled(1e-4)),
+    # the second max read as a min
+    "p4-secB.1-bracket": (
+        "minimax.bracket_pair",
+        lambda real: lambda zeta, tau, bound, printed: real(zeta, tau, bound, printed=False),
+    ),
     # experts moved as well
     "p2-eq6": (
         "minimax.two_points",

@@ -12,7 +12,7 @@ from tests.lab.claims.claim.test_claims_can_fail import (
     scaled,
     with_field,
 )
-from tieline.lab.claims.paper3 import remarks
+from tieline.lab.claims.paper3 import manifolds
 from tieline.lab.tropical import TropicalPolynomial, capacity_bound
 
 
@@ -71,27 +71,29 @@ def spread_out(real):
 
 PLANTED = {
     # a power diagram throughout
-    "p3-ex4.3": ("remarks.not_nearest", lambda real: lambda weight, bias, x: (
+    "p3-ex4.3": ("arrangements.not_nearest", lambda real: lambda weight, bias, x: (
         real(weight, 0 * bias, x)
     )),
     # biases of which the last one is lost
-    "p3-rem4.4": ("remarks.existing_walls", lambda real: lambda weight, bias: (
+    "p3-rem4.4": ("arrangements.existing_walls", lambda real: lambda weight, bias: (
         real(weight[:-1], bias[:-1])
     )),
-    "p3-rem4.13": ("remarks.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
-    "p3-rem4.23": ("remarks.sampled_regions", lambda real: lambda r, V, c: (
+    "p3-rem4.13": ("tightness.zaslavsky", lambda real: lambda n, d: real(n, d + 1)),
+    "p3-rem4.23": ("manifolds.sampled_regions", lambda real: lambda r, V, c: (
         real(r, V + 0.1 * r.standard_normal(V.shape), c + 0.1 * r.standard_normal(c.shape))
     )),
     # the upper bound for the expectation
-    "p3-rem4.28": ("remarks.crofton_pieces", lambda real: lambda n, k, h, length: (
-        0.2 * remarks.paper_effective_bound(n, k, h, 1, 8, length)
+    "p3-rem4.28": ("manifolds.crofton_pieces", lambda real: lambda n, k, h, length: (
+        0.2 * manifolds.paper_effective_bound(n, k, h, 1, 8, length)
     )),
-    "p3-rem5.2": ("remarks.split_gain", lambda real: lambda n, k, d: real(n, k, d // 10)),
-    "p3-rem5.4": ("remarks.tangent_ranks", lambda real: lambda run, **sizes: (
+    "p3-rem5.2": ("splitting_and_centring.split_gain", lambda real: lambda n, k, d: (
+        real(n, k, d // 10)
+    )),
+    "p3-rem5.4": ("splitting_and_centring.tangent_ranks", lambda real: lambda run, **sizes: (
         real(run, **sizes | {"parts": 1})
     )),
-    "p3-secA-minimal": ("remarks.needed_inequalities", lambda real: lambda run, dim: real(run, 5)),
-    "p3-secF-chambers": ("remarks.chamber_shares", lambda real: lambda run: (
+    "p3-secA-minimal": ("tightness.needed_inequalities", lambda real: lambda run, d: real(run, 5)),
+    "p3-secF-chambers": ("tightness.chamber_shares", lambda real: lambda run: (
         1.0, *real(run)[1:]
     )),
     # steps that leave the pieces
@@ -152,14 +154,16 @@ PLANTED = {
     )),
     "p3-thm4.27": ("manifolds.crofton_pieces", scaled(1.2)),
     "p3-rem4.30": ("manifolds.dense_regions", one_more),
-    "p3-thm5.1": ("tightness.printed_splitting_law", scaled(1.01)),
-    "p3-cor5.3": ("tightness.zaslavsky", one_more),
-    "p3-def5.5": ("centring.saturation", with_field(smallest=lambda f: 2 * f.smallest)),
-    "p3-prop5.6": ("centring.cap_fraction", scaled(1.05)),
-    "p3-eq3": ("centring.saturation", with_field(smallest=lambda f: f.smallest / 2)),
-    "p3-def5.8": ("centring.shared_expert_mixture", mixed_in),
-    "p3-prop5.9": ("centring.shared_expert_mixture", mixed_in),
-    "p3-rem5.10": ("centring.shared_expert_mixture", recentring),
+    "p3-thm5.1": ("splitting_and_centring.printed_splitting_law", scaled(1.01)),
+    "p3-cor5.3": ("splitting_and_centring.zaslavsky", one_more),
+    "p3-def5.5": (
+        "splitting_and_centring.saturation", with_field(smallest=lambda f: 2 * f.smallest)
+    ),
+    "p3-prop5.6": ("splitting_and_centring.cap_fraction", scaled(1.05)),
+    "p3-eq3": ("splitting_and_centring.saturation", with_field(smallest=lambda f: f.smallest / 2)),
+    "p3-def5.8": ("splitting_and_centring.shared_expert_mixture", mixed_in),
+    "p3-prop5.9": ("splitting_and_centring.shared_expert_mixture", mixed_in),
+    "p3-rem5.10": ("splitting_and_centring.shared_expert_mixture", recentring),
 }  # fmt: skip
 
 

@@ -56,15 +56,11 @@ def twins(real):
 
 
 PLANTED = {
-    # the second max read as a min
-    "p4-secB.1-bracket": ("remarks.bracket_pair", lambda real: lambda zeta, tau, bound, printed: (
-        real(zeta, tau, bound, printed=False)
-    )),
     # gates without row
-    "p4-sec3": ("remarks.least_two_gates", lambda real: lambda score, bound: (
+    "p4-sec3": ("definitions.least_two_gates", lambda real: lambda score, bound: (
         real(0 * score, bound)
     )),
-    "p4-secC.1.2": ("remarks.split_scale", heavier),
+    "p4-secC.1.2": ("definitions.split_scale", heavier),
     "p4-sec2": ("definitions.attention_as_moe", lambda real: lambda *args, **kwargs: (
         real(*args, **kwargs, scale=1.0)
     )),

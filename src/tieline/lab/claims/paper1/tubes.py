@@ -1,4 +1,4 @@
-"""Sections 4 and A.4: volumes of tubes around flats and ties, and bands measured in scores."""
+"""Sections 4, A.4 and B.1: volumes of tubes around flats and ties, and bands measured in scores."""
 
 import itertools
 import math
@@ -7,8 +7,9 @@ import torch
 from scipy import integrate, optimize, special
 from torch import Tensor
 
-from tieline.core.ranking import gap
+from tieline.core.ranking import gap, kth_largest
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.demo_router_inputs import router_states
 from tieline.lab.claims.evidence import (
     Check,
     Evidence,
@@ -38,6 +39,7 @@ from tieline.lab.geometry import (
     tie_tube,
     tube_fraction,
     tube_leading_term,
+    tube_ratio,
 )
 from tieline.lab.power_law import exponent
 
@@ -257,6 +259,37 @@ def flat_ratio(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="R⁻²", measured=checks[0].measured)
 
 
+@claim("p1-rem4.5", "higher orders become negligible as R grows")
+def shrinking_orders(_run: ClaimRun) -> Evidence:
+    """The ratio of the ε-thickenings of orders n and m falls like (ε/R)^(n-m), so that higher
+    orders are negligible as R grows.
+
+    Setting: ε fixed and R → ∞, as the remark has it; orthonormal rows, E = 16, top 2
+    Tested: Exponents in R of the ratios of orders 2, 1 and 3, 1 from R = 10 to 1000; beside them
+        the ratio at the R where the scores have unit spread, D = 8, ε = 0.2.
+    Overturned by: another exponent
+    """
+    radii = [10.0, 100.0, 1000.0]
+    falls = {
+        orders: exponent(radii, [order_ratio(orders, radius) for radius in radii])
+        for orders in ((2, 1), (3, 1))
+    }
+    useful = order_ratio((2, 1), math.sqrt(8))
+    return Evidence.of(
+        near("exponent of order 2 over 1", falls[2, 1], -1, 1e-6),
+        near("exponent of order 3 over 1", falls[3, 1], -2, 1e-6),
+        corrected(at_least("order 2 over 1 at R = √D, ε = 0.2", useful, 0.1)),
+        paper=-1,
+        corrected="in the limit; at the spread of real scores see `p1-secB.1`",
+        measured=f"{falls[2, 1]:.3f}, {falls[3, 1]:.3f}; {useful:.2f} at R = √D",
+    )
+
+
+def order_ratio(orders: tuple[int, int], radius: float) -> float:
+    """U_n / U_m of 16 orthonormal rows, top 2, D = 8, ε = 0.2."""
+    return tube_ratio(16, 2, dim=8, orders=orders, epsilon=0.2, radius=radius).value
+
+
 def _linf_by_programmes(scores: list[float], k: int) -> float:
     """Inf over y ∈ Γ of ‖z(x) - z(y)‖_∞ by linear programmes over all facets."""
     n, best = len(scores), float("inf")
@@ -415,3 +448,49 @@ def fibre_orders(run: ClaimRun) -> Evidence:
         corrected="without α for the definition as written",
         measured=f"{flats[0]:.3f} as written, {slices[0]:.3f} by fibres",
     )
+
+
+@claim("p1-secB.1", "almost all near-boundary mass is on simple walls", number="sec. B.1")
+def simple_walls(run: ClaimRun) -> Evidence:
+    """Almost all near-boundary mass concentrates on simple walls, so that few experts are added.
+
+    Setting: the trained model in the box, 16 experts, top 2; ε at which K = 2.5, the paper's
+        budget, and a hundredth of it
+    Tested: Among tokens with a gap below ε, the share with two or more experts inside the band.
+    Overturned by: a share below 5 % at the budget of 2.5 experts
+    Condition: ε → 0: at the ε of the paper's own budget a quarter or more of the near tokens are at
+        edges and corners
+    """
+    scores = torch.cat([states.scores() for states in router_states(run.size(2_048, 16_384))])
+    epsilon = budget_width(scores)
+    useful, small = (edge_share(scores, width) for width in (epsilon, epsilon / 100))
+    return Evidence.of(
+        at_most("share of order 2 or more at K = 2.5", useful, 0.05),
+        qualified(at_most("the same at a hundredth of that ε", small, 0.05)),
+        corrected(at_least("share at K = 2.5", useful, 0.15)),
+        paper="almost none",
+        corrected=useful,
+        measured=f"{100 * useful:.0f} % at ε = {epsilon:.2f}, {100 * small:.1f} % at a hundredth",
+    )
+
+
+def band_counts(scores: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Experts below the second best within ε of it, per token."""
+    threshold = kth_largest(scores, 2)
+    return ((threshold - scores < epsilon) & (scores < threshold)).sum(dim=-1)
+
+
+def budget_width(scores: torch.Tensor) -> float:
+    """The ε at which half an expert per token is added, by bisection."""
+    low, high = 0.0, 10.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        more = band_counts(scores, middle).double().mean().item() > 0.5
+        low, high = (low, middle) if more else (middle, high)
+    return high
+
+
+def edge_share(scores: torch.Tensor, epsilon: float) -> float:
+    """Among tokens with an expert in the band, the share with two or more."""
+    counts = band_counts(scores, epsilon)
+    return ((counts >= 2).sum() / (counts >= 1).sum().clamp_min(1)).item()

@@ -8,6 +8,7 @@ loss's weak triangle inequality.
 import math
 
 import numpy as np
+import torch
 
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (
@@ -255,3 +256,49 @@ def linear_errors(run: ClaimRun, n: int, fits: int) -> np.ndarray:
             np.linalg.solve(gram, x.transpose(0, 2, 1) @ noise)[..., 0], axis=1
         )
     return errors
+
+
+@claim(
+    "p4-secB.1-bracket",
+    "brackets of the entropy bound",
+    number="sec. B.1, Step 1",
+    expected=Verdict.FAILS,
+)
+def entropy_brackets(run: ClaimRun) -> Evidence:
+    """[max(ζ - τ, 0), max(ζ + τ, M)] are brackets of width at most min(2τ, M) that cover the class
+    |f| <= M.
+
+    Setting: as printed; functions of both signs, |f| <= M
+    Tested: Widths and containment on drawn values of ζ and f within τ of it, as printed and with
+        max(ζ - τ, -M), min(ζ + τ, M).
+    Overturned by: min in place of the second max, and -M in place of 0
+    """
+    M, tau = 1.0, 0.1
+    zeta = (2 * torch.rand(2000, dtype=torch.float64, generator=run.generator(54)) - 1) * M
+    f = (
+        zeta + tau * (2 * torch.rand(2000, dtype=torch.float64, generator=run.generator(55)) - 1)
+    ).clamp(-M, M)
+    printed = bracket_pair(zeta, tau, M, printed=True)
+    mended = bracket_pair(zeta, tau, M, printed=False)
+    wide = [(high - low).max().item() for low, high in (printed, mended)]
+    outside = [int(((f < low) | (f > high)).sum()) for low, high in (printed, mended)]
+    return Evidence.of(
+        at_most("largest width as printed", wide[0], min(2 * tau, M)),
+        near("functions outside their bracket as printed", outside[0], 0, 0),
+        corrected(
+            at_most("largest width with min and -M", wide[1], 2 * tau + 1e-12),
+            near("functions outside with min and -M", outside[1], 0, 0),
+        ),
+        paper=2 * tau,
+        corrected=wide[1],
+        measured=f"{wide[0]:.2f} wide, {outside[0]} of 2,000 outside",
+    )
+
+
+def bracket_pair(
+    zeta: torch.Tensor, tau: float, bound: float, *, printed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower and upper function, as printed or mended."""
+    if printed:
+        return (zeta - tau).clamp_min(0), (zeta + tau).clamp_min(bound)
+    return (zeta - tau).clamp_min(-bound), (zeta + tau).clamp_max(bound)

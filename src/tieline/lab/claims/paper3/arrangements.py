@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+from scipy.optimize import linprog
 from scipy.spatial import ConvexHull
 
 from tieline.lab.claims.claim import ClaimRun, claim
@@ -77,6 +78,72 @@ def top_one(run: ClaimRun) -> Evidence:
         *corrected(within("mean on the plane", mean, error, exact)),
     ]
     return Evidence.of(checks, paper="N = 16", corrected=exact, measured=mean)
+
+
+@claim("p3-ex4.3", "top-1 cells as a Voronoi diagram")
+def top_one_voronoi_cells(run: ClaimRun) -> Evidence:
+    """The walls z_i = z_j are perpendicular bisectors of the expert centroids: top-1 cells are a
+    Voronoi diagram.
+
+    Setting: affine scores with centroids w_i, as the example has it
+    Tested: Share of inputs whose best expert is not the nearest w_i, for drawn biases and for
+        b_i = -‖w_i‖²/2, 10 experts in the plane.
+    Overturned by: the words 'power diagram', or the bias of the condition
+    Condition: b_i = -‖w_i‖²/2 up to a common constant; otherwise a power diagram
+    """
+    r = numpy_generator(run, 61)
+    weight, x = r.standard_normal((10, 2)), 2 * r.standard_normal((20_000, 2))
+    any_bias = not_nearest(weight, 0.5 * r.standard_normal(10), x)
+    voronoi = not_nearest(weight, -(weight**2).sum(axis=1) / 2, x)
+    return Evidence.of(
+        at_most("share not nearest, drawn biases", any_bias, 0),
+        qualified(at_most("share not nearest, b = -‖w‖²/2", voronoi, 0)),
+        corrected(at_least("share not nearest, drawn biases", any_bias, 0.1)),
+        paper=0,
+        measured=f"{100 * any_bias:.0f} % for drawn biases, {100 * voronoi:.0f} % under it",
+    )
+
+
+def not_nearest(weight: np.ndarray, bias: np.ndarray, x: np.ndarray) -> float:
+    """Share of inputs whose best expert is not the one with the nearest weight vector."""
+    best = (x @ weight.T + bias).argmax(axis=1)
+    nearest = ((x[:, None] - weight) ** 2).sum(axis=-1).argmin(axis=1)
+    return float((best != nearest).mean())
+
+
+@claim("p3-rem4.4", "pairwise boundaries of a top-1 router")
+def pairwise_walls(run: ClaimRun) -> Evidence:
+    """N experts define N(N-1)/2 potential pairwise boundaries.
+
+    Setting: potential ones, an upper bound; 12 experts in the plane and in R¹¹
+    Tested: Pairs that meet along a wall, by linear programmes, in the plane and in R¹¹.
+    Overturned by: more walls than pairs
+    """
+    r, n = numpy_generator(run, 62), 12
+    counts = [existing_walls(r.standard_normal((n, d)), r.standard_normal(n)) for d in (2, n - 1)]
+    return Evidence.of(
+        at_most("walls in the plane", counts[0], n * (n - 1) // 2),
+        near("walls in R^(N-1)", counts[1], n * (n - 1) // 2, 0),
+        corrected(at_most("walls in the plane: at most 3N - 6", counts[0], 3 * n - 6)),
+        paper=n * (n - 1) // 2,
+        measured=f"{counts[0]} in the plane, {counts[1]} in R^{n - 1}",
+    )
+
+
+def existing_walls(weight: np.ndarray, bias: np.ndarray) -> int:
+    """Pairs of experts that tie for the best score somewhere, strictly above all others."""
+    count, n = 0, len(weight)
+    for i, j in itertools.combinations(range(n), 2):
+        others = [m for m in range(n) if m not in (i, j)]
+        # z_i = z_j, z_i - z_m >= t, maximise t <= 1
+        rows = np.hstack([weight[others] - weight[i], np.ones((n - 2, 1))])
+        limits = bias[i] - bias[others]
+        tie = np.append(weight[i] - weight[j], 0.0)[None]
+        goal = np.append(np.zeros(weight.shape[1]), -1.0)
+        spans = [(-1e6, 1e6)] * weight.shape[1] + [(None, 1.0)]
+        found = linprog(goal, rows, limits, tie, [bias[j] - bias[i]], spans)
+        count += bool(found.status == 0 and -found.fun > 1e-9)
+    return count
 
 
 @claim("p3-thm4.5", "an order-k diagram", seconds=1)

@@ -103,6 +103,49 @@ def manifold_transversality(run: ClaimRun) -> Evidence:
     )
 
 
+@claim("p3-rem4.23", "what breaks transversality costs regions")
+def without_transversality(run: ClaimRun) -> Evidence:
+    """Any violation of transversality strictly lowers the number of regions.
+
+    Setting: arrangements of lines in the plane: against the largest number, as the remark means it
+    Tested: Three lines through one point, two parallel ones, two equal ones, each among six drawn
+        lines: regions against Φ(6, 2) and against the same lines moved by 1e-3.
+    Overturned by: a degenerate arrangement with Φ(6, 2) regions
+    """
+    degenerate, moved = degenerate_counts(run)
+    most = zaslavsky(6, 2)
+    return Evidence.of(
+        at_most("most regions of a degenerate arrangement", max(degenerate.values()), most - 1),
+        near("least after moving the lines", min(moved), most, 0),
+        paper=f"< {most}",
+        measured=", ".join(f"{name} {count}" for name, count in degenerate.items()),
+    )
+
+
+def degenerate_counts(run: ClaimRun) -> tuple[dict[str, int], list[int]]:
+    """Regions of three degenerate arrangements of six lines, and after a small move."""
+    r = numpy_generator(run, 64)
+    V, c = r.standard_normal((6, 2)), r.standard_normal(6)
+    point = np.array([0.3, -0.2])
+    through, parallel, equal = (V.copy(), c.copy()), (V.copy(), c.copy()), (V.copy(), c.copy())
+    through[1][:3] = -V[:3] @ point
+    parallel[0][1] = parallel[0][0]
+    equal[0][1], equal[1][1] = equal[0][0], equal[1][0]
+    cases = {"through one point": through, "parallel": parallel, "equal": equal}
+    counts = {name: sampled_regions(r, *case) for name, case in cases.items()}
+    moved = [
+        dense_regions(v + 1e-3 * r.standard_normal((6, 2)), o + 1e-3 * r.standard_normal(6))
+        for v, o in cases.values()
+    ]
+    return counts, moved
+
+
+def sampled_regions(r: np.random.Generator, V: np.ndarray, c: np.ndarray) -> int:
+    """Regions of lines by their signs at random points of three scales; exact for few lines."""
+    x = np.concatenate([s * r.standard_normal((60_000, 2)) for s in (0.5, 3.0, 100.0)])
+    return len(np.unique(x @ V.T + c > 0, axis=0))
+
+
 @claim("p3-prop4.24", "dense regions on a manifold")
 def effective_dense(run: ClaimRun) -> Evidence:
     """A smooth manifold of dimension d_eff meets at most Φ(H, d_eff) regions of a dense layer.
@@ -243,6 +286,37 @@ def effective_lower(run: ClaimRun) -> Evidence:
         figure=chart("N", "largest c, k = 4", line("c", experts, left), log="xy"),
         note="Pieces along a curve grow no faster than N; C(N, k) grows like N^k. Measured: mean "
         "pieces at N = 32, k = 4, H = 8.",
+    )
+
+
+@claim("p3-rem4.28", "Θ of the effective capacity", expected=Verdict.FAILS)
+def effective_theta(_run: ClaimRun) -> Evidence:
+    """The expected pieces on a manifold are Θ(Vol(π(M))/Vol(S^{d-1}) C(N, k) (kH)^d_eff).
+
+    Setting: isotropic routers, a curve in R⁸, length as its volume, k = 4, H = 8; a constant that
+        depends on the manifold alone
+    Tested: The exact expectation over the formula, N = 8 to 512.
+    Overturned by: a constant that may depend on N, or d_eff = d - 1
+    """
+    experts = [8, 32, 128, 512]
+    ratios = [theta_ratio(n) for n in experts]
+    return Evidence.of(
+        at_least("ratio at N = 512 over that at N = 8", ratios[-1] / ratios[0], 0.1),
+        corrected(at_most("exponent of the ratio in N", exponent(experts, ratios), -2)),
+        paper="a constant",
+        corrected="1 + (L/π)(kH + ρ), which grows no faster than N",
+        measured=", ".join(f"{ratio:.2g}" for ratio in ratios),
+        figure=chart(
+            "N", "expected pieces over the formula", line("k = 4", experts, ratios), log="xy"
+        ),
+    )
+
+
+def theta_ratio(n_experts: int) -> float:
+    """Expected pieces along a quarter circle over the paper's formula."""
+    length = math.pi / 2
+    return crofton_pieces(n_experts, 4, 8, length) / paper_effective_bound(
+        n_experts, 4, 8, 1, 8, length
     )
 
 

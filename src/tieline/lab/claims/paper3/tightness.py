@@ -1,9 +1,10 @@
-"""Sections 4.2 and 5.1: whether the bound for top-k is reached, and the gain of splitting."""
+"""Section 4.2: whether the bound for top-k is reached; coalitions, their cells and chambers."""
 
 import itertools
 import math
 
 import numpy as np
+from scipy.optimize import linprog
 
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (
@@ -16,7 +17,12 @@ from tieline.lab.claims.evidence import (
     near,
     qualified,
 )
-from tieline.lab.claims.routing_problems import drawn_layer, numpy_generator, numpy_router
+from tieline.lab.claims.routing_problems import (
+    dense_regions,
+    drawn_layer,
+    numpy_generator,
+    numpy_router,
+)
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     attainability,
@@ -129,6 +135,26 @@ def table_one_capacities(_run: ClaimRun) -> Evidence:
     )
 
 
+@claim("p3-rem4.13", "dense capacity is polynomial in the width")
+def polynomial_width(run: ClaimRun) -> Evidence:
+    """Φ(H, d) grows like H^d: no super-polynomial growth of a dense layer with its width.
+
+    Setting: one dense layer of drawn neurons, the bound and the count
+    Tested: Exponent of Φ(H, d) in H for d = 2, 5; regions counted in the plane against Φ.
+    Overturned by: an exponent above d
+    """
+    widths = [64, 256, 1024]
+    powers = {d: exponent(widths, [zaslavsky(h, d) for h in widths]) for d in (2, 5)}
+    r = numpy_generator(run, 63)
+    counted = dense_regions(r.standard_normal((20, 2)), r.standard_normal(20))
+    return Evidence.of(
+        *(near(f"exponent, d = {d}", power, d, 0.05) for d, power in powers.items()),
+        near("regions of 20 neurons in the plane", counted, zaslavsky(20, 2), 0),
+        paper="d",
+        measured=f"{powers[2]:.3f}, {powers[5]:.3f}; {counted} regions",
+    )
+
+
 @claim("p3-ex4.21", "equal active compute", seconds=6)
 def equal_compute(run: ClaimRun) -> Evidence:
     """With 20 active neurons in R⁵ a dense layer has 21,700 regions, top-1 of 16 has 347,200, top-4
@@ -213,104 +239,79 @@ def coalition_reachability(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=70, corrected="fewer than 70", measured=most)
 
 
-def printed_splitting_law(n: int, k: int, m: int, d_eff: int) -> float:
-    """(Ne/k)^{(m-1)k} m^{-d_eff - 1/2}, as printed."""
-    return (n * math.e / k) ** ((m - 1) * k) * m ** (-d_eff - 0.5)
+@claim("p3-secA-minimal", "the minimal representation of a cell", number="App. A")
+def minimal_inequalities(run: ClaimRun) -> Evidence:
+    """The k(N-k) inequalities z_u >= z_v, u chosen and v not, are the minimal representation of a
+    top-k cell.
 
-
-@claim("p3-thm5.1", "gain of splitting", expected=Verdict.FAILS)
-def splitting_gain(_run: ClaimRun) -> Evidence:
-    """Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} (1 + o(1))
-    as N grows, k and m fixed.
-
-    Setting: the formula for N → ∞ with k and m fixed, in exact integers
-    Tested: The ratio of C(N, k) H^d_eff after and before in integers, N up to 10⁸, over the law;
-        the ratio of Thm 4.26's own bound, which has (kH)^d_eff; the ratio of expected pieces.
-    Overturned by: k → ∞ as well, for which Stirling's constant tends to 1
+    Setting: drawn scores, N = 6, k = 2, in R⁵ and in the plane
+    Tested: Inequalities of a cell that cannot be left out, by linear programmes.
+    Overturned by: the words 'a representation'
+    Condition: rank [W 1] = N; on the plane most of the inequalities can be left out
     """
-    k, m, d = 2, 2, 3
-    sizes = [10**p for p in range(2, 9)]
-    over = [
-        math.comb(m * n, m * k) / math.comb(n, k) / m**d / printed_splitting_law(n, k, m, d)
-        for n in sizes
-    ]
-    constant = (
-        math.factorial(k)
-        / math.factorial(m * k)
-        * m ** (m * k + 0.5)
-        * (k / math.e) ** ((m - 1) * k)
-    )
-    kept = capacity_bound(32, 4, 8, d) / math.comb(32, 4)
-    split = capacity_bound(64, 8, 4, d) / math.comb(64, 8)
-    gain = expected_regions(64, 8, 4, d) / expected_regions(32, 4, 8, d)
-    printed = printed_splitting_law(32, 4, 2, d)
+    full, plane = (needed_inequalities(run, dim) for dim in (5, 2))
     return Evidence.of(
-        near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
-        corrected(
-            near("the same against its limit", over[-1], constant, 1e-6),
-            near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
-            near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
-            at_most("gain of expected pieces, 32 experts", gain, 3),
-        ),
-        paper=printed,
-        corrected=gain,
-        measured=f"limit {constant:.4f} of the law at k = m = 2; expected pieces ×{gain:.2f}",
-        figure=chart(
-            "N",
-            "exact ratio / law, k = m = 2",
-            line("exact", sizes, over),
-            line("the paper", sizes, [1.0] * len(sizes), dashed=True),
-            log="x",
-        ),
-        note="Stirling is used at fixed k, where it is off by a constant; and H^d_eff should be "
-        "(kH)^d_eff, which splitting leaves alone, so that there is no width penalty. Of the law's "
-        f"{printed:.3g} for 32 experts, k = 4, split in two, the expected pieces show {gain:.2f}.",
+        near("needed in the plane", plane, 8, 0),
+        qualified(near("needed in R⁵", full, 8, 0)),
+        corrected(at_most("needed in the plane", plane, 7)),
+        paper=8,
+        measured=f"{full} of 8 in R⁵, {plane} of 8 in the plane",
     )
 
 
-def _limit_for_large_k(k: int, m: int) -> float:
-    """Limit of the exact ratio over the law as N grows, for large k."""
-    log = math.lgamma(k + 1) - math.lgamma(m * k + 1) + (m * k + 0.5) * math.log(m)
-    return math.exp(log + (m - 1) * k * (math.log(k) - 1))
+def needed_inequalities(run: ClaimRun, dim: int, n_experts: int = 6, k: int = 2) -> int:
+    """Number of the k(N-k) inequalities of the cell at the origin that no others imply."""
+    r = numpy_generator(run, 66)
+    weight, bias = r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
+    chosen = np.argsort(-bias)[:k]
+    pairs = [(u, v) for u in chosen for v in range(n_experts) if v not in chosen]
+    rows = np.array([weight[v] - weight[u] for u, v in pairs])  # rows x <= limits
+    limits = np.array([bias[u] - bias[v] for u, v in pairs])
+    needed = 0
+    for i in range(len(pairs)):
+        others = [j for j in range(len(pairs)) if j != i]
+        found = linprog(-rows[i], rows[others], limits[others], bounds=[(-1e4, 1e4)] * dim)
+        needed += bool(found.status == 0 and -found.fun > limits[i] + 1e-7)
+    return needed
 
 
-@claim("p3-cor5.3", "granularity limit", expected=Verdict.FAILS)
-def granularity_limit(run: ClaimRun) -> Evidence:
-    """Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than dimensions the
-    leading term can no longer be reached.
+@claim("p3-secF-chambers", "permutation chambers of equal measure", number="App. F")
+def equal_chambers(run: ClaimRun) -> Evidence:
+    """For an isotropic router the sphere is cut into N! permutation chambers of equal measure.
 
-    Setting: H/m < d_eff, full active set and top-k layers in R³
-    Tested: Layers that run all their experts, with 8 neurons in R³ as 1 × 8, 2 × 4, 4 × 2 and 8 ×
-        1; top-k layers on both sides of the limit against their expectation.
-    Overturned by: the condition kH >= d_eff, which splitting keeps
+    Setting: N = 4; one draw of the router, as printed, in R⁸; and the mean over draws
+    Tested: Shares of the 24 orders over the sphere for one router: largest over least; mean share
+        of one order over 400 routers; orders that exist in the plane.
+    Overturned by: the words 'in expectation'
+    Condition: in expectation over the router; one router's chambers differ, and for d < N - 1 most
+        of the N! do not exist
     """
-    splits = [1, 2, 4, 8]
-    counts = [
-        int(count_regions(*drawn_layer(numpy_generator(run, m), m, 8 // m, 3), m)) for m in splits
-    ]
-    routed = [expected_regions(4 * m, m, 8 // m, 3) for m in splits]
-    drops = sum(b < a for a, b in itertools.pairwise(routed))
-    beyond = np.array(
-        [
-            int(count_regions(*drawn_layer(numpy_generator(run, 60 + s), 16, 2, 3), 4))
-            for s in range(run.size(30, 300))
-        ]
-    )
+    spread, mean, error, planar = chamber_shares(run)
     return Evidence.of(
-        at_most("pieces at m = 4 and 8, past m_max = 2", max(counts[2:]), zaslavsky(8, 3) - 1),
-        corrected(
-            near("pieces at m = 8", counts[3], zaslavsky(8, 3), 0),
-            near("pieces at m = 1", counts[0], zaslavsky(8, 3), 0),
-            near("splits that lower the expected pieces of top-k", drops, 0, 0),
-            near(
-                "mean pieces at m = 4, over the expectation",
-                float(beyond.mean()) / routed[2],
-                1,
-                0.1,
-            ),
+        at_most("one router in R⁸: largest share over the least", spread, 1.2),
+        qualified(
+            at_most(
+                "mean share of one order, off by standard errors", abs(mean - 1 / 24) / error, 4
+            )
         ),
-        paper="m <= 2",
-        corrected="kH >= d_eff, which splitting keeps",
-        measured=f"{counts} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",
-        note="A cell is cut by the coalition's kH hyperplanes together, not by one expert's.",
+        corrected(at_most("orders of four experts on a circle", planar, 12)),
+        paper="1/24",
+        measured=f"ratio {spread:.1f} for one router, mean {mean:.4f} ± {error:.4f}, {planar} on "
+        "a circle",
     )
+
+
+def chamber_shares(run: ClaimRun) -> tuple[float, float, float, int]:
+    """Largest over least share of one router, mean share of one order with error, planar orders."""
+    r = numpy_generator(run, 67)
+    x = r.standard_normal((run.size(40_000, 200_000), 8))
+    weight = r.standard_normal((4, 8))
+    orders = np.unique(np.argsort(x @ weight.T, axis=1), axis=0, return_counts=True)[1]
+    routers = r.standard_normal((run.size(400, 2_000), 4, 8))
+    points = x[:500]
+    scores = np.einsum("rnd,pd->rpn", routers, points)
+    shares = (np.diff(scores, axis=-1) > 0).all(axis=-1).mean(axis=1)
+    circle = r.standard_normal((20_000, 2)) @ r.standard_normal((2, 4))
+    planar = len(np.unique(np.argsort(circle, axis=1), axis=0))
+    spread = float(orders.max() / orders.min()) if len(orders) == 24 else math.inf
+    return spread, float(shares.mean()), float(shares.std() / math.sqrt(len(shares))), planar

@@ -37,7 +37,7 @@ from tieline.lab.claims.mixture_splits import (
     uniform_inputs,
     without_row,
 )
-from tieline.lab.claims.paper4.pair_fits import (
+from tieline.lab.claims.paper4.split_rates import (
     best_measure_loss,
     dense_atom,
     repaired_distance,

@@ -1,4 +1,4 @@
-"""Sections 5.2 and 5.3: data far from the origin, and the effect of a shared expert.
+"""Section 5: the gain of splitting experts, data far from the origin, and a shared expert.
 
 Remark 5.10 is about training: experts that must carry the mean of the target make the router keep
 a few of them. `coalitions_by_carrier` trains small mixtures on a target with a large mean,
@@ -9,6 +9,7 @@ from the same starts without a shared expert, with one that starts at zero, and 
 affine least-squares fit of the target, and counts the coalitions in use, exp of their entropy.
 """
 
+import itertools
 import math
 from statistics import fmean
 
@@ -37,15 +38,19 @@ from tieline.lab.claims.evidence import (
     qualified,
     within,
 )
-from tieline.lab.claims.routing_problems import numpy_generator
+from tieline.lab.claims.routing_problems import drawn_layer, numpy_generator
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import (
     ball_meets_tie,
     cap_constant,
     cap_fraction,
+    capacity_bound,
     centring,
+    count_regions,
+    expected_regions,
     saturation,
     walls_in_ball,
+    zaslavsky,
 )
 from tieline.lab.tropical.affine import chosen
 
@@ -383,3 +388,161 @@ def _coalition_gain_check(carrier: str, gains: list[float], **limits: Real) -> C
     """Check the mean of the logarithms of the gains in coalitions by a shared expert."""
     name = f"trained router: log of the gain by {carrier}"
     return estimated(name, fmean(gains), mean_interval(gains), **limits)
+
+
+@claim("p3-rem5.2", "the width penalty under the manifold hypothesis")
+def width_penalty(_run: ClaimRun) -> Evidence:
+    """With d_eff of 10 to 20 in place of d_in, combinatorial depth dominates the penalty m^-d_eff.
+
+    Setting: the paper's own law, gain C(mN, mk)/C(N, k) · m^-d_eff, m = 2; that the penalty does
+        not exist is `p3-thm5.1`
+    Tested: The product for N = 16, k = 2 and for N = 64, k = 6 (DeepSeek's), d_eff = 10 and 20.
+    Overturned by: a product above 1 for N = 16, k = 2
+    Condition: log C(mN, mk) - log C(N, k) > d_eff log m: many chosen experts, as 6 of 64
+    """
+    small = [split_gain(16, 2, d) for d in (10, 20)]
+    large = [split_gain(64, 6, d) for d in (10, 20)]
+    return Evidence.of(
+        at_least("16 experts, top 2: least product", min(small), 1),
+        qualified(at_least("64 experts, top 6: least product", min(large), 1)),
+        paper="> 1",
+        measured=f"16, 2: {small[0]:.2g}, {small[1]:.2g}; 64, 6: {large[0]:.2g}, {large[1]:.2g}",
+    )
+
+
+def split_gain(n_experts: int, k: int, dim: int) -> float:
+    """C(2N, 2k)/C(N, k) · 2^-d."""
+    return math.comb(2 * n_experts, 2 * k) / math.comb(n_experts, k) * 2.0**-dim
+
+
+@claim("p3-rem5.4", "experts too narrow for the manifold")
+def rank_deficiency(run: ClaimRun) -> Evidence:
+    """If H/m < d_eff, the experts' weights do not span the tangent space: rank is lost.
+
+    Setting: drawn weights, d_eff = 6, H = 8 split by m = 2, k = 2; one expert, as printed, and the
+        coalition that is active
+    Tested: Rank on the tangent space of one split expert and of the k m active ones.
+    Overturned by: a rank counted over the coalition, as Thm 4.26 does
+    Condition: of a single expert; the active coalition has rank min(kH, d_eff), which splitting
+        keeps
+    """
+    alone, together = tangent_ranks(run, tangent=6, width=8, parts=2, k=2)
+    return Evidence.of(
+        at_most("rank of the active coalition", together, 5),
+        qualified(near("rank of one split expert", alone, 4, 0)),
+        corrected(near("rank of the active coalition", together, 6, 0)),
+        paper="deficient",
+        measured=f"{alone} of one expert, {together} of the coalition, d_eff = 6",
+    )
+
+
+def tangent_ranks(run: ClaimRun, tangent: int, width: int, parts: int, k: int) -> tuple[int, int]:
+    """Rank on a tangent space of one expert of width H/m, and of the k m that are active."""
+    r = numpy_generator(run, 65)
+    basis = np.linalg.qr(r.standard_normal((32, tangent)))[0]
+    experts = r.standard_normal((k * parts, width // parts, 32)) @ basis
+    ranks = (experts[0], experts.reshape(-1, tangent))
+    return tuple(int(np.linalg.matrix_rank(rows)) for rows in ranks)  # type: ignore[return-value]
+
+
+def printed_splitting_law(n: int, k: int, m: int, d_eff: int) -> float:
+    """(Ne/k)^{(m-1)k} m^{-d_eff - 1/2}, as printed."""
+    return (n * math.e / k) ** ((m - 1) * k) * m ** (-d_eff - 0.5)
+
+
+@claim("p3-thm5.1", "gain of splitting", expected=Verdict.FAILS)
+def splitting_gain(_run: ClaimRun) -> Evidence:
+    """Splitting every expert in m multiplies the bound by (Ne/k)^{(m-1)k} m^{-d_eff-1/2} (1 + o(1))
+    as N grows, k and m fixed.
+
+    Setting: the formula for N → ∞ with k and m fixed, in exact integers
+    Tested: The ratio of C(N, k) H^d_eff after and before in integers, N up to 10⁸, over the law;
+        the ratio of Thm 4.26's own bound, which has (kH)^d_eff; the ratio of expected pieces.
+    Overturned by: k → ∞ as well, for which Stirling's constant tends to 1
+    """
+    k, m, d = 2, 2, 3
+    sizes = [10**p for p in range(2, 9)]
+    over = [
+        math.comb(m * n, m * k) / math.comb(n, k) / m**d / printed_splitting_law(n, k, m, d)
+        for n in sizes
+    ]
+    constant = (
+        math.factorial(k)
+        / math.factorial(m * k)
+        * m ** (m * k + 0.5)
+        * (k / math.e) ** ((m - 1) * k)
+    )
+    kept = capacity_bound(32, 4, 8, d) / math.comb(32, 4)
+    split = capacity_bound(64, 8, 4, d) / math.comb(64, 8)
+    gain = expected_regions(64, 8, 4, d) / expected_regions(32, 4, 8, d)
+    printed = printed_splitting_law(32, 4, 2, d)
+    return Evidence.of(
+        near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
+        corrected(
+            near("the same against its limit", over[-1], constant, 1e-6),
+            near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
+            near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
+            at_most("gain of expected pieces, 32 experts", gain, 3),
+        ),
+        paper=printed,
+        corrected=gain,
+        measured=f"limit {constant:.4f} of the law at k = m = 2; expected pieces ×{gain:.2f}",
+        figure=chart(
+            "N",
+            "exact ratio / law, k = m = 2",
+            line("exact", sizes, over),
+            line("the paper", sizes, [1.0] * len(sizes), dashed=True),
+            log="x",
+        ),
+        note="Stirling is used at fixed k, where it is off by a constant; and H^d_eff should be "
+        "(kH)^d_eff, which splitting leaves alone, so that there is no width penalty. Of the law's "
+        f"{printed:.3g} for 32 experts, k = 4, split in two, the expected pieces show {gain:.2f}.",
+    )
+
+
+def _limit_for_large_k(k: int, m: int) -> float:
+    """Limit of the exact ratio over the law as N grows, for large k."""
+    log = math.lgamma(k + 1) - math.lgamma(m * k + 1) + (m * k + 0.5) * math.log(m)
+    return math.exp(log + (m - 1) * k * (math.log(k) - 1))
+
+
+@claim("p3-cor5.3", "granularity limit", expected=Verdict.FAILS)
+def granularity_limit(run: ClaimRun) -> Evidence:
+    """Splitting must stop at m_max = ⌊H/d_eff⌋: with fewer neurons per expert than dimensions the
+    leading term can no longer be reached.
+
+    Setting: H/m < d_eff, full active set and top-k layers in R³
+    Tested: Layers that run all their experts, with 8 neurons in R³ as 1 × 8, 2 × 4, 4 × 2 and 8 ×
+        1; top-k layers on both sides of the limit against their expectation.
+    Overturned by: the condition kH >= d_eff, which splitting keeps
+    """
+    splits = [1, 2, 4, 8]
+    counts = [
+        int(count_regions(*drawn_layer(numpy_generator(run, m), m, 8 // m, 3), m)) for m in splits
+    ]
+    routed = [expected_regions(4 * m, m, 8 // m, 3) for m in splits]
+    drops = sum(b < a for a, b in itertools.pairwise(routed))
+    beyond = np.array(
+        [
+            int(count_regions(*drawn_layer(numpy_generator(run, 60 + s), 16, 2, 3), 4))
+            for s in range(run.size(30, 300))
+        ]
+    )
+    return Evidence.of(
+        at_most("pieces at m = 4 and 8, past m_max = 2", max(counts[2:]), zaslavsky(8, 3) - 1),
+        corrected(
+            near("pieces at m = 8", counts[3], zaslavsky(8, 3), 0),
+            near("pieces at m = 1", counts[0], zaslavsky(8, 3), 0),
+            near("splits that lower the expected pieces of top-k", drops, 0, 0),
+            near(
+                "mean pieces at m = 4, over the expectation",
+                float(beyond.mean()) / routed[2],
+                1,
+                0.1,
+            ),
+        ),
+        paper="m <= 2",
+        corrected="kH >= d_eff, which splitting keeps",
+        measured=f"{counts} pieces at m = {splits}; expected top-k {[round(x) for x in routed]}",
+        note="A cell is cut by the coalition's kH hyperplanes together, not by one expert's.",
+    )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.lab.claims.claim.test_claims_can_fail import RUN
-from tieline.lab.claims.beyond import heads
+from tieline.lab.claims.beyond import estimation_laws
 from tieline.lab.claims.claim import all_claims
 from tieline.lab.claims.ledger import run_claim
 
@@ -18,8 +18,8 @@ def test_slow_students_change_the_verdict(monkeypatch, no_axis_checks):
             found[key] = real(*args, **kwargs)
         return found[key]
 
-    real = heads.compare_attention
-    monkeypatch.setattr(heads, "compare_attention", once)
+    real = estimation_laws.compare_attention
+    monkeypatch.setattr(estimation_laws, "compare_attention", once)
     honest = run_claim(claim, RUN)
     assert not honest.changed, (honest.error, honest.evidence)
     tied = found[("head",)]

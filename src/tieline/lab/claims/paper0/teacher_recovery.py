@@ -1,0 +1,337 @@
+"""Sections 5.5 and 7: misrouting, recovery of the teacher, saddles, and minimisers nearby."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+
+from tieline.core.numerics import one_thread
+from tieline.lab.claims.claim import ClaimRun, Verdict, claim
+from tieline.lab.claims.evidence import (
+    Evidence,
+    at_least,
+    at_most,
+    chart,
+    corrected,
+    dots,
+    near,
+    none_of,
+    qualified,
+)
+from tieline.lab.claims.routing_problems import drawn_pupil
+from tieline.lab.limits.recovery import (
+    match_experts,
+    misrouting_bound,
+    recovery_errors,
+    specialisation_gap,
+)
+from tieline.lab.limits.risk import evaluate, risk_decomposition
+from tieline.lab.limits.saddle import find_critical_points
+from tieline.lab.limits.two_cells import (
+    TwoCells,
+    gaussian_inputs,
+    gaussian_profile,
+    gaussian_risk,
+    two_cells,
+)
+
+TEACHER = two_cells(normal=[1.0, 0.0], slopes=[[0.3, 0.5], [-0.7, -0.4]], intercepts=[1.0, -0.5])
+
+
+TAU, CONFIDENT = 0.05, 0.05
+"""Temperature and ε of section 5.4."""
+
+
+@claim("p0-lem5.16", "confident misrouting costs risk", expected=Verdict.FAILS)
+def confident_misrouting_cost(run: ClaimRun) -> Evidence:
+    """For every parameter and every permutation π, L̃_int >= γ/4 (P(E_mis(π)) - K(K-1)η).
+
+    Setting: its hypotheses are met: bounded, specialised experts, 2ε B_stu <= √γ/2; every parameter
+        and every permutation, as printed
+    Tested: The student that equals its teacher, under the identity and under a swap of two experts;
+        the corrected bound γ/4 P(E_mis ∖ E_gap) on students at four distances.
+    Overturned by: a statement for the best permutation only, or E_gap at the actual θ
+    """
+    gamma, n = 0.05, run.size(50_000, 500_000)
+    teacher = drawn_pupil(run, n, 0.0)
+    eta = specialisation_gap(teacher.sample, teacher.labels, [gamma]).etas[0]
+    same, swap = (
+        misrouting_bound(
+            teacher.sample, teacher.labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
+        )
+        for p in ((0, 1, 2), (1, 0, 2))
+    )
+    excess = _corrected_excess(run, n, gamma, eta)
+    interior = swap.interior.value or 0.0
+    return Evidence.of(
+        at_most(
+            "printed bound less L̃_int, π the identity", same.paper_bound, same.interior.value or 0.0
+        ),
+        at_most("printed bound less L̃_int, π a swap", swap.paper_bound, interior),
+        corrected(
+            at_most("largest excess of the corrected bound", max(excess), 0),
+            near("the hypothesis 2ε B_stu <= √γ/2 holds", float(swap.admissible), 1, 0),
+        ),
+        paper=swap.paper_bound,
+        corrected=swap.corrected_bound.value,
+        measured=interior,
+        note="Counterexample: the student is the teacher, π exchanges two experts. The printed "
+        f"bound asks for an interior risk of {swap.paper_bound:.2e}; it is {interior:.2e}.",
+    )
+
+
+def _corrected_excess(run: ClaimRun, n: int, gamma: float, eta: float) -> list[float]:
+    """Corrected bound less L̃_int, for students at four distances and three permutations."""
+    excess = []
+    for distance in (0.0, 0.3, 0.7, 1.5):
+        student = drawn_pupil(run, n, distance)
+        sample, labels = student.sample, student.labels
+        for p in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+            bound = misrouting_bound(
+                sample, labels, TAU, CONFIDENT, gamma=gamma, eta=eta, permutation=p
+            )
+            excess.append((bound.corrected_bound.value or 0.0) - (bound.interior.value or 0.0))
+    return excess
+
+
+@claim(
+    "p0-thm5.17-matching",
+    "matching of student and teacher experts",
+    number="sec. 5.4, after (5.16)",
+)
+def expert_matching(run: ClaimRun) -> Evidence:
+    """The permutation that minimises confident misrouting matches students to teachers.
+
+    Setting: the definition of π in the proof; 3 experts, all relabellings
+    Tested: A teacher with relabelled experts: the Hungarian assignment of confident agreement must
+        find the relabelling, and beat all others on a distant student.
+    Overturned by: a relabelling that the assignment does not find
+    """
+    from itertools import permutations
+
+    student, wrong = drawn_pupil(run, run.size(20_000, 200_000), 0.1), 0
+    for p in permutations(range(3)):
+        order = list(p)
+        sample = type(student.sample)(
+            student.sample.scores[:, order], student.sample.outputs[:, order], student.sample.target
+        )
+        match = match_experts(sample, student.labels, TAU, CONFIDENT)
+        wrong += tuple(order[j] for j in match.permutation) != (0, 1, 2)
+    far = drawn_pupil(run, run.size(20_000, 200_000), 1.5)
+    best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
+    sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
+    chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
+    checks = [
+        none_of("relabellings not found", wrong),
+        near("agreement of the match is the largest", chosen, max(sums), 1e-12),
+    ]
+    return Evidence.of(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
+
+
+def wall_at(coordinates: Sequence[float]) -> TwoCells:
+    """The wall of length 1 at an angle and an offset; its experts are the teacher's."""
+    angle, offset = (torch.tensor(float(value), dtype=torch.float64) for value in coordinates)
+    return TwoCells(torch.stack([angle.cos(), angle.sin()]), offset, TEACHER.experts)
+
+
+def least_risk_student(tau: float) -> TwoCells:
+    """The student of least L̃_τ: over all walls, experts being the best ones of each.
+
+    By a grid of angles and offsets, then Nelder and Mead's simplex from its best wall.
+    """
+
+    def profile(coordinates: Sequence[float]) -> float:
+        return float(gaussian_profile(wall_at(coordinates), TEACHER, tau=tau).value)
+
+    grid = itertools.product(np.linspace(0.02, 6.2, 24), np.linspace(-1.6, 1.6, 9))
+    with one_thread():
+        start = min(grid, key=profile)
+        best = minimize(profile, start, method="Nelder-Mead", options={"xatol": 1e-7}).x
+        wall = wall_at(best)
+        return wall.with_experts(gaussian_profile(wall, TEACHER, tau=tau).experts)
+
+
+@claim(
+    "p0-thm5.17-recovery",
+    "global minimisers recover the teacher",
+    number="Thm 5.17, (5.13), (5.14)",
+    seconds=3,
+)
+def teacher_recovery(run: ClaimRun) -> Evidence:
+    """A global minimiser of L_τ has expert error at most C_1 (BM* + BM + η + ε²) and partition
+    error at most C_2 (BM* + η + ε²).
+
+    Setting: global minimisers, small τ (0.3, 0.15 and 0.08, where BM is well below 1); two affine
+        experts in the plane (moments stand for bounds), a router of length 1, some C_1 and C_2
+    Tested: The least risk over all walls, a two-expert problem in the plane at three temperatures;
+        C_1 and C_2 as measured ratios, and the share of ambiguous inputs.
+    Overturned by: errors that grow as τ falls, or ratios without a bound
+    """
+    taus, experts, partition, first, second = [0.3, 0.15, 0.08], [], [], [], []
+    ambiguous_share = 1.0
+    for tau in taus:
+        best = least_risk_student(tau)
+        inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
+        sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
+        errors = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
+        experts.append(errors.experts.value or 0.0)
+        partition.append(errors.partition.value or 0.0)
+        first.append(errors.expert_ratio)
+        second.append(errors.partition_ratio)
+        ambiguous_share = errors.student_mass.value or 0.0
+    return Evidence.of(
+        at_most("C_1 at every τ", max(first), 1.0),
+        at_most("C_2 at every τ", max(second), 1.0),
+        at_most("expert error falls with τ", experts[2], experts[0]),
+        at_most("partition error in the interior", max(partition), 0.05),
+        corrected(at_most("ambiguous inputs at the smallest τ", ambiguous_share, 0.3)),
+        paper="some C_1, C_2",
+        measured=f"C_1 = {max(first):.3f}, C_2 = {max(second):.4f}",
+        figure=chart(
+            "τ",
+            "error",
+            dots("experts (5.13)", taus, experts),
+            dots("partition (5.14)", taus, partition),
+        ),
+        note="The experts are affine, not bounded; under a Gaussian their moments stand in.",
+    )
+
+
+@claim(
+    "p0-thm5.17-saddles",
+    "other critical points are strict saddles",
+    number="Thm 5.17, last part",
+    seconds=3,
+)
+def strict_saddles(run: ClaimRun) -> Evidence:
+    """Every critical point of L_τ whose hard partition is not the teacher's has a negative
+    eigenvalue.
+
+    Setting: all critical points with another partition than the teacher's, however slightly; two
+        experts in the plane at τ = 0.3
+    Tested: Newton's method on the gradient of L_τ from random walls, two experts in the plane: kind
+        of every critical point against how much it misroutes.
+    Overturned by: the words 'further than O(τ) from the teacher' in the statement, or a minimum far
+        from it
+    Condition: the partition differs by more than O(τ): the minimiser of L_τ itself has a slightly
+        different partition than the teacher
+    """
+    points = find_critical_points(TEACHER, 0.3, starts=run.size(16, 40), seed=run.seed)
+    minima = [p for p in points if p.least_eigenvalue > 0]
+    far = [p for p in points if p.misrouted > 0.1 and p.student.offset.abs() < 3]
+    different = sum(p.misrouted > 1e-4 for p in minima)
+    least = max((p.least_eigenvalue for p in far), default=float("nan"))
+    return Evidence.of(
+        none_of("minima with another partition than the teacher's", different),
+        qualified(
+            at_least("critical points found far from the teacher", len(far), 1),
+            at_most("their largest least eigenvalue", least, -1e-3),
+            at_most("their largest drop", max((p.drop for p in far), default=0.0), -1e-4),
+        ),
+        corrected(at_most("what the minima misroute", max(p.misrouted for p in minima), 0.05)),
+        paper="all strict saddles",
+        corrected="all beyond O(τ) of the teacher",
+        measured=f"λ_min = {least:.4f}; minima misroute {max(p.misrouted for p in minima):.4f}",
+        figure=chart(
+            "misrouted mass",
+            "least eigenvalue",
+            dots(
+                "critical points",
+                [p.misrouted for p in points],
+                [p.least_eigenvalue for p in points],
+            ),
+        ),
+    )
+
+
+@claim("p0-rem5.18", "generic descent escapes the saddles", seconds=1)
+def descent_escapes_saddles(_run: ClaimRun) -> Evidence:
+    """Descent from generic points approaches the minimising set or escapes by negative curvature.
+
+    Setting: a remark, called consistent and not proved; two experts in the plane, profiled risk at
+        τ = 0.3, descent over the wall
+    Tested: Gradient descent on the profiled risk from six walls all around: risk at the
+        end over the least of all walls.
+    Overturned by: a start from which descent stays above the least risk
+    """
+    tau, least = 0.3, float(gaussian_risk(least_risk_student(0.3), TEACHER, tau=0.3))
+    ends = [descended_risk(angle, 0.3, tau) for angle in torch.linspace(0.1, 6.1, 6).tolist()]
+    swapped = [end - least for end in ends]
+    return Evidence.of(
+        at_most("largest risk at the end less the least of all walls", max(swapped), 1e-3),
+        paper="the minimising set",
+        measured=f"{max(swapped):.1g} above the least, {least:.4f}",
+    )
+
+
+def descended_risk(angle: float, offset: float, tau: float, steps: int = 80) -> float:
+    """Profiled risk after gradient descent with momentum over the angle and offset of a wall."""
+    here = torch.tensor([angle, offset], dtype=torch.float64)
+    speed, value = torch.zeros(2, dtype=torch.float64), math.inf
+    for _ in range(steps):
+        values = []
+        for shift in ((0.0, 0.0), (1e-4, 0.0), (0.0, 1e-4)):
+            wall = wall_at((here + torch.tensor(shift, dtype=torch.float64)).tolist())
+            values.append(gaussian_profile(wall, TEACHER, tau=tau).value.item())
+        value, slope = values[0], torch.tensor([values[1], values[2]], dtype=torch.float64)
+        speed = 0.8 * speed - 0.25 * (slope - value) / 1e-4
+        here = here + speed.clamp(-0.3, 0.3)
+    return value
+
+
+@claim("p0-eq5.15", "risk of the teacher's own parameters", number="(5.15)")
+def teacher_risk(run: ClaimRun) -> Evidence:
+    """L̃_τ(θ*, φ*) <= C_0 BM(τ; ε) + C_0 ε².
+
+    Setting: three bounded experts; C_0 = (2B)², which Lemma 5.5 and 1 - p <= ε give
+    Tested: The ratio of both sides at four temperatures and two ε, the student being the teacher.
+    Overturned by: a ratio above 1
+    """
+    teacher = drawn_pupil(run, run.size(50_000, 500_000), 0.0)
+    bound, ratios = (2 * teacher.experts.abs().max().item()) ** 2, []
+    for tau in (0.4, 0.1, 0.03, 0.01):
+        for epsilon in (0.05, 0.2):
+            parts = risk_decomposition(teacher.sample, tau, epsilon)
+            mass = parts.mass.value or 0.0
+            ratios.append((parts.total.value or 0.0) / (bound * (mass + epsilon**2)))
+    return Evidence.of(at_most("largest ratio", max(ratios), 1), paper=1, measured=max(ratios))
+
+
+@claim("p0-sec7", "a stable hard minimiser has a soft one nearby", number="sec. 7", seconds=2)
+def soft_minimiser_nearby(_run: ClaimRun) -> Evidence:
+    """If the profiled hard objective has a stable local minimiser, the soft one has a local
+    minimiser nearby for small τ.
+
+    Setting: the statement of section 7 in its own words; two experts in the plane, whose hard
+        objective has its minimum at the teacher's wall
+    Tested: Distance of the wall of least L̃_τ from the teacher's at τ = 0.3, 0.15 and 0.08; least
+        rise of the profiled risk around it.
+    Overturned by: a distance that does not fall with τ
+    """
+    taus = [0.3, 0.15, 0.08]
+    distances, rises = zip(*(soft_minimum(tau) for tau in taus), strict=True)
+    return Evidence.of(
+        at_most("distance at τ = 0.08 over that at 0.3", distances[-1] / distances[0], 0.5),
+        at_least("least rise of the risk 0.02 away, over the three", min(rises), 1e-8),
+        at_most("distance at τ = 0.08", distances[-1], 0.01),
+        paper="nearby",
+        measured=", ".join(f"{d:.2g} at {t}" for d, t in zip(distances, taus, strict=True)),
+        figure=chart("τ", "distance of the walls", dots("measured", taus, distances), log="xy"),
+    )
+
+
+def soft_minimum(tau: float) -> tuple[float, float]:
+    """Distance of the wall of least L̃_τ from the teacher's, and how the risk rises around it."""
+    best = least_risk_student(tau)
+    sign = 1 if float(best.normal @ TEACHER.normal) > 0 else -1
+    away = torch.cat([sign * best.normal - TEACHER.normal, sign * best.offset[None]]).norm().item()
+    angle, offset = math.atan2(best.normal[1].item(), best.normal[0].item()), best.offset.item()
+    here = gaussian_profile(wall_at((angle, offset)), TEACHER, tau=tau).value.item()
+    around = [
+        gaussian_profile(wall_at((angle + a, offset + b)), TEACHER, tau=tau).value.item()
+        for a, b in ((0.02, 0), (-0.02, 0), (0, 0.02), (0, -0.02))
+    ]
+    return away, min(around) - here
