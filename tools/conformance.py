@@ -25,9 +25,7 @@ from torch import Tensor
 from tieline.core.errors import TielineError
 from tieline.engines.engine_registry import engine_named, environment_of, find_python
 from tieline.testing import RULES, Conformance, RouterHabits, RouterRule
-from tieline.testing.conformance import Router, check_router
-from tieline.testing.logit_battery import SIZES
-from tieline.testing.tie_habits import router_habits
+from tieline.testing.conformance import SIZES, Router, check_router, router_habits
 from tieline.testing.transformers_router import family_router
 
 __all__ = ["examine", "remote_router"]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
-from tieline.testing import RULES, assert_router, check_router
-from tieline.testing.conformance import import_router
+from tieline.testing import RULES, assert_router, check_router, logit_cases, router_habits
+from tieline.testing.conformance import MANY_ROWS, PATTERNS, import_router
+from tieline.testing.conformance import SIZES as ALL_SIZES
 
 SIZES = ((8, 2), (16, 4))
 NAMES = (
@@ -199,3 +200,91 @@ def test_groups_and_bias_are_judged():
     }
     assert "wrong choice" in verdicts[no_groups]
     assert verdicts[biased_weights] == {"wrong weights"}
+
+
+def cases(experts=8, k=2, rule="softmax"):
+    return {case.name: case for case in logit_cases(RULES[rule], [(experts, k)])}
+
+
+def test_every_case_is_there_with_its_shape():
+    drawn = cases(64, 8)
+    assert set(drawn) == set(PATTERNS)
+    assert drawn["no-rows"].logits.shape == (0, 64)
+    assert drawn["many-rows"].logits.shape == (MANY_ROWS, 64)
+    assert all(case.logits.dtype == torch.float32 for case in drawn.values())
+
+
+@pytest.mark.parametrize(("experts", "k"), ALL_SIZES)
+def test_each_case_has_what_its_name_says(experts, k):
+    names = [name for name in PATTERNS if name != "many-rows"]
+    drawn = {c.name: c.logits for c in logit_cases(RULES["softmax"], [(experts, k)], names=names)}
+    assert bool((drawn["negative"] < 0).all())
+    assert bool((drawn["equal"] == drawn["equal"][:, :1]).all())
+    assert bool((drawn["all-masked"] == -torch.inf).all())
+    assert bool((drawn["masked"].isfinite().sum(1) >= k).all())
+    left = drawn["too-few-left"].isfinite().sum(1)
+    assert bool((left >= 1).all())
+    assert bool((left <= max(1, k - 1)).all())
+    assert bool((drawn["one-nan"].isnan().sum(1) == 1).all())
+    assert bool((drawn["plus-infinity"] == torch.inf).sum(1).eq(1).all())
+    assert torch.equal(drawn["bf16-grid"], drawn["bf16-grid"].bfloat16().float())
+    assert bool(drawn["signed-zeros"].signbit().logical_and(drawn["signed-zeros"] == 0).any())
+    assert bool(drawn["near-overflow"].isfinite().all())
+    spread = drawn["nearly-equal"] - 1
+    assert float(spread.abs().max()) <= 4 * experts * torch.finfo(torch.float32).eps
+
+
+def test_half_of_the_tied_tokens_tie_across_the_threshold():
+    top = cases(16, 4)["tied"].logits.double().sort(dim=1, descending=True).values
+    assert int((top[:, 3] == top[:, 4]).sum()) == len(top) // 2
+
+
+def test_a_case_does_not_depend_on_which_others_are_drawn():
+    some = next(iter(logit_cases(RULES["softmax"], [(8, 2)], names=["tied"])))
+    assert torch.equal(some.logits, cases()["tied"].logits)
+
+
+def test_sizes_that_groups_do_not_serve_are_left_out():
+    sizes = {case.logits.shape[1] for case in logit_cases(RULES["deepseek-v3"], names=["normal"])}
+    assert sizes == {16, 64, 128, 256, 384, 512}
+
+
+def test_unknown_cases_and_sizes_are_refused():
+    with pytest.raises(ParameterError, match="no cases are called"):
+        list(logit_cases(RULES["softmax"], names=["nomal"]))
+    with pytest.raises(ParameterError, match="1 <= k <= experts"):
+        list(logit_cases(RULES["softmax"], [(4, 5)]))
+
+
+def test_habits_of_a_router_that_takes_the_higher_index():
+    habits = router_habits(other_ties, RULES["softmax-of-chosen"], 16, 4)
+    assert (habits.ties, habits.zeros) == ("higher index", "higher index")
+    assert habits.ordered
+    assert habits.same_bits
+    assert (habits.masked, habits.nan) == ("NaN", "NaN")
+
+
+def test_habits_of_a_stable_router_that_masks_what_is_not_finite():
+    def router(logits, k):
+        finite = logits.nan_to_num(nan=-torch.inf, posinf=1e30, neginf=-torch.inf)
+        ids = finite.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        return ids, finite.gather(1, ids).softmax(dim=-1).nan_to_num(0.0)
+
+    habits = router_habits(router, RULES["softmax-of-chosen"], 16, 4)
+    assert (habits.ties, habits.masked, habits.infinite) == ("lower index", "zero", "finite")
+    assert (habits.nan, habits.nan_chosen) == ("finite", 0.0)
+
+
+def test_a_router_that_raises_says_so():
+    def router(logits, k):
+        raise RuntimeError("no")
+
+    assert router_habits(router, RULES["softmax"], 8, 2).ties == "raises"
+
+
+def test_bits_that_depend_on_the_batch_are_seen():
+    def router(logits, k):
+        weights, ids = sound(logits, k)
+        return weights * (1 if len(logits) > 1 else 1 + 2**-23), ids
+
+    assert not router_habits(router, RULES["softmax"], 8, 2).same_bits

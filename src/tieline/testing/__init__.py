@@ -20,10 +20,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tieline.testing.conformance import Conformance, assert_router, check_router
-    from tieline.testing.logit_battery import LogitCase, logit_cases
+    from tieline.testing.conformance import (
+        Conformance,
+        LogitCase,
+        RouterHabits,
+        assert_router,
+        check_router,
+        logit_cases,
+        router_habits,
+    )
     from tieline.testing.reference_rules import RULES, RouterRule, rule_named
-    from tieline.testing.tie_habits import RouterHabits, router_habits
     from tieline.testing.transformers_router import family_router
 
 __all__ = [
@@ -41,22 +47,14 @@ __all__ = [
 ]
 
 MODULES = {
-    "LogitCase": "logit_battery",
-    "logit_cases": "logit_battery",
-    "Conformance": "conformance",
-    "assert_router": "conformance",
-    "check_router": "conformance",
-    "RouterHabits": "tie_habits",
+    **dict.fromkeys(("RULES", "RouterRule", "rule_named"), "reference_rules"),
     "family_router": "transformers_router",
-    "router_habits": "tie_habits",
-    "RULES": "reference_rules",
-    "RouterRule": "reference_rules",
-    "rule_named": "reference_rules",
 }
-"""The module of each name, imported on first use: pytest loads the plug-in in every run."""
+"""The module of each name that is not of `conformance`."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in MODULES:
-        return getattr(import_module(f"tieline.testing.{MODULES[name]}"), name)
+def __getattr__(name: str) -> Any:  # on first use: pytest loads the plug-in in every run
+    if name in __all__:
+        module = MODULES.get(name, "conformance")
+        return getattr(import_module(f"tieline.testing.{module}"), name)
     raise AttributeError(f"module 'tieline.testing' has no attribute {name!r}")

@@ -11,8 +11,8 @@ Without test files on the command line the battery runs alone, else after them.
 from pathlib import Path
 from typing import Any
 
-BATTERY = str(Path(__file__).with_name("collected_tests.py"))
-"""The file whose tests are the battery."""
+BATTERY = str(Path(__file__).with_name("conformance.py"))
+"""The file that is collected: its `test_router`, once per router and case."""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -53,8 +53,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
     import pytest
 
     from tieline.core.errors import TielineError
-    from tieline.testing.conformance import import_router
-    from tieline.testing.logit_battery import PATTERNS, SIZES, logit_cases
+    from tieline.testing.conformance import PATTERNS, SIZES, import_router, logit_cases
     from tieline.testing.reference_rules import rule_named
 
     option = metafunc.config.getoption
