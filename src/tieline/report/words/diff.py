@@ -67,42 +67,23 @@ def _advice_on_ties(result: RoutingDiff, causes: Causes) -> list[str]:
     return served_sentences(result.serving, result.recommendation)
 
 
-def _explained_conclusion(causes: Causes) -> str:
-    """All flips are near-ties."""
-    has_format = causes.expected is not None
-    size = f", as large as {causes.expected} rounding explains" if has_format else ""
-    return f"{_near_ties_text(causes.flips, size)}. No sign of a bug."
-
-
-def _outputs_differ_conclusion(causes: Causes) -> str:
-    """Routes agree or nearly tie, the predictions do not."""
-    assert causes.outputs is not None
-    routes = "The flips are near-ties" if causes.flips.first else "Routes agree"
-    return (
-        f"{routes}, outputs do not: {causes.outputs.text}. What to do: look at experts, norms or "
-        "the head."
-    )
-
-
-def _size_unknown_conclusion(causes: Causes) -> str:
-    """Near-ties of noise whose size nobody vouches for."""
-    return (
-        f"{_near_ties_text(causes.flips)}; whether noise of this size is right cannot be told: "
-        f"{causes.size.text}. {NAME_FORMAT}"
-    )
-
-
-def _near_ties_text(answer: FlipAnswer, size: str = "") -> str:
-    """How many first flips are near-ties."""
+def _near_ties_text(answer: FlipAnswer, expected: str | None = None) -> str:
+    """How many first flips are near-ties, and the format whose rounding has their size."""
     near = answer.first - answer.unexplained
     which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
+    size = "" if expected is None else f", as large as {expected} rounding explains"
     return f"{which} first flips are near-ties{size}{later_flips(answer)}"
 
 
 CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
     "no flips": lambda causes: "",
-    "explained by ties": _explained_conclusion,
-    "near-ties, size unknown": _size_unknown_conclusion,
+    "explained by ties": lambda causes: (
+        f"{_near_ties_text(causes.flips, causes.expected)}. No sign of a bug."
+    ),
+    "near-ties, size unknown": lambda causes: (
+        f"{_near_ties_text(causes.flips)}; whether noise of this size is right cannot be told: "
+        f"{causes.size.text}. {NAME_FORMAT}"
+    ),
     "cannot tell": lambda causes: (
         f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE}"
     ),
@@ -110,7 +91,11 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
         f"A router does not follow its scores: {causes.choice.text}."
     ),
     "pattern": lambda causes: f"Not ties alone, a pattern in the differences: {causes.shape.text}.",
-    "outputs differ": lambda causes: _outputs_differ_conclusion(causes),
+    "outputs differ": lambda causes: (
+        f"{'The flips are near-ties' if causes.flips.first else 'Routes agree'}, outputs do not: "
+        f"{causes.outputs.text if causes.outputs else ''}. What to do: look at experts, norms or "
+        "the head."
+    ),
     "noise larger than expected": lambda causes: (
         f"Noise louder than {causes.expected or 'any format'} explains, another format or a fault: "
         f"{causes.size.text}. What to do: compare the precision and the weights from the first "
@@ -126,18 +111,17 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
 
 def diff_findings(result: RoutingDiff) -> tuple[Finding, ...]:
     """Write the observations, in their order."""
+
+    def observation_sentence(fact: Observation) -> str:
+        if fact.case.endswith(":pattern"):
+            assert result.causes is not None
+            return next(x.text for x in result.causes.patterns if x.kind == fact.kind)
+        return SENTENCES[fact.case](fact, result)
+
     return tuple(
-        Finding(x.severity, _diff_observation_sentence(x, result), x.number, x.layer, x.kind)
+        Finding(x.severity, observation_sentence(x), x.number, x.layer, x.kind)
         for x in result.observations
     )
-
-
-def _diff_observation_sentence(fact: Observation, result: RoutingDiff) -> str:
-    """The sentence of an observation."""
-    if fact.case.endswith(":pattern"):
-        assert result.causes is not None
-        return next(x.text for x in result.causes.patterns if x.kind == fact.kind)
-    return SENTENCES[fact.case](fact, result)
 
 
 def _cause_answer_text(name: str) -> Callable[[Observation, RoutingDiff], str]:
@@ -166,15 +150,6 @@ def _unrelated_routers_finding(fact: Observation, result: RoutingDiff) -> str:
     )
 
 
-def _compounding_flips_finding(fact: Observation, result: RoutingDiff) -> str:
-    """How much more often a token flips after an earlier flip."""
-    fresh, after = result.tokens.later_rates
-    return (
-        f"flips compound: a token that has flipped before flips in {_share_text(after)} of the "
-        f"layers that follow, others in {_share_text(fresh)}"
-    )
-
-
 def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
     """Which sides are smoothed, and what that means for flips."""
     smoothed = result.alignment.smoothed
@@ -185,11 +160,6 @@ def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
     )
 
 
-def _replay_finding(fact: Observation, result: RoutingDiff) -> str:
-    assert result.replay is not None
-    return replay_sentence(result.replay)
-
-
 def replay_sentence(split: ReplaySplit) -> str:
     """Write how much of the KL goes with A's routes."""
     ids, both = (percent(x, 3, trim=True, least=0.0) for x in (split.by_ids, split.by_both))
@@ -198,11 +168,6 @@ def replay_sentence(split: ReplaySplit) -> str:
         f"{split.live.kl:.3g} nats ({ids} less), with A's weights too {split.both.kl:.3g} "
         f"({both} less)"
     )
-
-
-def _dequantised_finding(fact: Observation, result: RoutingDiff) -> str:
-    assert result.dequantised is not None
-    return dequantised_sentence(result.dequantised)
 
 
 def dequantised_sentence(split: DequantisedSplit) -> str:
@@ -230,7 +195,11 @@ SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
     "unexplained": _unexplained_flips_finding,
     "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
     "unrelated": _unrelated_routers_finding,
-    "compounding": _compounding_flips_finding,
+    "compounding": lambda fact, result: (
+        "flips compound: a token that has flipped before flips in "
+        f"{_share_text(result.tokens.later_rates[1])} of the layers that follow, others in "
+        f"{_share_text(result.tokens.later_rates[0])}"
+    ),
     "kl": lambda fact, result: (
         f"the final distributions are {fact.number:.3g} nats apart per token (KL of A and B)"
     ),
@@ -241,8 +210,10 @@ SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
     "interval": lambda fact, result: (
         "there are fewer than 4 documents: intervals are clustered by stretches of text"
     ),
-    "replay": _replay_finding,
-    "dequantised": _dequantised_finding,
+    "replay": lambda fact, result: replay_sentence(result.replay) if result.replay else "",
+    "dequantised": lambda fact, result: (
+        dequantised_sentence(result.dequantised) if result.dequantised else ""
+    ),
 }
 """The sentence of each case."""
 
@@ -252,26 +223,11 @@ def alignment_notes(alignment: Alignment) -> tuple[str, ...]:
     return tuple(NOTES[difference](alignment) for difference in alignment.differences)
 
 
-def _token_shift_note(alignment: Alignment) -> str:
-    """How tokens of A and B are shifted."""
-    if alignment.token_shift == 0:
-        return "tokens are not shifted, although their ids are"
-    return token_shift_text(alignment.token_shift, alignment.against_ids)
-
-
-def _layer_shift_note(alignment: Alignment) -> str:
-    """How layers of A and B are shifted."""
-    if alignment.layer_shift is None:
-        return "layers are paired by order: their numbers do not match"
-    return f"layers are shifted: layer l of A is layer l{alignment.layer_shift:+d} of B"
-
-
 def _renumbered_experts_note(alignment: Alignment) -> str:
     """In how many layers experts are numbered differently."""
-    moved = alignment.permuted
-    first = moved[0]
-    moves = tuple(zip(first.moved_experts, first.moved_to, strict=True))
-    return renumbering_text(len(moved), len(alignment.pairs), first.name_a, moves)
+    renumbered = alignment.permuted
+    moves = tuple(zip(renumbered[0].moved_experts, renumbered[0].moved_to, strict=True))
+    return renumbering_text(len(renumbered), len(alignment.pairs), renumbered[0].name_a, moves)
 
 
 def _different_k_note(alignment: Alignment) -> str:
@@ -311,8 +267,16 @@ def _tokens_of_sides(template: str, count_a: int, count_b: int) -> str:
 
 
 NOTES: dict[str, Callable[[Alignment], str]] = {
-    "token shift": _token_shift_note,
-    "layer shift": _layer_shift_note,
+    "token shift": lambda x: (
+        token_shift_text(x.token_shift, x.against_ids)
+        if x.token_shift
+        else "tokens are not shifted, although their ids are"
+    ),
+    "layer shift": lambda x: (
+        "layers are paired by order: their numbers do not match"
+        if x.layer_shift is None
+        else f"layers are shifted: layer l of A is layer l{x.layer_shift:+d} of B"
+    ),
     "experts": _renumbered_experts_note,
     "k": _different_k_note,
     "layers": _unpaired_layers_note,
@@ -514,45 +478,9 @@ def _lag_pattern(shape: Pattern) -> str:
     )
 
 
-def _permutation_pattern(shape: Pattern) -> str:
-    """Experts with other numbers."""
-    moved = int(shape.effect)
-    return (
-        f"permutation: {renumbering_text(moved, shape.number or 0, shape.layer or '', shape.moves)}"
-    )
-
-
 def _compared_group(shape: Pattern) -> str:
     """What a loud group is compared with."""
     return "sound runs" if shape.detail == "reference" else "others"
-
-
-def _expert_pattern(shape: Pattern) -> str:
-    """One loud expert, seen in the next layer."""
-    return (
-        f"one expert: tokens that chose expert {shape.number} of {layer_label(shape.layer)} have "
-        f"{_noise_ratio(shape)} times the noise of {_compared_group(shape)} in the next layer: "
-        "compare the weights of that expert (swapped, stale, or quantised otherwise)"
-    )
-
-
-def _row_pattern(shape: Pattern) -> str:
-    """One loud row of a router."""
-    return (
-        f"one expert: the scores of expert {shape.number} in {layer_label(shape.layer)} differ "
-        f"{_noise_ratio(shape)} times as much as those of {_compared_group(shape)}: compare its "
-        "row of the router"
-    )
-
-
-def _offset_pattern(shape: Pattern) -> str:
-    """One offset per expert, as of a selection bias."""
-    bias = " that are the recorded selection bias" if shape.detail == "bias" else ""
-    return (
-        f"offsets of experts: {percent(shape.effect, trim=True)} of the noise in "
-        f"{layer_label(shape.layer)} is one number per expert{bias}: look for a selection bias "
-        "that was dropped or added"
-    )
 
 
 def _positions_pattern(shape: Pattern) -> str:
@@ -571,15 +499,6 @@ def _positions_pattern(shape: Pattern) -> str:
     )
 
 
-def _document_pattern(shape: Pattern) -> str:
-    """One loud document."""
-    return (
-        f"one document: document {shape.number} has {_noise_ratio(shape)} times the noise of "
-        f"{_compared_group(shape)} in {layer_label(shape.layer)}: compare its tokens, positions "
-        "and cache"
-    )
-
-
 def _group_pattern(group: str, advice: str) -> Callable[[Pattern], str]:
     """The sentence of a group of tokens that is louder than in sound runs."""
     return lambda shape: (
@@ -588,29 +507,27 @@ def _group_pattern(group: str, advice: str) -> Callable[[Pattern], str]:
     )
 
 
-def _layer_pattern(shape: Pattern) -> str:
-    """One loud layer."""
-    return (
-        f"one layer: the scores of {layer_label(shape.layer)} differ {shape.effect:.2g} times as "
-        "much as those of the layers beside it: compare its weights and the precision of its router"
-    )
-
-
-def _weights_pattern(shape: Pattern) -> str:
-    """Tensors that are not those of the original."""
-    return (
-        f"weights: {shape.number} tensors of {shape.detail} are not those of the original, "
-        f"{shape.layer!r} first (relative error {shape.effect:.2g}): exchanged, stale or of "
-        "another checkpoint"
-    )
-
-
 PATTERNS: dict[str, Callable[[Pattern], str]] = {
     "lag": _lag_pattern,
-    "permutation": _permutation_pattern,
-    "expert": _expert_pattern,
-    "row": _row_pattern,
-    "offset": _offset_pattern,
+    "permutation": lambda x: (
+        f"permutation: {renumbering_text(int(x.effect), x.number or 0, x.layer or '', x.moves)}"
+    ),
+    "expert": lambda x: (
+        f"one expert: tokens that chose expert {x.number} of {layer_label(x.layer)} have "
+        f"{_noise_ratio(x)} times the noise of {_compared_group(x)} in the next layer: compare the "
+        "weights of that expert (swapped, stale, or quantised otherwise)"
+    ),
+    "row": lambda x: (
+        f"one expert: the scores of expert {x.number} in {layer_label(x.layer)} differ "
+        f"{_noise_ratio(x)} times as much as those of {_compared_group(x)}: compare its row of the "
+        "router"
+    ),
+    "offset": lambda x: (
+        f"offsets of experts: {percent(x.effect, trim=True)} of the noise in "
+        f"{layer_label(x.layer)} is one number per expert"
+        f"{' that are the recorded selection bias' * (x.detail == 'bias')}: look for a selection "
+        "bias that was dropped or added"
+    ),
     "positions": _positions_pattern,
     "first position": _group_pattern(
         "the first position of documents", "look at masks, padding and attention sinks"
@@ -620,8 +537,17 @@ PATTERNS: dict[str, Callable[[Pattern], str]] = {
     ),
     "token": _group_pattern("token id {}", "compare its row of the embedding"),
     "rare tokens": _group_pattern("tokens that are rare here", "compare rows of the embedding"),
-    "document": _document_pattern,
-    "layer": _layer_pattern,
-    "weights": _weights_pattern,
+    "document": lambda x: (
+        f"one document: document {x.number} has {_noise_ratio(x)} times the noise of "
+        f"{_compared_group(x)} in {layer_label(x.layer)}: compare its tokens, positions and cache"
+    ),
+    "layer": lambda x: (
+        f"one layer: the scores of {layer_label(x.layer)} differ {x.effect:.2g} times as much as "
+        "those of the layers beside it: compare its weights and the precision of its router"
+    ),
+    "weights": lambda x: (
+        f"weights: {x.number} tensors of {x.detail} are not those of the original, {x.layer!r} "
+        f"first (relative error {x.effect:.2g}): exchanged, stale or of another checkpoint"
+    ),
 }
 """The sentence of each kind of pattern."""
