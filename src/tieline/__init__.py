@@ -113,51 +113,19 @@ HOMES = {
     "RoutingMonitor": "tieline.analysis.monitor",
     "monitor_trainer": "tieline.analysis.trainer_callbacks",
     "recompute_check": "tieline.analysis.recompute",
-    "check": "tieline.analysis.check",
-    "inspect": "tieline.analysis.inspect",
-    "diff": "tieline.analysis.diff",
-    "audit": "tieline.analysis.audit",
-    "reroute": "tieline.lab.on_model.reroute",
-    "smooth": "tieline.analysis.smooth",
-    "upcycle": "tieline.lab.on_model.upcycle",
     "load": "tieline.analysis.route_files",
-    "capture": "tieline.models.capture",
-    "register_family": "tieline.models.families",
-    "replay": "tieline.models.replay",
-    "RouterFamily": "tieline.models.families",
-    "gap": "tieline.core.ranking",
-    "stable_topk": "tieline.core.ranking",
-    "CosineRouter": "tieline.routing",
-    "Experts": "tieline.routing",
-    "Groups": "tieline.routing",
-    "Hard": "tieline.routing",
-    "LinearRouter": "tieline.routing",
-    "MoE": "tieline.routing",
-    "ProjectedTopK": "tieline.routing",
-    "QuadraticRouter": "tieline.routing",
-    "ReLUGate": "tieline.routing",
-    "Sigmoid": "tieline.routing",
-    "SmoothTopK": "tieline.routing",
-    "Softmax": "tieline.routing",
-    "TopK": "tieline.routing",
-    "auxiliary_loss": "tieline.routing",
-    "collect_routing": "tieline.routing",
-    "moe": "tieline.routing",
+    **{
+        name: f"tieline.analysis.{name}" for name in ("audit", "check", "diff", "inspect", "smooth")
+    },
+    **{name: f"tieline.lab.on_model.{name}" for name in ("reroute", "upcycle")},
+    **{name: f"tieline.models.{name}" for name in ("capture", "replay")},
+    **dict.fromkeys(("RouterFamily", "register_family"), "tieline.models.families"),
+    **dict.fromkeys(("gap", "stable_topk"), "tieline.core.ranking"),
 }
-"""The module that each public name is imported from when it is first used."""
+"""The module that each public name is imported from when it is first used; else `routing`."""
 
-ROOMS = (
-    "analysis",
-    "core",
-    "engines",
-    "lab",
-    "measure",
-    "models",
-    "report",
-    "routing",
-    "testing",
-    "trace",
-)
+ROOMS = ("analysis", "core", "engines", "lab", "measure", "models", "report", "routing")
+ROOMS += ("testing", "trace")
 """Subpackages that can be used after a plain `import tieline`."""
 
 
@@ -171,8 +139,8 @@ when_imported("transformers.models.auto.modeling_auto", _register_auto_classes)
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        value = getattr(import_module(HOMES[name]), name)
+    if name in __all__:
+        value = getattr(import_module(HOMES.get(name, "tieline.routing")), name)
         globals()[name] = value
         return value
     if name in ROOMS:

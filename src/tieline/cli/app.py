@@ -136,7 +136,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = BAD_INPUT
     except OSError as problem:
         code = _stdout_error(problem)
-    return _flush_stdout(code)
+    try:  # write out what stdout still holds: Python would only notice trouble when it is too late
+        with closed_pipe_ignored():
+            return code
+    except OSError as problem:
+        return _stdout_error(problem)
 
 
 def _admit_operands(arguments: Sequence[str]) -> None:
@@ -154,16 +158,6 @@ def app_with_commands() -> typer.Typer:
         for command in group:
             import_command(command)
     return app
-
-
-def _flush_stdout(code: int) -> int:
-    """Write out what stdout still holds; Python would only notice trouble when it is too late."""
-    try:
-        with closed_pipe_ignored():
-            pass
-    except OSError as problem:
-        return _stdout_error(problem)
-    return code
 
 
 def _stdout_error(problem: OSError) -> int:
@@ -230,7 +224,9 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
     if isinstance(problem, TielineError):
         return BAD_INPUT, f"error: {problem}"
     if out_of_space(problem):
-        return BAD_INPUT, f"error: no space left on the disk of {_name_of_full_disk(problem)}"
+        paths = (getattr(x, "filename", None) for x in (problem, problem.__cause__))
+        path = next(filter(None, paths), "the output")
+        return BAD_INPUT, f"error: no space left on the disk of {path}"
     if isinstance(problem, OSError) and problem.filename is not None and problem.strerror:
         return BAD_INPUT, f"error: {problem.filename}: {problem.strerror.lower()}"
     if isinstance(problem, OSError):
@@ -243,12 +239,6 @@ def exit_message(problem: BaseException, command: Callable[..., None]) -> tuple[
             extra = "train"  # which brings transformers and what training needs besides
         return BAD_INPUT, f"error: {problem}: pip install 'tieline[{extra}]'"
     return OUR_BUG, f"this is a bug of tieline: {type(problem).__name__}: {problem}"
-
-
-def _name_of_full_disk(problem: BaseException) -> str:
-    """The file that an error of the operating system names."""
-    name = getattr(problem, "filename", None) or getattr(problem.__cause__, "filename", None)
-    return str(name or "the output")
 
 
 def _print_version(asked: bool | None) -> None:

@@ -128,6 +128,7 @@ def _check_options_of_saved(
     changed = settings.changed()
     if saved is None:
         changed.pop("expert_tokens", None)
+    model = getattr(saved, "model", getattr(saved, "provenance", {}).get("model"))
     options = [f"{{{name}}}" for name in changed]
     repeated = [
         f"{{{name}}}" if isinstance(value, bool) else f"{{{name}}} ..."
@@ -138,15 +139,9 @@ def _check_options_of_saved(
         f"{', '.join(options)} is for models, and {{source}} is saved: "
         f"run tieline inspect {{model}} {' '.join(repeated)}",
         source=source,
-        model=_quoted_model_name(saved),
+        model=shlex.quote(model) if isinstance(model, str) else "MODEL",
     )
     require(save_trace is None, f"--save-trace: {source} is saved already")
-
-
-def _quoted_model_name(saved: Any) -> str:
-    """The name of the model that a saved result is about, as one types it."""
-    model = getattr(saved, "model", getattr(saved, "provenance", {}).get("model"))
-    return shlex.quote(model) if isinstance(model, str) else "MODEL"
 
 
 @app.command()

@@ -107,10 +107,14 @@ class Outputs:
         for output in self._targets:
             for source in sources:
                 _check_output_apart(output, source)
-        if self.trace is not None:
-            _check_trace_folder(self.trace, self.overwrite)
+        if self.trace is not None and not _is_new_folder(self.trace, self.overwrite):
+            from tieline.trace.store import FORMATS
+            from tieline.trace.tensor_folders import check_replaceable
+
+            check_replaceable(self.trace, FORMATS["trace"], self.overwrite)
         if self.model is not None:
-            _check_model_folder(self.model, self.overwrite)
+            allowed = _is_new_folder(self.model, self.overwrite) or holds_model(self.model)
+            require(allowed, f"{self.model} holds something else than a model: it is not replaced")
         existing = [path for path in self.files if path.is_file()]
         if not self.overwrite:
             _ask_to_replace(existing)
@@ -138,21 +142,6 @@ def _check_output_apart(output: Path, source: Path) -> None:
     inside = source.is_dir() and same_place(source, output)
     replaces = inside and output.is_file() and output.suffix not in PICTURES
     require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
-
-
-def _check_trace_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder of the trace that must not be replaced."""
-    if not _is_new_folder(folder, overwrite):
-        from tieline.trace.store import FORMATS
-        from tieline.trace.tensor_folders import check_replaceable as check_replaced
-
-        check_replaced(folder, FORMATS["trace"], overwrite)
-
-
-def _check_model_folder(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder of the model that must not be replaced."""
-    allowed = _is_new_folder(folder, overwrite) or holds_model(folder)
-    require(allowed, f"{folder} holds something else than a model: it is not replaced")
 
 
 def _is_new_folder(folder: Path, overwrite: bool) -> bool:

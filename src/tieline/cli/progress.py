@@ -116,27 +116,22 @@ class _ProgressLines:
         if done <= before:
             return
         self._start = None
-        left = (now - began) * (total - done) / (done - before)
-        if left > LONG:
+        remaining = (now - began) * (total - done) / (done - before)
+        if remaining > LONG:
             from tieline.report.words.numbers import duration
 
             amount = _progress_amount(stage, done, total)
-            print_to_stderr(f"{stage}: about {duration(left, 1)} more, after{amount}")
+            print_to_stderr(f"{stage}: about {duration(remaining, 1)} more, after{amount}")
 
     def print_line(self) -> None:
-        """Print the latest state to stderr."""
+        """Print the latest state to stderr, with the time that is left of a stage of bytes."""
         stage, done, total = self._latest
         seconds = time.monotonic() - self._began
-        print_to_stderr(
-            f"{stage}{_progress_amount(stage, done, total)}, {seconds:.0f} s{self._left(seconds)}"
-        )
-
-    def _left(self, seconds: float) -> str:
-        """Return the estimated time left of a stage that counts bytes."""
-        stage, done, total = self._latest
-        if stage not in BYTES or not 0 < done < total:
-            return ""
-        return f", about {seconds * (total - done) / done:.0f} s left"
+        remaining = ""
+        if stage in BYTES and 0 < done < total:
+            remaining = f", about {seconds * (total - done) / done:.0f} s left"
+        amount = _progress_amount(stage, done, total)
+        print_to_stderr(f"{stage}{amount}, {seconds:.0f} s{remaining}")
 
 
 def _progress_amount(stage: str, done: int, total: int) -> str:

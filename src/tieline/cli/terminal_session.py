@@ -119,16 +119,9 @@ def _interrupts_handled(ends_process: bool) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN if ends_process else before)
         sys.unraisablehook = hook
-        _forget_interrupts()
-
-
-def _forget_interrupts() -> None:
-    """Let the exit code stand: `python -m` kills itself after a KeyboardInterrupt in `exec(text)`.
-
-    Python notes that one passed through executed text, as libraries have it, even if it is caught
-    afterwards. Only the next executed text clears that note.
-    """
-    exec("")  # noqa: S102
+        # `python -m` kills itself after a KeyboardInterrupt in executed text, as libraries have it,
+        # even if it was caught: only the next executed text clears that note of Python
+        exec("")  # noqa: S102
 
 
 @contextmanager

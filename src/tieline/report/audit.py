@@ -9,7 +9,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tieline.analysis.audit_records import (
-    KeepList,
     PerturbationEffect,
     PrecisionAudit,
     Remedy,
@@ -162,23 +161,20 @@ def ignored_router_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
 
 def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     """For each rounding of the routers: format, layers to keep, what that recovers and costs."""
+    labels = _audited_layer_labels(result)
     kept = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
     return tuple(
         (
             str(level),
-            _kept_layer_names(keep, result),
+            ("{}" if len(keep.layers) < len(result.layers) else "all ({})").format(
+                ", ".join(labels[name] for name in keep.layers)
+            ),
             percent(keep.recovered),
             percent(keep.recovered_kl),
             f"{keep.bytes:,}",
         )
         for level, keep in kept
     )
-
-
-def _kept_layer_names(keep: KeepList, result: PrecisionAudit) -> str:
-    """Short names of the layers to keep; "all (...)" if these are all."""
-    names = ", ".join(_audited_layer_labels(result)[name] for name in keep.layers)
-    return names if len(keep.layers) < len(result.layers) else f"all ({names})"
 
 
 def _effects_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
@@ -216,10 +212,7 @@ def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
     how far the model itself moved, and the price.
     """
     return [
-        (
-            name,
-            Grid(REMEDY_HEADINGS, tuple(_remedy_row(*pair) for pair in remedies_of(table, name))),
-        )
+        (name, Grid(REMEDY_HEADINGS, tuple(_remedy_rows(table, name, lambda x: with_error(x, 2)))))
         for name in table.perturbations
     ]
 
@@ -228,24 +221,25 @@ def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[Rend
     """The tables of the remedies for a terminal, and their sentences unless `brief`."""
     below: list[RenderableType] = []
     for name in table.perturbations:
-        rows = [_short_remedy_row(*pair) for pair in remedies_of(table, name)]
+        rows = [
+            (*cells, price.removesuffix(" time"))
+            for *cells, price in _remedy_rows(table, name, lambda x: significant(x.value, 2))
+        ]
         title = Text(f"Remedies under {name}", style="bold")
         below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left=1), Text()]
     return [*below, *map(Text, remedy_sentences(table, brief)), Text()]
 
 
-def _remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
-    """Name, three KLs with their errors and price of a remedy."""
-    estimates = (effect.to_original, effect.two_runs, remedy.moved)
-    values = ("0" if x.value == 0 else with_error(x, 2) for x in estimates)
-    return (remedy.name, *values, _remedy_price(remedy, effect))
-
-
-def _short_remedy_row(remedy: Remedy, effect: RemedyEffect) -> tuple[str, ...]:
-    """The same without standard errors, for a narrow terminal."""
-    estimates = (effect.to_original, effect.two_runs, remedy.moved)
-    values = ("0" if x.value == 0 else significant(x.value, 2) for x in estimates)
-    return (remedy.name, *values, _remedy_price(remedy, effect).removesuffix(" time"))
+def _remedy_rows(
+    table: RemedyTable, name: str, text: Callable[[Estimate], str]
+) -> list[tuple[str, ...]]:
+    """Name, three KLs and price of each remedy; `text` writes a KL."""
+    rows = []
+    for remedy, effect in remedies_of(table, name):
+        kls = (effect.to_original, effect.two_runs, remedy.moved)
+        values = ("0" if kl.value == 0 else text(kl) for kl in kls)
+        rows.append((remedy.name, *values, _remedy_price(remedy, effect)))
+    return rows
 
 
 def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
@@ -347,11 +341,6 @@ def _predicted_flips_cell(row: PerturbationEffect) -> str:
     return percent(high) if same else f"{percent(low)} – {percent(high)}"
 
 
-def _compounding_factor(row: PerturbationEffect) -> str:
-    """Full flips over local flips."""
-    return DASH if finite(row.compounding) is None else f"{row.compounding:.1f} ×"
-
-
 def _loss_change(row: PerturbationEffect) -> str:
     """Change of the loss with its standard error."""
     if row.loss.value is None:
@@ -384,7 +373,12 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
         "predicted", "the same, predicted from the clean scores alone", _predicted_flips_cell, 2
     ),
     Column("full flips", "the same per layer in a full run", _share_cell(lambda row: row.full), 3),
-    Column("×", "full flips over local flips: what depth adds", _compounding_factor, 7),
+    Column(
+        "×",
+        "full flips over local flips: what depth adds",
+        lambda row: DASH if finite(row.compounding) is None else f"{row.compounding:.1f} ×",
+        7,
+    ),
     Column(
         "any layer", "tokens that flip in a layer at least", _share_cell(lambda r: r.any_layer), 8
     ),

@@ -1,4 +1,8 @@
-"""Whether files of routes are sound: a verdict, a table of findings, a table of files."""
+"""Checks of files of routes and of a running server.
+
+Files: a verdict, a table of findings, a table of files. Server (`SERVE_CHECK`): a verdict, a table
+of ways to send prompts, and the first differences.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -6,13 +10,22 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.check import CheckedFile, RouteCheck
+from tieline.analysis.check import RouteCheck
+from tieline.analysis.serve_check import ServeCheck, ServedWay
 from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, text_table
+from tieline.report.words.check import (
+    WAYS,
+    first_flip_sentence,
+    invariance_sentence,
+    near_tie_sentence,
+)
+from tieline.report.words.numbers import DASH, percent
 from tieline.trace.soundness import RouteFinding
 
 FILE_HEADINGS = ("file", "format", "rows", "documents", "layers", "routed", "k", "experts", "type")
 HEAD = ("severity", "kind", "what was found", "where", "likely cause")
+WAY_HEADINGS = ("sent", "flipped", "share", "prompts", "near-ties", "next token")
 STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
 
 
@@ -89,15 +102,13 @@ def _route_findings_grid(result: RouteCheck) -> Grid:
     return Grid(HEAD, tuple(rows))
 
 
-def _route_file_row(file: CheckedFile) -> tuple[str, ...]:
-    """Name, format and sizes of a file."""
-    numbers = (file.rows, file.documents, file.layers, file.routed, file.k, file.n_experts)
-    return (file.name, file.producer, *(f"{number:,}" for number in numbers), file.dtype)
-
-
 def _route_files_grid(result: RouteCheck) -> Grid:
-    """One row per file."""
-    return Grid(FILE_HEADINGS, tuple(map(_route_file_row, result.files)))
+    """One row per file: its name, format and sizes."""
+    rows = []
+    for x in result.files:
+        sizes = (x.rows, x.documents, x.layers, x.routed, x.k, x.n_experts)
+        rows.append((x.name, x.producer, *(f"{size:,}" for size in sizes), x.dtype))
+    return Grid(FILE_HEADINGS, tuple(rows))
 
 
 def _route_reader_notes(result: RouteCheck) -> list[str]:
@@ -108,3 +119,66 @@ def _route_reader_notes(result: RouteCheck) -> list[str]:
         for file in result.files
         for note in file.said
     ]
+
+
+def _serve_check_report(result: ServeCheck) -> Report:
+    """Verdict, ways and flips by layer."""
+    notes = _serve_check_notes(result)
+    sections = [Section("Ways of sending", _ways_grid(result), notes=notes)]
+    if not result.invariant:
+        sections.append(Section("Flips by layer", _layers_grid(result)))
+    return Report(
+        kind="serve-check",
+        name="Check",
+        title=result.url,
+        facts=_serve_check_facts(result),
+        verdict=result.verdict,
+        table=lambda: _ways_grid(result),
+        body=lambda: {"sections": sections},
+        below=lambda width: [
+            text_table(WAY_HEADINGS, _ways_grid(result).rows, 1),
+            *map(Text, notes),
+        ],
+    )
+
+
+def _serve_check_notes(result: ServeCheck) -> list[str]:
+    """First differences, near-ties and what batch invariance would give."""
+    firsts = [first_flip_sentence(way) for way in result.ways if way.first is not None]
+    notes = (*firsts, near_tie_sentence(result), invariance_sentence(result))
+    return [note for note in notes if note]
+
+
+def _serve_check_facts(result: ServeCheck) -> str:
+    """Engine, model and sizes in a line."""
+    engine = f"{result.engine} {result.engine_version}".strip()
+    size = f"{result.prompts} prompts, {result.tokens:,} tokens, {result.layers} layers"
+    return f"{result.model} in {engine} · {size}, k = {result.k}, batches of {result.batch_size}"
+
+
+def _ways_grid(result: ServeCheck) -> Grid:
+    """One row per way of sending."""
+    return Grid(WAY_HEADINGS, tuple(map(_way_row, result.ways)))
+
+
+def _way_row(way: ServedWay) -> tuple[str, ...]:
+    """Counts of one way of sending."""
+    judged = way.near_ties is not None and way.first_flips > 0
+    near = f"{way.near_ties} of {way.first_flips}" if judged else DASH
+    generated = DASH if way.next_tokens is None else f"{way.next_tokens:,}"
+    share = percent(way.share, trim=True)
+    counts = (f"{way.flipped:,}", share, f"{way.prompts:,}")
+    return (WAYS[way.way], *counts, near, generated)
+
+
+def _layers_grid(result: ServeCheck) -> Grid:
+    """Flips of each layer in each way of sending."""
+    rows = [
+        (str(layer), *(f"{way.by_layer[layer]:,}" for way in result.ways))
+        for layer in range(result.layers)
+        if any(way.by_layer[layer] for way in result.ways)
+    ]
+    return Grid(("layer", *(WAYS[way.way] for way in result.ways)), tuple(rows))
+
+
+SERVE_CHECK = report_views(_serve_check_report)

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tieline.analysis.diff_records import (
     Alignment,
     Attribution,
     DepthStep,
     LayerDiff,
-    LayerPair,
     RoutingDiff,
     WeightMoved,
 )
@@ -33,10 +32,6 @@ from tieline.report.tables import (
     rich_table,
 )
 from tieline.report.words.numbers import DASH, percent, significant
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 RATES = Panel(
     "diff-rates",
@@ -90,6 +85,11 @@ class DiffRow:
     by_format: Share | None = None
     by_engine: Share | None = None
 
+    @property
+    def name_in_b(self) -> str:
+        """The name of the layer in B, where it is another."""
+        return DASH if self.layer.name_b == self.layer.name else self.layer.name_b
+
 
 def _diff_report(result: RoutingDiff) -> Report:
     """Verdict, findings, charts, all layers, alignment, provenance."""
@@ -97,7 +97,7 @@ def _diff_report(result: RoutingDiff) -> Report:
     return Report(
         kind="routing comparison",
         name="Comparison",
-        title=_diff_title(result),
+        title=" against ".join(_diff_side_name(result.provenance.get(x)) for x in ("a", "b")),
         facts=_diff_facts(result),
         verdict=result.verdict,
         table=lambda: grid(columns, _diff_rows(result)),
@@ -108,7 +108,7 @@ def _diff_report(result: RoutingDiff) -> Report:
         ),
         figures={
             "layers": lambda: chart_figure(_flip_rates_chart(result)),
-            "causes": partial(_flip_causes_figure, result),
+            "causes": lambda: chart_figure(_required_causes_chart(result)),
             "depth": lambda: chart_figure(_flips_by_depth_chart(result)),
         },
     )
@@ -132,12 +132,11 @@ def _diff_page_body(result: RoutingDiff) -> dict[str, Any]:
 page, figures, terminal, summary, notebook = report_views(_diff_report)
 
 
-def _flip_causes_figure(result: RoutingDiff) -> "Figure":
-    """The causes of flips by matplotlib; raises where they cannot be told."""
-    chart = _flip_causes_chart(result)
-    if chart is None:
+def _required_causes_chart(result: RoutingDiff) -> Chart:
+    """The causes of flips; raises where they cannot be told."""
+    if (chart := _flip_causes_chart(result)) is None:
         raise TraceError(f"no figure of the causes: {result.layers[0].attribution_status}")
-    return chart_figure(chart)
+    return chart
 
 
 def diff_panels(result: RoutingDiff) -> list[Panel]:
@@ -180,11 +179,6 @@ def _diff_rows(result: RoutingDiff) -> list[DiffRow]:
     return [replace(row, by_format=by_format, by_engine=added) for row, by_format, added in flips]
 
 
-def _diff_title(result: RoutingDiff) -> str:
-    """Names of both sides."""
-    return " against ".join(_diff_side_name(result.provenance.get(side)) for side in ("a", "b"))
-
-
 def _diff_side_name(provenance: object) -> str:
     """Model or file, engine, precision and kernel of one side."""
     name, engine = (
@@ -224,7 +218,11 @@ def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
         "layers in B only": ", ".join(alignment.only_b),
         "dense layers of A": ", ".join(alignment.dense_a),
         "dense layers of B": ", ".join(alignment.dense_b),
-        "experts numbered otherwise": "; ".join(map(_expert_renumbering_text, alignment.permuted)),
+        "experts numbered otherwise": "; ".join(
+            f"{x.name_a}: "
+            + ", ".join(f"{i} → {j}" for i, j in zip(x.moved_experts, x.moved_to, strict=True))
+            for x in alignment.permuted
+        ),
     }
     return [(name, text) for name, text in rows.items() if text]
 
@@ -232,12 +230,6 @@ def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
 def _counts_of_both_sides(a: int, b: int) -> str:
     """Two counts; empty if both are zero."""
     return f"{a:,}, {b:,}" if a or b else ""
-
-
-def _expert_renumbering_text(pair: LayerPair) -> str:
-    """Experts of A and B that have different numbers in a layer."""
-    both = zip(pair.moved_experts, pair.moved_to, strict=True)
-    return f"{pair.name_a}: " + ", ".join(f"{i} → {j}" for i, j in both)
 
 
 LAYER = Axis("layer of A", "category")
@@ -356,14 +348,9 @@ def _flips_cell(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow],
     return lambda row: DASH if (flips := share(row)) is None else f"{flips.count:,}"
 
 
-def _name_in_b_cell(row: DiffRow) -> str:
-    """The name of the layer in B, where it is another."""
-    return DASH if row.layer.name_b == row.layer.name else row.layer.name_b
-
-
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
-    Column("in B", "its name there, where it is another", _name_in_b_cell),
+    Column("in B", "its name there, where it is another", lambda x: x.name_in_b),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _flip_interval_cell, 5),

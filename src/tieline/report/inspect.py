@@ -1,18 +1,18 @@
 """An inspection: its report and its table of layers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.inspection import Inspection, TextPiece, TextSample
+from tieline.analysis.inspection import Inspection, JumpMeasures, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.expert_load import ExpertLoad
+from tieline.measure.rounding import ProductFlips
 from tieline.report.html_page import Panel
 from tieline.report.inspect_charts import (
     LayerRow,
@@ -72,6 +72,7 @@ def _inspection_report(result: Inspection) -> Report:
         body=partial(_inspection_page_body, result),
         below=partial(_inspection_terminal_views, result),
         figures=inspection_figures(result),
+        notebook_figures=("routing", "flips", "jumps"),
     )
 
 
@@ -104,16 +105,7 @@ def _inspection_terminal_views(result: Inspection, width: int) -> list[Renderabl
     return [table, findings_table, *([Text(sentence)] if sentence else [])]
 
 
-def _inspection_notebook(result: Inspection) -> str:
-    """Verdict, table and the main figures."""
-    report = _inspection_report(result)
-    main = {name: report.figures[name] for name in ("routing", "flips", "jumps")}
-    return replace(report, figures=main).notebook()
-
-
-page, figures, terminal, summary, notebook = report_views(_inspection_report)._replace(
-    notebook=_inspection_notebook
-)
+page, figures, terminal, summary, notebook = report_views(_inspection_report)
 
 
 def _inspection_facts(result: Inspection) -> str:
@@ -130,7 +122,8 @@ def _inspection_facts(result: Inspection) -> str:
 
 def calibration_grid(result: Inspection) -> Grid:
     """Layer, expert with the fewest tokens, and tokens needed with their interval."""
-    labels = _inspected_layer_labels(result)
+    names = _inspected_layer_names(result)
+    labels = dict(zip(names, short_names(names), strict=True))
     rows = tuple(
         (
             labels.get(need.name, need.name),
@@ -148,15 +141,6 @@ def calibration_grid(result: Inspection) -> Grid:
 def _inspected_layer_names(result: Inspection) -> list[str]:
     """Names of the layers, in order of depth."""
     return [layer.name for layer in result.measures.layers]
-
-
-def _inspected_layer_labels(result: Inspection) -> dict[str, str]:
-    """Short name of each layer."""
-    return dict(
-        zip(
-            _inspected_layer_names(result), short_names(_inspected_layer_names(result)), strict=True
-        )
-    )
 
 
 def _inspection_page_columns(result: Inspection) -> list[Column[LayerRow]]:
@@ -208,7 +192,10 @@ def _text_gaps_data(sample: TextSample | None) -> dict[str, Any]:
     """What the script of the page needs to colour the text by another layer."""
     if sample is None:
         return {"limits": LIMITS, "layers": [], "gaps": []}
-    gaps = [[_rounded_gap(gap) for gap in piece.gaps] for piece in _text_pieces_on_page(sample)]
+    gaps = [
+        [None if finite(gap) is None else float(f"{gap:.2g}") for gap in piece.gaps]
+        for piece in _text_pieces_on_page(sample)
+    ]
     return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
 
 
@@ -217,19 +204,12 @@ def _text_pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
     return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
 
 
-def _rounded_gap(gap: float | None) -> float | None:
-    """A gap with two digits; None if it is not finite."""
-    return None if finite(gap) is None else float(f"{gap:.2g}")
-
-
 def _gap_quantile_cell(probability: float) -> Callable[[LayerRow], str]:
     """Cells of a quantile of the gaps."""
-    return lambda row: significant(
-        _quantile_at(row.gaps.quantiles if row.gaps else None, probability)
-    )
+    return _gap_cell(lambda gaps: significant(_quantile_at(gaps.quantiles, probability)))
 
 
-def _format_flips(precision: str) -> Callable[[LayerRow], str]:
+def _format_flips_cell(precision: str) -> Callable[[LayerRow], str]:
     """Cells of the flip rate under a number format."""
 
     def rates(row: LayerRow) -> dict[str, float | None]:
@@ -238,39 +218,29 @@ def _format_flips(precision: str) -> Callable[[LayerRow], str]:
     return lambda row: percent(rates(row).get(precision))
 
 
+def _product_cell(share: Callable[[ProductFlips], float | None]) -> Callable[[LayerRow], str]:
+    """Cells of a share of the product that computes the logits."""
+    return lambda row: percent((product := row.measures.product.value) and share(product))
+
+
 def _distance_cell(row: LayerRow) -> str:
     """Median distance of the input to a tie."""
     distance = row.measures.distance.value
-    return significant(_quantile_at(distance.quantiles if distance else None, 0.5))
-
-
-def _uncertified_choices(row: LayerRow) -> str:
-    """Share of tokens whose choice another order of summation may change."""
-    product = row.measures.product.value
-    return percent(product.uncertified.value if product else None)
-
-
-def _product_flips(row: LayerRow) -> str:
-    """Flip rate if the router multiplies in bf16."""
-    product = row.measures.product.value
-    return percent(product.flip_emulated.value if product else None)
+    return significant(distance and _quantile_at(distance.quantiles, 0.5))
 
 
 def _half_expert_cell(row: LayerRow) -> str:
     """The ε that costs half an expert per token."""
-    near = row.measures.near.value
-    return significant(near.epsilon_half.value if near else None)
+    return significant((near := row.measures.near.value) and near.epsilon_half.value)
 
 
-def _jump_cell(row: LayerRow) -> str:
-    """Median jump at near-ties."""
-    return percent(_quantile_at(row.jumps.near_quantiles if row.jumps else None, 0.5))
+def _jump_cell(number: Callable[[JumpMeasures], float | None]) -> Callable[[LayerRow], str]:
+    """Cells of a share of the jumps at near-ties; a dash where there are none."""
+    return lambda row: percent(row.jumps and number(row.jumps))
 
 
-def _quantile_at(quantiles: Quantiles | None, probability: float) -> float | None:
+def _quantile_at(quantiles: Quantiles, probability: float) -> float | None:
     """Quantile of that level, None if it was not taken."""
-    if quantiles is None:
-        return None
     return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(probability)
 
 
@@ -284,51 +254,59 @@ def _gap_cell(text: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
     return lambda row: text(row.gaps) if row.gaps else DASH
 
 
-def _gap_density_text(gaps: GapMeasures) -> str:
-    """Density of the gap at zero."""
-    return significant(gaps.density.value)
-
-
-def _experts_used(row: LayerRow) -> str:
+def _experts_used_cell(row: LayerRow) -> str:
     """Experts in use per token, of a smoothed router."""
     return DASH if row.measures.used is None else f"{row.measures.used:.2f}"
 
 
-def _routing_cell(row: LayerRow) -> str:
-    """Experts chosen, of how many."""
-    return f"{row.measures.k} of {row.measures.n_experts}"
-
-
-def _dangerous_share_cell(row: LayerRow) -> str:
-    """Share of near-ties whose jump is large."""
-    return percent(row.jumps.dangerous.value if row.jumps else None)
-
-
 COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("layer", "place of the router in the model", lambda x: x.label, 0),
-    Column("k of E", "experts chosen, of how many", _routing_cell, 8),
-    Column("experts", "experts in use per token, of a smoothed router", _experts_used, 3, True),
+    Column(
+        "k of E",
+        "experts chosen, of how many",
+        lambda x: f"{x.measures.k} of {x.measures.n_experts}",
+        8,
+    ),
+    Column(
+        "experts", "experts in use per token, of a smoothed router", _experts_used_cell, 3, True
+    ),
     Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile_cell(0.01), 4),
     Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile_cell(0.5), 3),
     Column("exact ties", "tokens with equal scores", _gap_cell(lambda gaps: f"{gaps.ties:,}"), 10),
-    Column("f(0)", "density of the gap at zero, per unit of score", _gap_cell(_gap_density_text)),
-    Column("flip bf16", "tokens that flip with the logits in bf16", _format_flips("bf16"), 1),
-    Column("flip fp16", "the same for fp16", _format_flips("fp16")),
-    Column("flip fp8", "the same for fp8 (e4m3)", _format_flips("fp8_e4m3"), 5),
-    Column("flip int8", "the same for int8, one scale per token", _format_flips("int8"), 6),
-    Column("flip int4", "the same for int4, one scale per token", _format_flips("int4"), 11),
     Column(
-        "flip bf16 product", "tokens that flip when the router multiplies in bf16", _product_flips
+        "f(0)",
+        "density of the gap at zero, per unit of score",
+        _gap_cell(lambda gaps: significant(gaps.density.value)),
+    ),
+    Column("flip bf16", "tokens that flip with the logits in bf16", _format_flips_cell("bf16"), 1),
+    Column("flip fp16", "the same for fp16", _format_flips_cell("fp16")),
+    Column("flip fp8", "the same for fp8 (e4m3)", _format_flips_cell("fp8_e4m3"), 5),
+    Column("flip int8", "the same for int8, one scale per token", _format_flips_cell("int8"), 6),
+    Column("flip int4", "the same for int4, one scale per token", _format_flips_cell("int4"), 11),
+    Column(
+        "flip bf16 product",
+        "tokens that flip when the router multiplies in bf16",
+        _product_cell(lambda product: product.flip_emulated.value),
     ),
     Column(
         "uncertified",
         "tokens that another summation order of the float32 product may flip, at most",
-        _uncertified_choices,
+        _product_cell(lambda product: product.uncertified.value),
     ),
     Column("ε of k + ½", "band that costs half an expert per token", _half_expert_cell, 12),
     Column("distance", "median Euclidean distance of the input to a tie", _distance_cell),
-    Column("jump", "median change of the output when a near-tie flips", _jump_cell, 2),
-    Column("dangerous", "near-ties whose jump is large", _dangerous_share_cell, 13),
+    Column(
+        "jump",
+        "median change of the output when a near-tie flips",
+        _jump_cell(lambda jumps: _quantile_at(jumps.near_quantiles, 0.5)),
+        2,
+    ),
+    Column(
+        "dangerous",
+        "near-ties whose jump is large",
+        _jump_cell(lambda jumps: jumps.dangerous.value),
+        13,
+    ),
     Column("evenness", "entropy of the load / log E", _load_cell(lambda x: f"{x.evenness:.2f}"), 9),
     Column("busiest", "largest load / even load", _load_cell(lambda x: f"{x.busiest:.1f} ×")),
     Column("dead", "experts that no token chose", _load_cell(lambda x: str(len(x.dead))), 7),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
-from tieline.core.statistics import Quantiles
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
@@ -287,7 +286,13 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
         title=f"gap ({gap_units(result.measures.layers)})",
         ticks=_log10_ticks(logs),
         texts=[[significant(value, 2) for value in row] for row in values] if few else (),
-        details=[_quantile_intervals(quantiles) for _, quantiles in rows],
+        details=[
+            [
+                f"{significant(value)} ({significant(low)} to {significant(high)})"
+                for value, low, high in zip(x.value, x.low, x.high, strict=True)
+            ]
+            for _, x in rows
+        ],
         hover="layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>",
         spaces=(1, 1 if few else 0),
     )
@@ -297,12 +302,6 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
         heat=heat,
         height=max(430, 110 + 20 * len(rows)),
     )
-
-
-def _quantile_intervals(quantiles: Quantiles) -> list[str]:
-    """Each quantile with its interval, as text."""
-    rows = zip(quantiles.value, quantiles.low, quantiles.high, strict=True)
-    return [f"{significant(v)} ({significant(a)} to {significant(b)})" for v, a, b in rows]
 
 
 def _log10_ticks(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
@@ -530,8 +529,7 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
         """Makes the chart when called; raises where the result lacks what it needs."""
 
         def chart_or_error() -> Chart:
-            chart = make(result)
-            if chart is None:
+            if (chart := make(result)) is None:
                 raise TraceError(f"no figure without {needed}: {status}")
             return chart
 

@@ -65,6 +65,7 @@ class Report:
         below: makes what a terminal of a given width shows below the head, a table first; by
             default the main table.
         figures: figures by name.
+        notebook_figures: names of the figures that a notebook shows; by default all.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Report:
     body: Callable[[], dict[str, Any]]
     below: Callable[[int], Sequence[RenderableType]] | None = None
     figures: Drawings = field(default_factory=dict)
+    notebook_figures: tuple[str, ...] = ()
 
     def page(self) -> str:
         """Return the self-contained HTML page."""
@@ -94,7 +96,8 @@ class Report:
 
     def notebook(self) -> str:
         """Return verdict, table and figures as a piece of HTML."""
-        return notebook_html(self.title, self.facts, self.verdict, self.table(), self.figures)
+        drawings = {name: self.figures[name] for name in self.notebook_figures or self.figures}
+        return notebook_html(self.title, self.facts, self.verdict, self.table(), drawings)
 
 
 class Listing(NamedTuple):

@@ -12,12 +12,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.smooth_repair import Repair, RepairRow
-from tieline.core.statistics import Estimate
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
-from tieline.report.result_views import Report, report_views, terminal_view
+from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import finite, significant, with_error
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
@@ -31,11 +30,11 @@ KL = Panel(
     "that remains with clean routes forced, which flips cannot explain.",
     wide=True,
 )
-SIDES: tuple[tuple[int, str, str, Symbol], ...] = (
-    (0, "before", "@warn", "circle"),
-    (1, "after", "@accent", "diamond"),
+SIDES: tuple[tuple[str, str, Symbol], ...] = (
+    ("before", "@warn", "circle"),
+    ("after", "@accent", "diamond"),
 )
-"""Index, name, colour and symbol of both sides of a repair."""
+"""Name, colour and symbol of both sides of a repair."""
 
 
 def _smoothing_report(result: Repair) -> Report:
@@ -57,23 +56,18 @@ def _smoothing_report(result: Repair) -> Report:
             "layers": _epsilon_table(result),
             "provenance": dotted_rows(result.provenance),
         },
+        below=partial(_smoothing_terminal_views, result),
         figures={"repair": lambda: chart_figure(chart())},
     )
 
 
-def _smoothing_terminal(result: Repair, width: int) -> RenderableType:
-    """The verdict, one row per layer, one row per precision, and the facts."""
-    below = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
-    sentences = map(Text, smoothing_facts(result))
-    table = grid_table(_epsilon_table(result))
-    return terminal_view(
-        result.model, result.smoothing.how, smoothing_verdict(result), table, below, *sentences
-    )
+def _smoothing_terminal_views(result: Repair, width: int) -> list[RenderableType]:
+    """One row per layer, one row per precision, and the facts."""
+    repairs = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
+    return [grid_table(_epsilon_table(result)), repairs, *map(Text, smoothing_facts(result))]
 
 
-page, figures, terminal, summary, notebook = report_views(_smoothing_report)._replace(
-    terminal=_smoothing_terminal
-)
+page, figures, terminal, summary, notebook = report_views(_smoothing_report)
 
 
 def _epsilon_table(result: Repair) -> Grid:
@@ -110,16 +104,12 @@ def _repair_table(result: Repair) -> Grid:
     return Grid(REPAIRS, tuple(rows))
 
 
-def _kl_of_sides(row: RepairRow) -> tuple[tuple[Estimate, Estimate], tuple[Estimate, Estimate]]:
-    """KL and floor before, then after."""
-    return (row.before, row.before_floor), (row.after, row.after_floor)
-
-
 def _repair_kl_chart(rows: Sequence[RepairRow]) -> Chart:
     """KL and its floor before and after smoothing, by precision."""
     names, series = [row.name for row in rows], []
-    for side, name, colour, symbol in SIDES:
-        both = [_kl_of_sides(row)[side] for row in rows]
+    for name, colour, symbol in SIDES:
+        before = name == "before"
+        both = [(x.before, x.before_floor) if before else (x.after, x.after_floor) for x in rows]
         spread = [2 * (finite(kl.standard_error) or 0.0) for kl, _ in both]
         hover = "%{x}: %{y:.3~g} %{fullData.name}<extra></extra>"
         dots = Series(names, above_zero(kl.value for kl, _ in both), f"KL {name}", colour)

@@ -96,13 +96,12 @@ def uniform_numbers(cells: Sequence[str]) -> list[str]:
     """
     if not any(_EXPONENT.match(cell) for cell in cells):
         return list(cells)
-    return [_DECIMAL.sub(_with_exponent, cell) for cell in cells]
 
+    def with_exponent(match: re.Match[str]) -> str:
+        number = Decimal(match[2].replace(",", ""))  # keeps its digits
+        return match[1] + short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
 
-def _with_exponent(match: re.Match[str]) -> str:
-    """A decimal number with the same digits and an exponent."""
-    number = Decimal(match[2].replace(",", ""))
-    return match[1] + short_exponent(f"{number:.{len(number.as_tuple().digits) - 1}e}")
+    return [_DECIMAL.sub(with_exponent, cell) for cell in cells]
 
 
 def _uniform_columns(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -206,12 +205,12 @@ def _fitting_columns(
 ) -> list[tuple[Column[Row], list[str]]]:
     """The columns of lowest rank that fit side by side, in the order of the table."""
     ranked = sorted((c for c in columns if c[0].rank is not None), key=lambda c: c[0].rank or 0)
-    left, kept = width, []
+    room, fitting = width, []
     for column, cells in ranked:
-        left -= max(map(len, (column.heading, *cells))) + 3
-        if left >= 0 or not kept:
-            kept.append(column)
-    return [c for c in columns if c[0] in kept]
+        room -= max(map(len, (column.heading, *cells))) + 3
+        if room >= 0 or not fitting:
+            fitting.append(column)
+    return [c for c in columns if c[0] in fitting]
 
 
 class _WholeCells(Table):

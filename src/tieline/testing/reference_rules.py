@@ -136,7 +136,9 @@ class RouterRule:
         if self.ranked == "logits" and bias is None:
             return torch.zeros_like(size)
         if self.ranked == "softmax":
-            size = size * (1 + _threshold_depth(logits, k))
+            top = top_values(logits.double().nan_to_num(nan=-torch.inf), k)
+            depth = (top[:, 0] - top[:, -1]).nan_to_num(0.0, posinf=0.0)  # z_[1] - z_[k]
+            size = size * (1 + depth)  # as many roundings as the exponential of the threshold loses
         if bias is not None:
             size = size + bias.double().abs().amax() + self.scores(logits).abs().amax(dim=1)
         return ROUNDINGS * self.roundoff * size.nan_to_num(0.0, posinf=0.0) + SINGLE.tiny
@@ -172,12 +174,6 @@ class RouterRule:
         cost = missed.nan_to_num(neginf=-1e300).masked_fill(~able, torch.inf)
         cost = cost.masked_fill(needed, -torch.inf)  # needed first, then those that miss least
         return topk_mask(-cost, self.k_groups), possible
-
-
-def _threshold_depth(logits: Logits, k: int) -> PerToken:
-    """z_[1] - z_[k]: roundings that the exponential of the threshold loses."""
-    top = top_values(logits.double().nan_to_num(nan=-torch.inf), k)
-    return (top[:, 0] - top[:, -1]).nan_to_num(0.0, posinf=0.0)
 
 
 RULES: dict[str, RouterRule] = {

@@ -5,8 +5,6 @@ logits in the first E columns, and inside the call `torch.nn.functional.linear` 
 that the logits are those of the case to the bit, infinities included.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +43,7 @@ def family_router(module: nn.Module) -> tuple[Router, RouterRule]:
     def route(logits: Tensor, k: int, bias: Tensor | None = None, **groups: int) -> Any:
         """Ids and weights that the module chooses for these logits."""
         x = nn.functional.pad(logits, (0, width - logits.shape[1]))
-        with torch.no_grad(), _products_skipped():
+        with torch.no_grad(), patch("torch.nn.functional.linear", _first_columns):
             output = module(x, **_set_selection_bias(family, module, bias))
         chosen = family.layout.choice(output, k)
         return chosen.ids, chosen.weights
@@ -85,11 +83,9 @@ def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
     )
 
 
-@contextmanager
-def _products_skipped() -> Iterator[None]:
-    """Let linear maps return the first columns of their input."""
-    with patch("torch.nn.functional.linear", lambda x, weight, bias=None: x[..., : len(weight)]):
-        yield
+def _first_columns(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What linear maps return inside the call: the first columns of their input."""
+    return x[..., : len(weight)]
 
 
 def _set_selection_bias(
@@ -100,11 +96,7 @@ def _set_selection_bias(
         return {}
     if family.bias_argument is not None:
         return {family.bias_argument: bias}
-    stored = module.get_parameter if _bias_is_parameter(module, family) else module.get_buffer
+    is_parameter = family.bias in dict(module.named_parameters())
+    stored = module.get_parameter if is_parameter else module.get_buffer
     stored(family.bias or "").copy_(bias.reshape(stored(family.bias or "").shape))
     return {}
-
-
-def _bias_is_parameter(module: nn.Module, family: RouterFamily) -> bool:
-    """Whether the selection bias is a parameter rather than a buffer."""
-    return family.bias in dict(module.named_parameters())

@@ -48,21 +48,12 @@ def _router_format_sentences(result: PrecisionAudit) -> list[str]:
     """Which formats the routers alone tolerate."""
     if result.judgement.kind == "not run":
         return ["No rounding of the routers was run: nothing is said about their formats."]
-    return [
-        _tolerated_formats(result),
-        _refused_formats(result),
-        _unclear_formats(result),
-    ]
+    return [_tolerated_formats(result), _refused_formats(result), _unclear_formats(result)]
 
 
 def _format_names(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
     """Formats of these perturbations."""
     return [str(result.effect(name).level) for name in names]
-
-
-def _joined_by_or(names: Sequence[str]) -> str:
-    """Names with commas, and "or" before the last."""
-    return " or ".join(", ".join(names).rsplit(", ", 1))
 
 
 def _tolerated_formats(result: PrecisionAudit) -> str:
@@ -103,7 +94,8 @@ def _unclear_formats(result: PrecisionAudit) -> str:
     costs = ", ".join(
         f"{x.level} costs a KL of {_kl_interval(x.kl, result.sequences)}" for x in rows
     )
-    return f"Too few tokens to tell about {_joined_by_or([str(x.level) for x in rows])}: {costs}."
+    formats = " or ".join(", ".join(str(x.level) for x in rows).rsplit(", ", 1))
+    return f"Too few tokens to tell about {formats}: {costs}."
 
 
 def _flips_text(row: PerturbationEffect) -> str:
@@ -186,10 +178,9 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
     pairs = [pair for pair in remedies_of(table, name) if pair[0].kind != "nothing"]
     if not pairs:
         return ""
-    near, left = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
-    sentence = (
-        f"Under {name}, nearest to the original: {near.name} ({_remedy_kl_text(left.to_original)})"
-    )
+    near, remaining = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
+    nearest = f"{near.name} ({_remedy_kl_text(remaining.to_original)})"
+    sentence = f"Under {name}, nearest to the original: {nearest}"
     independent = [pair for pair in pairs if pair[0].kind != "replay"]
     if not independent:
         return f"{sentence}."

@@ -33,7 +33,11 @@ def inspection_verdict(result: Inspection) -> str:
     lead = [_smoothed_sentence(layers, judgement.experts or 0.0)] if smoothed else []
     alone = [_routers_alone_sentence(result)] if judgement.share is not None else []
     if result.serving is None or judgement.recommendation is None:
-        return " ".join([*lead, *alone, _unserved_sentence(result)])
+        reason = result.noise.status.removeprefix("not measured: ")
+        if reason == "ok":  # the scores showed it, the predictions could not
+            reason = "the model gives no logits for its tokens"
+        unserved = f"What the precision served does was not measured: {reason}."
+        return " ".join([*lead, *alone, unserved])
     return " ".join([*lead, *served_sentences(result.serving, judgement.recommendation, *alone)])
 
 
@@ -48,14 +52,6 @@ def _routers_alone_sentence(result: Inspection) -> str:
         return f"{lead}."
     median = percent(judgement.jump, trim=True)
     return f"{lead}; such a change moves the output of its layer by {median} (median)."
-
-
-def _unserved_sentence(result: Inspection) -> str:
-    """Why the precision served was not measured."""
-    reason = result.noise.status.removeprefix("not measured: ")
-    if reason == "ok":  # the scores showed it, the predictions could not
-        reason = "the model gives no logits for its tokens"
-    return f"What the precision served does was not measured: {reason}."
 
 
 def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
@@ -133,18 +129,17 @@ def _product_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
     )
 
 
-def _median_jump(layers: _InspectedLayers, name: str) -> str:
-    """Lower median of the jumps at near-ties of a layer."""
-    ordered = sorted(layers.jumps[name].near.jumps)
-    return percent(ordered[(len(ordered) - 1) // 2], trim=True)
-
-
 def _dangerous_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
     """Layers in which most near-ties are dangerous."""
+
+    def median(name: str) -> str:
+        ordered = sorted(layers.jumps[name].near.jumps)
+        return percent(ordered[(len(ordered) - 1) // 2], trim=True)  # the lower median
+
     worst = layers.jumps[fact.layers[0]]
     return (
         "swapping the tied experts changes the output by "
-        f"{layers.by_layer(fact.layers, lambda name: _median_jump(layers, name))} (median of "
+        f"{layers.by_layer(fact.layers, median)} (median of "
         f"{len(worst.near.jumps)} near-ties), and by at least "
         f"{percent(worst.dangerous_above, trim=True)} for most of them"
     )
@@ -243,17 +238,6 @@ def _half_expert_finding(fact: Observation, layers: _InspectedLayers) -> str:
     return f"the ε that would give {layer.k + 0.5:g} experts per token is {where} ({layer.units})"
 
 
-def _unanswered_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers in which something could not be measured, and why."""
-    return f"{fact.number:.0f} of {len(layers.layer)} layers: {fact.source}"
-
-
-def _few_tokens_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Shares that so few tokens do not resolve."""
-    share = percent(3 / fact.number, trim=True)
-    return f"only {fact.number:,.0f} tokens were routed: shares below {share} are not resolved"
-
-
 SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
     "flips:worst": _worst_flips_finding,
     "flips:formats": _format_flips_finding,
@@ -267,8 +251,11 @@ SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
     "cold": _cold_experts_finding,
     "load": _overloaded_experts_finding,
     "epsilon": _half_expert_finding,
-    "gap": _unanswered_finding,
-    "tokens": _few_tokens_finding,
+    "gap": lambda fact, layers: f"{fact.number:.0f} of {len(layers.layer)} layers: {fact.source}",
+    "tokens": lambda fact, layers: (
+        f"only {fact.number:,.0f} tokens were routed: shares below "
+        f"{percent(3 / fact.number, trim=True)} are not resolved"
+    ),
 }
 """The sentence of each case."""
 
