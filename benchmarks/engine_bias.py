@@ -1,11 +1,13 @@
-"""Families with a selection bias in MLX, in float32, with the bias and with it dropped.
+"""Families with a selection bias in engines, in float32, with the bias and with it dropped.
 
-    python -m benchmarks.engine_bias
+    python -m benchmarks.engine_bias [--engines vllm mlx llama.cpp] [--families glm4_moe dots1]
 
 Random models of four layers, 32 experts and top-4, sigmoid scores; 4,096 tokens in documents of
-256, against transformers in float32. Needs the engine "mlx" of `tieline capture --list-engines`.
+256, against transformers in float32. Engines of `tieline capture --list-engines` that are missing
+are left out; GGUF files are written of dots1 alone.
 """
 
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -16,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tieline as tl
+from benchmarks.engines import has, with_gguf
+from tieline.engines import ENGINES
 from tieline.models.demo import load_demo_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -41,14 +45,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"glm4_moe": {"use_qk_norm": True}, "dots1": {}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"use_qk_norm": True},
+    "dots1": {"num_key_value_heads": 4},  # llama.cpp takes no fewer than there are heads
+}
 
 
 @torch.no_grad()
 def random_model(family: str) -> Any:
     """A model whose products keep the size of their inputs, selection biases N(0, 0.05²)."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():
         if weight.ndim >= 2:
@@ -77,22 +84,50 @@ def save(model: Any, folder: Path) -> str:
     return str(folder)
 
 
+def engine_side(engine: str, folder: str) -> str | None:
+    """Return what `diff` calls a checkpoint in an engine; None where no file can be written."""
+    if engine != "llama.cpp":
+        return f"{engine}:{folder}"
+    with_gguf()
+    from tools.demo_gguf import FAMILIES as WRITABLE
+    from tools.demo_gguf import write_gguf
+
+    if json.loads((Path(folder) / "config.json").read_text())["model_type"] not in WRITABLE:
+        return None
+    write_gguf(Path(f"{folder}.gguf"), "f32", Path(folder))
+    return f"llama.cpp:{folder}.gguf"
+
+
+def compare(family: str, work: Path, engines: list[str]) -> None:
+    """Print flips by layer and the verdict in each engine, with the bias and without it."""
+    model = random_model(family)
+    folders = {"as it is": save(model, work / "a")}
+    for bias in selection_biases(model):
+        bias.data.zero_()
+    folders["bias dropped"] = save(model, work / "b")
+    for engine in engines:
+        for change, folder in folders.items():
+            side = engine_side(engine, folder)
+            if side is None:
+                continue
+            result: Any = tl.diff(folders["as it is"], side, tokens=4096, sequence_length=256)
+            flips = [layer.flip.count for layer in result.layers]
+            tokens, conclusion = result.layers[0].flip.total, result.causes.conclusion
+            print(engine, family, change, flips, tokens, conclusion, flush=True)
+
+
 def main() -> None:
-    """Print flips by layer and the verdict of each family, with the bias and without it."""
+    """Compare every family in every engine that is installed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for family in FAMILIES:
-        with tempfile.TemporaryDirectory() as name:
-            model = random_model(family)
-            whole = save(model, Path(name) / "a")
-            for bias in selection_biases(model):
-                bias.data.zero_()
-            dropped = save(model, Path(name) / "b")
-            for what, folder in (("as it is", whole), ("bias dropped", dropped)):
-                result: Any = tl.diff(whole, f"mlx:{folder}", tokens=4096, sequence_length=256)
-                flips = [layer.flip.count for layer in result.layers]
-                print(family, what, flips, result.layers[0].flip.total, result.causes.conclusion)
+    for family in options.families:
+        with tempfile.TemporaryDirectory() as work:
+            compare(family, Path(work), [x for x in options.engines if has(x)])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the demo model as GGUF, for tests and examples of engines that read that format.
 
     python -m tools.demo_gguf demo-q8_0.gguf --type q8_0            # or f32, f16, q4_0
-    python -m tools.demo_gguf other.gguf --model runs/smoe/stock    # a small Mixtral or Qwen3-MoE
+    python -m tools.demo_gguf other.gguf --model runs/smoe/stock  # Mixtral, Qwen3-MoE, dots1
 
 Needs the package `gguf` (pip install gguf), which nothing else of Tieline does. Matrices are stored
 in the type asked for; vectors and the routers' weights stay in float32, as llama.cpp's converter
@@ -28,7 +28,7 @@ __all__ = ["TYPES", "check_gguf", "write_gguf"]
 TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 """Types of the matrices, with the name that GGUF has for a file of each."""
 
-FAMILIES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+FAMILIES = {"olmoe": "olmoe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "dots1": "dots1"}
 """Architectures of GGUF by the type of a model."""
 
 NO_MERGE = f"{chr(0x120)} {chr(0x120)}"
@@ -100,7 +100,8 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _experts(config: dict[str, Any]) -> int:
-    return config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    fields = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(config[field] for field in fields if field in config)
 
 
 def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
@@ -123,6 +124,12 @@ def _describe(writer: Any, config: dict[str, Any], kind: str) -> None:
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    if config["model_type"] == "dots1":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
@@ -151,7 +158,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Array]]:
     weights = {k: v.float().numpy() for k, v in load_file(folder / "model.safetensors").items()}
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, values in _stacked(weights).items():
-        known = names.get_name(name, try_suffixes=(".weight",))
+        plain_name = name.replace("correction_bias", "correction.bias")
+        known = names.get_name(plain_name, try_suffixes=(".weight", ".bias"))
         require(known is not None, f"GGUF has no name for {name}", TielineError)
         projection = name.split(".")[-2]
         turned = architecture == "llama" and projection in heads
