@@ -47,6 +47,14 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"use_qk_norm": True},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     "dots1": {"num_key_value_heads": 4},  # llama.cpp takes no fewer than there are heads
 }
 

@@ -244,6 +244,16 @@ def swapped_experts(folder: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
+def other_router(folder: Path) -> None:
+    """Reverse the columns of the third layer's router in the weights."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    (name,) = [x for x in weights if re.search(r"layers\.2\..*\.gate\.weight", x)]
+    save_file(weights | {name: weights[name].flip(1).contiguous()}, path, metadata={"format": "pt"})
+
+
 def faults(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> list[dict[str, Any]]:
     """A wrong rope base and exchanged experts in each engine; transformers has them right."""
     rope = changed(work, "rope", other_base, model)
@@ -264,11 +274,22 @@ def faults(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> list[dict[str, 
                 out = work / f"{name}-{kind}.gguf"
                 write_gguf(out, kind, folder)
                 rows.append(shown(compared(model, f"llama.cpp:{out}", **own)))
+        rows.append(shown(stored_router(work, model, **own)))
     if has("vllm"):
         rows.append(shown(compared(model, f"vllm:{rope}", **own)))
         rows.append(shown(compared(model, f"vllm:{experts}", **own)))
         rows.append(shown(compared(model, f"vllm:{rope}", dtype_b="bf16", **own)))
     return rows + (bugs(work, model) if model == DEMO_FOLDER else [])
+
+
+def stored_router(work: Path, model: Path = DEMO_FOLDER, **own: Any) -> dict[str, Any]:
+    """A Q4_0 file of llama.cpp with another router, which it stores in float32."""
+    from tools.demo_gguf import write_gguf
+
+    folder, out = changed(work, "router", lambda _: None, model), work / "router-q4_0.gguf"
+    other_router(folder)
+    write_gguf(out, "q4_0", folder)
+    return compared(model, f"llama.cpp:{out}", **own)
 
 
 def bugs(work: Path, model: Path) -> list[dict[str, Any]]:
