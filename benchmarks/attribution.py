@@ -32,10 +32,9 @@ from tieline.analysis.attribution import (
     judge_size,
     noise_tolerance,
 )
-from tieline.analysis.compared_sides import ModelSide, trace_model
+from tieline.analysis.compared_sides import ModelSide, sound_runs, trace_model
 from tieline.analysis.comparison import ComparedRuns
 from tieline.analysis.noise_shapes import find_patterns
-from tieline.analysis.sound_runs import sound_runs
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band

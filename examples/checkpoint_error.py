@@ -17,8 +17,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tieline import gap, recompute_check, stable_topk
+from tieline.analysis.monitor import tie_density
 from tieline.analysis.router_calls import RouterCall, watch_routing
-from tieline.analysis.tie_density import tie_density
 from tieline.trace import RoutingTrace
 
 WIDTH, EXPERTS, K, PARTS = 64, 8, 2, 16

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tieline import capture
-from tieline.analysis.linear_routers import linear_weights
+from tieline.analysis.inspect import linear_weights
 from tieline.lab.report.slices import slice_figure, slice_page
 from tieline.lab.tropical import centring_of_layer, crossings, slice_layer, token_pairs
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer

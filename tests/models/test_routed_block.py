@@ -5,7 +5,7 @@ import torch
 
 from tests.analysis.walls import watched
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.expert_swaps import recorded_choice
+from tieline.analysis.jumps import recorded_choice
 from tieline.models.routed_block import BlockCall, block_of
 from tieline.models.router_output import Choice, override_choice
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.report.zoo import HOSTILE, make_inspection
-from tieline.analysis.inspection import Finding
+from tieline.analysis.inspect_records import Finding
 from tieline.report.html_page import visible_characters
 from tieline.report.inspect import COLUMNS, terminal
 from tieline.report.inspect_charts import inspected_layer_rows

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     GapJumpTable,
     Inspection,
     JumpMeasures,

@@ -37,8 +37,8 @@ from tieline.analysis.perturbation_effects import (
     audit_phase,
     compared_phase,
     serving_effect,
+    sigma_for_flips,
 )
-from tieline.analysis.predicted_flips import sigma_for_flips
 from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.served_precision import (
     HARMLESS,

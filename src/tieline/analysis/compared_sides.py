@@ -1,21 +1,39 @@
-"""The sides of a comparison: what the caller named, and a model that is ready to run.
+"""The sides of a comparison: as the caller named them, as models that run, and run again soundly.
 
 NamedSide     a trace, file, model or engine as the caller named it, with its settings
 ModelSide     a model as it is or in an emulated number format
 trace_model   the routing of a model on some sequences
+sound_runs    runs of a model in a format: what its noise is measured by
+
+The model runs again in the expected format, emulated by rounding, on up to 4,096 tokens, in ways
+that engines differ in and that leave its function alone:
+
+    plain       the batches of the comparison
+    attention   the other of the implementations "eager" and "sdpa", where the model has both, two
+                sequences at a time: the matrices of attention stay small
+    padding     three sequences at a time, 24 more tokens after each, which causal attention does
+                not look at
+    seed        noise on embeddings and states of the size of the format's own rounding, drawn anew
+                until there are five runs
+
+In float32 the last digits differ by the order of sums alone; there, noise of 2⁻²⁴ is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from tieline.analysis.attribution import Expected, recorded_format
 from tieline.analysis.route_files import saved_routes, source_kind
-from tieline.core.errors import require
+from tieline.analysis.token_distances import DistanceObserver, TokenDistances
+from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import require_setting
 from tieline.engines.engine_registry import split_side
 from tieline.models.emulate import Region
@@ -23,13 +41,14 @@ from tieline.models.experts import use_experts
 from tieline.models.model import Model
 from tieline.models.model_stream import ModelStream
 from tieline.models.number_formats import FORMATS
-from tieline.run.condition import CLEAN, Condition, Perturbation
+from tieline.run.condition import CLEAN, Condition, Perturbation, rounding_noise
 from tieline.run.corpus import stacked_batches
 from tieline.run.observers import Observer, RouteRecorder
 from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
 from tieline.trace.record import RoutingTrace
+from tieline.trace.selection import select_tokens
 
 EMULATED = "-emulated"
 """End of the names of dtypes that are emulated by rounding."""
@@ -204,3 +223,209 @@ def read_dtype(dtype: str) -> tuple[str, str | None]:
     names = ", ".join(f"{format_name}{EMULATED}" for format_name in FORMATS)
     require(name in FORMATS, f"no format {dtype!r}: emulated are {names}")
     return "fp32", name
+
+
+REFERENCE_TOKENS = 4096
+"""Tokens on which a model runs once more in the format that is expected."""
+FEWEST_RUNS = 5
+SMALL_BATCH = 3
+ATTENTION_BATCH = 2
+"""Sequences per pass of the other attention, which may hold matrices of all pairs of tokens."""
+PADDING = 24
+"""Tokens that are added to each sequence."""
+FLOAT32_NOISE = 2.0**-24
+"""Noise over the root mean square of states that other sums in float32 make."""
+IMPLEMENTATIONS = {"eager": "sdpa", "sdpa": "eager"}
+ALL: Region = "all"
+Sequences = Sequence[Int[Tensor, " _"]]
+
+
+def sound_runs(
+    sides: Sequence[ModelSide],
+    traces: Sequence[RoutingTrace],
+    sequences: Sequences,
+    expected: Expected | None,
+    batch_size: int,
+    asked_region: Region | None = None,
+    predictions: DistanceObserver | None = None,
+    plain: RoutingTrace | None = None,
+) -> list[RoutingTrace]:
+    """Return runs of a model in the expected format, next to its own run in float32.
+
+    Empty where nothing is expected, nothing can be emulated, or no model runs in float32.
+
+    Args:
+        sides: the models.
+        traces: their own runs.
+        sequences: token ids.
+        expected: the format.
+        batch_size: sequences per forward pass.
+        asked_region: what is in that format; by default what a side emulates in it, else all.
+        predictions: compares the predictions of the plain run with those in float32, which then
+            run again.
+        plain: the plain run, where it was recorded before (`recorded_plain_run`).
+    """
+    exact = [
+        side
+        for side, trace in zip(sides, traces, strict=True)
+        if recorded_format(trace.provenance) == "fp32"
+    ]
+    if expected is None or expected.name not in ("fp32", *FORMATS) or not exact:
+        return []
+    first = _first_sequences(sequences)
+    emulated: list[Region] = [side.region for side in sides if side.emulated == expected.name]
+    region = asked_region or (*emulated, ALL)[0]
+    try:
+        run = (exact[0], expected.name, region, first, batch_size, predictions)
+        return _runs_in_format(*run, plain)
+    except UnsupportedModelError:  # routers that cannot be emulated apart
+        return []
+
+
+def _first_sequences(sequences: Sequences) -> Sequences:
+    """The sequences that the model runs again, those of the first 4,096 tokens."""
+    lengths = np.cumsum([len(sequence) for sequence in sequences])
+    return sequences[: max(1, int(np.searchsorted(lengths, REFERENCE_TOKENS, side="right")))]
+
+
+def recorded_plain_run(
+    sides: tuple[ModelSide, ModelSide],
+    traces: Sequence[RoutingTrace],
+    distances: Sequence[TokenDistances],
+    sequences: Sequences,
+    expected: Expected | None,
+    batch_size: int,
+) -> tuple[RoutingTrace, TokenDistances] | None:
+    """Return the plain run and its distances to float32 if the compared runs contain them.
+
+    They do where A is the model in float32 and B the same object in the expected format, and where
+    the first 4,096 tokens are in batches of their own. None elsewhere.
+
+    Args:
+        sides: A and B, run in batches of the same size.
+        traces: their runs.
+        distances: of their predictions, batch by batch.
+        sequences: token ids.
+        expected: the format.
+        batch_size: sequences per forward pass.
+    """
+    a, b = sides
+    is_exact = a.condition == CLEAN and recorded_format(traces[0].provenance) == "fp32"
+    if expected is None or b.emulated != expected.name or b.model is not a.model or not is_exact:
+        return None
+    first = _first_sequences(sequences)
+    some, every = (list(stacked_batches(x, batch_size)) for x in (first, sequences))
+    if not distances or any(x.shape != y.shape for x, y in zip(some, every, strict=False)):
+        return None
+    tokens = slice(sum(map(len, first)))
+    columns = zip(*distances, strict=True)
+    joined = TokenDistances(*(torch.cat(column)[tokens] for column in columns))
+    return select_tokens(traces[1], tokens), joined
+
+
+def _runs_in_format(
+    exact: ModelSide,
+    format_name: str,
+    region: Region,
+    sequences: Sequences,
+    batch_size: int,
+    predictions: DistanceObserver | None,
+    plain: RoutingTrace | None,
+) -> list[RoutingTrace]:
+    """The runs of the table above, but for the attention that a model lacks."""
+    name = None if format_name == "fp32" else format_name
+    side = ModelSide(exact.model, name, region)
+    runs = []
+    if name is not None and plain is not None:
+        runs.append(plain)
+    elif name is not None and predictions is not None:
+        runs.append(_trace_with_predictions(exact, side, sequences, batch_size, predictions))
+    elif name is not None:
+        runs.append(trace_model(side, sequences, batch_size=batch_size))
+    with _other_attention(exact.model) as is_other:
+        if is_other:
+            size = min(batch_size, ATTENTION_BATCH)
+            runs.append(trace_model(side, sequences, batch_size=size))
+    runs.append(_padded_run(side, sequences, SMALL_BATCH))
+    for seed in range(FEWEST_RUNS - len(runs)):
+        drawn = side._replace(changes=_with_seeded_noise(side.condition, seed))
+        ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
+        with _noisy_embeddings(exact.model, ratio, seed):
+            runs.append(trace_model(drawn, sequences, batch_size=batch_size))
+    return runs
+
+
+@contextmanager
+def _noisy_embeddings(model: nn.Module, ratio: float, seed: int) -> Iterator[None]:
+    """Noise of `ratio` times the root mean square of each embedded token."""
+    generator = torch.Generator().manual_seed(seed)
+    embed: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if embed is None:
+        yield
+        return
+
+    def add_noise(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        """Return the embeddings with fresh noise."""
+        noise = torch.randn(output.shape, generator=generator).to(output)
+        return output + ratio * output.square().mean(-1, keepdim=True).sqrt() * noise
+
+    handle = embed.register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _with_seeded_noise(condition: Condition, seed: int) -> Condition:
+    """The condition with noise of the size of its last digits."""
+    if condition.perturbation is None:
+        noise = Perturbation("state noise", FLOAT32_NOISE, "model")
+        return Condition(noise, seed=(seed,))
+    return Condition(condition.perturbation, draw=1, seed=(seed,))
+
+
+@contextmanager
+def _other_attention(model: nn.Module) -> Iterator[bool]:
+    """Run with the other implementation of attention; gives whether the model has it."""
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    other = IMPLEMENTATIONS.get(str(implementation))
+    if other is None or switch is None:
+        yield False
+        return
+    try:
+        switch(other)
+    except ValueError:  # transformers refuses what a model does not support
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        switch(implementation)
+
+
+def _padded_run(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:
+    """A run of longer sequences, without what was added."""
+    longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
+    trace = trace_model(side, longer, batch_size=batch_size)
+    lengths = torch.tensor([len(x) for x in sequences])
+    kept = trace.positions.long() < lengths[trace.documents.long()]
+    return select_tokens(trace, kept.nonzero().flatten())
+
+
+def _trace_with_predictions(
+    exact: ModelSide,
+    side: ModelSide,
+    sequences: Sequences,
+    batch_size: int,
+    predictions: DistanceObserver,
+) -> RoutingTrace:
+    """Record the routing of a model in a format, and compare its predictions with its own."""
+    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
+    firsts = [Pass(n, exact.condition) for n in ranks.numbered]
+    seconds = [Pass(first.batch, side.condition, first, model=1) for first in firsts]
+    plan = Plan((Phase("forward", ranks.numbered, (*firsts, *seconds), logits="optional"),))
+    recorder = side.recorder(1)
+    Runner(exact.opened, side.opened, ranks=ranks).run(plan, [recorder, predictions])
+    return recorder.trace()

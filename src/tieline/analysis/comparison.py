@@ -38,8 +38,7 @@ from tieline.analysis.diff_records import (
     WeightMoved,
 )
 from tieline.analysis.excess_over_sound_runs import ComparedTokens, Excess, RunLayer, find_excess
-from tieline.analysis.expert_swaps import expected_swaps, swap_margins, swap_uniformity
-from tieline.analysis.inspection import SEVERITIES, Observation, Severity
+from tieline.analysis.inspect_records import SEVERITIES, Observation, Severity
 from tieline.analysis.job_settings import SERVED
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
 from tieline.analysis.score_noise import (
@@ -47,9 +46,13 @@ from tieline.analysis.score_noise import (
     FlipTest,
     comparable,
     discoveries,
+    expected_swaps,
     flip_test,
     gap_density,
     layer_noise,
+    swap_margins,
+    swap_uniformity,
+    weight_evidence,
 )
 from tieline.analysis.served_precision import (
     Serving,
@@ -59,7 +62,6 @@ from tieline.analysis.served_precision import (
     replay_bytes,
     router_state,
 )
-from tieline.analysis.weight_evidence import weight_evidence
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace

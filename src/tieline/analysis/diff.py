@@ -20,17 +20,19 @@ from torch import Tensor
 
 from tieline.analysis.attribution import expected_format, read_format
 from tieline.analysis.compared_sides import (
+    REFERENCE_TOKENS,
     ModelSide,
     NamedSide,
     read_dtype,
+    recorded_plain_run,
     renumbered_documents,
+    sound_runs,
     trace_model,
 )
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
-from tieline.analysis.inspection import Observation
+from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffOptions, DiffSettings
-from tieline.analysis.sound_runs import REFERENCE_TOKENS, recorded_plain_run, sound_runs
 from tieline.analysis.token_distances import (
     DistanceObserver,
     Rows,

@@ -17,7 +17,7 @@ A section that the inputs cannot give is None, and its `status` says why.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from tieline.analysis.inspection import Finding, Observation
+from tieline.analysis.inspect_records import Finding, Observation
 from tieline.analysis.served_precision import Recommendation, Serving
 from tieline.core.records import Result, Worded
 from tieline.core.statistics import Share

@@ -32,12 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tieline.analysis.attribution import ROUNDING, Expected, read_format, recorded_format
-from tieline.analysis.compared_sides import ModelSide, NamedSide, trace_side
+from tieline.analysis.compared_sides import ModelSide, NamedSide, sound_runs, trace_side
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
-from tieline.analysis.inspection import Observation
+from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffSettings
-from tieline.analysis.sound_runs import sound_runs
 from tieline.analysis.token_distances import (
     TokenDistances,
     check_logits,

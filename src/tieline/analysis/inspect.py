@@ -10,6 +10,8 @@ saved trace or summary is measured without a model, so its jumps stay unmeasured
 In memory the layers are measured at the end. From disk all batches are in a layer together, so its
 trace is complete when they leave it: it is measured then, while its weights are there, and its
 router inputs are dropped.
+
+`linear_weights` gives the matrix of each router whose choice is that of linear scores.
 """
 
 import hashlib
@@ -27,7 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 from tieline._version import __version__
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     Inspection,
     LayerJumps,
     NoiseReport,
@@ -39,7 +41,6 @@ from tieline.analysis.inspection import (
 )
 from tieline.analysis.job_settings import InspectOptions, InspectSettings
 from tieline.analysis.jumps import BlockSampler, JumpSettings, jumps_with_losses, measure_jumps
-from tieline.analysis.linear_routers import linear_weights
 from tieline.analysis.precision_noise import SERVED_TOKENS, ServedRuns, measure_serving
 from tieline.analysis.route_files import load, source_kind
 from tieline.analysis.served_precision import served_rounding
@@ -47,6 +48,7 @@ from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.measure.expert_load import neediest_first, tokens_needed
+from tieline.measure.logit_view import logit_view
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
@@ -61,8 +63,10 @@ from tieline.measure.measures import (
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
+from tieline.models.emulate import logits_matrix
 from tieline.models.families import chosen_routers, family_of, find_routers
 from tieline.models.model import Model, ModelSource
+from tieline.models.parallel import full_tensor
 from tieline.models.routed_block import block_of
 from tieline.run.condition import Condition
 from tieline.run.corpus import Corpus, TokenisedText
@@ -74,7 +78,7 @@ from tieline.run.ranks import Ranks
 from tieline.run.resume import RunState
 from tieline.run.runner import Progress, Runner
 from tieline.run.smaller_batches import halves_batches
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.summary import RoutingSummary
 
 MOST_BYTES = 1 << 30
@@ -535,3 +539,63 @@ def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], f
     if not 0 < middle < float("inf"):
         return nothing, None
     return [gap if gap < float("inf") else None for gap in (gaps[:count] / middle).tolist()], middle
+
+
+PROBES = 64
+"""Tokens on which a matrix is checked to make the logits."""
+
+
+def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
+    """Return "ok" if a layer chooses the top k of logits that are affine in its input, or why not.
+
+    Args:
+        layer: the layer's trace.
+        weights: what `linear_weights` found.
+    """
+    status = gap_status(layer)
+    if status != "ok":
+        return status
+    if layer.smoothed:
+        return "not answerable: a smoothed router has no walls"
+    if layer.facts.n_groups > 1:
+        return "not answerable: experts are chosen within groups, whose walls are not flat"
+    if layer.bias is not None and layer.facts.units != "logits":
+        return f"not answerable: a bias is added to {layer.facts.units} scores: walls are not flat"
+    if layer.name not in weights:
+        return "not answerable: no matrix of the router explains its logits"
+    return "ok"
+
+
+def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
+    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
+    weights = {}
+    here = find_routers(model)  # a stage of a pipeline has some of them
+    for layer in (layer for layer in trace.layers if layer.name in here):
+        router = here[layer.name]
+        matrix = logits_matrix(router)
+        if matrix is not None and layer.inputs is not None and gap_status(layer) == "ok":
+            matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
+            if _reproduces_logits(layer, matrix, router_offset(router, len(matrix))):
+                weights[layer.name] = matrix
+    return weights
+
+
+def router_offset(router: nn.Module, experts: int) -> Tensor | float:
+    """The bias of a linear router, or 0."""
+    bias = getattr(router, "bias", None)
+    if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
+        return 0.0
+    return full_tensor(bias.detach()).double().cpu()
+
+
+def _reproduces_logits(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
+    """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
+    some = take_tokens(layer, slice(PROBES))
+    logits = logit_view(some).logits
+    assert some.inputs is not None
+    if logits is None or some.inputs.shape[1] != matrix.shape[1]:
+        return False
+    computed = some.inputs.double() @ matrix.double().T + offset
+    computed = computed.gather(1, some.experts.long())
+    finite = logits.isfinite()
+    return torch.allclose(computed[finite], logits[finite], rtol=0.05, atol=0.05)

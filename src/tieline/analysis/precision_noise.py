@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.inspection import NoiseReport, OwnNoise
+from tieline.analysis.inspect_records import NoiseReport, OwnNoise
 from tieline.analysis.perturbation_effects import FullEffects, audit_phase, serving_effect
 from tieline.analysis.served_precision import Serving, served_rounding
 from tieline.core.errors import NoLogitsError

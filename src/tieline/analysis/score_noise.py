@@ -45,16 +45,45 @@ A p-value is given to *first* flips only: a token that flipped in an earlier lay
 residual stream, and its later flips are consequences. Over all first flips of all layers the false
 discovery rate is held below 1/200 (Benjamini and Hochberg, 1995), so that two hundred sound runs
 give about one unexplained flip.
+
+Where a log holds expert ids and weights but no scores, `weight_evidence` judges flips by combine
+weights. A softmax router without a selection bias ranks by its logits z, and log w_e = z_e + const
+of the token: among the chosen experts, differences of log-weights are those of scores. Let i be the
+expert of the largest weight that leaves (S_A \ S_B), j the one of the largest weight that enters,
+
+    d_A = log w_A(i) - min_{S_A} log w_A     distance of the leaver from the last place of A
+    d_B = log w_B(j) - min_{S_B} log w_B     distance of the enterer from the last place of B
+    s   = log w_B(j) - log w_A(i)            less the mean difference over the common experts
+
+If both sides choose the largest scores, and those of B are those of A plus noise Δ, then
+d_A + d_B <= Δ_j - Δ_i and Δ_i <= s <= Δ_j. So M = max(d_A + d_B, |s|) is no larger than noise of
+the pair, whose law is that of the last two ranks of tokens that do not flip. The few chosen experts
+of a token do not tell its own noise, so that all tokens share one law. A selection bias or another
+function than softmax makes weights no measure of the choice: leavers then stand anywhere among the
+chosen. So weights clear flips, if leavers and enterers stand in the last place more often than
+chance (1 in k) explains; they accuse none.
+
+A token swaps if one expert i leaves its set and one expert j enters: margin_A = z_A(i) - z_A(j) > 0
+and margin_B = z_B(j) - z_B(i) > 0. U = margin_A / D, D = margin_A + margin_B, is uniform and
+independent of D where the signed margin in A has a constant density over |s| <= |n|, given the
+noise n = D of that pair: s is then uniform in (0, n). Neither independence between experts nor
+light tails are needed. Only D below the 20 % quantile of the gap is looked at, where densities are
+constant. Scores on a grid have ties, margin_B = 0, and no test. U says whether choices follow
+scores; a fault that acts as noise has a uniform U too (`swap_uniformity`). The expected number of
+swaps is T f(0) E[(-n)₊] to first order, f the density of the gap and n the noise of z_[k] - z_[k+1]
+in tokens of small gap (`expected_swaps`). Where it exceeds a tenth of the tokens, other pairs
+change places as well, and it is not used.
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy import special
+from scipy import special, stats
 from torch import Tensor
 
 from tieline.core.numerics import float_step
@@ -415,3 +444,250 @@ def size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarr
     fall = np.maximum(exponent - CROSSING, 0.0)
     beyond = share * (np.maximum(ratio, start) / start) ** -fall
     return np.where(ratio > start, np.maximum(beyond, counted), np.maximum(counted, share))
+
+
+FEWEST_CHOSEN = 3
+"""Least k for which the noise of a token is known."""
+MOST_NOISE = 0.1
+"""Noise over the spread of the scores beyond which any expert may leave the choice."""
+CHANCE = 0.005
+"""Chance with which leavers of any rank stand in the last place as often as they do."""
+
+
+class WeightEvidence(NamedTuple):
+    """First flips of a layer beside the noise of its log-weights.
+
+    Attributes:
+        noise: differences of the log-weights of the chosen experts.
+        test: p-values of the first flips.
+        last: leavers of A and enterers of B that stand in the last place.
+        movers: leavers and enterers of first flips, one of each per token.
+        is_near: whether they stand in the last place more often than chance explains.
+    """
+
+    noise: LayerNoise
+    test: FlipTest
+    last: int
+    movers: int
+    is_near: bool
+
+
+def weight_evidence(
+    a: LayerTrace,
+    b: LayerTrace,
+    flipped: Bool[np.ndarray, " tokens"],
+    fresh: Bool[np.ndarray, " tokens"],
+) -> WeightEvidence | None:
+    """Judge first flips by combine weights; None where they say nothing of the choice.
+
+    Args:
+        a: the layer in A.
+        b: the same tokens in B, experts numbered as in A.
+        flipped: which tokens flip.
+        fresh: which tokens flipped in no earlier layer.
+    """
+    if not all(weights_rank_choices(layer) for layer in (a, b)):
+        return None
+    scored = _ranked_by_weight(a), _ranked_by_weight(b)
+    rows = np.flatnonzero(flipped & fresh)
+    distances = mover_distances(*scored, torch.from_numpy(rows))
+    noise = layer_noise(*scored)
+    reference = _pair_differences(noise, fresh & ~flipped)
+    if (len(rows) and len(reference) < FEWEST_PAIRS) or (noise.relative(fresh) or 0.0) > MOST_NOISE:
+        return None
+    scale = max(noise.size(fresh) or 0.0, noise.floor)
+    steepest = np.full(len(rows), EXPONENTS[1])
+    p = size_biased_tail(reference / scale, distances.margins / scale, steepest)
+    test = FlipTest(rows, distances.margins, np.full(len(rows), scale), p, len(rows))
+    k, last = a.facts.k, int((distances.of_a == 0).sum() + (distances.of_b == 0).sum())
+    is_chance = len(rows) > 0 and stats.binom.sf(last - 1, 2 * len(rows), 1 / k) > CHANCE
+    return WeightEvidence(noise, test, last, 2 * len(rows), not is_chance)
+
+
+def _pair_differences(
+    noise: LayerNoise, tokens: Bool[np.ndarray, " tokens"]
+) -> Float[np.ndarray, " pairs"]:
+    """|Δ_i - Δ_j| of the last two ranks of some tokens, ascending."""
+    last_two = noise.difference[tokens][:, -2:]
+    return np.sort(np.abs(last_two[:, 0] - last_two[:, 1]))
+
+
+def weights_rank_choices(layer: LayerTrace) -> bool:
+    """Whether the weights of a layer may be those of a softmax that also ranks the experts."""
+    facts, weights = layer.facts, layer.weights
+    if weights is None or layer.bias is not None or facts.k < FEWEST_CHOSEN or len(weights) == 0:
+        return False
+    ranked = facts.units in ("logits", "softmax") and facts.n_groups == 1 and not layer.smoothed
+    return ranked and bool((weights > 0).all())
+
+
+def _ranked_by_weight(layer: LayerTrace) -> LayerTrace:
+    """The chosen experts of a layer in the order of their weights, log-weights as scores."""
+    assert layer.weights is not None
+    weights, order = layer.weights.sort(dim=1, descending=True, stable=True)
+    experts = layer.experts[:, : layer.facts.k].gather(1, order)
+    units = replace(layer.facts, units="logits")
+    return LayerTrace(layer.name, units, experts, weights.double().log().float())
+
+
+class MoverDistances(NamedTuple):
+    """Distances of leaver and enterer of each flip, in units of log-weight.
+
+    Attributes:
+        of_a: d_A, zero where the leaver has the last place.
+        of_b: d_B, likewise of the enterer.
+        between: s.
+    """
+
+    of_a: Float[np.ndarray, " flips"]
+    of_b: Float[np.ndarray, " flips"]
+    between: Float[np.ndarray, " flips"]
+
+    @property
+    def margins(self) -> Float[np.ndarray, " flips"]:
+        """M of each flip."""
+        return np.maximum(self.of_a + self.of_b, np.abs(self.between))
+
+
+def mover_distances(a: LayerTrace, b: LayerTrace, rows: Int[Tensor, " flips"]) -> MoverDistances:
+    """Return how far leaver and enterer stand from the last place, and from each other.
+
+    Args:
+        a: the layer in A, ranked by weight.
+        b: the same in B.
+        rows: tokens whose sets differ.
+    """
+    same = a.experts[rows][:, :, None] == b.experts[rows][:, None, :]
+    of_a, of_b = (_chosen_scores(layer)[rows] for layer in (a, b))
+    stays_a, stays_b = same.any(2), same.any(1)
+    leaver, enterer = (
+        scores.masked_fill(stays, -torch.inf).amax(1)
+        for scores, stays in ((of_a, stays_a), (of_b, stays_b))
+    )
+    count = stays_a.sum(1).clamp(min=1)
+    common = ((of_b * stays_b).sum(1) - (of_a * stays_a).sum(1)) / count
+    between = torch.where(stays_a.any(1), enterer - leaver - common, 0.0)
+    distances = (leaver - of_a[:, -1], enterer - of_b[:, -1], between)
+    return MoverDistances(*(x.numpy() for x in distances))
+
+
+def _chosen_scores(layer: LayerTrace) -> Float[Tensor, "tokens k"]:
+    """Log-weights in float64."""
+    assert layer.scores is not None
+    return layer.scores.double()
+
+
+SMALL_GAP = 0.2
+"""Quantile of the gap below which the density of margins is taken as constant."""
+FEWEST_SWAPS = 30
+MOST_TIES = 0.01
+"""Share of margins that are zero from which on scores lie on a grid."""
+MOST_SWAPS = 0.1
+"""Share of the tokens beyond which the first order does not hold."""
+
+
+class SwapMargins(NamedTuple):
+    """Single swaps of a layer whose four scores are known.
+
+    Attributes:
+        tokens: which tokens.
+        of_a: margin_A.
+        of_b: margin_B.
+    """
+
+    tokens: Int[np.ndarray, " swaps"]
+    of_a: Float[np.ndarray, " swaps"]
+    of_b: Float[np.ndarray, " swaps"]
+
+
+class ExpectedSwaps(NamedTuple):
+    """Single swaps, expected from the noise and seen.
+
+    Attributes:
+        expected: T f(0) E[(-n)₊].
+        error: standard error of counted - expected, clustered by document.
+        counted: tokens that swapped one expert.
+    """
+
+    expected: float
+    error: float
+    counted: int
+
+
+def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
+    """Return the margins of all single swaps, whatever the ranks of their experts.
+
+    Args:
+        a: the layer in A, with scores.
+        b: the same tokens in B.
+    """
+    k = a.facts.k
+    chosen_a, chosen_b = a.experts[:, :k], b.experts[:, :k]
+    leaves = ~(chosen_a[:, :, None] == chosen_b[:, None, :]).any(2)
+    enters = ~(chosen_b[:, :, None] == chosen_a[:, None, :]).any(2)
+    tokens = (leaves.sum(1) == 1).nonzero().flatten()
+    leaver = chosen_a[tokens][leaves[tokens]]
+    enterer = chosen_b[tokens][enters[tokens]]
+    margins = []
+    for layer, scores, sign in zip((a, b), plain_scores(a, b), (1.0, -1.0), strict=True):
+        of = [_score_of(layer.experts[tokens], scores[tokens], x) for x in (leaver, enterer)]
+        margins.append(sign * (of[0] - of[1]).numpy())
+    finite = np.isfinite(margins[0]) & np.isfinite(margins[1])
+    return SwapMargins(tokens.numpy()[finite], margins[0][finite], margins[1][finite])
+
+
+def _score_of(experts: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
+    """Score of one expert of each token in float64; NaN where it was not kept."""
+    same = experts == wanted[:, None]
+    score = torch.where(same, scores.double(), 0.0).sum(1)
+    return torch.where(same.any(1), score, torch.nan)
+
+
+def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:
+    """Return the Kolmogorov-Smirnov p-value of U; None on a grid or with too few swaps.
+
+    Args:
+        a: the layer in A, with scores.
+        b: the same tokens in B.
+    """
+    swaps = swap_margins(a, b)
+    distance = swaps.of_a + swaps.of_b
+    small = (distance > 0) & (distance <= float(a.gap.double().quantile(SMALL_GAP)))
+    of_a, of_b = swaps.of_a[small], swaps.of_b[small]
+    if len(of_a) < FEWEST_SWAPS or (np.minimum(of_a, of_b) == 0).mean() > MOST_TIES:
+        return None
+    return float(stats.kstest(of_a / (of_a + of_b), "uniform").pvalue)
+
+
+def expected_swaps(
+    a: LayerTrace, b: LayerTrace, documents: Int[np.ndarray, " tokens"]
+) -> ExpectedSwaps | None:
+    """Return how many single swaps the noise of small gaps makes; None beyond the first order.
+
+    Args:
+        a: the layer in A, with scores and at least one rank past k.
+        b: the same tokens in B.
+        documents: document of each token.
+    """
+    k, scores = a.facts.k, plain_scores(a, b)
+    if a.experts.shape[1] <= k:
+        return None
+    gap = (scores[0][:, k - 1] - scores[0][:, k]).double().numpy()
+    limit = float(np.quantile(gap, SMALL_GAP))
+    of_b = [_score_of(b.experts, scores[1], a.experts[:, rank]).numpy() for rank in (k - 1, k)]
+    noise = of_b[0] - of_b[1] - gap
+    small = (gap <= limit) & np.isfinite(noise)
+    if limit <= 0 or small.sum() < FEWEST_SWAPS:
+        return None
+    density = SMALL_GAP / limit
+    expected = len(gap) * density * float(np.maximum(-noise[small], 0.0).mean())
+    if expected > MOST_SWAPS * len(gap):
+        return None
+    swapped = np.zeros(len(gap))
+    swapped[swap_margins(a, b).tokens] = 1.0
+    share = np.where(small, np.maximum(-noise, 0.0) * density, 0.0) * len(gap) / small.sum()
+    codes = np.unique(documents, return_inverse=True)[1]
+    sums = np.bincount(codes, weights=swapped - np.nan_to_num(share))
+    count = len(sums)
+    spread = math.sqrt(((sums - sums.mean()) ** 2).sum() * count / max(count - 1, 1))
+    return ExpectedSwaps(expected, max(spread, math.sqrt(expected)), int(swapped.sum()))

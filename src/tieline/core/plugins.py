@@ -107,7 +107,7 @@ INSTRUMENT = Plugin(
     },
     results={
         "tieline-inspection": ResultFormat(
-            "tieline.analysis.inspection:Inspection", "tieline.report.inspect"
+            "tieline.analysis.inspect_records:Inspection", "tieline.report.inspect"
         ),
         "tieline-diff": ResultFormat(
             "tieline.analysis.diff_records:RoutingDiff", "tieline.report.diff"

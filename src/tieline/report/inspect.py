@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.inspection import Inspection, JumpMeasures, TextPiece, TextSample
+from tieline.analysis.inspect_records import Inspection, JumpMeasures, TextPiece, TextSample
 from tieline.core.statistics import Quantiles
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures

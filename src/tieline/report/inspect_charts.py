@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tieline.analysis.inspection import Inspection, JumpMeasures, JumpSample, OwnNoise
+from tieline.analysis.inspect_records import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures, MassProfile

@@ -32,7 +32,7 @@ from tieline.core.text import short_names
 from tieline.report.words.numbers import DASH, short_exponent, significant
 
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
-    from tieline.analysis.inspection import Finding
+    from tieline.analysis.inspect_records import Finding
 
 MOST_FINDINGS = 6
 """Findings that are shown at once; a page folds the others away, a terminal counts them."""

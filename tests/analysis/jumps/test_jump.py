@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.walls import watched
 from tests.models.tiny import CHOSEN, EXPERTS, batch, lively, tiny_model
-from tieline.analysis.inspection import JumpSample
+from tieline.analysis.inspect_records import JumpSample
 from tieline.analysis.jumps import JumpSettings, gap_jump_table, measure_jumps, relative_change
 from tieline.core.errors import ParameterError
 from tieline.models import smooth_

@@ -27,7 +27,7 @@ from tieline.analysis.diff_records import (
     ReplaySplit,
     SplitPart,
 )
-from tieline.analysis.inspection import NoiseReport, judge_routing, observe_routing
+from tieline.analysis.inspect_records import NoiseReport, judge_routing, observe_routing
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.analysis.served_precision import Recommendation
 from tieline.core.statistics import Estimate, Share

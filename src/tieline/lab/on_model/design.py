@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 import torch
 
-from tieline.analysis.linear_routers import linear_choice, linear_weights, router_offset
+from tieline.analysis.inspect import linear_choice, linear_weights, router_offset
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import HIDDEN, DesignOptions, DesignSettings

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.inspect import inputs_fit
-from tieline.analysis.inspection import NoiseReport
-from tieline.analysis.linear_routers import linear_choice, linear_weights, router_offset
+from tieline.analysis.inspect import inputs_fit, linear_choice, linear_weights, router_offset
+from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.precision_noise import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result

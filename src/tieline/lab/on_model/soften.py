@@ -27,8 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
-from tieline.analysis.jumps import BlockSampler
+from tieline.analysis.jumps import BlockSampler, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.core.statistics import Estimate, clustered_mean, clustered_ratio, next_token_losses

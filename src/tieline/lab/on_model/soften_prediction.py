@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
+from tieline.analysis.jumps import recorded_choice, swapped_choice
 from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.on_model.soft_choice import soft_share
 from tieline.lab.on_model.soften_records import SoftLayer

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.analysis.linear_routers import linear_choice, linear_weights
+from tieline.analysis.inspect import linear_choice, linear_weights
 from tieline.analysis.precision_noise import PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk

@@ -16,7 +16,7 @@ from tieline.analysis.diff_records import (
     ShapeAnswer,
     SizeAnswer,
 )
-from tieline.analysis.inspection import Finding, Observation
+from tieline.analysis.inspect_records import Finding, Observation
 from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
 from tieline.report.words.serving import served_sentences

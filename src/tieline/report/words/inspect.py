@@ -8,7 +8,7 @@ calibration_sentence    tokens that calibrating a quantised model needs
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tieline.analysis.inspection import Finding, Inspection, JumpMeasures, Observation
+from tieline.analysis.inspect_records import Finding, Inspection, JumpMeasures, Observation
 from tieline.core.text import layer_labels
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
 from tieline.report.words.numbers import (

@@ -10,7 +10,7 @@ import torch
 
 import tieline as tl
 from tieline.analysis.route_files import convert
-from tieline.analysis.weight_evidence import mover_distances, weight_evidence, weights_rank_choices
+from tieline.analysis.score_noise import mover_distances, weight_evidence, weights_rank_choices
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
 from tieline.trace.selection import select_tokens
 from tieline.trace.store import load_trace

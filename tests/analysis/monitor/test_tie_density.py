@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tieline.analysis.monitor import RoutingWarning
-from tieline.analysis.tie_density import tie_density
+from tieline.analysis.monitor import RoutingWarning, tie_density
 from tieline.core.errors import ParameterError
 from tieline.core.ranking import gap, stable_topk
 from tieline.trace import LayerFacts, LayerTrace, RoutingTrace

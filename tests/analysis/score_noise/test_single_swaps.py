@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.analysis.planted import layer_of
-from tieline.analysis.expert_swaps import expected_swaps, swap_margins, swap_uniformity
+from tieline.analysis.score_noise import expected_swaps, swap_margins, swap_uniformity
 
 TOKENS, EXPERTS, K, SIZE = 60_000, 12, 3, 0.02
 DOCUMENTS = np.arange(TOKENS) // 500

@@ -5,8 +5,7 @@ import torch
 
 from tests.analysis.walls import walls
 from tests.models.tiny import SUPPORTED, lively, tiny_model
-from tieline.analysis.expert_swaps import recorded_choice, swapped_choice
-from tieline.analysis.jumps import relative_change
+from tieline.analysis.jumps import recorded_choice, relative_change, swapped_choice
 from tieline.core.errors import TraceError
 from tieline.trace import LayerFacts, LayerTrace
 

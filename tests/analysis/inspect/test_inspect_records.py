@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.report.zoo import make_trace
-from tieline.analysis.inspection import (
+from tieline.analysis.inspect_records import (
     GapJumpTable,
     JumpMeasures,
     JumpSample,

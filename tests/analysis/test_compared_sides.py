@@ -27,14 +27,14 @@ def sequences(count, length=24):
 
 
 def test_a_plain_run_that_was_recorded_equals_one_that_is_run_again(monkeypatch):
-    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 100)
+    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 100)
     reused = numbers(diff_models(*sides(), sequences(8), batch_size=4))
     monkeypatch.setattr(diff_module, "recorded_plain_run", lambda *arguments: None)
     assert reused == numbers(diff_models(*sides(), sequences(8), batch_size=4))
 
 
 def test_batches_that_the_reference_tokens_cut_are_run_again(monkeypatch):
-    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 24 * 6)
+    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 24 * 6)
     returned, real = [], diff_module.recorded_plain_run
 
     def recorded(*arguments):
