@@ -17,8 +17,8 @@ agree beyond chance once experts are renumbered. The plainest hypothesis stands 
 least halves the disagreement.
 
 **Renumbered experts.** C[i, j] counts the tokens that choose i in A and j in B. The best
-renumbering maximises Σ C[i, π(i)] (an assignment problem). Experts that it moves are accepted only in whole cycles, and
-only if every member that is seen often enough really goes there:
+renumbering maximises Σ C[i, π(i)] (an assignment problem). Experts that it moves are accepted only
+in whole cycles, and only if every member that is seen often enough really goes there:
 
     κ(i) = (C[i, π(i)] - n_i m_j / T) / (min(n_i, m_j) - n_i m_j / T) > 1/2,   j = π(i)
 
@@ -463,7 +463,7 @@ def token_id_shift(
     """Return the shift at which the token ids agree, 0 if unknown; raises on other tokens."""
     require(
         any(len(tokens.in_a) for tokens in common.values()),
-        _no_common_tokens_message(a, b),
+        f"A and B have no token in common: {_token_extent('A', a)}; {_token_extent('B', b)}",
         TraceError,
     )
     if all(check.checked == 0 for check in ids.values()):
@@ -525,11 +525,6 @@ def require_related_runs(
         f"{layer_label(pair.name_b)} share {100 * pair.agreement:.1f} % of the chosen experts, "
         f"unrelated runs would share {100 * pair.chance:.1f} %"
     )
-
-
-def _no_common_tokens_message(a: RoutingTrace, b: RoutingTrace) -> str:
-    """The error for runs whose documents and positions do not overlap."""
-    return f"A and B have no token in common: {_token_extent('A', a)}; {_token_extent('B', b)}"
 
 
 def _token_extent(side: str, trace: RoutingTrace) -> str:

@@ -395,7 +395,12 @@ def attribute_causes(
     choice = _judge_choice(layers, unranked)
     flips = _judge_flips(layers, near)
     if excess is None:
-        patterns = find_patterns(_shapes_of_scores(shapes, layers))
+        scored = [x.attribution is None or x.attribution.evidence == "scores" for x in layers]
+        judged = [  # no pattern was ever tried on the noise of weights
+            x if is_scored else x._replace(relative=None)
+            for x, is_scored in zip(shapes, scored, strict=True)
+        ]
+        patterns = find_patterns(judged)
     else:
         patterns = find_known_patterns(shapes) or _excess_patterns(shapes, excess)
     patterns = (*_numbering_patterns(alignment), *patterns)
@@ -476,15 +481,6 @@ def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> Fli
         return FlipAnswer("cannot tell", obstacle=FAR_MOVERS)
     share = last / movers if movers else None
     return FlipAnswer("no" if is_odd else "yes", first, odd, later, last_share=share)
-
-
-def _shapes_of_scores(
-    shapes: Sequence[NoiseShape], layers: Sequence[LayerDiff]
-) -> list[NoiseShape]:
-    """The shapes without noise where weights alone tell it: no pattern was ever tried on them."""
-    scored = [x.attribution is None or x.attribution.evidence == "scores" for x in layers]
-    pairs = zip(shapes, scored, strict=True)
-    return [x if is_scored else x._replace(relative=None) for x, is_scored in pairs]
 
 
 def _numbering_patterns(alignment: Alignment) -> list[Pattern]:

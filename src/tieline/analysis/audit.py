@@ -287,7 +287,11 @@ class _Audit:
         if kept and self._seconds["runs"] * len(kept) / (2 * every) >= left:
             self._left_out.append("runs with the kept layers in float32")
             kept = {}
-        divergences = self._run_kept(list(kept.values()))
+        conditions = list(kept.values())
+        divergences = Divergences(conditions)
+        if conditions:
+            phase = compared_phase("kept layers", self._batches, conditions)
+            self._runner.run(Plan((phase,)), [divergences], self._progress)
         self._seconds["kept layers"] = self._budget.elapsed() - began
         kls = {name: divergences.kl[condition] for name, condition in kept.items()}
         return tuple(
@@ -296,14 +300,6 @@ class _Audit:
             else row
             for row in rows
         )
-
-    def _run_kept(self, conditions: Sequence[Condition]) -> Divergences:
-        """Measure the KL of runs in which some routers are kept in float32."""
-        divergences = Divergences(conditions)
-        if conditions:
-            phase = compared_phase("kept layers", self._batches, conditions)
-            self._runner.run(Plan((phase,)), [divergences], self._progress)
-        return divergences
 
     def remedies(self, effects: Sequence[PerturbationEffect]) -> RemedyTable | None:
         """Try remedies on the perturbations asked for, as long as there is time."""

@@ -243,17 +243,12 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
             numbers.append(int(number))
             kept.append(tokens[rows])
             used += len(rows)
-    trace = _routed_by_model(model, kept)
+    size = model.get_input_embeddings().num_embeddings
+    for ids in kept:
+        inside = int(ids.max()) < size
+        require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
+    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in kept]
+    trace = recorded_routes(Model(model), Ranks.of(None, batches))
     reference = routes_of_trace(trace, "the model")
     assert reference.documents is not None
     return replace(reference, documents=np.array(numbers)[reference.documents])
-
-
-def _routed_by_model(model: Any, documents: Sequence[np.ndarray]) -> RoutingTrace:
-    """Trace of a model's routers on token ids, refusing ids that it does not have."""
-    size = model.get_input_embeddings().num_embeddings
-    for ids in documents:
-        inside = int(ids.max()) < size
-        require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
-    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in documents]
-    return recorded_routes(Model(model), Ranks.of(None, batches))

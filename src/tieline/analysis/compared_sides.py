@@ -346,7 +346,11 @@ def _runs_in_format(
         if is_other:
             size = min(batch_size, ATTENTION_BATCH)
             runs.append(trace_model(side, sequences, batch_size=size))
-    runs.append(_padded_run(side, sequences, SMALL_BATCH))
+    longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
+    trace = trace_model(side, longer, batch_size=SMALL_BATCH)
+    lengths = torch.tensor([len(x) for x in sequences])
+    kept = trace.positions.long() < lengths[trace.documents.long()]
+    runs.append(select_tokens(trace, kept.nonzero().flatten()))
     for seed in range(FEWEST_RUNS - len(runs)):
         drawn = side._replace(changes=_with_seeded_noise(side.condition, seed))
         ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
@@ -403,15 +407,6 @@ def _other_attention(model: nn.Module) -> Iterator[bool]:
         yield True
     finally:
         switch(implementation)
-
-
-def _padded_run(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:
-    """A run of longer sequences, without what was added."""
-    longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
-    trace = trace_model(side, longer, batch_size=batch_size)
-    lengths = torch.tensor([len(x) for x in sequences])
-    kept = trace.positions.long() < lengths[trace.documents.long()]
-    return select_tokens(trace, kept.nonzero().flatten())
 
 
 def _trace_with_predictions(

@@ -592,7 +592,11 @@ def diff_observations(
     observations += _cause_observations(causes)
     observations += _unexplained_flips(layers, causes)
     observations += _unattributed_flips(layers)
-    observations += _unrelated_layers(alignment)
+    observations += [
+        Observation("unrelated", "warning", pair.agreement, pair.name_a)
+        for pair in alignment.pairs
+        if pair.chance < 1 and pair.agreement - pair.chance < UNRELATED * (1 - pair.chance)
+    ]
     fresh, after = tokens.later_rates
     if after and after >= COMPOUNDING * fresh:
         observations.append(Observation("compounding", "info", after))
@@ -644,15 +648,6 @@ def _unattributed_flips(layers: Sequence[LayerDiff]) -> list[Observation]:
     return [
         Observation("attribution", "notice", float(count), source=status)
         for status, count in counts.items()
-    ]
-
-
-def _unrelated_layers(alignment: Alignment) -> list[Observation]:
-    """Pairs of layers that agree hardly more than chance."""
-    return [
-        Observation("unrelated", "warning", pair.agreement, pair.name_a)
-        for pair in alignment.pairs
-        if pair.chance < 1 and pair.agreement - pair.chance < UNRELATED * (1 - pair.chance)
     ]
 
 

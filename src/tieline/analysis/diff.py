@@ -177,7 +177,12 @@ def _diff_named_models(
 ) -> RoutingDiff:
     """Compare two models on a text, and split their KL by replay if asked for."""
     text, origin = as_text(settings.text)
-    a, b = _opened_sides(sides)
+    sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
+    first, second = sides
+    if sources[0] is sources[1] and first.experts != second.experts:
+        second = second._replace(source=copy.deepcopy(second.source))
+    opened = first.opened()
+    a, b = opened, _same_weights(first, second, opened) or second.opened()
     lengths = [default_length(side.model, settings.sequence_length) for side in (a, b)]
     sequences = tokenise(a.tokenizer, text, settings.tokens, lengths[0]).sequences
     if b.tokenizer is not a.tokenizer or lengths[0] != lengths[1]:
@@ -195,16 +200,6 @@ def _diff_named_models(
         return result
     ranks = Ranks.of(settings.parallel, list(stacked_batches(sequences, settings.batch_size)))
     return _with_replay(result, replay_split(a, b, ranks))
-
-
-def _opened_sides(sides: tuple[NamedSide, NamedSide]) -> tuple[ModelSide, ModelSide]:
-    """Both models, ready to run; a copy of the second if one object shall compute in two ways."""
-    sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
-    first, second = sides
-    if sources[0] is sources[1] and first.experts != second.experts:
-        second = second._replace(source=copy.deepcopy(second.source))
-    opened = first.opened()
-    return opened, _same_weights(first, second, opened) or second.opened()
 
 
 def _same_weights(first: NamedSide, second: NamedSide, opened: ModelSide) -> ModelSide | None:

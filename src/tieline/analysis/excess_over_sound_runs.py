@@ -228,13 +228,19 @@ class _TokenGroups:
         """All groups but single rows of a router."""
         self._add_group("all", np.ones(len(tokens.documents), dtype=bool))
         self._add_group("first position", tokens.positions == 0)
-        self._add_group("last position", _last_positions(tokens))
+        last = np.zeros(len(tokens.documents), dtype=bool)
+        order = np.lexsort((tokens.positions, tokens.documents))
+        last[order[np.flatnonzero(np.diff(tokens.documents[order], append=-1))]] = True
+        self._add_group("last position", last)
         octave = np.log2(tokens.positions + 1).astype(int)
         for number in np.unique(octave[octave > 0]).tolist():
             self._add_group("positions", octave == number, 2**number - 1)
         self._add_group_per_number("document", tokens.documents[:, None])
         if tokens.ids is not None:
-            self._add_token_ids(tokens.ids)
+            numbers, codes, counts = np.unique(tokens.ids, return_inverse=True, return_counts=True)
+            self._add_group("rare tokens", counts[codes] <= RARE)
+            for index in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
+                self._add_group("token", codes == index, int(numbers[index]))
         if layer > 0:
             self._add_group_per_number("expert", tokens.chosen[layer - 1])
 
@@ -251,13 +257,6 @@ class _TokenGroups:
         self._pairs.append((codes.ravel() + len(self.names), rows))
         self.names.extend((kind, int(number)) for number in numbers)
 
-    def _add_token_ids(self, ids: np.ndarray) -> None:
-        """The most frequent token ids, and all that occur once or twice."""
-        numbers, codes, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        self._add_group("rare tokens", counts[codes] <= RARE)
-        for index in np.argsort(-counts, kind="stable")[:FREQUENT].tolist():
-            self._add_group("token", codes == index, int(numbers[index]))
-
     def cluster_sums(self, values: np.ndarray, clusters: np.ndarray) -> Sums:
         """Sum of the values of each group in each cluster."""
         width, height = int(clusters.max()) + 1, len(self.names)
@@ -270,14 +269,6 @@ class _TokenGroups:
         inside = np.zeros(int(self.token.max()) + 1, dtype=bool)
         inside[self.token[np.isin(self.group, numbers)]] = True
         return inside
-
-
-def _last_positions(tokens: ComparedTokens) -> np.ndarray:
-    """Tokens that are the last of their document."""
-    last = np.zeros(len(tokens.documents), dtype=bool)
-    order = np.lexsort((tokens.positions, tokens.documents))
-    last[order[np.flatnonzero(np.diff(tokens.documents[order], append=-1))]] = True
-    return last
 
 
 def token_clusters(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:

@@ -394,7 +394,12 @@ def inspection_metrics(
         numbers[f"flip@{rate.name}"] = rate.mean.value
         numbers[f"flip@{rate.name}:any"] = rate.any_layer.value
         numbers[f"flip@{rate.name}:worst"] = rate.worst
-    numbers |= _tie_rates(measures)
+    rates: dict[str, list[float]] = {}
+    for layer in measures.layers:
+        for row in layer.precision.value or ():
+            if row.tie_emulated.value is not None:
+                rates.setdefault(row.precision, []).append(row.tie_emulated.value)
+    numbers |= {f"tie@{name}": sum(values) / len(values) for name, values in rates.items()}
     if model.gap.value is not None:
         gap = model.gap.value
         numbers["ties"] = gap.ties / gap.tokens
@@ -430,16 +435,6 @@ def inspection_metric_names(
 def experts_per_token(layers: Sequence[LayerMeasures]) -> float:
     """Experts in use per token, mean over layers."""
     return sum(layer.k if layer.used is None else layer.used for layer in layers) / len(layers)
-
-
-def _tie_rates(measures: RoutingMeasures) -> dict[str, float | None]:
-    """Share of tokens that tie after rounding, by format, mean over layers."""
-    rates: dict[str, list[float]] = {}
-    for layer in measures.layers:
-        for row in layer.precision.value or ():
-            if row.tie_emulated.value is not None:
-                rates.setdefault(row.precision, []).append(row.tie_emulated.value)
-    return {f"tie@{name}": sum(values) / len(values) for name, values in rates.items()}
 
 
 def jump_metrics(jumps: tuple[LayerJumps, ...]) -> dict[str, float | None]:
@@ -532,15 +527,12 @@ def _observed_flips(measures: RoutingMeasures) -> Iterator[Observation]:
 def _observed_worst_layer(rate: ModelRate) -> Observation:
     """The layer in which a perturbation flips most tokens."""
     low = 0.0 if rate.worst_share is None else rate.worst_share.low or 0.0
-    severity = _flip_severity(low) if rate.name in ("bf16", LEADING_SIGMA) else "info"
+    severity: Severity = "info"
+    if rate.name in ("bf16", LEADING_SIGMA) and low >= NOTE_FLIPS:
+        severity = "warning" if low >= WARN_FLIPS else "notice"
     return Observation(
         "flips:worst", severity, rate.worst, rate.worst_layer, (rate.worst_layer,), rate.name
     )
-
-
-def _flip_severity(share: float) -> Severity:
-    """How severe a share of flipped tokens is."""
-    return "warning" if share >= WARN_FLIPS else "notice" if share >= NOTE_FLIPS else "info"
 
 
 def _observed_product_flips(layers: Sequence[LayerMeasures]) -> Iterator[Observation]:

@@ -607,11 +607,19 @@ def tie_density(
         dtype: a floating-point type, or its name: "fp32" or one of `PRECISIONS`.
         warn_above: expected ties per token, over all layers, from which it warns.
     """
-    name = _format_name(dtype)
+    formats = ("fp32", *PRECISIONS)
+    name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name is None or name not in formats:
+        raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
     layers = tuple(_layer_ties(layer, name) for layer in trace.layers)
     per_token = sum(_tie_rate(layer) for layer in layers)
-    message = _tie_warning(name, per_token) if per_token > warn_above else None
-    if message is not None:
+    message = None
+    if per_token > warn_above:
+        remedy = "keep the router's logits in fp32" if name != "fp32" else "smooth the choice"
+        message = (
+            f"with logits in {name} a token meets {per_token:.2g} ties on average: recomputation "
+            f"and other kernels may route it otherwise; {remedy}"
+        )
         warnings.warn(message, RoutingWarning, stacklevel=2)
     return TieDensity(name, layers, per_token, trace.n_tokens, message)
 
@@ -656,21 +664,3 @@ def _logit_spacing(
     if precision == "fp32":
         return float_step(logits.nan_to_num(neginf=0.0), 23, -126)
     return grid_step(logits, precision)
-
-
-def _format_name(dtype: torch.dtype | str) -> str:
-    """Name of a number format; refuses unknown ones."""
-    formats = ("fp32", *PRECISIONS)
-    name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name is None or name not in formats:
-        raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
-    return name
-
-
-def _tie_warning(precision: str, per_token: float) -> str:
-    """Say how many ties a token meets, and the remedy."""
-    remedy = "keep the router's logits in fp32" if precision != "fp32" else "smooth the choice"
-    return (
-        f"with logits in {precision} a token meets {per_token:.2g} ties on average: recomputation "
-        f"and other kernels may route it otherwise; {remedy}"
-    )

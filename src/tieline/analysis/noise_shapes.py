@@ -143,9 +143,11 @@ def measure_shape(
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
     kept = _CentredDifferences(noise, rows)
     share, means = _expert_offsets(kept)
+    numbers, codes = np.unique(keys.documents[rows], return_inverse=True)
+    outlier = _loudest_group(codes, level[rows], len(numbers))
     return shape._replace(
         rise=_position_rise(level[noisy], keys.positions[noisy]),
-        document=_loudest_document(level[rows], keys.documents[rows]),
+        document=None if outlier is None else outlier._replace(group=int(numbers[outlier.group])),
         expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
         row=_loudest_row(kept),
         offset=share,
@@ -168,13 +170,6 @@ def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, flo
     off = octaves - octaves.mean()
     weight = off / (off**2).sum() * (octaves[-1] - octaves[0])
     return float(weight @ mean), math.sqrt(max(float(weight**2 @ variance), 0.0))
-
-
-def _loudest_document(level: np.ndarray, documents: np.ndarray) -> Outlier | None:
-    """The document of the largest mean level, over the third largest."""
-    numbers, codes = np.unique(documents, return_inverse=True)
-    outlier = _loudest_group(codes, level, len(numbers))
-    return None if outlier is None else outlier._replace(group=int(numbers[outlier.group]))
 
 
 def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
@@ -308,7 +303,7 @@ def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
     for patterns in (lags, offsets, experts, rows, positions, documents, layers):
         if patterns:
-            return tuple(_strongest_pattern(patterns))
+            return (max(patterns, key=lambda pattern: abs(pattern.effect) / pattern.limit),)
     return ()
 
 
@@ -319,11 +314,6 @@ def find_known_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
         x for shape in shapes if shape.relative and (x := _expert_offset_pattern(shape, shapes))
     ]
     return tuple([*lags, *(x for x in offsets if x.detail == "bias")][:1])
-
-
-def _strongest_pattern(patterns: Sequence[Pattern]) -> list[Pattern]:
-    """The pattern that is furthest beyond its limit."""
-    return sorted(patterns, key=lambda pattern: -abs(pattern.effect) / pattern.limit)[:1]
 
 
 def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:

@@ -201,8 +201,14 @@ def compare_choices(
     ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
 ) -> ChoiceComparison:
     """Which tokens chose other experts, and which of these a tie explains; arguments as above."""
-    band = _band_per_token(tol, scores)
-    _check_choice_shapes(ids_a, ids_b, scores)
+    band = torch.as_tensor(tol, dtype=torch.float64, device=scores.device)
+    require(bool((band >= 0).all()), f"a tie band is >= 0, got {tol}")
+    band = band.expand(len(scores))
+    shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
+    fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
+    require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)
+    bad = int(scores.isnan().sum())
+    require(bad == 0, f"{bad} of {scores.numel()} scores are NaN: no choice of them is right")
     broken_a, broken_b = _invalid_choices(ids_a, scores), _invalid_choices(ids_b, scores)
     set_a, set_b = _ids_as_mask(ids_a, scores), _ids_as_mask(ids_b, scores)
     differ = sets_differ(set_a, set_b) | broken_a | broken_b
@@ -294,19 +300,3 @@ def _regret_text(
 def _true_indices(mask: Bool[Tensor, " n"]) -> list[int]:
     """Indices at which a mask holds."""
     return mask.nonzero().squeeze(1).tolist()
-
-
-def _band_per_token(tol: float | PerToken, scores: Scores) -> PerToken:
-    """The tie band of each token in float64."""
-    band = torch.as_tensor(tol, dtype=torch.float64, device=scores.device)
-    require(bool((band >= 0).all()), f"a tie band is >= 0, got {tol}")
-    return band.expand(len(scores))
-
-
-def _check_choice_shapes(ids_a: Ids, ids_b: Ids, scores: Scores) -> None:
-    """Refuse ids and scores whose shapes differ, and scores that are NaN."""
-    shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
-    fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
-    require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)
-    bad = int(scores.isnan().sum())
-    require(bad == 0, f"{bad} of {scores.numel()} scores are NaN: no choice of them is right")

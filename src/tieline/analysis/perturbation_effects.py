@@ -390,7 +390,10 @@ class LocalEffects(Observer):
     def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
         """Call a router again under every perturbation."""
         clean, name, router = self._passes[run], site.name, site.module
-        layer = self._layers[name].observe(router, call, output, _single_document(clean.tokens))
+        positions = torch.arange(clean.tokens)
+        one_document = torch.zeros_like(positions)  # all that the audit needs
+        batch = Batch(positions, one_document, positions, None, clean.tokens)
+        layer = self._layers[name].observe(router, call, output, batch)
         routed = read_output(site.family, router, call, output)
         chosen = routed_set(routed)
         clean.routers += 1
@@ -410,7 +413,8 @@ class LocalEffects(Observer):
             effect, chance = self.effects[perturbation, name], chances[perturbation]
             share, repeats = flipped.double().cpu(), 1
             if chance is not None and perturbation.kind == "score noise":
-                repeats = self._repeats(chance.low.sum().item())
+                wished = self._flips_per_call / max(chance.low.sum().item(), 1e-9)
+                repeats = max(1, min(MOST_REPEATS, math.ceil(wished)))
                 rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
                 possible = chance.high > NEVER
                 share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
@@ -426,11 +430,6 @@ class LocalEffects(Observer):
         with one_thread():  # many small operations
             flat = states.reshape(-1, states.shape[-1])
             return predicted_flips(layer, router, flat, self._perturbations)
-
-    def _repeats(self, expected: float) -> int:
-        """Draws of noise that give the flips asked for, if this many are expected per draw."""
-        wished = self._flips_per_call / max(expected, 1e-9)
-        return max(1, min(MOST_REPEATS, math.ceil(wished)))
 
     def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
         """After a block returned, take the tokens that would change, to be run again."""
@@ -546,12 +545,6 @@ def _observer_of_router(name: str, router: nn.Module, settings: ObserverSettings
     family = family_of(router)
     assert family is not None
     return LayerObserver(name, family, settings)
-
-
-def _single_document(tokens: int) -> Batch:
-    """A batch of all tokens in one document, which is all that the audit needs."""
-    positions = torch.arange(tokens)
-    return Batch(positions, torch.zeros_like(positions), positions, None, tokens)
 
 
 @dataclass

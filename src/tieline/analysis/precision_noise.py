@@ -87,7 +87,9 @@ def rounded_runs(
     status = rounding_status(model, names)
     if status != "ok":
         return RoundedRuns(None, None, status)
-    sequences = first_sequences(text, _affordable_tokens(model, names))
+    dim = getattr(text_config(model), "hidden_size", None)
+    width = dim if isinstance(dim, int) else 8192
+    sequences = first_sequences(text, min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width))))
     if not sequences:
         return RoundedRuns(None, None, "not measured: no sequence of the text is short enough")
     numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
@@ -203,13 +205,6 @@ def rounding_status(model: nn.Module, names: Sequence[str]) -> str:
     if any(family is None or family.in_block for family in families):
         return "not measured: a router that is no module of its own cannot be rounded"
     return "ok"
-
-
-def _affordable_tokens(model: nn.Module, names: Sequence[str]) -> int:
-    """Number of tokens whose router inputs fit the memory limit."""
-    dim = getattr(text_config(model), "hidden_size", None)
-    width = dim if isinstance(dim, int) else 8192
-    return min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width)))
 
 
 def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:

@@ -135,7 +135,11 @@ def compare_runs(way: str, first: RecomputeRun, again: RecomputeRun, most_flips:
     if causes is not None:
         verdict, why = _first_layer_cause(causes)
     elif moved or change != 0.0 or again.error:
-        verdict, why = OTHER, _unflipped_text(moved, change)
+        size = (
+            "no output" if change is None else f"the output differs by {change:.3g} of its largest"
+        )
+        why = f"the same experts everywhere; scores moved by up to {moved:.3g}, {size}"
+        verdict = OTHER
     else:
         verdict, why = SAME, "the same experts, scores and output, bit for bit"
     shown = tuple(flips[:most_flips])
@@ -169,12 +173,6 @@ def _non_rounding_text(layer: _LayerDifference) -> str:
     if bool((layer.moved[rows] > layer.limit[rows]).any()):
         return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
     return "the same scores gave another choice, so the router draws at random or is broken"
-
-
-def _unflipped_text(moved: float, change: float | None) -> str:
-    """Say how far scores and output moved where no choice changed."""
-    output = "no output" if change is None else f"the output differs by {change:.3g} of its largest"
-    return f"the same experts everywhere; scores moved by up to {moved:.3g}, {output}"
 
 
 def _layer_differences(first: RecomputeRun, again: RecomputeRun) -> list[_LayerDifference]:
@@ -351,7 +349,8 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
 
     def run() -> Tensor:
         """Run forward and backward under checkpointing; a mismatch is kept as text."""
-        leaves = _gradient_leaves(module, inputs)
+        tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
+        leaves = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         with torch.enable_grad(), set_checkpoint_early_stop(False):
             output = checkpoint(forward, *inputs.args, use_reentrant=False, **inputs.kwargs)
             assert isinstance(output, Tensor)
@@ -395,23 +394,13 @@ def _observed_run(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
         watch_routing(module, calls.append, ranks=None, repetitions=True),
     ):
         output = main_tensor(run()).detach()
-    return RecomputeRun(output, tuple(calls), _unit_roundoff(module))
-
-
-def _gradient_leaves(module: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """Parameters and inputs that require gradients."""
-    tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
-    return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-
-
-def _unit_roundoff(module: nn.Module) -> float:
-    """Unit roundoff of the coarsest type in which the module computes."""
     kinds = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
     if torch.is_autocast_enabled("cpu"):
         kinds.add(torch.get_autocast_dtype("cpu"))
     if torch.is_autocast_enabled("cuda"):
         kinds.add(torch.get_autocast_dtype("cuda"))
-    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    roundoff = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    return RecomputeRun(output, tuple(calls), roundoff)
 
 
 def _no_cache(module: nn.Module) -> dict[str, Any]:

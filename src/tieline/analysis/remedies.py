@@ -24,7 +24,6 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
 from tieline.analysis.perturbation_effects import Divergences
@@ -270,7 +269,12 @@ class RemedyRuns:
         Args:
             batches: all batches that were run, by any process.
         """
-        k = _mean_chosen_experts(self._model)
+        counts = []
+        for router in modular_routers(self._model).values():
+            family = family_of(router)
+            assert family is not None
+            counts.append(int(attrgetter(family.k)(router)))
+        k = sum(counts) / len(counts)
         effects = partial(self._effects, batches)
         spent = None if self._runner.streamed else 1.0
         rows = [Remedy(NOTHING, "nothing", UNMOVED, k, spent, 0, {}, effects(NOTHING))]
@@ -285,19 +289,15 @@ class RemedyRuns:
             widths, spent = form.record.epsilons, self._times.get(form.name)
             row = Remedy(form.name, kind, moved, form.experts, spent, 0, widths, effects(form.name))
             rows.append(row)
+        sums = [self._divergences.kl[pair.second] for pair in self._repaired.values()]
         return RemedyTable(
             tuple(row for row in rows if row.effects),
             tuple(perturbation.name for perturbation in self._conditions),
             sum(ids.numel() for ids in batches),
             NOISE,
             tuple(self._impossible),
-            self._half_tokens(),
+            int(sum(count.sum() for count in sums[0].counts)) if sums else 0,
         )
-
-    def _half_tokens(self) -> int:
-        """Tokens that second runs took."""
-        sums = [self._divergences.kl[pair.second] for pair in self._repaired.values()]
-        return int(sum(count.sum() for count in sums[0].counts)) if sums else 0
 
     def _effects(self, batches: Sequence[Ids], remedy: str) -> tuple[RemedyEffect, ...]:
         """What a remedy leaves of each perturbation that it applies to."""
@@ -352,13 +352,3 @@ def replay_bytes_by_weights(routes: Mapping[str, Sequence[LayerTrace]]) -> dict[
         sizes["live"] += replay_bytes(layers[0], weights=False)
         sizes["recorded"] += replay_bytes(layers[0])
     return sizes
-
-
-def _mean_chosen_experts(model: nn.Module) -> float:
-    """Experts that routers choose, mean over layers."""
-    counts = []
-    for router in modular_routers(model).values():
-        family = family_of(router)
-        assert family is not None
-        counts.append(int(attrgetter(family.k)(router)))
-    return sum(counts) / len(counts)

@@ -153,7 +153,9 @@ class RolloutMismatch:
         if not totals["tokens"]:
             return {}
         scalars = _rollout_scalars(totals, gaps, self.per_layer)
-        if self.limits is not None and _is_first_rank():
+        if self.limits is not None and (
+            not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        ):
             self._warn(scalars, totals, gaps)
         return scalars
 
@@ -388,8 +390,3 @@ def _summed_over_ranks(counts: Tensor) -> Tensor:
     total = counts.to(device, copy=True)
     dist.all_reduce(total)
     return total.cpu()
-
-
-def _is_first_rank() -> bool:
-    """Whether this process is the one that warns."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

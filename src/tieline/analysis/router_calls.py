@@ -97,14 +97,18 @@ def transformers_call(
     logits = read_output(observer.family, router, call, live).logits
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
-        batch = _unmasked_batch(len(logits))
+        rows = len(logits)
+        positions = torch.arange(rows)
+        batch = Batch(torch.full((rows,), -1), torch.zeros_like(positions), positions, None, rows)
     trace = observer.observe(router, call, live, batch)
     if batch.kept is not None:
         logits = logits.index_select(0, batch.kept.to(logits.device))
     sums, active = _logit_sums(logits, observer.family.probabilities), float(trace.facts.k)
     used = _chosen_counts(trace)
     if live is not output:
-        used = _replayed_counts(observer.family, router, call, output, batch)
+        routed = read_output(observer.family, router, call, output)
+        ids = routed.ids.cpu() if batch.kept is None else routed.ids.cpu()[batch.kept]
+        used = torch.bincount(ids.flatten(), minlength=routed.logits.shape[1])
     return RouterCall(trace, sums, used, active, None, is_recomputing(), rounding)
 
 
@@ -129,15 +133,6 @@ def _chosen_counts(trace: LayerTrace) -> Int[Tensor, " experts"]:
     """Tokens that chose each expert."""
     chosen = trace.experts[:, : trace.facts.k].long().flatten()
     return torch.bincount(chosen, minlength=trace.facts.n_experts)
-
-
-def _replayed_counts(
-    family: RouterFamily, router: nn.Module, call: Call, output: Any, batch: Batch
-) -> Int[Tensor, " experts"]:
-    """Tokens that used each expert of a replayed choice."""
-    routed = read_output(family, router, call, output)
-    ids = routed.ids.cpu() if batch.kept is None else routed.ids.cpu()[batch.kept]
-    return torch.bincount(ids.flatten(), minlength=routed.logits.shape[1])
 
 
 def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> LayerTrace:
@@ -204,12 +199,6 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
     rows = (z.sum(dim=-1) - 1).abs().amax()
     sums = torch.stack([z.square().mean(), size, sure.mean(), low, rows])
     return LogitSums(*sums.tolist())
-
-
-def _unmasked_batch(rows: int) -> Batch:
-    """Tokens of unknown ids, all visible."""
-    positions = torch.arange(rows)
-    return Batch(torch.full((rows,), -1), torch.zeros_like(positions), positions, None, rows)
 
 
 Take = Callable[[RouterCall], None]

@@ -313,7 +313,10 @@ def flip_test(
         return FlipTest(rows, margins, np.zeros(0), np.zeros(0), 0)
     prior = _variance_prior(noise, np.flatnonzero(fresh & noise.measured))
     moved = np.zeros(noise.common.shape, dtype=bool)
-    moved[rows] = _moved_experts(a, b, rows)
+    k, in_a, chosen = a.facts.k, a.experts[rows], b.experts[rows][:, : b.facts.k]
+    in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
+    first = torch.arange(in_a.shape[1]) < k
+    moved[rows] = (first[None, :] != in_b).numpy()
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     others = (~moved[rows]).sum(1)
     able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
@@ -365,14 +368,6 @@ def _margin_on_side(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> T
     return highest - entered.masked_fill(~entering, torch.inf).amin(1)
 
 
-def _moved_experts(a: LayerTrace, b: LayerTrace, rows: np.ndarray) -> np.ndarray:
-    """Which of A's kept experts of these tokens are chosen by one side only."""
-    k, in_a, chosen = a.facts.k, a.experts[rows], b.experts[rows][:, : b.facts.k]
-    in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
-    first = torch.arange(in_a.shape[1]) < k
-    return (first[None, :] != in_b).numpy()
-
-
 def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
     """(ν₀, v₀) of a layer, from the spread of log v over these tokens."""
     variance = noise.variance[tokens] + noise.floor**2
@@ -382,14 +377,9 @@ def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float
     low, middle, high = np.quantile(logs, [0.25, 0.5, 0.75])
     freedom = max(float(np.median(noise.common[tokens].sum(1))) - 1, 1.0)
     excess = ((high - low) / 1.349) ** 2 - float(special.polygamma(1, freedom / 2))
-    return _trigamma_inverse(excess), float(np.exp(middle))
-
-
-def _trigamma_inverse(value: float) -> float:
-    """ν with trigamma(ν/2) = value, within the limits of the prior."""
     grid = np.geomspace(*PRIOR, 64)
     curve = special.polygamma(1, grid / 2)  # falling
-    return float(np.interp(-value, -curve, grid))
+    return float(np.interp(-excess, -curve, grid)), float(np.exp(middle))
 
 
 def _token_noise(
@@ -492,7 +482,8 @@ def weight_evidence(
     rows = np.flatnonzero(flipped & fresh)
     distances = mover_distances(*scored, torch.from_numpy(rows))
     noise = layer_noise(*scored)
-    reference = _pair_differences(noise, fresh & ~flipped)
+    last_two = noise.difference[fresh & ~flipped][:, -2:]
+    reference = np.sort(np.abs(last_two[:, 0] - last_two[:, 1]))
     if (len(rows) and len(reference) < FEWEST_PAIRS) or (noise.relative(fresh) or 0.0) > MOST_NOISE:
         return None
     scale = max(noise.size(fresh) or 0.0, noise.floor)
@@ -502,14 +493,6 @@ def weight_evidence(
     k, last = a.facts.k, int((distances.of_a == 0).sum() + (distances.of_b == 0).sum())
     is_chance = len(rows) > 0 and stats.binom.sf(last - 1, 2 * len(rows), 1 / k) > CHANCE
     return WeightEvidence(noise, test, last, 2 * len(rows), not is_chance)
-
-
-def _pair_differences(
-    noise: LayerNoise, tokens: Bool[np.ndarray, " tokens"]
-) -> Float[np.ndarray, " pairs"]:
-    """|Δ_i - Δ_j| of the last two ranks of some tokens, ascending."""
-    last_two = noise.difference[tokens][:, -2:]
-    return np.sort(np.abs(last_two[:, 0] - last_two[:, 1]))
 
 
 def weights_rank_choices(layer: LayerTrace) -> bool:

@@ -235,7 +235,10 @@ def smooth(
     model = Model.open(source, "smooth takes", dtype="fp32", copies=2, **settings.loading)
     split = split_text(corpus, model, settings.calibration)
     if model.stream is not None:
-        _check_streamed(settings.experts_impl)
+        require_setting(
+            settings.experts_impl is None,
+            "{experts_impl} needs the whole model in memory, and its weights are streamed",
+        )
     else:
         _check_experts(model.module, settings.experts_impl)
     ranks = Ranks.of(settings.parallel, corpus.stacked(split.measured))
@@ -416,14 +419,6 @@ def _precisions_compared(serve: str, calibration: Calibration | None) -> list[Pe
     routers = Perturbation("rounding", SERVED[serve])
     served = [routers, served_rounding(serve), served_rounding(coarser)]
     return list(dict.fromkeys([*served, *repaired]))
-
-
-def _check_streamed(experts_impl: str | None) -> None:
-    """Refuse a choice of experts to time, which needs the whole model in memory."""
-    require_setting(
-        experts_impl is None,
-        "{experts_impl} needs the whole model in memory, and its weights are streamed",
-    )
 
 
 def _check_experts(model: nn.Module, experts_impl: str | None) -> None:

@@ -266,7 +266,12 @@ def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None)
         ranks: the batches, each row a document, and how processes share them.
         progress: called with stage, done and total.
     """
-    _check_routers(a.model, b.model)
+    others = sorted({*find_routers(a.model)} ^ {*find_routers(b.model)})
+    require(
+        not others,
+        f"routes are replayed by the names of routers, and {others[:3]} are in one model only",
+        UnsupportedModelError,
+    )
     passes: list[Pass] = []
     names: dict[Pass, str] = {}
     for number in ranks.numbered:
@@ -281,16 +286,6 @@ def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None)
     plan = Plan((Phase("replay", ranks.numbered, tuple(passes)),))
     Runner(a.opened, b.opened, ranks=ranks).run(plan, [distances], progress)
     return distances.split()
-
-
-def _check_routers(a: nn.Module, b: nn.Module) -> None:
-    """Refuse models whose routers have other names: routes are replayed by name."""
-    others = sorted({*find_routers(a)} ^ {*find_routers(b)})
-    require(
-        not others,
-        f"routes are replayed by the names of routers, and {others[:3]} are in one model only",
-        UnsupportedModelError,
-    )
 
 
 class _SplitDistances(Observer):
