@@ -400,8 +400,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "audit-2",
-        "return highest - entered.masked_fill(~entering, torch.inf).amin(1)",
-        "return highest - entered.masked_fill(~entering, -torch.inf).amax(1)",
+        "return highest - entering_scores.masked_fill(~entering, torch.inf).amin(1)",
+        "return highest - entering_scores.masked_fill(~entering, -torch.inf).amax(1)",
         "analysis/diff/test_traces.py analysis/score_noise/test_flip_tests.py analysis/attribution/test_attribution.py",
         "the margin of a token by the wrong one of the experts that enter",
     ),
@@ -421,8 +421,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "audit-5",
-        "others = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))",
-        "others = len(finite) / max(1, len(random.gaps))",
+        "weight = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))",
+        "weight = len(finite) / max(1, len(random.gaps))",
         "analysis/jump/test_jump.py",
         "near tokens count twice in the shares",
     ),
@@ -435,8 +435,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "audit-10",
-        "follows = (trace.documents[after] == trace.documents[tokens]) & (after > tokens)",
-        "follows = after > tokens",
+        "follows = (trace.documents[next_tokens] == trace.documents[tokens]) & (next_tokens > tokens)",
+        "follows = next_tokens > tokens",
         "analysis/jump/test_loss.py",
         "tokens that end their document are swapped though nothing follows them",
     ),

@@ -140,9 +140,9 @@ def _without_ties(
     """The assignment without cycles of tied experts, which any noise exchanges."""
     to_b = best.copy()
     for cycle in _permutation_cycles(best):
-        kept, moved = table[cycle, cycle].sum(), table[cycle, best[cycle]].sum()
-        apart = min(load[cycle].sum() for load in loads)
-        halved = apart - moved < 0.5 * (apart - kept)
+        same_number, new_number = table[cycle, cycle].sum(), table[cycle, best[cycle]].sum()
+        chosen = min(load[cycle].sum() for load in loads)
+        halved = chosen - new_number < 0.5 * (chosen - same_number)
         if not halved or all(are_tied(i, int(best[i])) for i in cycle):
             to_b[cycle] = cycle
     return to_b
@@ -166,22 +166,22 @@ def _is_moved_together(
     i: int, j: int, table: np.ndarray, loads: list[np.ndarray], tokens: int
 ) -> bool | None:
     """Whether κ > 1/2; None if the expert is too rare on one side."""
-    n, m, both = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
+    n, m, common = int(loads[0][i]), int(loads[1][j]), int(table[i, j])
     if min(n, m) < SEEN:
         return None
     chance, most = n * m / tokens, min(n, m)
-    return both - chance > 0.5 * (most - chance) or both == n == m
+    return common - chance > 0.5 * (most - chance) or common == n == m
 
 
 def _permutation_cycles(permutation: np.ndarray) -> list[list[int]]:
     """Cycles of more than one element."""
-    left, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
-    while left:
-        cycle, at = [], min(left)
-        while at in left:
-            left.discard(at)
-            cycle.append(at)
-            at = int(permutation[at])
+    remaining, cycles = set(np.flatnonzero(permutation != np.arange(len(permutation))).tolist()), []
+    while remaining:
+        cycle, element = [], min(remaining)
+        while element in remaining:
+            remaining.discard(element)
+            cycle.append(element)
+            element = int(permutation[element])
         cycles.append(cycle)
     return cycles
 
@@ -195,8 +195,8 @@ def have_equal_scores(layer: LayerTrace, i: int, j: int) -> bool:
     if int(rows.sum()) < SEEN:
         return False
     scores = layer.scores[rows].double().nan_to_num(neginf=0.0)
-    apart = ((scores * of_i[rows]).sum(1) - (scores * of_j[rows]).sum(1)).abs()
-    return bool(apart.median() <= NEAR * scores.std(1).median())
+    distances = ((scores * of_i[rows]).sum(1) - (scores * of_j[rows]).sum(1)).abs()
+    return bool(distances.median() <= NEAR * scores.std(1).median())
 
 
 class Pairing(NamedTuple):
@@ -218,9 +218,13 @@ def layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairi
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[Pairing] = []
     if of_a is not None and of_b is not None:
-        at = {number: index for index, number in enumerate(of_b)}
+        index_by_number = {number: index for index, number in enumerate(of_b)}
         for shift in (0, 1, -1):
-            pairs = [(i, at[n + shift]) for i, n in enumerate(of_a) if n + shift in at]
+            pairs = [
+                (i, index_by_number[n + shift])
+                for i, n in enumerate(of_a)
+                if n + shift in index_by_number
+            ]
             candidates.append(Pairing(shift, tuple(pairs)))
         candidates.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
     else:
@@ -276,29 +280,29 @@ def routed_side(trace: RoutingTrace, side: str) -> RoutedTrace:
         return RoutedTrace(trace, tokens, layers)
     routed = [_routed_rows(layer, side) for layer in trace.layers]
     dense = [index for index, rows in enumerate(routed) if not rows.any()]
-    kept = [index for index in range(len(routed)) if index not in dense]
-    require(bool(kept), f"{side}: no token was routed in any layer", TraceError)
-    everywhere = torch.stack([routed[index] for index in kept]).all(0)
-    require(bool(everywhere.any()), f"{side}: no token was routed in all layers", TraceError)
+    routed_layers = [index for index in range(len(routed)) if index not in dense]
+    require(bool(routed_layers), f"{side}: no token was routed in any layer", TraceError)
+    routed_in_all = torch.stack([routed[index] for index in routed_layers]).all(0)
+    require(bool(routed_in_all.any()), f"{side}: no token was routed in all layers", TraceError)
     layers += tuple(trace.layers[index].name for index in dense)
-    trace = select_layers(trace, kept) if dense else trace
-    missing = int((~everywhere).sum())
+    trace = select_layers(trace, routed_layers) if dense else trace
+    missing = int((~routed_in_all).sum())
     return RoutedTrace(
-        select_tokens(trace, everywhere) if missing else trace, tokens + missing, layers
+        select_tokens(trace, routed_in_all) if missing else trace, tokens + missing, layers
     )
 
 
 def _routed_rows(layer: LayerTrace, side: str) -> Tensor:
     """Which tokens have experts; raises if a row has some experts and some -1."""
-    nothing = layer.experts[:, : layer.facts.k] == -1
-    partly = nothing.any(1) & ~nothing.all(1)
+    unrouted = layer.experts[:, : layer.facts.k] == -1
+    partial = unrouted.any(1) & ~unrouted.all(1)
     require(
-        not bool(partly.any()),
-        f"{side}, {layer_label(layer.name)}: {int(partly.sum())} tokens have some experts -1 and "
-        f"others not, the first at index {int(partly.float().argmax())}",
+        not bool(partial.any()),
+        f"{side}, {layer_label(layer.name)}: {int(partial.sum())} tokens have some experts -1 and "
+        f"others not, the first at index {int(partial.float().argmax())}",
         TraceError,
     )
-    return ~nothing.all(1)
+    return ~unrouted.all(1)
 
 
 def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
@@ -322,22 +326,22 @@ def common_tokens(a: RoutingTrace, b: RoutingTrace, shift: int) -> CommonTokens:
 def _require_unique_tokens(side: str, trace: RoutingTrace, keys: np.ndarray) -> None:
     """Raise if a document and position occur twice on one side."""
     order = np.argsort(keys, kind="stable")
-    twice = np.flatnonzero(np.diff(keys[order]) == 0)
-    if len(twice):
-        at = int(order[twice[0]])
+    repeats = np.flatnonzero(np.diff(keys[order]) == 0)
+    if len(repeats):
+        row = int(order[repeats[0]])
         raise TraceError(
-            f"{side}: {len(twice)} tokens occur twice, the first is position "
-            f"{int(trace.positions[at])} of document {int(trace.documents[at])}"
+            f"{side}: {len(repeats)} tokens occur twice, the first is position "
+            f"{int(trace.positions[row])} of document {int(trace.documents[row])}"
         )
 
 
 def equal_ids(a: RoutingTrace, b: RoutingTrace, common: CommonTokens) -> IdCheck:
     """Count the common tokens with known ids, and those whose ids differ."""
     of_a, of_b = a.tokens[common.in_a].long(), b.tokens[common.in_b].long()
-    both = (of_a >= 0) & (of_b >= 0)
-    different = both & (of_a != of_b)
+    both_known = (of_a >= 0) & (of_b >= 0)
+    different = both_known & (of_a != of_b)
     first = int(different.float().argmax()) if bool(different.any()) else None
-    return IdCheck(int(both.sum()), int(different.sum()), first)
+    return IdCheck(int(both_known.sum()), int(different.sum()), first)
 
 
 SAMPLE = 4096
@@ -435,12 +439,12 @@ def require_equal_sizes(
     """
     first, second = a.layers[pair[0]], b.layers[pair[1]]
     counts = first.facts.n_experts, second.facts.n_experts
-    where = f"{layer_label(first.name)} of A", f"{layer_label(second.name)} of B"
-    for count, trace, here in zip(counts, (a, b), where, strict=True):
+    labels = f"{layer_label(first.name)} of A", f"{layer_label(second.name)} of B"
+    for count, trace, label in zip(counts, (a, b), labels, strict=True):
         inferred = str(trace.provenance.get("n_experts", "")).startswith("inferred")
         require(
             count == max(counts) or inferred,
-            f"number of experts differs: {count} in {here}, {max(counts)} in the other",
+            f"number of experts differs: {count} in {label}, {max(counts)} in the other",
             TraceError,
         )
     k_a, k_b = first.facts.k, second.facts.k
@@ -448,8 +452,8 @@ def require_equal_sizes(
         raise TraceSettingError(
             "different k: {in_a} chooses {k_a} experts, {in_b} {k_b}; {partial} compares the first "
             "{least} of both",
-            in_a=where[0],
-            in_b=where[1],
+            in_a=labels[0],
+            in_b=labels[1],
             k_a=k_a,
             k_b=k_b,
             least=min(k_a, k_b),
@@ -472,11 +476,11 @@ def token_id_shift(
     if agreeing:
         return agreeing[0]
     check, tokens = ids[0], common[0]
-    at = tokens.in_a[check.first or 0], tokens.in_b[check.first or 0]
+    rows = tokens.in_a[check.first or 0], tokens.in_b[check.first or 0]
     raise TraceError(
         f"different tokenisations: {check.different} of {check.checked} token ids differ, the "
-        f"first at document {int(a.documents[at[0]])}, position {int(a.positions[at[0]])}: "
-        f"{int(a.tokens[at[0]])} in A, {int(b.tokens[at[1]])} in B"
+        f"first at document {int(a.documents[rows[0]])}, position {int(a.positions[rows[0]])}: "
+        f"{int(a.tokens[rows[0]])} in A, {int(b.tokens[rows[1]])} in B"
     )
 
 
@@ -496,29 +500,32 @@ def require_common_tokens(
 ) -> None:
     """Refuse if one side lacks more tokens than one per document and those it did not route."""
     documents = len(a.documents[common.in_a].unique())
-    for here, there, trace, missed in (("A", "B", a, unrouted[1]), ("B", "A", b, unrouted[0])):
-        kept = common.in_a if trace is a else common.in_b
-        lacking = trace.n_tokens - len(kept)
-        if partial or lacking <= documents + missed:
+    for side, other_side, trace, unrouted_there in (
+        ("A", "B", a, unrouted[1]),
+        ("B", "A", b, unrouted[0]),
+    ):
+        common_rows = common.in_a if trace is a else common.in_b
+        lacking = trace.n_tokens - len(common_rows)
+        if partial or lacking <= documents + unrouted_there:
             continue
-        held = torch.zeros(trace.n_tokens, dtype=torch.bool)
-        held[kept] = True
-        first = int((~held).float().argmax())
+        has_partner = torch.zeros(trace.n_tokens, dtype=torch.bool)
+        has_partner[common_rows] = True
+        first = int((~has_partner).float().argmax())
         raise TraceSettingError(
-            f"{there} lacks {lacking} of the {trace.n_tokens} tokens of {here}, the first at "
+            f"{other_side} lacks {lacking} of the {trace.n_tokens} tokens of {side}, the first at "
             f"document {int(trace.documents[first])}, position {int(trace.positions[first])}: "
             "truncated? {partial} compares what both have"
         )
 
 
 def require_related_runs(
-    pairs: Sequence[LayerPair], beyond: Sequence[float | None], verified: bool
+    pairs: Sequence[LayerPair], beyond_chance: Sequence[float | None], verified: bool
 ) -> None:
     """Refuse runs that agree no more than unrelated ones, unless token ids prove the tokens."""
-    agreements = [agreement for agreement in beyond if agreement is not None]
+    agreements = [agreement for agreement in beyond_chance if agreement is not None]
     if verified or not agreements or sum(agreements) / len(agreements) >= RELATED:
         return
-    pair = pairs[next(i for i, agreement in enumerate(beyond) if agreement is not None)]
+    pair = pairs[next(i for i, agreement in enumerate(beyond_chance) if agreement is not None)]
     raise TraceError(
         "A and B cannot be aligned: no shift of tokens or layers and no renumbering of experts "
         f"makes their choices agree. In A {layer_label(pair.name_a)} and in B "
@@ -622,9 +629,9 @@ def _compared_layer(layer: LayerTrace, tokens: torch.Tensor, about: LayerPair) -
     more = {} if about.k < layer.facts.k else {"faded": layer.faded, "used": layer.used}
     experts = layer.experts.long()
     bias = layer.bias if layer.bias is None or len(layer.bias) == about.n_experts else None
-    kept = (experts, layer.scores, weights, layer.group_gap)
-    lean = LayerTrace(layer.name, facts, *kept, bias=bias, **more)
-    return take_tokens(lean, tokens)
+    columns = (experts, layer.scores, weights, layer.group_gap)
+    slim_layer = LayerTrace(layer.name, facts, *columns, bias=bias, **more)
+    return take_tokens(slim_layer, tokens)
 
 
 def _unranked_by_layer(trace: RoutingTrace, side: str) -> dict[int, int]:

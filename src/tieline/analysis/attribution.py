@@ -115,17 +115,17 @@ def read_format(name: str) -> str:
 
 
 def expected_format(
-    asked: str | None, a: Mapping[str, object], b: Mapping[str, object]
+    format_name: str | None, a: Mapping[str, object], b: Mapping[str, object]
 ) -> Expected | None:
     """Return the format whose noise is expected; None if it is not stated.
 
     Args:
-        asked: what the caller expects.
+        format_name: what the caller expects.
         a: provenance of A.
         b: provenance of B.
     """
-    if asked is not None:
-        return Expected(read_format(asked), "as asked")
+    if format_name is not None:
+        return Expected(read_format(format_name), "as asked")
     names = [side.get("model") for side in (a, b)]
     if None in names or names[0] != names[1]:
         return None  # two models differ as their weights do
@@ -161,14 +161,14 @@ def sizes_like(relative: float) -> tuple[str, ...]:
     """
     if relative <= allowed_noise("fp32", 0):
         return ("fp32",)
-    fits = [
+    formats = [
         name
         for name, error in ROUNDING.items()
         if name not in ("fp32", *OF_ROUTERS) and SMALLEST * error <= relative <= LARGEST * error
     ]
-    if not fits:
+    if not formats:
         return ("more",) if relative > LARGEST * ROUNDING["int4"] else ("less",)
-    return (fits[0],) if len(fits) == 1 else (fits[0], fits[-1])
+    return (formats[0],) if len(formats) == 1 else (formats[0], formats[-1])
 
 
 def judge_size(
@@ -206,8 +206,8 @@ def judge_size(
     if excess is None:
         answer = _judge_against(noise, measured, expected)
     else:
-        stated = {"expected": expected.name, "origin": expected.origin}
-        answer = replace(noise, answer="yes", kind="reference", **stated)
+        expectation = {"expected": expected.name, "origin": expected.origin}
+        answer = replace(noise, answer="yes", kind="reference", **expectation)
     too_many = _flips_beyond_format(shapes, expected) if answer.answer == "yes" else None
     return too_many or answer
 
@@ -270,24 +270,26 @@ def _judge_against(
     noise = replace(noise, expected=expected.name, origin=expected.origin)
     compared = [x for _, x in measured if x.beyond is not None and x.tokens >= FEWEST]
     if compared:
-        loud = [x for x in compared if (x.beyond or 0.0) > BEYOND]
-        judged = loud[0] if loud else max(compared, key=lambda x: x.beyond or 0.0)
-        answer: YesNo = "no" if loud else "yes"
+        loud_layers = [x for x in compared if (x.beyond or 0.0) > BEYOND]
+        judged = loud_layers[0] if loud_layers else max(compared, key=lambda x: x.beyond or 0.0)
+        answer: YesNo = "no" if loud_layers else "yes"
         return replace(
             noise, answer=answer, kind="reference", judged=judged.name, ratio=judged.beyond
         )
-    over = [(i, x) for i, x in measured if (x.relative or 0.0) > allowed_noise(expected.name, i)]
-    if not over:
+    layers_beyond = [
+        (i, x) for i, x in measured if (x.relative or 0.0) > allowed_noise(expected.name, i)
+    ]
+    if not layers_beyond:
         return replace(noise, answer="yes", kind="format")
-    depth, judged = over[0]
-    most = allowed_noise(expected.name, depth)
+    depth, judged = layers_beyond[0]
+    allowed = allowed_noise(expected.name, depth)
     return replace(
         noise,
         answer="no",
         kind="format",
         judged=judged.name,
         noise=judged.relative,
-        allowed=most,
+        allowed=allowed,
     )
 
 
@@ -463,24 +465,26 @@ def _lacks_scores(layer: LayerDiff, side: str) -> bool:
 def _judge_flips(layers: Sequence[LayerDiff], near: Sequence[np.ndarray]) -> FlipAnswer:
     """Whether first flips are as wide as the noise of their own token."""
     attributions = [layer.attribution for layer in layers if layer.attribution is not None]
-    blind = next((x for x in layers if x.attribution is None and x.flip.count), None)
+    unjudged = next((x for x in layers if x.attribution is None and x.flip.count), None)
     first = sum(x.explained + x.unexplained for x in attributions)
-    odd, later = (sum(getattr(x, n) for x in attributions) for n in ("unexplained", "later"))
-    if blind is not None:
+    unexplained, later = (
+        sum(getattr(x, n) for x in attributions) for n in ("unexplained", "later")
+    )
+    if unjudged is not None:
         shares = np.concatenate([np.zeros(0), *near])
         return FlipAnswer(
             "cannot tell",
-            obstacle=blind.attribution_status.removeprefix("not attributable: "),
+            obstacle=unjudged.attribution_status.removeprefix("not attributable: "),
             near=len(shares),
             near_share=float(np.median(shares)) if len(shares) else None,
         )
     silent = sum(x.unexplained for x in attributions if x.noise == 0)
-    is_odd = silent > 0 or odd > max(FEW, TOLERATED * first)
+    is_odd = silent > 0 or unexplained > max(FEW, TOLERATED * first)
     movers, last = (sum(getattr(x, n) for x in attributions) for n in ("movers", "last"))
     if is_odd and movers:
         return FlipAnswer("cannot tell", obstacle=FAR_MOVERS)
     share = last / movers if movers else None
-    return FlipAnswer("no" if is_odd else "yes", first, odd, later, last_share=share)
+    return FlipAnswer("no" if is_odd else "yes", first, unexplained, later, last_share=share)
 
 
 def _numbering_patterns(alignment: Alignment) -> list[Pattern]:

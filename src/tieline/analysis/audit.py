@@ -145,8 +145,8 @@ def _audit_plan(settings: AuditSettings) -> AuditPlan:
         repaired = chosen_perturbations(run, settings.remedies)
     else:
         run, served = served_perturbations(settings.serve), served_rounding(settings.serve)
-        asked = settings.remedies is not None
-        repaired = chosen_perturbations(run, settings.remedies) if asked else [served]
+        names_remedies = settings.remedies is not None
+        repaired = chosen_perturbations(run, settings.remedies) if names_remedies else [served]
     sizes = (settings.flips, settings.recover, settings.seconds)
     return AuditPlan(run, repaired, settings.serve, *sizes)
 
@@ -180,8 +180,8 @@ def audit_model(
     work.announce()
     work.run()
     effects = work.with_keeps(work.rows())
-    tried = work.remedies(effects)
-    return replace(work.result(effects), remedies=tried)
+    remedies = work.remedies(effects)
+    return replace(work.result(effects), remedies=remedies)
 
 
 class _Audit:
@@ -252,8 +252,10 @@ class _Audit:
             for perturbation in completed.dropped:
                 del self._conditions[perturbation]
         if len(completed.batches) < len(self._batches):
-            left = [ids.numel() for n, ids in self._batches.items() if n not in completed.batches]
-            self._left_out.append(f"{sum(left):,} of {phase.tokens:,} tokens")
+            skipped = [
+                ids.numel() for n, ids in self._batches.items() if n not in completed.batches
+            ]
+            self._left_out.append(f"{sum(skipped):,} of {phase.tokens:,} tokens")
             self._batches = {number: self._batches[number] for number in completed.batches}
             self._every = list(self._batches.values())
         self._seconds["runs"] = self._budget.elapsed()
@@ -271,29 +273,29 @@ class _Audit:
 
     def with_keeps(self, rows: list[PerturbationEffect]) -> tuple[PerturbationEffect, ...]:
         """Add the layers to keep to the rows of rounded routers, and run those if there is time."""
-        began = self._budget.elapsed()
+        start = self._budget.elapsed()
         lists = {
             row.name: self._keep_list(perturbation, row)
             for perturbation, row in zip(self._conditions, rows, strict=True)
             if perturbation.kind == "rounding" and perturbation.part == "router"
         }
-        kept = {
+        keeping = {
             perturbation.name: replace(condition, kept=lists[perturbation.name].layers)
             for perturbation, condition in self._conditions.items()
             if perturbation.name in lists and self._worth_a_run(lists[perturbation.name])
         }
-        left = self._options.seconds - began
-        every = len(self._full.effects)
-        if kept and self._seconds["runs"] * len(kept) / (2 * every) >= left:
+        seconds = self._options.seconds - start
+        n_effects = len(self._full.effects)
+        if keeping and self._seconds["runs"] * len(keeping) / (2 * n_effects) >= seconds:
             self._left_out.append("runs with the kept layers in float32")
-            kept = {}
-        conditions = list(kept.values())
+            keeping = {}
+        conditions = list(keeping.values())
         divergences = Divergences(conditions)
         if conditions:
             phase = compared_phase("kept layers", self._batches, conditions)
             self._runner.run(Plan((phase,)), [divergences], self._progress)
-        self._seconds["kept layers"] = self._budget.elapsed() - began
-        kls = {name: divergences.kl[condition] for name, condition in kept.items()}
+        self._seconds["kept layers"] = self._budget.elapsed() - start
+        kls = {name: divergences.kl[condition] for name, condition in keeping.items()}
         return tuple(
             replace(row, keep=_with_kl(lists[row.name], kls.get(row.name), row))
             if row.name in lists
@@ -303,9 +305,9 @@ class _Audit:
 
     def remedies(self, effects: Sequence[PerturbationEffect]) -> RemedyTable | None:
         """Try remedies on the perturbations asked for, as long as there is time."""
-        began = self._budget.elapsed()
+        start = self._budget.elapsed()
         conditions = {p: c for p, c in self._conditions.items() if p in self._options.repaired}
-        if not conditions or began > self._options.seconds:
+        if not conditions or start > self._options.seconds:
             self._left_out += ["remedies"] if conditions else []
             return None
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
@@ -317,9 +319,9 @@ class _Audit:
             self._left_out.append(f"remedies: {problem}")
             return None
         if len(completed.batches) < len(self._batches):
-            left = len(self._batches) - len(completed.batches)
-            self._left_out.append(f"remedies for {left} batches")
-        self._seconds["remedies"] = self._budget.elapsed() - began
+            n_skipped = len(self._batches) - len(completed.batches)
+            self._left_out.append(f"remedies for {n_skipped} batches")
+        self._seconds["remedies"] = self._budget.elapsed() - start
         shared = self._runner.ranks.share_text
         return runs.table(self._every if shared else [self._batches[n] for n in completed.batches])
 
@@ -341,9 +343,9 @@ class _Audit:
 
     def result(self, effects: tuple[PerturbationEffect, ...]) -> PrecisionAudit:
         """Assemble the result, with the noise of 1 % flips and the experts that were never hit."""
-        began = self._budget.elapsed()
+        start = self._budget.elapsed()
         one_percent = sigma_for_flips(self._local.kept)
-        self._seconds["one percent"] = self._budget.elapsed() - began
+        self._seconds["one percent"] = self._budget.elapsed() - start
         sequences = sum(len(batch) for batch in self._every)
         serving = self._serving()
         recommendation = None if serving is None else recommend(serving)
@@ -400,13 +402,13 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
     )
 
 
-def _experts_per_token(kept: Mapping[str, list[LayerTrace]]) -> float | None:
+def _experts_per_token(traces: Mapping[str, list[LayerTrace]]) -> float | None:
     """Experts in use per token, mean over layers; None if no layer is smoothed."""
     means = []
-    for layers in kept.values():
+    for layers in traces.values():
         used = [layer.used.double() for layer in layers if layer.used is not None]
         means.append(torch.cat(used).mean().item() if used else float(layers[0].facts.k))
-    smoothed = any(layer.smoothed for layers in kept.values() for layer in layers)
+    smoothed = any(layer.smoothed for layers in traces.values() for layer in layers)
     return sum(means) / len(means) if smoothed else None
 
 
@@ -414,23 +416,23 @@ def _possible_perturbations(
     routers: Mapping[str, nn.Module], perturbations: tuple[Perturbation, ...]
 ) -> tuple[tuple[Perturbation, ...], str]:
     """The perturbations that these routers allow, and why not the others, in words."""
-    other = [name for name, router in routers.items() if not makes_one_product(router)]
-    refused = [x.name for x in perturbations if x.kind == "score noise"] if other else []
+    unproduced = [name for name, router in routers.items() if not makes_one_product(router)]
+    refused = [x.name for x in perturbations if x.kind == "score noise"] if unproduced else []
     if not refused:
         return perturbations, ""
     reason = (
         f"{', '.join(refused)}: noise is added to one product of router and input, and the logits "
-        f"of {layer_label(other[0])} are none"
+        f"of {layer_label(unproduced[0])} are none"
     )
-    kept = tuple(x for x in perturbations if x.name not in refused)
-    require(bool(kept), f"nothing is left to run without {reason}", UnsupportedModelError)
-    return kept, reason
+    possible = tuple(x for x in perturbations if x.name not in refused)
+    require(bool(possible), f"nothing is left to run without {reason}", UnsupportedModelError)
+    return possible, reason
 
 
 def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
     """Add the KL that remains; it is zero where every router is kept."""
-    every = len(keep.layers) == len(row.layers)
-    kl = Estimate(0.0, 0.0) if every else None if sums is None else sums.mean()
+    keeps_all = len(keep.layers) == len(row.layers)
+    kl = Estimate(0.0, 0.0) if keeps_all else None if sums is None else sums.mean()
     if kl is None or kl.value is None or not row.kl.value:
         return replace(keep, kl=kl)
     return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
@@ -524,18 +526,18 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
     require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
     total = sum(damages.values())
     order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
-    kept: list[str] = []
+    routers: list[str] = []
     gone = 0.0
     for name in order:
         if gone >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
             break
-        kept.append(name)
+        routers.append(name)
         gone += damages[name]
     return KeepList(
         wanted=wanted,
-        layers=tuple(kept),
+        layers=tuple(routers),
         recovered=gone / total if total > 0 else 0.0,
-        bytes=sum(costs[name] for name in kept),
+        bytes=sum(costs[name] for name in routers),
         bytes_all=sum(costs.values()),
     )
 
@@ -554,17 +556,19 @@ def judge_precisions(rows: Sequence[PerturbationEffect], sequences: int) -> Prec
         tolerance: [row for row in routers if tolerated(row.kl, row.loss, sequences) == tolerance]
         for tolerance in get_args(Tolerance)
     }
-    good, bad, unclear = (sorted_rows[tolerance] for tolerance in ("yes", "no", "unclear"))
+    passed, failed, unclear = (sorted_rows[tolerance] for tolerance in ("yes", "no", "unclear"))
     model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
     model.sort(key=lambda row: row.level != "bf16")
     smallest = min(
-        good, key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0), default=None
+        passed,
+        key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0),
+        default=None,
     )
-    worst = max(bad, key=lambda row: row.kl.value or 0.0, default=None)
+    worst = max(failed, key=lambda row: row.kl.value or 0.0, default=None)
     return PrecisionJudgement(
-        kind="none" if not good else "some" if bad or unclear else "all",
-        tolerated=tuple(row.name for row in good),
-        refused=tuple(row.name for row in bad),
+        kind="none" if not passed else "some" if failed or unclear else "all",
+        tolerated=tuple(row.name for row in passed),
+        refused=tuple(row.name for row in failed),
         unclear=tuple(row.name for row in unclear),
         smallest=smallest and smallest.name,
         worst=worst and worst.name,

@@ -157,12 +157,12 @@ def check(
 def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     """What the routes themselves show; a repeated row is named once, by its likely cause."""
     repeated = repetition_findings(routes, n_experts)
-    named = any(finding.kind == "repeated-rows" for finding in repeated)
-    plain = soundness_findings(routes, n_experts)
-    if any(finding.case in ("all-ids", "no-layer") for finding in plain):
-        return plain
-    others = [x for x in plain if not (named and x.kind == "repeated-rows")]
-    return others + repeated + token_fit_findings(routes, n_experts)
+    names_repeats = any(finding.kind == "repeated-rows" for finding in repeated)
+    own_findings = soundness_findings(routes, n_experts)
+    if any(finding.case in ("all-ids", "no-layer") for finding in own_findings):
+        return own_findings
+    unrepeated = [x for x in own_findings if not (names_repeats and x.kind == "repeated-rows")]
+    return unrepeated + repeated + token_fit_findings(routes, n_experts)
 
 
 def _checked_routes(source: Any, options: ReadOptions) -> Routes:
@@ -204,8 +204,10 @@ def _model_findings(
         return list(own_findings), 0  # there is nothing to agreement_findings
     reference = model_routes(routes, model)
     experts = reference.n_experts
-    again = _file_findings(routes, experts) if routes.n_experts is None else list(own_findings)
-    return again + agreement_findings(routes, reference, experts), len(reference.experts)
+    file_findings = (
+        _file_findings(routes, experts) if routes.n_experts is None else list(own_findings)
+    )
+    return file_findings + agreement_findings(routes, reference, experts), len(reference.experts)
 
 
 def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Routes:
@@ -227,12 +229,14 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
         )
     documents = routes.documents if routes.documents is not None else np.zeros(len(tokens), int)
     positions = routes.positions if routes.positions is not None else np.arange(len(tokens))
-    numbers, kept, used = [], [], 0
-    every = np.unique(documents)
-    each = max(most // len(every), LEAST_SAMPLED)
-    for number in every:
+    numbers, sampled_ids, n_sampled = [], [], 0
+    document_numbers = np.unique(documents)
+    tokens_per_document = max(most // len(document_numbers), LEAST_SAMPLED)
+    for number in document_numbers:
         rows = np.flatnonzero(documents == number)
-        rows = rows[np.argsort(positions[rows], kind="stable")][: min(each, max(most - used, 0))]
+        rows = rows[np.argsort(positions[rows], kind="stable")][
+            : min(tokens_per_document, max(most - n_sampled, 0))
+        ]
         complete = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
         if len(rows) and not complete:
             raise ParameterError(
@@ -241,13 +245,13 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
             )
         if len(rows):
             numbers.append(int(number))
-            kept.append(tokens[rows])
-            used += len(rows)
+            sampled_ids.append(tokens[rows])
+            n_sampled += len(rows)
     size = model.get_input_embeddings().num_embeddings
-    for ids in kept:
+    for ids in sampled_ids:
         inside = int(ids.max()) < size
         require(inside, f"token id {int(ids.max())} is not one of the model's {size}", TraceError)
-    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in kept]
+    batches = [torch.from_numpy(ids.astype(np.int64))[None] for ids in sampled_ids]
     trace = recorded_routes(Model(model), Ranks.of(None, batches))
     reference = routes_of_trace(trace, "the model")
     assert reference.documents is not None

@@ -314,8 +314,10 @@ def recorded_plain_run(
     if expected is None or b.emulated != expected.name or b.model is not a.model or not is_exact:
         return None
     first = _first_sequences(sequences)
-    some, every = (list(stacked_batches(x, batch_size)) for x in (first, sequences))
-    if not distances or any(x.shape != y.shape for x, y in zip(some, every, strict=False)):
+    first_batches, batches = (list(stacked_batches(x, batch_size)) for x in (first, sequences))
+    if not distances or any(
+        x.shape != y.shape for x, y in zip(first_batches, batches, strict=False)
+    ):
         return None
     tokens = slice(sum(map(len, first)))
     columns = zip(*distances, strict=True)
@@ -346,16 +348,16 @@ def _runs_in_format(
         if is_other:
             size = min(batch_size, ATTENTION_BATCH)
             runs.append(trace_model(side, sequences, batch_size=size))
-    longer = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
-    trace = trace_model(side, longer, batch_size=SMALL_BATCH)
+    padded = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
+    trace = trace_model(side, padded, batch_size=SMALL_BATCH)
     lengths = torch.tensor([len(x) for x in sequences])
-    kept = trace.positions.long() < lengths[trace.documents.long()]
-    runs.append(select_tokens(trace, kept.nonzero().flatten()))
+    is_original = trace.positions.long() < lengths[trace.documents.long()]
+    runs.append(select_tokens(trace, is_original.nonzero().flatten()))
     for seed in range(FEWEST_RUNS - len(runs)):
-        drawn = side._replace(changes=_with_seeded_noise(side.condition, seed))
+        noisy_side = side._replace(changes=_with_seeded_noise(side.condition, seed))
         ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
         with _noisy_embeddings(exact.model, ratio, seed):
-            runs.append(trace_model(drawn, sequences, batch_size=batch_size))
+            runs.append(trace_model(noisy_side, sequences, batch_size=batch_size))
     return runs
 
 

@@ -131,15 +131,15 @@ def token_diff(
     independent = 1 - (1 - rates).cumprod(0)
     steps = []
     for layer, name in enumerate(names):
-        here, earlier = flips[layer], before[layer]
+        flipped, flipped_earlier = flips[layer], before[layer]
         steps.append(
             DepthStep(
                 name=name,
-                first=int((here & ~earlier).sum()),
-                cumulative=(here | earlier).double().mean().item(),
+                first=int((flipped & ~flipped_earlier).sum()),
+                cumulative=(flipped | flipped_earlier).double().mean().item(),
                 independent=independent[layer].item(),
-                fresh=clustered_share(here[~earlier], documents[~earlier]),
-                after=clustered_share(here[earlier], documents[earlier]),
+                fresh=clustered_share(flipped[~flipped_earlier], documents[~flipped_earlier]),
+                after=clustered_share(flipped[flipped_earlier], documents[flipped_earlier]),
             )
         )
     return TokenDiff(
@@ -253,8 +253,8 @@ class ComparedRuns:
             [x.experts[:, : x.facts.k].numpy()[rows] for x in traces],
             [x.experts.numpy()[rows] for x in traces],
         )
-        taken = [[x.at_tokens(rows) for x in run] for run in (self.run, *runs)]
-        return find_excess(taken[0], taken[1:], tokens, tolerance)
+        layers_at_tokens = [[x.at_tokens(rows) for x in run] for run in (self.run, *runs)]
+        return find_excess(layers_at_tokens[0], layers_at_tokens[1:], tokens, tolerance)
 
     def _compare_layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
         """Flips of a pair of layers, its record, and its tested flips if scores allow."""
@@ -383,10 +383,10 @@ def _unranked_status(counts: tuple[int, int]) -> str:
 
 def _share_nearer_than_flips(a: LayerTrace, b: LayerTrace, first: np.ndarray) -> list[np.ndarray]:
     """Share of all tokens with a smaller gap, for each first flip; by the side that has scores."""
-    able = [layer for layer in (a, b) if layer.has_gaps]
-    if not able or not first.any():
+    scored = [layer for layer in (a, b) if layer.has_gaps]
+    if not scored or not first.any():
         return []
-    gaps = able[0].gap.numpy()
+    gaps = scored[0].gap.numpy()
     return [np.searchsorted(np.sort(gaps), gaps[first]) / len(gaps)]
 
 
@@ -409,41 +409,43 @@ def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
     """
     rows = aligned.common.in_a
     documents, positions = (x[rows].numpy() for x in (aligned.a.documents, aligned.a.positions))
-    taken = _places_of_keys(TokenKeys(documents, positions), keys)
+    token_rows = _places_of_keys(TokenKeys(documents, positions), keys)
     layers = []
     for number in range(len(aligned.alignment.pairs)):
         a, b = aligned.pair(number)
         if comparable(a, b) != "ok":
             return []
         layers.append(
-            RunLayer.from_noise(layer_noise(a, b), set_flips(a, b)[0].numpy()).at_tokens(taken)
+            RunLayer.from_noise(layer_noise(a, b), set_flips(a, b)[0].numpy()).at_tokens(token_rows)
         )
     return layers
 
 
-def _places_of_keys(listed: TokenKeys, keys: TokenKeys) -> np.ndarray:
+def _places_of_keys(run_keys: TokenKeys, keys: TokenKeys) -> np.ndarray:
     """Where each of the keys stands among the listed ones; -1 where it does not."""
-    if not len(listed.positions):
+    if not len(run_keys.positions):
         return np.full(len(keys.positions), -1)
-    span = 1 + max(int(x.positions.max(initial=0)) for x in (listed, keys))
-    of_listed, of_keys = (x.documents.astype(np.int64) * span + x.positions for x in (listed, keys))
+    span = 1 + max(int(x.positions.max(initial=0)) for x in (run_keys, keys))
+    of_listed, of_keys = (
+        x.documents.astype(np.int64) * span + x.positions for x in (run_keys, keys)
+    )
     order = np.argsort(of_listed, kind="stable")
     ranks = np.searchsorted(of_listed[order], of_keys, side="right") - 1  # the last of equals
-    taken = order[ranks.clip(min=0)]
-    return np.where(of_listed[taken] == of_keys, taken, -1)
+    candidates = order[ranks.clip(min=0)]
+    return np.where(of_listed[candidates] == of_keys, candidates, -1)
 
 
 def _shapes_beyond_one_run(
     shapes: Sequence[NoiseShape], run: Sequence[RunLayer], reference: Sequence[RunLayer]
 ) -> list[NoiseShape]:
     """The shapes with the noise of B over that of a single reference run, its median."""
-    beyond = []
+    shapes_beyond = []
     for shape, of_b, other in zip(shapes, run, reference, strict=True):
         difference = of_b.level - other.level
         difference = difference[~np.isnan(difference)]
         ratio = float(np.exp(np.median(difference))) if len(difference) else None
-        beyond.append(shape._replace(beyond=ratio))
-    return beyond
+        shapes_beyond.append(shape._replace(beyond=ratio))
+    return shapes_beyond
 
 
 def compare_runs(
@@ -597,9 +599,9 @@ def diff_observations(
         for pair in alignment.pairs
         if pair.chance < 1 and pair.agreement - pair.chance < UNRELATED * (1 - pair.chance)
     ]
-    fresh, after = tokens.later_rates
-    if after and after >= COMPOUNDING * fresh:
-        observations.append(Observation("compounding", "info", after))
+    fresh_rate, later_rate = tokens.later_rates
+    if later_rate and later_rate >= COMPOUNDING * fresh_rate:
+        observations.append(Observation("compounding", "info", later_rate))
     if logits is not None:
         observations += _kl_observations(logits)
     if alignment.smoothed:
@@ -629,13 +631,15 @@ def _cause_observations(causes: Causes) -> list[Observation]:
 
 def _unexplained_flips(layers: Sequence[LayerDiff], causes: Causes) -> list[Observation]:
     """First flips that noise does not explain; `layer` is the one with the widest of them."""
-    odd = {x.name: x.attribution for x in layers if x.attribution and x.attribution.unexplained}
-    if not odd:
+    unexplained = {
+        x.name: x.attribution for x in layers if x.attribution and x.attribution.unexplained
+    }
+    if not unexplained:
         return []
-    count = sum(attribution.unexplained for attribution in odd.values())
-    widest = max(odd, key=lambda name: odd[name].unexplained_tokens[0][2])
+    count = sum(attribution.unexplained for attribution in unexplained.values())
+    widest = max(unexplained, key=lambda name: unexplained[name].unexplained_tokens[0][2])
     severity: Severity = "warning" if causes.flips.answer == "no" else "notice"
-    return [Observation("unexplained", severity, float(count), widest, tuple(odd))]
+    return [Observation("unexplained", severity, float(count), widest, tuple(unexplained))]
 
 
 def _unattributed_flips(layers: Sequence[LayerDiff]) -> list[Observation]:

@@ -219,8 +219,8 @@ def _same_weights(first: NamedSide, second: NamedSide, opened: ModelSide) -> Mod
 
 def _check_streams(sides: Sequence[ModelSide], settings: DiffSettings) -> None:
     """Refuse what needs models in memory, of models that are read layer by layer."""
-    both = all(side.stream is not None for side in sides)
-    require_setting(both, "both models are streamed, or none ({stream})")
+    are_streamed = all(side.stream is not None for side in sides)
+    require_setting(are_streamed, "both models are streamed, or none ({stream})")
     emulated = any(side.emulated is not None for side in sides)
     require_setting(
         not emulated and not settings.replay and settings.batch_size_b is None,
@@ -323,10 +323,10 @@ def diff_models(
     reference_kl = None
     if references and beside is not None:
         reference_kl = mean_kl(beside.distances, references[0].documents)
-    ran = time.perf_counter()
+    run_end = time.perf_counter()
     with one_thread():
         compared = compare_runs(*traces, references=references, expected=expected)
-    timings = {"forward": ran - started, "compare": time.perf_counter() - ran}
+    timings = {"forward": run_end - started, "compare": time.perf_counter() - run_end}
     logits = logits_of(compared, distances)
     return diff_result(compared, logits, timings, expected, reference_kl)
 

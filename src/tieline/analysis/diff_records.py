@@ -113,7 +113,7 @@ class Alignment(Worded):
     @property
     def differences(self) -> tuple[Difference, ...]:
         """What two runs of one program would not show, most severe first."""
-        there: dict[Difference, bool] = {
+        present: dict[Difference, bool] = {
             "token shift": self.token_shift != 0 or self.against_ids,
             "layer shift": self.layer_shift != 0,
             "experts": bool(self.permuted),
@@ -122,7 +122,7 @@ class Alignment(Worded):
             "tokens": bool(self.tokens_only_a or self.tokens_only_b),
             "unrouted": bool(self.unrouted_a or self.unrouted_b),
         }
-        return tuple(name for name, is_there in there.items() if is_there)
+        return tuple(name for name, is_there in present.items() if is_there)
 
     @property
     def permuted(self) -> tuple[LayerPair, ...]:

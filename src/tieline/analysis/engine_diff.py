@@ -167,11 +167,11 @@ def _engine_job(
 
 
 def _tokenizer_of_sides(
-    sides: Sequence[NamedSide], models: dict[str, ModelSide], asked: str | None
+    sides: Sequence[NamedSide], models: dict[str, ModelSide], name: str | None
 ) -> Any:
     """Tokenizer that was asked for, else that of a model or engine; None if none has one."""
-    if asked is not None:
-        return load_tokenizer(asked)
+    if name is not None:
+        return load_tokenizer(name)
     for model in models.values():
         return model.tokenizer
     for side in sides:
@@ -204,9 +204,9 @@ def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
         job.settings.engine_defaults,
         logprobs=job.predictions,
     )
-    done = EngineSource(model, engine, options).run(job.documents, job.progress)
-    logprobs = None if done.logprobs is None else torch.from_numpy(done.logprobs)
-    return _SideRun(done.trace, logprobs)
+    engine_run = EngineSource(model, engine, options).run(job.documents, job.progress)
+    logprobs = None if engine_run.logprobs is None else torch.from_numpy(engine_run.logprobs)
+    return _SideRun(engine_run.trace, logprobs)
 
 
 def _run_model(side: ModelSide, job: _EngineJob) -> _SideRun:
@@ -285,7 +285,7 @@ def _reference_traces(
         return []  # nothing emulates a cache alone in another format
     chosen = None if expected is None else FORMATS.get(expected.name)
     if dequantised is not None and (chosen is None or chosen.activations is None):
-        return [dequantised.ran.trace]
+        return [dequantised.run.trace]
     sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
     size, emulated = job.settings.batch_size, _emulated_parts(a, b, expected)
@@ -298,16 +298,18 @@ def _reference_traces(
 class _DequantisedRun:
     """Dequantised weights in transformers, their bits, the quantised side, and strange tensors."""
 
-    ran: _SideRun
+    run: _SideRun
     bits: float | None
     side: str
     mismatched: tuple[tuple[str, float], ...] = ()
 
 
-def _expected_by_sides(asked: str | None, a: RoutingTrace, b: RoutingTrace) -> Expected | None:
+def _expected_by_sides(
+    format_name: str | None, a: RoutingTrace, b: RoutingTrace
+) -> Expected | None:
     """The format that was asked for, else the coarser of those that both sides recorded."""
-    if asked is not None:
-        return Expected(read_format(asked), "as asked")
+    if format_name is not None:
+        return Expected(read_format(format_name), "as asked")
     formats = [_rounding_of_products(x) for x in (a, b)]
     recorded = [x for x in formats if x is not None]
     if len(recorded) < 2:
@@ -360,8 +362,8 @@ def _dequantised_run(
         engine, source = engine_side[0], engine_model(engine_side[1])
         python = job.settings.engine_python
         rebuilt = dequantised_model(other.side.model, engine, source, python)
-        ran = _run_model(ModelSide(rebuilt.model), job)
-        return _DequantisedRun(ran, rebuilt.bits, side.side, rebuilt.mismatched)
+        rebuilt_run = _run_model(ModelSide(rebuilt.model), job)
+        return _DequantisedRun(rebuilt_run, rebuilt.bits, side.side, rebuilt.mismatched)
     return None
 
 
@@ -373,14 +375,14 @@ def _with_dequantised_split(
     job: _EngineJob,
 ) -> RoutingDiff:
     """The result with what the format costs and what the engine adds."""
-    ran, side = dequantised.ran, dequantised.side
+    dequantised_run, side = dequantised.run, dequantised.side
     original, engine = (b, a) if side == "A" else (a, b)
     with one_thread():
-        by_format = compare_runs(original.trace, ran.trace)
-        by_engine = compare_runs(ran.trace, engine.trace)
+        by_format = compare_runs(original.trace, dequantised_run.trace)
+        by_engine = compare_runs(dequantised_run.trace, engine.trace)
     logits = (
-        logits_of(by_format, _prediction_distances(original, ran, job)),
-        logits_of(by_engine, _prediction_distances(ran, engine, job)),
+        logits_of(by_format, _prediction_distances(original, dequantised_run, job)),
+        logits_of(by_engine, _prediction_distances(dequantised_run, engine, job)),
     )
     format_kl, engine_kl = (None if x is None else x.kl for x in logits)
     split = DequantisedSplit(
@@ -451,9 +453,9 @@ def dequantised_model(
         shapes = _stored_shapes(folder)
         arrays, facts = dequantised_weights(quantised, engine, sorted(shapes), python)
         for key, array in arrays.items():
-            fits = tuple(array.shape) == shapes[key]
+            has_shape = tuple(array.shape) == shapes[key]
             message = f"{quantised}: {key} is {tuple(array.shape)}, the model has {shapes[key]}"
-            require(fits, f"{message}: it is of another model", TraceError)
+            require(has_shape, f"{message}: it is of another model", TraceError)
         mismatched = _mismatched_tensors(folder, arrays, facts.get("unquantised") or {})
         for old in (*folder.glob("*.safetensors"), folder / INDEX):
             old.unlink(missing_ok=True)

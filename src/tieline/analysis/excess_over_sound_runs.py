@@ -296,7 +296,7 @@ class _ExcessScores(NamedTuple):
 
 def _excess_scores(
     run: RunLayer,
-    others: Sequence[RunLayer],
+    references: Sequence[RunLayer],
     fresh: np.ndarray,
     tail: float,
     tolerance: float,
@@ -305,25 +305,25 @@ def _excess_scores(
 
     Args:
         run: a layer of the run.
-        others: the same layer of the references.
+        references: the same layer of the references.
         fresh: tokens that earlier flips have not reached.
         tail: the quantile; infinite for the level alone.
         tolerance: τ.
     """
-    levels = np.stack([x.level for x in others])
-    flips = np.mean([x.flipped for x in others], axis=0)
+    levels = np.stack([x.level for x in references])
+    flips = np.mean([x.flipped for x in references], axis=0)
     if np.isnan(run.level).all():
-        share = (1 + MORE_FLIPS) * flips * (1 + 1 / len(others))
+        share = (1 + MORE_FLIPS) * flips * (1 + 1 / len(references))
         values, allowed = (run.flipped - flips)[None], (MORE_FLIPS * flips)[None]
         return _ExcessScores(values, allowed, share[None], np.ones(len(flips), dtype=bool))
     judged = fresh & ~np.isnan(levels).any(0)
-    raw = np.where(np.isnan(run.level), math.inf, run.level - levels.mean(0))
-    difference = np.where(judged, np.clip(raw, -CUT, CUT), 0.0)
+    difference_to_mean = np.where(np.isnan(run.level), math.inf, run.level - levels.mean(0))
+    difference = np.where(judged, np.clip(difference_to_mean, -CUT, CUT), 0.0)
     if tail == math.inf:
         return _ExcessScores(
             difference[None], (tolerance * judged)[None], 0.0 * judged[None], judged
         )
-    values = np.stack((difference, judged & (raw > tail + max(tolerance, FAR))))
+    values = np.stack((difference, judged & (difference_to_mean > tail + max(tolerance, FAR))))
     allowed = np.stack((tolerance * judged, TAIL_SHARE * judged))
     return _ExcessScores(values, allowed, np.stack((0.0 * judged, TAIL_SHARE * judged)), judged)
 
@@ -477,14 +477,14 @@ def _layer_sums(
     tolerance: float,
 ) -> list[tuple[int, _LayerSums]]:
     """The groups of tokens of a layer and, with scores, the rows of its router."""
-    of_b, others = run[number], [reference[number] for reference in references]
+    of_b, of_references = run[number], [reference[number] for reference in references]
     fresh, clusters = _tokens_before_flips(number, run, references, tokens), token_clusters(tokens)
     groups = _TokenGroups(tokens, number)
     allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
-    allowed += _quietness(others, fresh)
-    tables = [(number, _LayerSums(of_b, others, groups, clusters, fresh, allowed, has_tail))]
+    allowed += _quietness(of_references, fresh)
+    tables = [(number, _LayerSums(of_b, of_references, groups, clusters, fresh, allowed, has_tail))]
     if not np.isnan(of_b.level).all():
-        ranks, rows = of_b.rows.shape[1], [x.with_single_scores() for x in (of_b, *others)]
+        ranks, rows = of_b.rows.shape[1], [x.with_single_scores() for x in (of_b, *of_references)]
         fresh, clusters = np.repeat(fresh, ranks), np.repeat(clusters, ranks)
         groups = _TokenGroups(tokens.with_single_scores(), number)
         loudest = max(tolerance, ROW)
@@ -518,17 +518,19 @@ def _tokens_before_flips(
         tokens: the compared tokens.
     """
     count = len(tokens.documents)
-    flipped, alone = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    flipped, only_in_b = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
     for layer in range(number):
         in_b = run[layer].flipped > 0
-        others = np.array([reference[layer].flipped > 0 for reference in references])
-        flipped = flipped | in_b | others.any(0)
+        in_references = np.array([reference[layer].flipped > 0 for reference in references])
+        flipped = flipped | in_b | in_references.any(0)
         sizes = [reference[layer].largest_difference() for reference in references]
         spike = ~(run[layer].largest_difference() - np.mean(sizes, axis=0) <= SPIKE)
-        alone = alone | (in_b & ~others.all(0)) | (spike & ~np.isnan(run[layer].level).all())
+        only_in_b = (
+            only_in_b | (in_b & ~in_references.all(0)) | (spike & ~np.isnan(run[layer].level).all())
+        )
     codes = np.unique(tokens.documents, return_inverse=True)[1]
     first = np.full(int(codes.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(first, codes[alone], tokens.positions[alone])
+    np.minimum.at(first, codes[only_in_b], tokens.positions[only_in_b])
     return ~flipped & (tokens.positions < first[codes])
 
 

@@ -471,10 +471,10 @@ def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tupl
     """Names of the chosen routers, in the order of the model; numbers count from 0."""
     if layers is None:
         return tuple(chosen_routers(model, None))
-    every = list(find_routers(model))
-    wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(every)]
-    require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(every) - 1}")
-    return tuple(chosen_routers(model, [every[x] if isinstance(x, int) else x for x in layers]))
+    routers = list(find_routers(model))
+    wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(routers)]
+    require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(routers) - 1}")
+    return tuple(chosen_routers(model, [routers[x] if isinstance(x, int) else x for x in layers]))
 
 
 def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
@@ -569,9 +569,9 @@ def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
     """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
     weights = {}
-    here = find_routers(model)  # a stage of a pipeline has some of them
-    for layer in (layer for layer in trace.layers if layer.name in here):
-        router = here[layer.name]
+    routers = find_routers(model)  # a stage of a pipeline has some of them
+    for layer in (layer for layer in trace.layers if layer.name in routers):
+        router = routers[layer.name]
         matrix = logits_matrix(router)
         if matrix is not None and layer.inputs is not None and gap_status(layer) == "ok":
             matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
@@ -590,12 +590,12 @@ def router_offset(router: nn.Module, experts: int) -> Tensor | float:
 
 def _reproduces_logits(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
     """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
-    some = take_tokens(layer, slice(PROBES))
-    logits = logit_view(some).logits
-    assert some.inputs is not None
-    if logits is None or some.inputs.shape[1] != matrix.shape[1]:
+    probes = take_tokens(layer, slice(PROBES))
+    logits = logit_view(probes).logits
+    assert probes.inputs is not None
+    if logits is None or probes.inputs.shape[1] != matrix.shape[1]:
         return False
-    computed = some.inputs.double() @ matrix.double().T + offset
-    computed = computed.gather(1, some.experts.long())
+    computed = probes.inputs.double() @ matrix.double().T + offset
+    computed = computed.gather(1, probes.experts.long())
     finite = logits.isfinite()
     return torch.allclose(computed[finite], logits[finite], rtol=0.05, atol=0.05)

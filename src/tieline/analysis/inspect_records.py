@@ -442,12 +442,12 @@ def jump_metrics(jumps: tuple[LayerJumps, ...]) -> dict[str, float | None]:
     layers = [layer.value for layer in jumps if layer.value is not None]
     if not layers:
         return {}
-    every = [jump for layer in layers for jump in layer.near.jumps]
+    all_jumps = [jump for layer in layers for jump in layer.near.jumps]
     losses = [loss for layer in layers for loss in layer.near.losses or () if loss is not None]
     return {
-        "jump": median(every),
+        "jump": median(all_jumps),
         "jump:worst": max(median(layer.near.jumps) for layer in layers),
-        "dangerous": sum(jump >= layers[0].dangerous_above for jump in every) / len(every),
+        "dangerous": sum(jump >= layers[0].dangerous_above for jump in all_jumps) / len(all_jumps),
         "loss": sum(losses) / len(losses) if losses else None,
     }
 
@@ -516,9 +516,9 @@ def _observed_flips(measures: RoutingMeasures) -> Iterator[Observation]:
     """Flips by rounding in the worst layer, by other formats and by a low-precision product."""
     rates = measures.model.precision
     yield from (_observed_worst_layer(rate) for rate in rates if rate.name == "bf16")
-    others = [rate.any_layer.value or 0.0 for rate in rates if rate.name != "bf16"]
-    if others:
-        yield Observation("flips:formats", "info", max(others))
+    other_rates = [rate.any_layer.value or 0.0 for rate in rates if rate.name != "bf16"]
+    if other_rates:
+        yield Observation("flips:formats", "info", max(other_rates))
     yield from _observed_product_flips(measures.layers)
     if not rates:
         yield from map(_observed_worst_layer, measures.model.noise)

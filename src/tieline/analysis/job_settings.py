@@ -356,9 +356,11 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
     def check(self) -> None:
         """Refuse two ways to choose ε, and parts of a model on several processes."""
         names = ("epsilon", "factor", "max_moved", "budget")
-        given = [f"{{{name}}}" for name in names if getattr(self, name) is not None]
-        given += ["{near_original}"] if self.near_original else []
-        require_setting(len(given) <= 1, " and ".join(given) + " each choose ε: give one of them")
+        choices = [f"{{{name}}}" for name in names if getattr(self, name) is not None]
+        choices += ["{near_original}"] if self.near_original else []
+        require_setting(
+            len(choices) <= 1, " and ".join(choices) + " each choose ε: give one of them"
+        )
         straight = self.gate in (None, "projected") and self.a == self.b == 1 and not self.k_max
         require_setting(
             straight or not self.near_original,

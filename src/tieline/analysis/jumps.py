@@ -115,8 +115,8 @@ class _Pool:
         """Everything that is kept, a row per token."""
         assert self._rows is not None
         inputs = {f"input.{index}": value for index, value in enumerate(self._rows.inputs.values())}
-        kept = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
-        return kept | inputs | {"output": self._rows.output}
+        columns = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
+        return columns | inputs | {"output": self._rows.output}
 
     def join(self, pooled: Mapping[str, Tensor]) -> None:
         """Keep the best of what several pools have, given by `tensors` in the order of tokens."""
@@ -132,10 +132,10 @@ class _Pool:
 
     def without(self, tokens: Places, most: int) -> BlockSample | None:
         """Return the first `most` kept tokens that are not among `tokens`."""
-        left = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
-        if self._rows is None or not len(left):
+        rows = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
+        if self._rows is None or not len(rows):
             return None
-        return BlockSample(self.tokens[left], self._rows.take(left))
+        return BlockSample(self.tokens[rows], self._rows.take(rows))
 
 
 def _order_by_keys(keys: PerToken, lots: PerToken) -> Places:
@@ -301,14 +301,14 @@ def measure_jumps(
         progress: called with the layers done and their number.
         runner: runs blocks; by default one after the other.
     """
-    done = []
+    layer_jumps = []
     for layer in trace.layers:
-        done.append(
+        layer_jumps.append(
             _layer_jumps(model, trace, layer, sampler, settings, runner or _run_blocks_in_turn)
         )
         if progress is not None:
-            progress(len(done), len(trace.layers))
-    return tuple(done)
+            progress(len(layer_jumps), len(trace.layers))
+    return tuple(layer_jumps)
 
 
 def _layer_jumps(
@@ -324,13 +324,15 @@ def _layer_jumps(
     if status != "ok":
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
-    drawn = [sampler.near(layer.name), sampler.random(layer.name)]
-    ready = [_sample_by_gap(layer, sample) for sample in drawn if sample is not None]
+    samples_of_layer = [sampler.near(layer.name), sampler.random(layer.name)]
+    ordered = [_sample_by_gap(layer, sample) for sample in samples_of_layer if sample is not None]
     try:
         samples = [
             _sample_of_jumps(trace, layer, block, sample, *outputs)
             for sample, outputs in zip(
-                ready, _plain_and_swapped_outputs(layer, block, router, ready, runner), strict=True
+                ordered,
+                _plain_and_swapped_outputs(layer, block, router, ordered, runner),
+                strict=True,
             )
         ]
     except UnsupportedModelError as problem:
@@ -353,8 +355,8 @@ def _plain_and_swapped_outputs(
     tokens = torch.cat([sample.tokens for sample in samples])
     choices = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
     rows = reduce(Rows.join, [sample.rows for sample in samples])
-    both = Choice(*(torch.cat(columns) for columns in zip(*choices, strict=True)))
-    (output,) = runner([block.prepared(rows.join(rows), both)])
+    choice = Choice(*(torch.cat(columns) for columns in zip(*choices, strict=True)))
+    (output,) = runner([block.prepared(rows.join(rows), choice)])
     sizes = [len(sample.tokens) for sample in samples]
     plain, swapped = (half.split(sizes) for half in output.chunk(2))
     return list(zip(plain, swapped, strict=True))
@@ -425,12 +427,12 @@ def _check_reproduced(
     output: Float[Tensor, "tokens dim"], recorded: Float[Tensor, "tokens dim"], block: str
 ) -> None:
     """Raise if a block does not reproduce its output on some of its tokens."""
-    off = (output.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
+    error = (output.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
     allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
     require(
-        bool(off <= allowed),
+        bool(error <= allowed),
         f"the block {block!r} does not reproduce its output on some of its tokens "
-        f"(relative difference {off.item():.2g})",
+        f"(relative difference {error.item():.2g})",
         UnsupportedModelError,
     )
 
@@ -443,14 +445,14 @@ def _jump_measures(
     settings: JumpSettings,
 ) -> JumpMeasures:
     """Quantiles, dangerous share and gap-jump table of a layer."""
-    jumps, others = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
+    jumps, random_jumps = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
     dangerous, levels = (jumps >= settings.dangerous_above).double(), settings.probabilities
     return JumpMeasures(
         module=block.name,
         near=near,
         random=random,
         near_quantiles=quantile_record(jumps, levels),
-        random_quantiles=quantile_record(others, levels) if random.jumps else None,
+        random_quantiles=quantile_record(random_jumps, levels) if random.jumps else None,
         dangerous=mean_estimate(dangerous),
         dangerous_above=settings.dangerous_above,
         table=gap_jump_table(layer.inner_gap, near, random, settings),
@@ -473,8 +475,8 @@ def gap_jump_table(
     jumps = torch.tensor(near.jumps + random.jumps, dtype=torch.float64)
     rows = quantile_bands(finite, settings.gap_levels).value
     columns = quantile_bands(jumps, settings.jump_levels).value
-    others = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
-    stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), others)])
+    weight = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
+    stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), weight)])
     cell = _bin_of_values(sampled, rows) * (len(columns) - 1) + _bin_of_values(jumps, columns)
     shape = (len(rows) - 1, len(columns) - 1)
     counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
@@ -507,17 +509,20 @@ def jumps_with_losses(
     nothing is predicted after them.
     """
     near = jumps.near
-    able = _followed_tokens(trace, near)
-    if not able:
+    followed = _followed_tokens(trace, near)
+    if not followed:
         return jumps
-    picked = [able[i * len(able) // min(swaps, len(able))] for i in range(min(swaps, len(able)))]
-    tokens = torch.tensor([near.tokens[index] for index in picked])
+    swapped = [
+        followed[i * len(followed) // min(swaps, len(followed))]
+        for i in range(min(swaps, len(followed)))
+    ]
+    tokens = torch.tensor([near.tokens[index] for index in swapped])
     changes = loss_changes(model, trace, layer, tokens, batch_size)
     losses: list[float | None] = [None] * len(near.tokens)
-    for index, change in zip(picked, changes.tolist(), strict=True):
+    for index, change in zip(swapped, changes.tolist(), strict=True):
         losses[index] = change
     sizes = quantile_record(changes.abs(), jumps.near_quantiles.probabilities)
-    loss = LossJumps(mean_estimate(changes), sizes, len(picked))
+    loss = LossJumps(mean_estimate(changes), sizes, len(swapped))
     return replace(jumps, near=replace(near, losses=tuple(losses)), loss=loss)
 
 
@@ -566,9 +571,9 @@ def _loss_changes_of_batch(
 
 def _choice_at_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
     """The router's own choice, except at these places."""
-    at, choice = rows.to(output.ids.device), fitted_choice(choice, output.ids.shape[1])
-    weights = output.weights.index_copy(0, at, choice.weights.to(output.weights))
-    return Choice(weights, output.ids.index_copy(0, at, choice.ids.to(output.ids)))
+    row_indices, choice = rows.to(output.ids.device), fitted_choice(choice, output.ids.shape[1])
+    weights = output.weights.index_copy(0, row_indices, choice.weights.to(output.weights))
+    return Choice(weights, output.ids.index_copy(0, row_indices, choice.ids.to(output.ids)))
 
 
 def _loss_after_positions(
@@ -591,8 +596,8 @@ def _loss_after_positions(
 def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
     """Places in the sample whose token is not the last one of its document."""
     tokens = torch.tensor(near.tokens)
-    after = (tokens + 1).clamp(max=trace.n_tokens - 1)
-    follows = (trace.documents[after] == trace.documents[tokens]) & (after > tokens)
+    next_tokens = (tokens + 1).clamp(max=trace.n_tokens - 1)
+    follows = (trace.documents[next_tokens] == trace.documents[tokens]) & (next_tokens > tokens)
     return follows.nonzero().squeeze(1).tolist()
 
 
@@ -619,11 +624,11 @@ def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn
         raise UnsupportedModelError(f"{type(router).__name__} is no router of a known family")
     weights, ids = recorded_choice(layer, tokens)
     ids, weights, before = ids.clone(), weights.clone(), weights.sum(dim=1, keepdim=True)
-    some = take_tokens(layer, tokens)
-    ids[:, k - 1] = some.experts[:, k].long()
-    entering = _entering_weight(some, family, router)
+    trace = take_tokens(layer, tokens)
+    ids[:, k - 1] = trace.experts[:, k].long()
+    entering = _entering_weight(trace, family, router)
     if layer.smoothed:  # the expert that leaves takes the place and the share of the other
-        ids[:, k] = some.experts[:, k - 1].long()
+        ids[:, k] = trace.experts[:, k - 1].long()
         weights[:, k] *= weights[:, k - 1] / entering.clamp(min=TINY)
     weights[:, k - 1] = entering
     if layer.bias is not None and renormalises_weights(family, router):
@@ -631,31 +636,34 @@ def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn
     return Choice(weights, ids)
 
 
-def _entering_weight(some: LayerTrace, family: RouterFamily, router: nn.Module) -> PerToken:
+def _entering_weight(trace: LayerTrace, family: RouterFamily, router: nn.Module) -> PerToken:
     """Weight that the entering expert gets in place of the leaving one, before normalisation."""
-    k = some.facts.k
-    assert some.weights is not None
-    leaving, entering = some.experts[:, k - 1].long(), some.experts[:, k].long()
+    k = trace.facts.k
+    assert trace.weights is not None
+    leaving, entering = trace.experts[:, k - 1].long(), trace.experts[:, k].long()
     if family.skip_class:  # to skip has no weight of its own to hand over
-        return _raw_weight(some, family, router, entering)
+        return _raw_weight(trace, family, router, entering)
     ratio = torch.ones(len(leaving))
-    if some.bias is not None:
-        raw = [_raw_weight(some, family, router, experts) for experts in (entering, leaving)]
+    if trace.bias is not None:
+        raw = [_raw_weight(trace, family, router, experts) for experts in (entering, leaving)]
         ratio = raw[0] / raw[1].clamp(min=TINY)
     scale = family_scale(family, router)
     if isinstance(scale, Tensor) and scale.numel() > 1:
         factor = full_tensor(scale.detach()).float().cpu()
         ratio = ratio * factor[entering] / factor[leaving]
-    return some.weights[:, k - 1] * ratio
+    return trace.weights[:, k - 1] * ratio
 
 
 def _raw_weight(
-    some: LayerTrace, family: RouterFamily, router: nn.Module, experts: Int[Tensor, " tokens"]
+    trace: LayerTrace,
+    family: RouterFamily,
+    router: nn.Module,
+    experts: Int[Tensor, " tokens"],
 ) -> PerToken:
     """s(z_[k] - b_e): the weight of an expert whose selection score is at the threshold."""
-    assert some.scores is not None
-    bias = 0.0 if some.bias is None else some.bias[experts]
-    score = some.scores[:, some.facts.k - 1] - bias
-    if some.facts.units == "logits" and combine_rule(family, router) == "sigmoid":
+    assert trace.scores is not None
+    bias = 0.0 if trace.bias is None else trace.bias[experts]
+    score = trace.scores[:, trace.facts.k - 1] - bias
+    if trace.facts.units == "logits" and combine_rule(family, router) == "sigmoid":
         return score.sigmoid()
     return score.clamp(min=0)

@@ -221,11 +221,13 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64, device="cpu")
     rows = [_bf16_rates(call.trace) for call in calls]
     sums = [call.logits for call in calls if call.logits is not None]
-    squares, _, sure, _, _ = (_token_mean(column, tokens) for column in zip(*sums, strict=True))
+    squares, _, confidence, _, _ = (
+        _token_mean(column, tokens) for column in zip(*sums, strict=True)
+    )
     logits = LogitSums(
         squares,
         max(entry.largest for entry in sums),
-        sure,
+        confidence,
         min(entry.least for entry in sums),
         max(entry.row_error for entry in sums),
     )
@@ -244,26 +246,26 @@ def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
 
 def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
     """The scalars of all layers together."""
-    every = list(layers.values())
-    loads, logits = [layer.load for layer in every], [layer.logits for layer in every]
-    scalars = _gap_scalars(every)
+    records = list(layers.values())
+    loads, logits = [layer.load for layer in records], [layer.logits for layer in records]
+    scalars = _gap_scalars(records)
     for name in ("near_bf16", "tie_bf16", "flip_bf16"):
-        rates = [layer.rounding[name] for layer in every if name in layer.rounding]
+        rates = [layer.rounding[name] for layer in records if name in layer.rounding]
         if rates:
             scalars[name] = sum(rates) / len(rates)
     if "near_bf16" in scalars:
-        scalars["flips_per_token"] = sum(layer.rounding.get("expected", 0.0) for layer in every)
+        scalars["flips_per_token"] = sum(layer.rounding.get("expected", 0.0) for layer in records)
     diversity = [math.exp(load.entropy) / len(load.counts) for load in loads]
     scalars |= {
-        "confidence": sum(layer.confidence for layer in logits) / len(every),
+        "confidence": sum(layer.confidence for layer in logits) / len(records),
         "max_violation": max(load.busiest for load in loads) - 1,
         "dead_share": sum(len(x.dead) for x in loads) / sum(len(x.counts) for x in loads),
-        "diversity": sum(diversity) / len(every),
-        "score_rms": math.sqrt(sum(layer.mean_square for layer in logits) / len(every)),
+        "diversity": sum(diversity) / len(records),
+        "score_rms": math.sqrt(sum(layer.mean_square for layer in logits) / len(records)),
         "score_max": max(layer.largest for layer in logits),
-        "active": sum(layer.active for layer in every) / len(every),
+        "active": sum(layer.active for layer in records) / len(records),
     }
-    widths = [layer.epsilon for layer in every if layer.epsilon is not None]
+    widths = [layer.epsilon for layer in records if layer.epsilon is not None]
     return scalars | ({"epsilon": sum(widths) / len(widths)} if widths else {})
 
 
@@ -273,9 +275,9 @@ def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
     q is converted to the units of the score where these are not logits.
     """
     assert view.logits is not None
-    at = layer.facts.k - 1
-    step = grid_step(view.logits[:, at : at + 1], FORMAT)[:, 0] * view.slope[:, at]
-    gaps = view.scores[:, at] - view.scores[:, at + 1]
+    rank = layer.facts.k - 1
+    step = grid_step(view.logits[:, rank : rank + 1], FORMAT)[:, 0] * view.slope[:, rank]
+    gaps = view.scores[:, rank] - view.scores[:, rank + 1]
     unit = torch.ones(1, dtype=torch.float64, device="cpu")
     return boundary_mass(gaps / step.clamp(min=TINY), unit).mass[0]
 
@@ -298,9 +300,9 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
     return {name: value for name, value in rates.items() if value is not None}
 
 
-def _gap_scalars(every: Sequence[LayerScalars]) -> dict[str, float]:
+def _gap_scalars(layers: Sequence[LayerScalars]) -> dict[str, float]:
     """Quantiles of all gaps and the share of ties; empty where units differ."""
-    scored_layers = [layer for layer in every if layer.gaps is not None]
+    scored_layers = [layer for layer in layers if layer.gaps is not None]
     if not scored_layers or len({layer.units for layer in scored_layers}) > 1:
         return {}
     gaps = torch.cat([layer.gaps for layer in scored_layers if layer.gaps is not None])
@@ -501,14 +503,14 @@ class RoutingMonitor:
 
     def _layers(self, step: int) -> dict[str, LayerScalars]:
         """Scalars of each layer; empty if a call could not be read."""
-        calls = {name: some for name, some in self._calls.items() if some}
+        calls = {name: layer_calls for name, layer_calls in self._calls.items() if layer_calls}
         self._calls.clear()
         problem, self._problem = self._problem, None
         try:
             if problem is not None:
                 raise problem
             with one_thread():  # many small operations
-                layers = {name: layer_scalars(some) for name, some in calls.items()}
+                layers = {name: layer_scalars(layer_calls) for name, layer_calls in calls.items()}
         except TielineError as error:
             self._tell(f"routing was not measured (first at step {step}): {error}", str(error))
             return {}
@@ -631,10 +633,10 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
         return LayerTies(layer.name, UNKNOWN_SIZE if status == "ok" else status)
-    at = layer.facts.k - 1
-    step = _logit_spacing(view.logits, precision)[:, at]
-    reach = (step * view.slope[:, at]).clamp(min=TINY)
-    gaps = view.scores[:, at] - view.scores[:, at + 1]
+    rank = layer.facts.k - 1
+    step = _logit_spacing(view.logits, precision)[:, rank]
+    reach = (step * view.slope[:, rank]).clamp(min=TINY)
+    gaps = view.scores[:, rank] - view.scores[:, rank + 1]
     mass = boundary_mass(gaps / reach, torch.ones(1, dtype=torch.float64))
     return LayerTies(
         name=layer.name,

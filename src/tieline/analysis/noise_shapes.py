@@ -141,15 +141,15 @@ def measure_shape(
     if not relative or len(rows) < FEWEST:
         return shape
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
-    kept = _CentredDifferences(noise, rows)
-    share, means = _expert_offsets(kept)
+    differences = _CentredDifferences(noise, rows)
+    share, means = _expert_offsets(differences)
     numbers, codes = np.unique(keys.documents[rows], return_inverse=True)
     outlier = _loudest_group(codes, level[rows], len(numbers))
     return shape._replace(
         rise=_position_rise(level[noisy], keys.positions[noisy]),
         document=None if outlier is None else outlier._replace(group=int(numbers[outlier.group])),
         expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
-        row=_loudest_row(kept),
+        row=_loudest_row(differences),
         offset=share,
         likeness=None if bias is None else _bias_likeness(means, bias),
     )
@@ -167,8 +167,8 @@ def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, flo
     squares = np.bincount(octave, weights=level**2)
     mean = sums[octaves] / count[octaves]
     variance = (squares[octaves] / count[octaves] - mean**2) / count[octaves]
-    off = octaves - octaves.mean()
-    weight = off / (off**2).sum() * (octaves[-1] - octaves[0])
+    centred = octaves - octaves.mean()
+    weight = centred / (centred**2).sum() * (octaves[-1] - octaves[0])
     return float(weight @ mean), math.sqrt(max(float(weight**2 @ variance), 0.0))
 
 
@@ -185,13 +185,13 @@ def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) ->
 def _loudest_group(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | None:
     """The group of the largest mean, over the third largest; None with fewer than four groups."""
     count = np.bincount(codes, minlength=groups)
-    able = np.flatnonzero(count >= FEWEST)
-    if len(able) < 4:
+    tested = np.flatnonzero(count >= FEWEST)
+    if len(tested) < 4:
         return None
     sums, squares = (np.bincount(codes, weights=w, minlength=groups) for w in (values, values**2))
-    mean = sums[able] / count[able]
-    error = np.sqrt(np.maximum(squares[able] / count[able] - mean**2, 0.0) / count[able])
-    return _first_over_third(able, mean, error)
+    mean = sums[tested] / count[tested]
+    error = np.sqrt(np.maximum(squares[tested] / count[tested] - mean**2, 0.0) / count[tested])
+    return _first_over_third(tested, mean, error)
 
 
 def _first_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) -> Outlier:
@@ -218,26 +218,29 @@ class _CentredDifferences:
         return np.bincount(self.experts, weights=values)
 
 
-def _loudest_row(kept: _CentredDifferences) -> Outlier | None:
+def _loudest_row(differences: _CentredDifferences) -> Outlier | None:
     """The expert whose own scores have the largest mean square of noise, in logarithms."""
-    count = kept.count
-    able = np.flatnonzero(count >= FEWEST)
-    if len(able) < 4:
+    count = differences.count
+    tested = np.flatnonzero(count >= FEWEST)
+    if len(tested) < 4:
         return None
-    sums, fourth = kept.sums(kept.squares), kept.sums(kept.squares * kept.squares)
-    mean = np.maximum(sums[able] / count[able], np.finfo(float).tiny)
-    spread = np.sqrt(np.maximum(fourth[able] / count[able] / mean**2 - 1, 0.0) / count[able])
-    return _first_over_third(able, np.log(mean), spread)
+    sums, fourth = (
+        differences.sums(differences.squares),
+        differences.sums(differences.squares * differences.squares),
+    )
+    mean = np.maximum(sums[tested] / count[tested], np.finfo(float).tiny)
+    spread = np.sqrt(np.maximum(fourth[tested] / count[tested] / mean**2 - 1, 0.0) / count[tested])
+    return _first_over_third(tested, np.log(mean), spread)
 
 
-def _expert_offsets(kept: _CentredDifferences) -> tuple[float | None, np.ndarray]:
+def _expert_offsets(differences: _CentredDifferences) -> tuple[float | None, np.ndarray]:
     """Share of the noise that is one number per expert, and these numbers (NaN if too rare)."""
-    count, able = kept.count, kept.count >= FEWEST
-    means = np.where(able, kept.sums(kept.values) / np.maximum(count, 1), np.nan)
-    total = float(kept.squares.sum())
-    if total == 0 or able.sum() < 4:
+    count, tested = differences.count, differences.count >= FEWEST
+    means = np.where(tested, differences.sums(differences.values) / np.maximum(count, 1), np.nan)
+    total = float(differences.squares.sum())
+    if total == 0 or tested.sum() < 4:
         return None, means
-    return float((count[able] * means[able] ** 2).sum()) / total, means
+    return float((count[tested] * means[tested] ** 2).sum()) / total, means
 
 
 def _bias_likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
@@ -293,12 +296,12 @@ def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     Args:
         shapes: the layers in order of depth.
     """
-    loud = [shape for shape in shapes if shape.relative]
-    experts = [x for shape in loud if (x := _loud_expert_pattern(shape, shapes))]
-    offsets = [x for shape in loud if (x := _expert_offset_pattern(shape, shapes))]
-    rows = [x for shape in loud if (x := _outlier_pattern("row", shape.name, shape.row))]
-    positions = [x for shape in loud[:1] if (x := _position_pattern(shape))]
-    documents = [x for s in loud[:1] if (x := _outlier_pattern("document", s.name, s.document))]
+    noisy = [shape for shape in shapes if shape.relative]
+    experts = [x for shape in noisy if (x := _loud_expert_pattern(shape, shapes))]
+    offsets = [x for shape in noisy if (x := _expert_offset_pattern(shape, shapes))]
+    rows = [x for shape in noisy if (x := _outlier_pattern("row", shape.name, shape.row))]
+    positions = [x for shape in noisy[:1] if (x := _position_pattern(shape))]
+    documents = [x for s in noisy[:1] if (x := _outlier_pattern("document", s.name, s.document))]
     layers = _layer_patterns(shapes)
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
     for patterns in (lags, offsets, experts, rows, positions, documents, layers):
@@ -343,13 +346,17 @@ def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> P
     """Offsets of experts that are the recorded bias, or those of one layer alone."""
     limit = LIMITS["offset"]
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
-    like = likeness >= LIKENESS and share >= limit / 2
-    others = [other.offset or 0.0 for other in shapes if other.name != shape.name]
-    alone = share >= limit and max(others, default=1.0) < limit / 2
-    if not like and not alone:
+    is_bias = likeness >= LIKENESS and share >= limit / 2
+    other_offsets = [other.offset or 0.0 for other in shapes if other.name != shape.name]
+    is_single = share >= limit and max(other_offsets, default=1.0) < limit / 2
+    if not is_bias and not is_single:
         return None
     return Pattern(
-        "offset", shape.name, share, limit / 2 if like else limit, detail="bias" if like else ""
+        "offset",
+        shape.name,
+        share,
+        limit / 2 if is_bias else limit,
+        detail="bias" if is_bias else "",
     )
 
 
@@ -372,12 +379,12 @@ def _layer_patterns(shapes: Sequence[NoiseShape]) -> list[Pattern]:
     patterns, limit = [], LIMITS["spike"]
     sizes = [None, *map(_noise_size, shapes), None]
     for index, shape in enumerate(shapes):
-        before, size, after = sizes[index : index + 3]
-        if size is None or after is None:
+        size_before, size, size_after = sizes[index : index + 3]
+        if size is None or size_after is None:
             continue
-        least = size / max(after, before or 0.0)
-        if least >= limit:
-            patterns.append(Pattern("layer", shape.name, least, limit, detail="beside"))
+        ratio = size / max(size_after, size_before or 0.0)
+        if ratio >= limit:
+            patterns.append(Pattern("layer", shape.name, ratio, limit, detail="beside"))
     return patterns
 
 

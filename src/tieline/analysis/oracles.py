@@ -207,14 +207,14 @@ def compare_choices(
     shapes = tuple(ids_a.shape), tuple(ids_b.shape), tuple(scores.shape)
     fits = ids_a.shape == ids_b.shape and len(ids_a) == len(scores)
     require(fits and 1 <= ids_a.shape[1] <= scores.shape[1], f"shapes {shapes} differ", ShapeError)
-    bad = int(scores.isnan().sum())
-    require(bad == 0, f"{bad} of {scores.numel()} scores are NaN: no choice of them is right")
+    n_nan = int(scores.isnan().sum())
+    require(n_nan == 0, f"{n_nan} of {scores.numel()} scores are NaN: no choice of them is right")
     broken_a, broken_b = _invalid_choices(ids_a, scores), _invalid_choices(ids_b, scores)
     set_a, set_b = _ids_as_mask(ids_a, scores), _ids_as_mask(ids_b, scores)
     differ = sets_differ(set_a, set_b) | broken_a | broken_b
     regrets = {"a": regret(set_a, scores), "b": regret(set_b, scores)}
-    beyond = {name: ~(value <= band) for name, value in regrets.items()}
-    wrong = differ & (beyond["a"] | beyond["b"] | broken_a | broken_b)
+    beyond_band = {name: ~(value <= band) for name, value in regrets.items()}
+    wrong = differ & (beyond_band["a"] | beyond_band["b"] | broken_a | broken_b)
     broken = {"a": (broken_a, ids_a), "b": (broken_b, ids_b)}
     sets = {"a": set_a, "b": set_b}
     reasons = []
@@ -225,7 +225,7 @@ def compare_choices(
                 reasons_of_token.append(
                     _invalid_choice_text(name, broken[name][1][token], scores.shape[1])
                 )
-            elif beyond[name][token]:
+            elif beyond_band[name][token]:
                 row = sets[name][token], scores[token]
                 reasons_of_token.append(_regret_text(name, *row, regrets[name][token], band[token]))
         reasons.append(f"token {token}: " + "; ".join(reasons_of_token))

@@ -106,11 +106,11 @@ def predicted_flips(
     product = _router_product(layer, router, inputs)
     chances: dict[Perturbation, FlipChance | None] = dict.fromkeys(perturbations)
     for kind in ("score noise", "state noise"):
-        some = [perturbation for perturbation in perturbations if perturbation.kind == kind]
-        if some and (kind == "score noise" or product is not None):
+        alike = [perturbation for perturbation in perturbations if perturbation.kind == kind]
+        if alike and (kind == "score noise" or product is not None):
             noise = 1.0 if product is None or kind == "score noise" else product.state_noise
-            sizes = [float(perturbation.level) for perturbation in some]
-            chances.update(zip(some, chances_by_noise(layer, view, noise, sizes), strict=True))
+            sizes = [float(perturbation.level) for perturbation in alike]
+            chances.update(zip(alike, chances_by_noise(layer, view, noise, sizes), strict=True))
     for perturbation in perturbations:
         if perturbation.kind == "rounding" and product is not None:
             number_format = format_named(str(perturbation.level))
@@ -160,10 +160,10 @@ def chances_by_noise(
 ) -> list[FlipChance]:
     """Limits under independent normal noise c σ of the kept logits, for each c of `sizes`."""
     k = layer.facts.k
-    beyond = max(0, layer.facts.reachable - view.scores.shape[1])
-    alike = layer.bias is None or layer.facts.units == "logits"
+    unkept_ranks = max(0, layer.facts.reachable - view.scores.shape[1])
+    is_shared_noise = layer.bias is None or layer.facts.units == "logits"
     limits = flip_limits_by_size(
-        view.scores, k, noise if alike else view.slope * noise, sizes, beyond
+        view.scores, k, noise if is_shared_noise else view.slope * noise, sizes, unkept_ranks
     )
     at_threshold = noise[:, k - 1] if isinstance(noise, Tensor) else noise
     return [
@@ -220,18 +220,18 @@ def sigma_for_flips(
         name: [(piece, logit_view(piece)) for piece in pieces] for name, pieces in layers.items()
     }
     with one_thread():
-        alone = {
+        by_layer = {
             name: solve_increasing(lambda s, p=pieces: _flip_rate(p, s), share)
             for name, pieces in views.items()
         }
-        sigmas = [sigma for sigma in alone.values() if sigma is not None]
+        sigmas = [sigma for sigma in by_layer.values() if sigma is not None]
         start = sum(sigmas) / len(sigmas) if sigmas else 0.01
 
         def mean_flip_rate(sigma: float) -> float:
             """Predicted flip rate at σ, averaged over layers."""
             return sum(_flip_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
-        return SigmaForFlips(share, solve_increasing(mean_flip_rate, share, start), alone)
+        return SigmaForFlips(share, solve_increasing(mean_flip_rate, share, start), by_layer)
 
 
 def solve_increasing(
@@ -404,8 +404,8 @@ class LocalEffects(Observer):
         for number, perturbation in enumerate(self._perturbations):
             generator = noise_generator(self._seed, number, clean.batch, clean.routers)
             with applied(router, Condition(perturbation), generator):
-                again = router(*call[0], **call[1])
-                other = read_output(site.family, router, call, again)
+                perturbed_output = router(*call[0], **call[1])
+                other = read_output(site.family, router, call, perturbed_output)
             flipped = sets_differ(routed_set(other), chosen)
             rows = flipped.nonzero().squeeze(1)
             choice = Choice(other.weights[rows], other.ids[rows])
@@ -413,8 +413,8 @@ class LocalEffects(Observer):
             effect, chance = self.effects[perturbation, name], chances[perturbation]
             share, repeats = flipped.double().cpu(), 1
             if chance is not None and perturbation.kind == "score noise":
-                wished = self._flips_per_call / max(chance.low.sum().item(), 1e-9)
-                repeats = max(1, min(MOST_REPEATS, math.ceil(wished)))
+                draws = self._flips_per_call / max(chance.low.sum().item(), 1e-9)
+                repeats = max(1, min(MOST_REPEATS, math.ceil(draws)))
                 rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
                 possible = chance.high > NEVER
                 share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
@@ -470,8 +470,8 @@ class LocalEffects(Observer):
 
 def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
     """Run tokens that would change again with their new experts, and count their jumps."""
-    some = [swap for swap in clean.swaps if len(swap.tokens)]
-    outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in some]))
+    changed_swaps = [swap for swap in clean.swaps if len(swap.tokens)]
+    outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in changed_swaps]))
     for swap in clean.swaps:
         jumps = torch.zeros(clean.tokens, dtype=torch.float64)
         if len(swap.tokens):
@@ -525,16 +525,16 @@ def _noisy_flip_shares(
     """
     flips = torch.zeros(len(logits), dtype=torch.float64)
     rows = possible.nonzero().squeeze(1)
-    near = logits[rows.to(logits.device)]
-    tokens, experts = near.shape
+    near_logits = logits[rows.to(logits.device)]
+    tokens, experts = near_logits.shape
     if tokens == 0:
         return flips
-    clean = rule(near)
-    at_once = max(1, CHUNK // (tokens * experts))
-    for start in range(0, repeats, at_once):
-        count = min(at_once, repeats - start)
-        noise = torch.randn(count, tokens, experts, generator=source).to(near)
-        noisy = (near + sigma * noise).flatten(0, 1)
+    clean = rule(near_logits)
+    chunk = max(1, CHUNK // (tokens * experts))
+    for start in range(0, repeats, chunk):
+        count = min(chunk, repeats - start)
+        noise = torch.randn(count, tokens, experts, generator=source).to(near_logits)
+        noisy = (near_logits + sigma * noise).flatten(0, 1)
         changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
         flips[rows] += changed.sum(dim=0).double().cpu()
     return flips / repeats
@@ -613,11 +613,13 @@ class FullEffects(Observer):
 
     def join(self, ranks: Ranks) -> None:
         """Put together what the processes counted."""
-        every = list(self.effects.values())
-        ranks.join_sums([self.loss, *(sums for effect in every for sums in effect.sums)])
-        lost = {str(n): torch.cat(effect.shares) for n, effect in enumerate(every) if effect.shares}
+        effects = list(self.effects.values())
+        ranks.join_sums([self.loss, *(sums for effect in effects for sums in effect.sums)])
+        lost = {
+            str(n): torch.cat(effect.shares) for n, effect in enumerate(effects) if effect.shares
+        }
         for number, shares in ranks.join_rows(lost).items():
-            every[int(number)].shares[:] = [shares]
+            effects[int(number)].shares[:] = [shares]
 
 
 def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTrace]) -> Serving:

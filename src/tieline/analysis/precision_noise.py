@@ -209,13 +209,13 @@ def rounding_status(model: nn.Module, names: Sequence[str]) -> str:
 
 def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
     """The first sequences with at most so many tokens; the beginning of one if it has more."""
-    kept, used = [], 0
+    sequences, n_tokens = [], 0
     for sequence in text.sequences:
-        if used + len(sequence) > most:
+        if n_tokens + len(sequence) > most:
             break
-        kept.append(sequence)
-        used += len(sequence)
-    return kept or [text.sequences[0][:most]]
+        sequences.append(sequence)
+        n_tokens += len(sequence)
+    return sequences or [text.sequences[0][:most]]
 
 
 def _layer_noise(
@@ -223,8 +223,8 @@ def _layer_noise(
 ) -> OwnNoise:
     """Size of the noise of one layer, its flips and the orders of ties at it."""
     k = clean.facts.k
-    before, after = (by_expert(layer) for layer in (clean, rounded))
-    change = (after - before).gather(1, clean.experts[:, k - 1 : k + 1].long())
+    clean_scores, rounded_scores = (by_expert(layer) for layer in (clean, rounded))
+    change = (rounded_scores - clean_scores).gather(1, clean.experts[:, k - 1 : k + 1].long())
     change = change[change.isfinite().all(dim=1)]
     delta = (change[:, 0] - change[:, 1]).abs()
     epsilon = delta.median().item() / NORMAL_MEDIAN if len(delta) else 0.0
@@ -234,7 +234,9 @@ def _layer_noise(
     share = mean_estimate(flipped)
     orders = torch.tensor([1.0] + [0.0] * MOST_ORDER)
     if epsilon > 0:
-        ranked = before.masked_fill(before.isneginf(), before[before.isfinite()].min() - 1e3)
+        ranked = clean_scores.masked_fill(
+            clean_scores.isneginf(), clean_scores[clean_scores.isfinite()].min() - 1e3
+        )
         orders = order_shares(tie_order(ranked, k, epsilon), MOST_ORDER)
     return OwnNoise(
         name=clean.name,
@@ -249,5 +251,5 @@ def _layer_noise(
 def by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
     """Selection scores of all experts in float64; minus infinity where a group is left out."""
     assert layer.scores is not None
-    every = torch.full((len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64)
-    return every.scatter_(1, layer.experts.long(), layer.scores.double())
+    scores = torch.full((len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64)
+    return scores.scatter_(1, layer.experts.long(), layer.scores.double())

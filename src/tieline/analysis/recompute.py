@@ -125,16 +125,18 @@ class _LayerDifference:
         return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
 
-def compare_runs(way: str, first: RecomputeRun, again: RecomputeRun, most_flips: int) -> Repetition:
+def compare_runs(
+    way: str, first: RecomputeRun, repeated: RecomputeRun, most_flips: int
+) -> Repetition:
     """Compare two runs: which tokens flipped, and the cause."""
-    layers = _layer_differences(first, again)
+    layers = _layer_differences(first, repeated)
     flips = _recompute_flips(layers)
-    change = _output_change(first.output, again.output)
+    change = _output_change(first.output, repeated.output)
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
     causes = next((layer for layer in layers if len(layer.flipped)), None)
     if causes is not None:
         verdict, why = _first_layer_cause(causes)
-    elif moved or change != 0.0 or again.error:
+    elif moved or change != 0.0 or repeated.error:
         size = (
             "no output" if change is None else f"the output differs by {change:.3g} of its largest"
         )
@@ -143,7 +145,7 @@ def compare_runs(way: str, first: RecomputeRun, again: RecomputeRun, most_flips:
     else:
         verdict, why = SAME, "the same experts, scores and output, bit for bit"
     shown = tuple(flips[:most_flips])
-    return Repetition(way, verdict, why, len(flips), shown, moved, change, again.error)
+    return Repetition(way, verdict, why, len(flips), shown, moved, change, repeated.error)
 
 
 def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
@@ -152,15 +154,15 @@ def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
     gap, moved, limit = layer.gap[rows], layer.moved[rows], layer.limit[rows]
     tied = (gap == 0) & (moved <= limit)
     near = (gap > 0) & (moved > 0) & (moved <= limit)
-    strange = int((~(tied | near)).sum())
+    unexplained = int((~(tied | near)).sum())
     where = (
         f"{len(rows)} of {len(layer.gap)} tokens choose other experts in {layer_label(layer.name)}"
     )
     size = f"gaps up to {gap.max().item():.3g}, scores moved by up to {moved.max().item():.3g}"
-    if strange:
+    if unexplained:
         return (
             OTHER,
-            f"{where}, {strange} of them not by rounding ({size}): {_non_rounding_text(layer)}",
+            f"{where}, {unexplained} of them not by rounding ({size}): {_non_rounding_text(layer)}",
         )
     if bool(tied.all()):
         return TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
@@ -175,12 +177,12 @@ def _non_rounding_text(layer: _LayerDifference) -> str:
     return "the same scores gave another choice, so the router draws at random or is broken"
 
 
-def _layer_differences(first: RecomputeRun, again: RecomputeRun) -> list[_LayerDifference]:
+def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_LayerDifference]:
     """Compare the layers that both runs have with equal token counts, in order of depth."""
-    before, after = _calls_by_layer(first), _calls_by_layer(again)
+    first_calls, repeated_calls = _calls_by_layer(first), _calls_by_layer(repeated)
     differences = []
-    for name, calls in before.items():
-        others = after.get(name, [])
+    for name, calls in first_calls.items():
+        others = repeated_calls.get(name, [])
         tokens = [sum(call.tokens for call in some) for some in (calls, others)]
         if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
             differences.append(_layer_difference(name, calls, others, first.rounding))
@@ -244,13 +246,13 @@ def _calls_by_layer(run: RecomputeRun) -> dict[str, list[RouterCall]]:
     return calls
 
 
-def _output_change(first: Tensor | None, again: Tensor | None) -> float | None:
+def _output_change(first: Tensor | None, repeated: Tensor | None) -> float | None:
     """Largest change over the largest entry; None where there are no two outputs to compare."""
-    if first is None or again is None or first.shape != again.shape:
+    if first is None or repeated is None or first.shape != repeated.shape:
         return None
-    if torch.equal(first, again):
+    if torch.equal(first, repeated):
         return 0.0
-    before, after = first.double(), again.double()
+    before, after = first.double(), repeated.double()
     return ((before - after).abs().max() / before.abs().max().clamp(min=1e-300)).item()
 
 
@@ -310,10 +312,10 @@ def plain_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
 
 def split_run(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
     """Run the batch in `count` smaller batches, one after the other."""
-    done = [plain_run(module, piece) for piece in inputs.pieces(count)]
-    calls = [call for run in done for call in run.calls]
-    outputs = [run.output for run in done if run.output is not None]
-    return RecomputeRun(torch.cat(outputs), tuple(calls), done[0].rounding)
+    runs = [plain_run(module, piece) for piece in inputs.pieces(count)]
+    calls = [call for run in runs for call in run.calls]
+    outputs = [run.output for run in runs if run.output is not None]
+    return RecomputeRun(torch.cat(outputs), tuple(calls), runs[0].rounding)
 
 
 def other_threads_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
@@ -477,9 +479,11 @@ def recompute_check(
     left_out = {}
     if "split" in kinds and rows < splits:
         left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
-    asked = [kind for kind in KINDS if kind in kinds and kind not in left_out]
-    done = [compare_runs(kind, *runs[kind](), most_flips) for kind in asked]
-    top = max(done, key=lambda repetition: VERDICTS.index(repetition.verdict))
+    chosen_kinds = [kind for kind in KINDS if kind in kinds and kind not in left_out]
+    repetitions = [compare_runs(kind, *runs[kind](), most_flips) for kind in chosen_kinds]
+    top = max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
     layers = tuple(dict.fromkeys(call.trace.name for call in first.calls))
     tokens = sum(call.tokens for call in first.calls if call.trace.name == layers[0])
-    return RecomputeReport(top.verdict, top.explanation, tuple(done), layers, tokens, left_out)
+    return RecomputeReport(
+        top.verdict, top.explanation, tuple(repetitions), layers, tokens, left_out
+    )

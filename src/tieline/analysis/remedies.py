@@ -195,11 +195,13 @@ class RemedyRuns:
         if perturbation.kind != "rounding":
             return pairs
         routers = tuple(modular_routers(self._model))
-        listed = self._keeps[perturbation.name].layers if perturbation.name in self._keeps else ()
+        listed_routers = (
+            self._keeps[perturbation.name].layers if perturbation.name in self._keeps else ()
+        )
         if perturbation.part != "router":
             pairs[ALL_ROUTERS] = _keeping_routers(condition, routers)
-        if 0 < len(listed) < len(routers):
-            pairs[LISTED] = _keeping_routers(condition, listed)
+        if 0 < len(listed_routers) < len(routers):
+            pairs[LISTED] = _keeping_routers(condition, listed_routers)
         return pairs
 
     def run(
@@ -306,13 +308,13 @@ class RemedyRuns:
             pair = self._repaired.get((remedy, perturbation.name))
             if pair is not None:
                 kl = self._divergences.kl
-                both = kl[pair.first].mean(), kl[pair.second].mean()
+                kls = kl[pair.first].mean(), kl[pair.second].mean()
             elif remedy == ALL_ROUTERS and perturbation.kind == "rounding":
-                both = _zero_kl(batches), _zero_kl(batches)  # all that is rounded is kept
+                kls = _zero_kl(batches), _zero_kl(batches)  # all that is rounded is kept
             else:
                 continue
             effects.append(
-                RemedyEffect(perturbation.name, *both, self._bytes(remedy, perturbation.name))
+                RemedyEffect(perturbation.name, *kls, self._bytes(remedy, perturbation.name))
             )
         return tuple(effects)
 
@@ -325,8 +327,8 @@ class RemedyRuns:
 
 def _keeping_routers(condition: Condition, routers: Sequence[str]) -> Repaired:
     """The two runs that keep these routers in float32."""
-    kept = replace(condition, kept=tuple(routers))
-    return Repaired(kept, kept.again(), kept)
+    keeping = replace(condition, kept=tuple(routers))
+    return Repaired(keeping, keeping.again(), keeping)
 
 
 def _zero_kl(batches: Sequence[Ids]) -> Estimate:

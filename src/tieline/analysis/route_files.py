@@ -202,8 +202,8 @@ def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
     require(not repeated.all(), f"{name}: every row is warm-up: nothing would be left", TraceError)
     if not repeated.any():
         return trace
-    kept = select_tokens(trace, torch.from_numpy(~repeated))
-    return replace(kept, documents=kept.documents.unique(return_inverse=True)[1])
+    remainder = select_tokens(trace, torch.from_numpy(~repeated))
+    return replace(remainder, documents=remainder.documents.unique(return_inverse=True)[1])
 
 
 def _trace_to_convert(source: str | Path, options: dict[str, Any]) -> RoutingTrace:

@@ -151,8 +151,8 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
             selection, group_gap = restrict_to_groups(
                 selection, _empty_choice(tokens, scores.device), limit
             )
-    kept = experts if ranks is None else min(experts, k + ranks)
-    ranked = ranked_choice(selection, _empty_choice(tokens, scores.device), k, kept)
+    n_kept = experts if ranks is None else min(experts, k + ranks)
+    ranked = ranked_choice(selection, _empty_choice(tokens, scores.device), k, n_kept)
     return LayerTrace(
         name,
         facts,
@@ -193,11 +193,11 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
         return None
     z = at_least_single(logits)
     largest = z.amax(dim=-1)
-    sure = largest if probabilities else (largest - z.logsumexp(dim=-1)).exp()
+    confidence = largest if probabilities else (largest - z.logsumexp(dim=-1)).exp()
     low = z.amin()
     size = torch.maximum(largest.amax(), -low)
     rows = (z.sum(dim=-1) - 1).abs().amax()
-    sums = torch.stack([z.square().mean(), size, sure.mean(), low, rows])
+    sums = torch.stack([z.square().mean(), size, confidence.mean(), low, rows])
     return LogitSums(*sums.tolist())
 
 

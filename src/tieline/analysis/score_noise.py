@@ -174,18 +174,18 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         same = a.experts == b.experts[:, rank, None]
         matched = torch.where(same, of_b[:, rank, None], matched)
     difference = matched - of_a
-    both = difference.isfinite()
-    difference = difference.masked_fill_(~both, 0.0)
-    count = both.sum(1)
+    is_common = difference.isfinite()
+    difference = difference.masked_fill_(~is_common, 0.0)
+    count = is_common.sum(1)
     mean = difference.sum(1) / count.clamp(min=1)
-    centred = torch.where(both, difference - mean[:, None], 0.0)
+    centred = torch.where(is_common, difference - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - 1).clamp(min=1)
     variance[count < FEWEST_COMMON] = torch.nan
     floor = FLOOR * max(_rounding_step(a), _rounding_step(b))
     level = (variance + floor**2).log()
     return LayerNoise(
         difference.numpy(),
-        both.numpy(),
+        is_common.numpy(),
         a.experts.numpy(),
         variance.numpy(),
         level.numpy(),
@@ -221,12 +221,12 @@ def _score_spread(layer: LayerTrace, scores: Tensor) -> float:
     finite = scores.isfinite()
     count = finite.sum(1)
     mean = scores.where(finite, 0.0).sum(1) / count.clamp(min=1)
-    off = torch.where(finite, scores - mean[:, None], 0.0)
-    deviation = (off.square().sum(1) / (count - 1).clamp(min=1)).sqrt()
+    deviations = torch.where(finite, scores - mean[:, None], 0.0)
+    deviation = (deviations.square().sum(1) / (count - 1).clamp(min=1)).sqrt()
     if len(deviation) == 0:
         return 0.0
-    able = facts.n_experts * facts.k_groups // facts.n_groups
-    return deviation.median().item() / top_deviation(able, min(scores.shape[1], able))
+    reachable = facts.n_experts * facts.k_groups // facts.n_groups
+    return deviation.median().item() / top_deviation(reachable, min(scores.shape[1], reachable))
 
 
 SMALL_GAPS = 0.05
@@ -318,17 +318,17 @@ def flip_test(
     first = torch.arange(in_a.shape[1]) < k
     moved[rows] = (first[None, :] != in_b).numpy()
     scale, count = _token_noise(noise, rows, moved[rows], prior)
-    others = (~moved[rows]).sum(1)
-    able, freedom = count >= np.maximum(2, LEAST_SHARE * others), count - 1
+    n_unmoved = (~moved[rows]).sum(1)
+    testable, freedom = count >= np.maximum(2, LEAST_SHARE * n_unmoved), count - 1
     if fresh.all() and noise.is_silent:
-        scale, able = np.minimum(scale, SILENT * noise.floor), np.ones_like(able)
+        scale, testable = np.minimum(scale, SILENT * noise.floor), np.ones_like(testable)
         freedom = np.full_like(freedom, EXPONENTS[1])
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
-    able &= len(reference) >= FEWEST_PAIRS
+    testable &= len(reference) >= FEWEST_PAIRS
     ratio = margins / np.maximum(scale, noise.floor)
     chance = size_biased_tail(reference, ratio, freedom)
-    p = np.where(able & (margins > noise.floor), chance, 1.0)
-    return FlipTest(rows, margins, scale, p, int(able.sum()))
+    p = np.where(testable & (margins > noise.floor), chance, 1.0)
+    return FlipTest(rows, margins, scale, p, int(testable.sum()))
 
 
 def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray, " tests"]:
@@ -362,10 +362,10 @@ def _margin_on_side(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> T
     leaving = ~(chosen[:, :, None] == other[:, None, :]).any(2)
     entering = ~(other[:, :, None] == chosen[:, None, :]).any(2)
     highest = scores[:, :k].masked_fill(~leaving, -torch.inf).amax(1)
-    kept = other[:, :, None] == experts[:, None, k:]
-    entered = (kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
-    entered = torch.where(kept.any(2), entered, scores[:, -1:])
-    return highest - entered.masked_fill(~entering, torch.inf).amin(1)
+    is_kept = other[:, :, None] == experts[:, None, k:]
+    entering_scores = (is_kept * scores[:, None, k:].nan_to_num(neginf=0.0)).sum(2)
+    entering_scores = torch.where(is_kept.any(2), entering_scores, scores[:, -1:])
+    return highest - entering_scores.masked_fill(~entering, torch.inf).amin(1)
 
 
 def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float]:
@@ -386,14 +386,14 @@ def _token_noise(
     noise: LayerNoise, rows: np.ndarray, left_out: np.ndarray, prior: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """S of each of these tokens without some of its experts, and how many are left."""
-    kept = noise.common[rows] & ~left_out
-    count = kept.sum(1)
-    values = np.where(kept, noise.difference[rows], 0.0)
+    counted = noise.common[rows] & ~left_out
+    count = counted.sum(1)
+    values = np.where(counted, noise.difference[rows], 0.0)
     mean = values.sum(1) / np.maximum(count, 1)
-    squares = (np.where(kept, values - mean[:, None], 0.0) ** 2).sum(1)
+    squares = (np.where(counted, values - mean[:, None], 0.0) ** 2).sum(1)
     (weight, middle), freedom = prior, np.maximum(count - 1, 0)
-    pulled = (weight * middle + squares) / (weight + freedom)
-    return np.sqrt(np.maximum(pulled, squares / np.maximum(freedom, 1))), count
+    moderated = (weight * middle + squares) / (weight + freedom)
+    return np.sqrt(np.maximum(moderated, squares / np.maximum(freedom, 1))), count
 
 
 def _reference_ratios(
@@ -404,8 +404,8 @@ def _reference_ratios(
     pair = slice(k, k + 2) if k + 1 < ranks else slice(k - 2, k)
     if pair.start < 0:
         return np.zeros(0)
-    able = noise.common[:, pair].all(1) & ~moved[:, pair].any(1)
-    rows = np.flatnonzero(fresh & able & (noise.common.sum(1) > FEWEST_COMMON))
+    unmoved = noise.common[:, pair].all(1) & ~moved[:, pair].any(1)
+    rows = np.flatnonzero(fresh & unmoved & (noise.common.sum(1) > FEWEST_COMMON))
     left_out = moved[rows]
     left_out[:, pair] = True
     scale, _ = _token_noise(noise, rows, left_out, prior)
@@ -432,8 +432,8 @@ def size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarr
     counted = weight[np.searchsorted(reference, ratio)] / max(weight[0], np.finfo(float).tiny)
     share = max(weight[-top - 1], top * start**2) / max(weight[0], top * start**2)
     fall = np.maximum(exponent - CROSSING, 0.0)
-    beyond = share * (np.maximum(ratio, start) / start) ** -fall
-    return np.where(ratio > start, np.maximum(beyond, counted), np.maximum(counted, share))
+    modelled = share * (np.maximum(ratio, start) / start) ** -fall
+    return np.where(ratio > start, np.maximum(modelled, counted), np.maximum(counted, share))
 
 
 FEWEST_CHOSEN = 3
@@ -613,17 +613,19 @@ def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
     enterer = chosen_b[tokens][enters[tokens]]
     margins = []
     for layer, scores, sign in zip((a, b), plain_scores(a, b), (1.0, -1.0), strict=True):
-        of = [_score_of(layer.experts[tokens], scores[tokens], x) for x in (leaver, enterer)]
-        margins.append(sign * (of[0] - of[1]).numpy())
+        pair_scores = [
+            _score_of(layer.experts[tokens], scores[tokens], x) for x in (leaver, enterer)
+        ]
+        margins.append(sign * (pair_scores[0] - pair_scores[1]).numpy())
     finite = np.isfinite(margins[0]) & np.isfinite(margins[1])
     return SwapMargins(tokens.numpy()[finite], margins[0][finite], margins[1][finite])
 
 
-def _score_of(experts: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
+def _score_of(experts: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
     """Score of one expert of each token in float64; NaN where it was not kept."""
-    same = experts == wanted[:, None]
-    score = torch.where(same, scores.double(), 0.0).sum(1)
-    return torch.where(same.any(1), score, torch.nan)
+    is_expert = experts == expert[:, None]
+    score = torch.where(is_expert, scores.double(), 0.0).sum(1)
+    return torch.where(is_expert.any(1), score, torch.nan)
 
 
 def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:

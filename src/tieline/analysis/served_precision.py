@@ -132,10 +132,10 @@ def replay_bytes(layer: LayerTrace, weights: bool = True) -> int:
 
 def router_state(layers: Iterable[LayerTrace]) -> Routers:
     """Return whether routers choose at all, by some of their routing."""
-    every = list(layers)
-    if any(has_equal_scores(layer) for layer in every):
+    traces = list(layers)
+    if any(has_equal_scores(layer) for layer in traces):
         return "equal scores"
-    chosen = [layer.facts.k == layer.facts.n_experts for layer in every]
+    chosen = [layer.facts.k == layer.facts.n_experts for layer in traces]
     return "all chosen" if chosen and all(chosen) else "sound"
 
 
@@ -210,8 +210,8 @@ def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
     return "yes" if high < HARMLESS else "unclear"
 
 
-def share_gone(kl: Estimate, left: Estimate) -> float | None:
+def share_gone(kl: Estimate, remaining: Estimate) -> float | None:
     """Return 1 - left / KL; None where one is missing or the KL is rounding."""
-    if kl.value is None or left.value is None or kl.value < LEAST_KL:
+    if kl.value is None or remaining.value is None or kl.value < LEAST_KL:
         return None
-    return 1 - left.value / kl.value
+    return 1 - remaining.value / kl.value

@@ -127,24 +127,31 @@ class Calibration:
         """Mean experts per token and layer at these widths, on the calibration text."""
         counts = []
         for plan in self.plans:
-            kept, width = self.clean[plan.name], widths[plan.name]
-            scores, k, groups = kept.scores.double(), plan.k, kept.groups
+            measured, width = self.clean[plan.name], widths[plan.name]
+            scores, k, groups = measured.scores.double(), plan.k, measured.groups
             if width <= 0:
                 counts.append(float(k))
             elif gate == "projected":
                 counts.append(_mean_used(group_projection(scores, k, width, groups)))
             else:
-                of = {"epsilon": width, "k_max": default_k_max(k, plan.n_experts)}
-                counts.append(_mean_used(smooth_columns(scores, k, groups=groups, **of).share))
+                band = {"epsilon": width, "k_max": default_k_max(k, plan.n_experts)}
+                counts.append(_mean_used(smooth_columns(scores, k, groups=groups, **band).share))
         return sum(counts) / len(counts)
 
     def by_budget(self, budget: float, gate: GateName) -> dict[str, float]:
         """The ε of each layer that gives it this mean number of experts."""
         widths = {}
         for plan in self.plans:
-            kept = self.clean[plan.name]
-            of = kept.scores, plan.k, plan.n_experts, budget, kept.groups, gate
-            widths[plan.name] = budget_epsilon(*of)
+            measured = self.clean[plan.name]
+            arguments = (
+                measured.scores,
+                plan.k,
+                plan.n_experts,
+                budget,
+                measured.groups,
+                gate,
+            )
+            widths[plan.name] = budget_epsilon(*arguments)
         return widths
 
 

@@ -94,8 +94,8 @@ class RepairRow:
         (before - floor) / (after - floor), both with the floor of the original: forcing the clean
         choice on a smoothed model would not take back what the ramp lets through without a flip.
         """
-        left = (self.after.value or 0.0) - (self.before_floor.value or 0.0)
-        return self.by_flips / left if left > 0 else None
+        rest = (self.after.value or 0.0) - (self.before_floor.value or 0.0)
+        return self.by_flips / rest if rest > 0 else None
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,15 @@ class Repair(Result):
         "changed" and "kl" are of the original, as `inspect` and `audit` have them.
         """
         table = self.repair
-        named = {"experts": table.experts_after, "moved": table.moved, "loss": table.loss_change}
+        estimates = {
+            "experts": table.experts_after,
+            "moved": table.moved,
+            "loss": table.loss_change,
+        }
         for row in table.rows:
-            named |= {f"factor@{row.name}": row.factor, f"kl_after@{row.name}": row.after}
-            named |= {f"changed@{row.name}": row.flips_before, f"kl@{row.name}": row.before}
-        metrics = {name: estimate.value for name, estimate in named.items()}
+            estimates |= {f"factor@{row.name}": row.factor, f"kl_after@{row.name}": row.after}
+            estimates |= {f"changed@{row.name}": row.flips_before, f"kl@{row.name}": row.before}
+        metrics = {name: estimate.value for name, estimate in estimates.items()}
         metrics |= {f"time@{timed.implementation}": timed.ratio for timed in self.latency}
         return {name: value for name, value in metrics.items() if value is not None}
 
@@ -245,12 +249,12 @@ class ModelForm(NamedTuple):
         The floor of the original decides what a form repairs. That of the form is told beside it:
         it takes every other batch, and its error is that of them.
         """
-        here, clean = replace(condition, smoothing=self.smoothing), self.clean(batch)
+        smoothed, clean = replace(condition, smoothing=self.smoothing), self.clean(batch)
         is_original = clean == Pass(batch)
-        free = Pass(batch, here, clean, () if is_original else (Pass(batch),), self.model)
+        free = Pass(batch, smoothed, clean, () if is_original else (Pass(batch),), self.model)
         if not is_original and batch % 2:
             return (free,)
-        return free, Pass(batch, here.taking("forced"), clean, (), self.model)
+        return free, Pass(batch, smoothed.taking("forced"), clean, (), self.model)
 
 
 ORIGINAL = ModelForm()
@@ -494,8 +498,8 @@ def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> 
 
 def _mean_over_layers(sums: dict[str, SequenceSums]) -> Estimate:
     """Mean of all layers together."""
-    first, *others = sums.values()
-    return first.joined(*others).mean()
+    first, *later_sums = sums.values()
+    return first.joined(*later_sums).mean()
 
 
 RESAMPLES = 1000
@@ -534,8 +538,11 @@ def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float
     """Second row over first, of the medians, with the ends of its 95 % interval."""
     generator = torch.Generator().manual_seed(0)
     rounds = times.shape[1]
-    drawn = torch.randint(rounds, (RESAMPLES, rounds), generator=generator)
-    before, after = times[0][drawn].median(dim=1).values, times[1][drawn].median(dim=1).values
+    resamples = torch.randint(rounds, (RESAMPLES, rounds), generator=generator)
+    before, after = (
+        times[0][resamples].median(dim=1).values,
+        times[1][resamples].median(dim=1).values,
+    )
     spread = (after / before.clamp(min=1e-9)).quantile(torch.tensor([0.025, 0.975]).double())
     ratio = (times[1].median() / times[0].median().clamp(min=1e-9)).item()
     low, high = spread.tolist()

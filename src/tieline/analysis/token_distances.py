@@ -135,15 +135,15 @@ def logits_diff(
     if not bool(predicted.any()):
         return None
     values = TokenDistances(*(column[predicted] for column in distances))
-    groups, apart = documents[predicted], flipped[predicted]
+    groups, is_flipped = documents[predicted], flipped[predicted]
     return LogitsDiff(
         k3=values.k3.mean().item(),
         k3_error=clustered_error(values.k3, groups),
         kl=values.kl.mean().item(),
         kl_error=clustered_error(values.kl, groups),
         kl_p99=float(np.quantile(values.kl.numpy(), 0.99, method="inverted_cdf")),
-        kl_flipped=_mean_or_none(values.kl[apart]),
-        kl_unflipped=_mean_or_none(values.kl[~apart]),
+        kl_flipped=_mean_or_none(values.kl[is_flipped]),
+        kl_unflipped=_mean_or_none(values.kl[~is_flipped]),
         loss_a=values.loss_a.mean().item(),
         loss_b=values.loss_b.mean().item(),
         tokens=int(predicted.sum()),
@@ -204,8 +204,8 @@ class DistanceObserver(Observer):
 
     def _compare(self, a: Any, b: Any, ids: Tensor) -> None:
         """Add the distances of a batch; None for models that do not predict the same tokens."""
-        able = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
-        if not able or a.shape[:2] != ids.shape:
+        is_comparable = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+        if not is_comparable or a.shape[:2] != ids.shape:
             self.distances = None
         elif self.distances is not None:
             for logits, side, model in zip((a, b), "AB", self._models, strict=True):
@@ -247,10 +247,12 @@ def mean_kl(distances: list[TokenDistances] | None, documents: Tensor) -> Estima
     if not distances:
         return None
     kl = torch.cat([batch.kl for batch in distances])
-    kept = ~kl.isnan()
-    if not bool(kept.any()):
+    predicted = ~kl.isnan()
+    if not bool(predicted.any()):
         return None
-    return Estimate(kl[kept].mean().item(), clustered_error(kl[kept], documents[kept]))
+    return Estimate(
+        kl[predicted].mean().item(), clustered_error(kl[predicted], documents[predicted])
+    )
 
 
 CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}
@@ -266,10 +268,10 @@ def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None)
         ranks: the batches, each row a document, and how processes share them.
         progress: called with stage, done and total.
     """
-    others = sorted({*find_routers(a.model)} ^ {*find_routers(b.model)})
+    unshared = sorted({*find_routers(a.model)} ^ {*find_routers(b.model)})
     require(
-        not others,
-        f"routes are replayed by the names of routers, and {others[:3]} are in one model only",
+        not unshared,
+        f"routes are replayed by the names of routers, and {unshared[:3]} are in one model only",
         UnsupportedModelError,
     )
     passes: list[Pass] = []
