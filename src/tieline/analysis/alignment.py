@@ -54,8 +54,6 @@ NEAR = 0.05
 MOST_MATCHED = 2048
 """Most experts for which a renumbering is searched: the table of pairs has their square."""
 
-Table = Int[np.ndarray, "experts experts"]
-
 
 class ExpertPermutation(NamedTuple):
     """Number in B of each expert of A, and how well the choices agree under it.
@@ -82,7 +80,7 @@ class ExpertPermutation(NamedTuple):
 
 def co_occurrence(
     in_a: Int[np.ndarray, "tokens k_a"], in_b: Int[np.ndarray, "tokens k_b"], experts: int
-) -> Table:
+) -> Int[np.ndarray, "experts experts"]:
     """C: tokens that choose i in A and j in B."""
     pairs = in_a.astype(np.int64)[:, :, None] * experts + in_b.astype(np.int64)[:, None, :]
     return np.bincount(pairs.ravel(), minlength=experts**2).reshape(experts, experts)
@@ -218,13 +216,9 @@ def layer_pairings(names_a: Sequence[str], names_b: Sequence[str]) -> list[Pairi
     count_a, count_b = len(names_a), len(names_b)
     candidates: list[Pairing] = []
     if of_a is not None and of_b is not None:
-        index_by_number = {number: index for index, number in enumerate(of_b)}
+        indices = {number: index for index, number in enumerate(of_b)}
         for shift in (0, 1, -1):
-            pairs = [
-                (i, index_by_number[n + shift])
-                for i, n in enumerate(of_a)
-                if n + shift in index_by_number
-            ]
+            pairs = [(i, indices[n + shift]) for i, n in enumerate(of_a) if n + shift in indices]
             candidates.append(Pairing(shift, tuple(pairs)))
         candidates.append(Pairing(None, tuple((i, i) for i in range(min(count_a, count_b)))))
     else:
@@ -369,14 +363,15 @@ def sample_choices(
     a: RoutingTrace, b: RoutingTrace, common: dict[int, CommonTokens]
 ) -> dict[int, SampledChoices]:
     """For each shift, the choices of both sides; every layer is read once."""
-    samples = {shift: _sample_tokens(tokens) for shift, tokens in common.items()}
+    samples = {}
+    for shift, (in_a, in_b) in common.items():
+        step = np.linspace(0, len(in_a) - 1, min(len(in_a), SAMPLE)).round().astype(int)
+        samples[shift] = in_a[np.unique(step)], in_b[np.unique(step)]
     sampled = {shift: SampledChoices([], []) for shift in common}
-    for layer in a.layers:
-        for shift, tokens in samples.items():
-            sampled[shift].in_a.append(_choices_at_tokens(layer, tokens.in_a))
-    for layer in b.layers:
-        for shift, tokens in samples.items():
-            sampled[shift].in_b.append(_choices_at_tokens(layer, tokens.in_b))
+    for side, trace in enumerate((a, b)):
+        for layer in trace.layers:
+            for shift, tokens in samples.items():
+                sampled[shift][side].append(_choices_at_tokens(layer, tokens[side]))
     return sampled
 
 
@@ -411,13 +406,6 @@ def _judge_hypothesis(choices: SampledChoices, shift: int, pairing: Pairing) -> 
     ]
     defined = [agreement for agreement in agreements if agreement is not None]
     return AlignmentHypothesis(shift, pairing, float(np.mean(defined)) if defined else 1.0)
-
-
-def _sample_tokens(common: CommonTokens) -> CommonTokens:
-    """At most `SAMPLE` of the tokens, evenly spread."""
-    count = len(common.in_a)
-    step = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).round().astype(int))
-    return CommonTokens(common.in_a[step], common.in_b[step])
 
 
 def _choices_at_tokens(layer: LayerTrace, tokens: Tensor) -> tuple[np.ndarray, int]:
@@ -487,10 +475,11 @@ def token_id_shift(
 def require_paired_layers(a: RoutingTrace, b: RoutingTrace, pairing: Pairing) -> None:
     """Raise if most layers have no partner."""
     fewest = min(len(a.layers), len(b.layers))
+    ends = [dict.fromkeys((run.layers[0].name, run.layers[-1].name)) for run in (a, b)]
     require(
         2 * len(pairing.pairs) >= fewest,
-        f"only {len(pairing.pairs)} layers of A ({_layer_name_range(a)}) and B "
-        f"({_layer_name_range(b)}) match",
+        f"only {len(pairing.pairs)} layers of A ({' … '.join(ends[0])}) and B "
+        f"({' … '.join(ends[1])}) match",
         TraceError,
     )
 
@@ -500,13 +489,10 @@ def require_common_tokens(
 ) -> None:
     """Refuse if one side lacks more tokens than one per document and those it did not route."""
     documents = len(a.documents[common.in_a].unique())
-    for side, other_side, trace, unrouted_there in (
-        ("A", "B", a, unrouted[1]),
-        ("B", "A", b, unrouted[0]),
-    ):
+    for side, other_side, trace, spared in (("A", "B", a, unrouted[1]), ("B", "A", b, unrouted[0])):
         common_rows = common.in_a if trace is a else common.in_b
         lacking = trace.n_tokens - len(common_rows)
-        if partial or lacking <= documents + unrouted_there:
+        if partial or lacking <= documents + spared:
             continue
         has_partner = torch.zeros(trace.n_tokens, dtype=torch.bool)
         has_partner[common_rows] = True
@@ -541,12 +527,6 @@ def _token_extent(side: str, trace: RoutingTrace) -> str:
     columns = (("documents", trace.documents), ("positions", trace.positions))
     ranges = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in columns]
     return f"{side} has {', '.join(ranges)}"
-
-
-def _layer_name_range(trace: RoutingTrace) -> str:
-    """First and last layer name of a trace."""
-    names = [layer.name for layer in trace.layers]
-    return f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]
 
 
 SHIFTS = (0, 1, -1)
@@ -608,10 +588,10 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     require_common_tokens(a, b, tokens, (side_a.tokens, side_b.tokens), partial)
     matches, records = [], []
     for pair in best.pairing.pairs:  # one pair after the other: a file is read once for all three
-        matches.append(
-            _permutation_of_pair(a, b, tokens, pair, require_equal_sizes(a, b, pair, partial))
-        )
-        records.append(_pair_record(a, b, pair, matches[-1]))
+        experts = require_equal_sizes(a, b, pair, partial)
+        match, record = _matched_pair(a.layers[pair[0]], b.layers[pair[1]], tokens, experts)
+        matches.append(match)
+        records.append(record)
     pairs = tuple(records)
     require_related_runs(pairs, [match.beyond_chance for match in matches], verified)
     account = _alignment_record((side_a, side_b), tokens, best.shift, best.pairing, pairs)
@@ -660,26 +640,18 @@ def _count_unranked_tokens(layer: LayerTrace) -> int:
     return int((layer.scores[:, :k].amin(1) < layer.scores[:, k:].amax(1)).sum())
 
 
-def _permutation_of_pair(
-    a: RoutingTrace, b: RoutingTrace, common: CommonTokens, pair: tuple[int, int], experts: int
-) -> ExpertPermutation:
-    """Estimated renumbering of the experts of two paired layers."""
-    first, second = a.layers[pair[0]], b.layers[pair[1]]
-    chosen_a = first.experts[common.in_a, : first.facts.k].long().numpy()
-    chosen_b = second.experts[common.in_b, : second.facts.k].long().numpy()
+def _matched_pair(
+    first: LayerTrace, second: LayerTrace, common: CommonTokens, experts: int
+) -> tuple[ExpertPermutation, LayerPair]:
+    """Estimated renumbering of the experts of two paired layers, and the record of both."""
+    chosen_a, _ = _choices_at_tokens(first, common.in_a)
+    chosen_b, _ = _choices_at_tokens(second, common.in_b)
     scored = first if first.has_gaps else second  # numbers agree where experts are tied
-    return estimate_permutation(
+    match = estimate_permutation(
         chosen_a, chosen_b, experts, lambda i, j: have_equal_scores(scored, i, j)
     )
-
-
-def _pair_record(
-    a: RoutingTrace, b: RoutingTrace, pair: tuple[int, int], match: ExpertPermutation
-) -> LayerPair:
-    """Agreement and renumbering of two paired layers, as a record."""
-    first, second = a.layers[pair[0]], b.layers[pair[1]]
     moved = np.flatnonzero(match.to_b != np.arange(len(match.to_b)))
-    return LayerPair(
+    record = LayerPair(
         first.name,
         second.name,
         len(match.to_b),
@@ -691,6 +663,7 @@ def _pair_record(
         tuple(match.to_b[moved].tolist()),
         match.unseen,
     )
+    return match, record
 
 
 def _alignment_record(
