@@ -318,16 +318,11 @@ def leave_one_out(
         run_folder = folder / f"{config.recipe}-{seed}"
         started = (run_folder / "config.json").is_file()
         result = run_training(config, run_folder, resume=started)
-        scores.append(_domain_score(gate, out, seed, result.scores))
+        test = result.scores["out"]
+        same = {name: test[name] for name in ACCURACIES}
+        validation, experts = result.scores["validation"]["accuracy"], fmean(test["experts"])
+        scores.append(DomainScore(gate, out, seed, validation=validation, experts=experts, **same))
     return scores
-
-
-def _domain_score(gate: str, out: str, seed: int, scores: dict[str, Any]) -> DomainScore:
-    """The record of one run on images, from its scores."""
-    test = scores["out"]
-    same = {name: test[name] for name in ACCURACIES}
-    validation, experts = scores["validation"]["accuracy"], fmean(test["experts"])
-    return DomainScore(gate, out, seed, validation=validation, experts=experts, **same)
 
 
 def domain_table(scores: Sequence[DomainScore]) -> DomainTable:

@@ -63,18 +63,13 @@ def softened_routers(model: nn.Module, widths: Mapping[str, float]) -> Iterator[
             router = model.get_submodule(name)
             handler = router_smoothing(router)
             if handler is not None and handler.k == 1:
-                setattr(router, HANDLER, _tempered_handler(handler, router))
+                values = {f.name: getattr(handler, f.name) for f in fields(handler)}
+                softmax = combine_rule(handler.family, router).startswith("softmax")
+                divided = renormalises_weights(handler.family, router) and softmax
+                setattr(router, HANDLER, Tempered(**values, divided=divided))
         yield
     finally:
         unsmooth_(model)
-
-
-def _tempered_handler(handler: RouterSmoothing, router: nn.Module) -> Tempered:
-    """The handler of a smoothed router with a temperature in place of a band."""
-    values = {f.name: getattr(handler, f.name) for f in fields(handler)}
-    softmax = combine_rule(handler.family, router).startswith("softmax")
-    divided = renormalises_weights(handler.family, router) and softmax
-    return Tempered(**values, divided=divided)
 
 
 def soft_share(gaps: Tensor, width: float, k: int) -> Tensor:

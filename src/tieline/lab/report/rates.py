@@ -180,18 +180,13 @@ def _rates_figure(result: RateStudy) -> "Figure":
             axes.set_title(heading, fontsize=8)
 
     figure = styled_figure(draw, columns=3, height=3.2)
-    figure.suptitle(_rates_headline(result), fontsize=8)
-    # more room below: the layout underestimates that of the legends
-    figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
-    return figure
-
-
-def _rates_headline(result: RateStudy) -> str:
-    """Name, repetitions, noise and failures, above the figure."""
     headline = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
     headline += f", {result.failed} of {result.problems} not converged" if result.failed else ""
     few = ", ".join(f"{n:,}" for n in result.ridge.sizes)
-    return headline + (f", a ridge at n = {few}" if few else "")
+    figure.suptitle(headline + (f", a ridge at n = {few}" if few else ""), fontsize=8)
+    # more room below: the layout underestimates that of the legends
+    figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
+    return figure
 
 
 def _draw_loss_panel(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:

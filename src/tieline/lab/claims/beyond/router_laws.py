@@ -193,12 +193,6 @@ def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> fl
     return total
 
 
-def measured_slope(form: str, loss: Callable[[Tensor], Tensor], width: float = 5e-4) -> float:
-    """Slope at width 0, from two widths."""
-    half, full = (soft_change(form, loss, w) / w for w in (width / 2, width))
-    return 2 * half - full
-
-
 def predicted_slope(form: str, loss: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Slope from the wall alone, and its part by the gradient."""
     first, second, third = ramp_moments(form)
@@ -230,7 +224,8 @@ def soft_slope(run: ClaimRun) -> Evidence:
     errors, without = {}, []
     for form in SHARES:
         for name, loss in LOSSES.items():
-            measured, (predicted, linear) = measured_slope(form, loss), predicted_slope(form, loss)
+            half, full = (soft_change(form, loss, w) / w for w in (5e-4 / 2, 5e-4))
+            measured, (predicted, linear) = (2 * half - full), predicted_slope(form, loss)
             errors[form, name] = abs(predicted / measured - 1)
             without.append(abs(linear / measured - 1))
     checks = [
