@@ -22,8 +22,7 @@ from rich.table import Table
 from tieline.core.numerics import one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate
-from tieline.lab.on_model.soften import SoftenSizes, soften_sample
-from tieline.lab.on_model.soften_records import Softening, SoftLevel
+from tieline.lab.on_model.soften import Softening, SoftenSizes, SoftLevel, soften_sample
 from tieline.lab.on_model.subject import Subject
 from tieline.models import find_routers
 from tieline.models.model import Model

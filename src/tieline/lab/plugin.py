@@ -14,7 +14,7 @@ PLUGIN = Plugin(
     commands={"Lab": dict.fromkeys(COMMANDS, "tieline.lab.commands")},
     results={
         "tieline-softening": ResultFormat(
-            "tieline.lab.on_model.soften_records:Softening", "tieline.lab.report.soften"
+            "tieline.lab.on_model.soften:Softening", "tieline.lab.report.soften"
         ),
         "tieline-slice": ResultFormat(
             "tieline.lab.on_model.slice:RouterSlice", "tieline.lab.report.slices"

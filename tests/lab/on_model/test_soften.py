@@ -9,7 +9,13 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
-from tieline.lab.on_model.soft_choice import soft_share, softened_routers
+from tieline.lab.on_model.soft_choice import (
+    MOMENTS,
+    Walls,
+    change_parts,
+    soft_share,
+    softened_routers,
+)
 from tieline.lab.on_model.soften import (
     ORDINARY,
     SoftenSizes,
@@ -18,7 +24,6 @@ from tieline.lab.on_model.soften import (
     soften_cost,
     soften_sample,
 )
-from tieline.lab.on_model.soften_prediction import MOMENTS, Walls, change_parts
 from tieline.lab.on_model.subject import Subject
 from tieline.lab.report.soften import soften_sentences
 from tieline.models import find_routers

@@ -3,7 +3,7 @@
 from tests.report.zoo import HOSTILE, make_trace
 from tieline.core.statistics import Estimate
 from tieline.lab.on_model.slice import RouterSlice, SlicePoint
-from tieline.lab.on_model.soften_records import DecidingToken, Softening, SoftLayer, SoftLevel
+from tieline.lab.on_model.soften import DecidingToken, Softening, SoftLayer, SoftLevel
 from tieline.lab.on_model.walks import FlipWalk, FlipWalks, LayerWalk
 from tieline.lab.tropical.plane_cells import slice_router
 from tieline.measure.boundary import margin_tail

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tieline.core.statistics import Estimate
 from tieline.core.text import layer_label, short_names
-from tieline.lab.on_model.soften_records import Softening, SoftLayer, SoftLevel
+from tieline.lab.on_model.soften import Softening, SoftLayer, SoftLevel
 from tieline.report.charts import Axis, Chart, Guide, Series, layer_colour
 from tieline.report.html_page import Panel, visible_characters
 from tieline.report.matplotlib_figures import chart_figure

@@ -155,7 +155,7 @@ def cosine_lipschitz_at_zero(run: ClaimRun) -> Evidence:
 
 def ramp_moments(form: str) -> tuple[float, float, float]:
     """M₁, M₂, M₃ of a form, as `soften` uses them."""
-    from tieline.lab.on_model.soften_prediction import MOMENTS
+    from tieline.lab.on_model.soft_choice import MOMENTS
 
     return MOMENTS[form]
 
