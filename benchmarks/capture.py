@@ -22,7 +22,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
 from tieline.models import capture
 from tieline.models.capture import DEFAULT_EPSILONS, Recorder
-from tieline.trace.summary_builder import SummaryBuilder
+from tieline.trace.summary import SummaryBuilder
 
 TIME_TARGET = 1.05
 MEMORY_TARGET = 300e6

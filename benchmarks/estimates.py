@@ -24,7 +24,7 @@ from transformers import (
 
 import tieline
 from tieline.models.model import Model
-from tieline.run import estimate
+from tieline.run import plan
 
 SHAPE = {
     "vocab_size": 512,
@@ -76,7 +76,7 @@ def announced_and_taken(job: Callable[..., Any]) -> tuple[float, float]:
     announced: list[int] = []
 
     def on_progress(stage: str, done: int, total: int) -> None:
-        if stage == estimate.IN_ALL:
+        if stage == plan.IN_ALL:
             announced.append(total)
 
     start = time.process_time()
@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     torch.set_num_threads(1)
-    estimate.LONG, estimate.time = 0.0, CpuClock  # type: ignore[assignment]
+    plan.LONG, plan.time = 0.0, CpuClock  # type: ignore[assignment]
     demo = Model.open("demo", dtype="fp32")
     for name, model in {"demo": demo.module, **random_models()}.items():
         for job_name, job in jobs((model, demo.tokenizer)).items():

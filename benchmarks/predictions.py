@@ -26,9 +26,8 @@ from harness import machine
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import topk_mask
 from tieline.measure.boundary import gap_density
-from tieline.measure.flips import flip_probability, noisy_gap, population_flips
-from tieline.measure.logit_view import logit_view
 from tieline.measure.measures import MeasureSettings, measure_layer
+from tieline.measure.noise_flips import flip_probability, logit_view, noisy_gap, population_flips
 from tieline.models import capture
 from tieline.models.demo import demo_text, load_demo_model, load_demo_tokenizer
 from tieline.trace import LayerTrace

@@ -40,7 +40,7 @@ from tieline.models.number_formats import RoundingBuffers, format_named, rounded
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
 from tieline.run.forward import forward, only_running
-from tieline.run.lockstep import ParkedPass, PassJob, lead_passes
+from tieline.run.streamed_passes import ParkedPass, PassJob, lead_passes
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 

@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         "trace-5",
         "np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])",
         "np.multiply(near[row] - above.astype(np.int64) - 1, gap <= epsilon, out=orders[row])",
-        "trace/summary_builder/test_chunk.py",
+        "trace/summary/test_chunk.py",
         "a gap of exactly epsilon counts as a tie",
     ),
     _m(
@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
         "geometry-5",
         "inside = (below[2] - below[1]) - (below[1] - below[0])",
         "inside = (below[2] - below[1]) + (below[1] - below[0])",
-        "measure/rounding/test_product.py",
+        "measure/rounding_flips/test_product.py",
         "sign: unflips count as flips",
     ),
     _m(

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tieline.cli import progress
 from tieline.cli.progress import progress_bars
-from tieline.run import estimate
+from tieline.run import plan
 
 
 def drawn(terminal, *steps):
@@ -80,4 +80,4 @@ def test_the_time_of_the_whole_job_is_said_once_and_is_no_stage(capsys):
     assert capsys.readouterr().err == "This will take about 4 min.\n"
     assert lines._latest[0] == "loading the model"
     assert "about 40 s" in drawn(True, (progress.IN_ALL, 0, 40), ("forward", 1, 2))
-    assert progress.IN_ALL == estimate.IN_ALL
+    assert progress.IN_ALL == plan.IN_ALL

@@ -20,7 +20,7 @@ from tieline.core.records import to_plain
 from tieline.engines.engine_capture import capture_engine
 from tieline.models.experts import use_experts
 from tieline.models.model import Model
-from tieline.run import runner
+from tieline.run import schedule
 from tieline.run.condition import Perturbation
 from tieline.run.forward import forward, only_running
 
@@ -122,7 +122,7 @@ def test_windows_of_one_batch_are_those_of_many(analysis, tmp_path, monkeypatch)
     run, options = ANALYSES[analysis]
     folder = model_in(tmp_path / "model", "olmoe")
     wide = run(folder, stream=False, **options)
-    monkeypatch.setattr(runner, "WINDOW", 1)
+    monkeypatch.setattr(schedule, "WINDOW", 1)
     assert numbers(run(folder, stream=False, **options)) == numbers(wide)
 
 

@@ -11,13 +11,14 @@ from tieline.models.capture import capture
 from tieline.models.emulate import emulate
 from tieline.models.model import Model
 from tieline.models.replay import replay
-from tieline.run import runner
+from tieline.run import schedule
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied
 from tieline.run.forward import forward, only_running
 from tieline.run.observers import Observer, observing
 from tieline.run.plan import Budget, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Runner
+from tieline.run.streamed_passes import check_room
 
 INT4 = Condition(Perturbation("rounding", "int4"), seed=(0, 0))
 NOISE = Condition(Perturbation("score noise", 0.1), seed=(0, 1))
@@ -87,7 +88,7 @@ def test_divergences_are_those_of_runs_by_hand(opened, batches):
 
 def test_windows_do_not_change_numbers(opened, batches, monkeypatch):
     wide = run(opened, batches)
-    monkeypatch.setattr(runner, "WINDOW", 1)
+    monkeypatch.setattr(schedule, "WINDOW", 1)
     narrow = run(opened, batches)
     assert means(wide) == means(narrow)
     assert [n for n, _ in narrow.order] == sorted(n for n, _ in narrow.order)
@@ -149,11 +150,11 @@ def test_what_a_condition_does_not_allow_is_refused_once(opened, batches):
 
 def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
     loaded = Model.open(saved(tmp_path / "model", "olmoe", vocab_size=512), stream=True)
-    runner.check_room(loaded.stream, tokens=100, passes=17, memory=None)
+    check_room(loaded.stream, tokens=100, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"take fewer tokens, or perturbations"):
-        runner.check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
+        check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"4.35 GB beside 0.00 GB of weights"):
-        runner.check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
+        check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
 
 
 def test_log_probabilities_of_a_reference_are_computed_once_per_batch(monkeypatch):

@@ -61,11 +61,10 @@ from tieline.models.number_formats import FORMATS, format_named
 from tieline.models.parallel import check_rounding
 from tieline.run.condition import Condition, Perturbation, standard_perturbations
 from tieline.run.corpus import Corpus, TokenisedText
-from tieline.run.estimate import COSTS, announce_total, pass_cost, plan_work
-from tieline.run.plan import Budget, Plan
+from tieline.run.plan import COSTS, Budget, Plan, announce_total, pass_cost, plan_work
 from tieline.run.ranks import Ranks
-from tieline.run.runner import HiddenStatesError, Progress, Runner
-from tieline.run.smaller_batches import halves_batches
+from tieline.run.runner import Progress, Runner, halves_batches
+from tieline.run.streamed_passes import HiddenStatesError
 from tieline.trace.record import LayerTrace
 
 SPARE = 1.5

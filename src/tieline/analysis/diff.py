@@ -46,11 +46,9 @@ from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.models.model import ModelSource
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
-from tieline.run.estimate import announce_total, plan_work
-from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.plan import Pass, Phase, Plan, announce_total, plan_work
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Progress, Runner
-from tieline.run.smaller_batches import halves_batches
+from tieline.run.runner import Progress, Runner, halves_batches
 from tieline.trace.record import RoutingTrace
 from tieline.trace.selection import token_sequences
 

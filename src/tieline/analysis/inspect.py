@@ -48,7 +48,6 @@ from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
 from tieline.core.setting_fields import require_setting, takes_settings
 from tieline.measure.expert_load import neediest_first, tokens_needed
-from tieline.measure.logit_view import logit_view
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.measure.measures import (
     LayerMeasures,
@@ -60,6 +59,7 @@ from tieline.measure.measures import (
     measure_layers,
     measure_summary,
 )
+from tieline.measure.noise_flips import logit_view
 from tieline.models.capture import DEFAULT_EPSILONS, ObserverSettings
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO
@@ -70,14 +70,12 @@ from tieline.models.parallel import full_tensor
 from tieline.models.routed_block import block_of
 from tieline.run.condition import Condition
 from tieline.run.corpus import Corpus, TokenisedText
-from tieline.run.estimate import announce_total, pass_cost
 from tieline.run.forward import only_running
 from tieline.run.observers import Observer, Rerun, RouteRecorder
-from tieline.run.plan import clean_plan
+from tieline.run.plan import announce_total, clean_plan, pass_cost
 from tieline.run.ranks import Ranks
 from tieline.run.resume import RunState
-from tieline.run.runner import Progress, Runner
-from tieline.run.smaller_batches import halves_batches
+from tieline.run.runner import Progress, Runner, halves_batches
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.summary import RoutingSummary
 

@@ -67,8 +67,8 @@ from tieline.run.forward import overridden_output
 from tieline.run.observers import BlockSite, Observer, Rerun, RouteRecorder, Site
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
+from tieline.trace.counts import SPAN, token_hash
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
-from tieline.trace.summary import SPAN, token_hash
 
 PerToken = Float[Tensor, " tokens"]
 Places = Int[Tensor, " tokens"]

@@ -71,10 +71,9 @@ from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.core.text import layer_label
 from tieline.measure.boundary import boundary_mass, gap_density
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
-from tieline.measure.flips import first_order
-from tieline.measure.logit_view import LogitView, logit_view
 from tieline.measure.measures import check_finite_scores, gap_status
-from tieline.measure.rounding import precision_flips, shared_cell
+from tieline.measure.noise_flips import LogitView, first_order, logit_view
+from tieline.measure.rounding_flips import precision_flips, shared_cell
 from tieline.models.class_changes import untraced
 from tieline.models.configuration import text_config
 from tieline.models.documents import token_part

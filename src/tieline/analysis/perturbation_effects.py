@@ -55,9 +55,14 @@ from tieline.core.errors import TielineError
 from tieline.core.numerics import grid_step, one_thread
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums, next_token_losses
-from tieline.measure.flips import either_chance, flip_limits_by_size, group_flips
-from tieline.measure.logit_view import LogitView, logit_view
-from tieline.measure.rounding import product_flips
+from tieline.measure.noise_flips import (
+    LogitView,
+    either_chance,
+    flip_limits_by_size,
+    group_flips,
+    logit_view,
+)
+from tieline.measure.rounding_flips import product_flips
 from tieline.models.capture import Call, LayerObserver, ObserverSettings
 from tieline.models.documents import Batch
 from tieline.models.emulate import logits_matrix
@@ -67,10 +72,11 @@ from tieline.models.routed_block import Block, BlockCall, Rows, block_of
 from tieline.models.router_output import Choice, read_output
 from tieline.models.router_rule import selection_scores
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
-from tieline.run.forward import routed_set
+from tieline.run.forward import Ids
 from tieline.run.observers import BlockSite, Observer, Outcome, Rerun, Site
-from tieline.run.plan import Ids, Pass, Phase
+from tieline.run.plan import Pass, Phase
 from tieline.run.ranks import Ranks
+from tieline.run.schedule import routed_set
 from tieline.trace.record import LayerTrace, take_tokens
 
 PerToken = Float[Tensor, " tokens"]

@@ -41,8 +41,8 @@ from tieline.models.smoothed_model import Smoothing, smoothed_routers, smoothing
 from tieline.models.smoothed_router import GateName
 from tieline.run.calibration import measure_scores
 from tieline.run.condition import ChoiceMode, Condition, Perturbation
-from tieline.run.forward import forward, only_running
-from tieline.run.plan import Budget, CompletedRun, Ids, Pass, Phase, Plan
+from tieline.run.forward import Ids, forward, only_running
+from tieline.run.plan import Budget, CompletedRun, Pass, Phase, Plan
 from tieline.run.runner import Progress, Runner
 from tieline.trace.record import LayerTrace
 

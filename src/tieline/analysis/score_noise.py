@@ -87,7 +87,7 @@ from scipy import special, stats
 from torch import Tensor
 
 from tieline.core.numerics import float_step
-from tieline.measure.logit_view import logit_view
+from tieline.measure.noise_flips import logit_view
 from tieline.trace.record import LayerTrace
 
 FLOOR = 4.0

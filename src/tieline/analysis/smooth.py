@@ -40,7 +40,7 @@ from tieline.analysis.smooth_repair import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
-from tieline.measure.flips import NearestRamp, flip_reduction, nearest_ramp
+from tieline.measure.noise_flips import NearestRamp, flip_reduction, nearest_ramp
 from tieline.models.demo import DEMO
 from tieline.models.epsilon import (
     Measured,
@@ -59,10 +59,9 @@ from tieline.routing.smooth_gates import group_projection, smooth_columns
 from tieline.run.calibration import measure_scores, noise_perturbation
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import Corpus
-from tieline.run.estimate import COSTS, announce_total, pass_cost
+from tieline.run.plan import COSTS, announce_total, pass_cost
 from tieline.run.ranks import Ranks
-from tieline.run.runner import Progress, Runner
-from tieline.run.smaller_batches import halves_batches
+from tieline.run.runner import Progress, Runner, halves_batches
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """c = ε/σ that a wish is sought among."""
@@ -294,7 +293,7 @@ class _Smooth(NamedTuple):
         )
 
     def work(self) -> float:
-        """Work of smoothing the model, in tokens of a clean pass (`run.estimate`)."""
+        """Work of smoothing the model, in tokens of a clean pass (`run.plan`)."""
         settings, repaired = self.settings, noise_perturbation(self.settings.noise or NOISE)
         calibration = sum(map(len, self.split.calibration))
         noisy, smoothed = pass_cost(Condition(repaired)), COSTS["smoothed"]

@@ -38,9 +38,9 @@ from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import Smoothing, recorded_smoothing, with_widths
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import stacked_batches
-from tieline.run.forward import forward, only_running
+from tieline.run.forward import Ids, forward, only_running
 from tieline.run.observers import Observer, Outcome
-from tieline.run.plan import Ids, Pass, Phase, Plan
+from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
 

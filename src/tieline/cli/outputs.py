@@ -108,8 +108,7 @@ class Outputs:
             for source in sources:
                 _check_output_apart(output, source)
         if self.trace is not None and not _is_new_folder(self.trace, self.overwrite):
-            from tieline.trace.store import FORMATS
-            from tieline.trace.tensor_folders import check_replaceable
+            from tieline.trace.store import FORMATS, check_replaceable
 
             check_replaceable(self.trace, FORMATS["trace"], self.overwrite)
         if self.model is not None:

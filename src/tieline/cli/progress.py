@@ -41,7 +41,7 @@ LONG, MEASURED = 10.0, 1.0
 """Seconds above which a stage is announced, and for which it is measured before."""
 
 IN_ALL = "in all"
-"""Stage that gives the seconds of the whole job (`run.estimate`)."""
+"""Stage that gives the seconds of the whole job (`run.plan`)."""
 
 PATIENCE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds before the first line in a file, and between later ones, which come ever more rarely."""

@@ -400,14 +400,11 @@ def _rename_new(half: Path, target: Path) -> None:
         except FileExistsError:
             raise
         except OSError:  # a file system without links: the best that it can do
-            half.rename(_require_absent(target))
-
-
-def _require_absent(target: Path) -> Path:
-    """Return a path, or raise `FileExistsError` if something is there."""
-    if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    return target
+            if os.path.lexists(target):
+                raise FileExistsError(
+                    errno.EEXIST, os.strerror(errno.EEXIST), str(target)
+                ) from None
+            half.rename(target)
 
 
 def _place_folder(

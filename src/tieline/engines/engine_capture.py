@@ -26,8 +26,7 @@ from tieline.models.model import Model, load_tokenizer
 from tieline.run.shared_settings import CaptureOptions, CaptureSettings
 from tieline.trace.readers import import_trace, token_documents
 from tieline.trace.record import RoutingTrace
-from tieline.trace.store import load_trace
-from tieline.trace.tensor_folders import INDEX
+from tieline.trace.store import INDEX, load_trace
 
 
 @dataclass(frozen=True, repr=False)

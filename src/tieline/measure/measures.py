@@ -65,10 +65,9 @@ from tieline.measure.expert_load import (
     load_from_counts,
     log10_possible,
 )
-from tieline.measure.flips import NoiseFlips, noise_densities, noise_flips
-from tieline.measure.logit_view import logit_view
 from tieline.measure.measure_settings import Measurement, MeasureSettings
-from tieline.measure.rounding import (
+from tieline.measure.noise_flips import NoiseFlips, logit_view, noise_densities, noise_flips
+from tieline.measure.rounding_flips import (
     PrecisionFlips,
     ProductFlips,
     precision_flips,

@@ -5,7 +5,7 @@
 
 Whether a model is streamed unasked is decided by its size in the precision that it computes in,
 against the memory that is free: that of the machine, or of the control group of this process.
-`run.lockstep` brings passes through a streamed model.
+`run.streamed_passes` brings passes through a streamed model.
 
 A layer larger than its memory has its experts read in groups (`ExpertGroups`). The eager experts of
 transformers take the weights of the chosen experts one by one, in ascending order, by index. Here
@@ -75,7 +75,7 @@ class ExpertGroups:
         count: experts that are in memory at once.
         stacks: parameters that are read in groups.
         obtain: brings a group into memory for whoever indexes an expert of it; by default reads it.
-            `run.lockstep` lets passes wait for the group instead.
+            `run.streamed_passes` lets passes wait for the group instead.
     """
 
     def __init__(self, weights: Weights, unit: str, count: int) -> None:

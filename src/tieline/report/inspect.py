@@ -12,7 +12,7 @@ from tieline.core.statistics import Quantiles
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures
 from tieline.measure.expert_load import ExpertLoad
-from tieline.measure.rounding import ProductFlips
+from tieline.measure.rounding_flips import ProductFlips
 from tieline.report.html_page import Panel
 from tieline.report.inspect_charts import (
     LayerRow,

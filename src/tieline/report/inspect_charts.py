@@ -14,7 +14,7 @@ from tieline.core.errors import TraceError
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures, MassProfile
 from tieline.measure.measures import LayerMeasures
-from tieline.measure.rounding import PrecisionFlips
+from tieline.measure.rounding_flips import PrecisionFlips
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure

@@ -16,8 +16,9 @@ from tieline.models.model import Model
 from tieline.models.router_output import Handler
 from tieline.models.smoothed_router import LayerPlan, plan_layers
 from tieline.run.condition import CLEAN, Condition, Perturbation
+from tieline.run.forward import Ids
 from tieline.run.observers import Observer, Site
-from tieline.run.plan import Ids, Pass, Phase, Plan
+from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.runner import Progress, Runner
 
 

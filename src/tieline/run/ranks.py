@@ -7,12 +7,16 @@
 
 Batches are those of one process, and each is run by one process, so records do not depend on the
 number of processes: they are put together in the order of the batches. Where all processes see all
-tokens (`models.spread`) there is nothing to put together but the layers of a pipeline.
+tokens (`models.spread`) there is nothing to put together but the layers of a pipeline. Traces
+travel as the files of `trace.store`: safetensors and JSON, no pickle.
 """
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +24,16 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.core.collectives import gathered_plain, gathered_tensors
-from tieline.core.errors import require
+from tieline.core.collectives import gathered_bytes, gathered_plain, gathered_tensors
+from tieline.core.errors import TraceError, require
 from tieline.core.statistics import SequenceSums
 from tieline.models.parallel import SHARES_TEXT, check_parallel
 from tieline.run.forward import forward, only_running
-from tieline.trace.record import RoutingTrace
-from tieline.trace.store import gather_layers, gather_traces
+from tieline.trace.record import (
+    RoutingTrace,
+)
+from tieline.trace.selection import concatenate
+from tieline.trace.store import load_trace, save_trace
 
 Ids = Int[Tensor, "_ _"]
 
@@ -166,3 +173,53 @@ class Ranks:
         if self.parallel is None:
             return {}
         return {"parallel": self.parallel, "processes": dist.get_world_size()}
+
+
+def gather_traces(trace: RoutingTrace | None) -> RoutingTrace:
+    """Merge the tokens of all ranks, in order of rank; a rank without tokens passes None."""
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / "own"
+        if trace is not None:
+            save_trace(trace, local)
+        merged = concatenate([load_trace(path) for path in _rank_folders(local, Path(folder))])
+        return replace(merged, layers=tuple(merged.layers))  # read while the files are there
+
+
+def gather_layers(trace: RoutingTrace) -> RoutingTrace:
+    """Put the layers of all ranks, which saw the same tokens, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder) / "own"
+        save_trace(trace, local)
+        traces = [load_trace(path) for path in _rank_folders(local, Path(folder))]
+        return replace(traces[0], layers=tuple(layer for shard in traces for layer in shard.layers))
+
+
+def _rank_folders(local: Path, folder: Path) -> list[Path]:
+    """Return folders with the files of each rank that has any, in order of rank."""
+    if not dist.is_initialized():
+        return [local]
+    folders = []
+    for rank, data in enumerate(gathered_bytes(_packed_folder(local))):
+        if data:
+            folders.append(folder / f"rank-{rank}")
+            _unpack_folder(data, folders[-1])
+    require(bool(folders), "no rank has captured a token", TraceError)
+    return folders
+
+
+def _packed_folder(folder: Path) -> bytes:
+    """Pack the files of a folder: one line of JSON with their sizes, then their bytes."""
+    if not folder.is_dir():
+        return b""
+    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    sizes = json.dumps({name: len(data) for name, data in contents.items()})
+    return b"\n".join([sizes.encode(), b"".join(contents.values())])
+
+
+def _unpack_folder(data: bytes, folder: Path) -> None:
+    """Write the files that `_packed_folder` packed."""
+    line, _, rest = data.partition(b"\n")
+    folder.mkdir()
+    for name, size in json.loads(line).items():
+        (folder / Path(name).name).write_bytes(rest[:size])
+        rest = rest[size:]

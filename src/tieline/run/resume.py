@@ -32,8 +32,8 @@ from tieline.core.records import LONGEST_RESULT, canonical_json, parse_json
 from tieline.models.class_changes import make_subclass, swapped_class
 from tieline.models.shards import Shards
 from tieline.models.stream_weights import Weights
-from tieline.run.lockstep import current_pass
 from tieline.run.observers import Observer
+from tieline.run.streamed_passes import current_pass
 
 TENSORS, INDEX = "state.safetensors", "state.json"
 
@@ -42,12 +42,13 @@ class Journal:
     """Keeps what units return and are given, by pass.
 
     Attributes:
+        weights: of the model.
         usable: whether all of it can be saved: tensors, and tuples of tensors and nothing.
     """
 
     def __init__(self, weights: Weights) -> None:
         """Keep a run over these weights."""
-        self._weights, self.usable = weights, True
+        self.weights, self.usable = weights, True
         self._outputs: dict[str, dict[int, Any]] = {}
         self._first: dict[int, list[Any]] = {}
         self._changed: dict[int, dict[int, Tensor]] = {}
@@ -57,7 +58,7 @@ class Journal:
     def watching(self) -> Iterator[None]:
         """Look at all units inside the block."""
         with ExitStack() as stack:
-            for name, module in self._weights.units.items():
+            for name, module in self.weights.units.items():
                 given = self._given(name)  # before the pass parks here
                 before = module.register_forward_pre_hook(given, prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(self._returned(name))
@@ -74,7 +75,7 @@ class Journal:
                 return
             leaves, _ = tree_flatten((args, kwargs))
             first = self._first.get(here.number)
-            if first is None and unit in self._weights.layers:
+            if first is None and unit in self.weights.layers:
                 self._first[here.number] = first = leaves
             same = first if first is not None and len(first) == len(leaves) else None
             self._changed[here.number] = {
@@ -93,8 +94,8 @@ class Journal:
             here = current_pass()
             if here is None:
                 return
-            if unit in self._weights.layers:  # the last one stands for all
-                for other in [n for n in self._outputs if n in self._weights.layers and n != unit]:
+            if unit in self.weights.layers:  # the last one stands for all
+                for other in [n for n in self._outputs if n in self.weights.layers and n != unit]:
                     del self._outputs[other]
             self._outputs.setdefault(unit, {})[here.number] = output
             self.usable &= _output_shape(output) is not None
@@ -243,7 +244,7 @@ class RunState:
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         self.folder = cache_folder("streams") / digest
         self._observers = observers
-        self._layers: frozenset[str] = frozenset()
+        self.journal: Journal | None = None
         if not resume:
             self.clear()
         with self._room():
@@ -266,8 +267,8 @@ class RunState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def replay(self, weights: Weights) -> Replay | None:
-        """What an earlier run has left behind; None if nothing."""
-        self._layers = frozenset(weights.layers)
+        """What an earlier run has left behind, None if nothing; begins a journal of this one."""
+        self.journal = Journal(weights)
         last = self.folder / "last"
         return Replay(last, weights) if last.is_dir() else None
 
@@ -283,8 +284,13 @@ class RunState:
                     tensors = load_file(folder / "tensors")
                     observer.restore(unit, {"tensors": tensors, "values": values})
 
-    def keep(self, unit: str, left: list[str], journal: Journal) -> None:
-        """Keep what was found in a unit, and where the passes stand after a layer."""
+    def keep(self, unit: str, left: list[str]) -> None:
+        """Keep what was found in a unit, and where the passes stand after a layer.
+
+        Args:
+            unit: its name.
+            left: units that all passes have left, this one last.
+        """
         for number, observer in enumerate(self._observers):
             state = observer.state(unit)
             if state is None:
@@ -294,7 +300,8 @@ class RunState:
             with self._room(), whole_folder(folder, replace=True) as half:
                 save_file(tensors, half / "tensors")
                 (half / "values.json").write_text(canonical_json(state["values"]))
-        if journal.usable and unit in self._layers:
+        journal = self.journal
+        if journal is not None and journal.usable and unit in journal.weights.layers:
             with self._room(), whole_folder(self.folder / "last", replace=True) as half:
                 journal.save(half, left)
 

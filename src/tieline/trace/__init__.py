@@ -16,8 +16,13 @@ from tieline.trace.store import (
     save_summary,
     save_trace,
 )
-from tieline.trace.summary import LayerSummary, RoutingSummary, merge_summaries
-from tieline.trace.summary_builder import SummaryBuilder, summarise
+from tieline.trace.summary import (
+    LayerSummary,
+    RoutingSummary,
+    SummaryBuilder,
+    merge_summaries,
+    summarise,
+)
 from tieline.trace.writers import export, padded_batch, replay_list
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Exact counts and sums that add up in any order: histograms of gaps, moments of scores.
+"""Exact counts and sums that add up in any order: histograms, moments, distinct sets.
 
 `LogHistogram` counts non-negative numbers on one logarithmic grid, the same on every machine. The
 grid points are e_j = 2^(-30 + j // 32) (1 + (j mod 32) / 32), j = 0, ..., 1408: 32 to an octave
@@ -21,6 +21,10 @@ unit u = 2^(max(e, 1) - 150) of its exponent field e. Scores of rank r are added
 
 with 0 <= low < 2^24. Every partial sum is a multiple of the unit below 2^53 of it, so that adding
 floats is exact. Mean and variance are computed in rational arithmetic and rounded once.
+
+`DistinctSketch` keeps the n = 4096 smallest different hashes. Fewer than n are all there were; else
+(n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates their number with a relative standard
+error of about 1 / sqrt(n - 2), 1.6 %. Sketches merge exactly.
 """
 
 import math
@@ -31,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from tieline.core.errors import ParameterError, TraceError, require
@@ -125,15 +129,10 @@ class LogHistogram:
         # n p in floating point may exceed the integer it stands for, and ceil would go one too far
         rank = max(1, math.ceil(probability * self.total - 1e-9))
         index = int(torch.searchsorted(self.counts.cumsum(0), rank))
-        lower, upper = _bin_bounds()
-        return lower[index].item(), upper[index].item()
-
-
-def _bin_bounds() -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
-    """Infimum and supremum of each bin; equal for the bins of a single number."""
-    points = torch.cat((torch.zeros(1, dtype=torch.float64), grid_points()))
-    ends = points.repeat_interleave(2)
-    return ends, torch.cat((ends[:1], ends[2:], ends.new_tensor([math.inf])))
+        points = torch.cat((torch.zeros(1, dtype=torch.float64), grid_points()))
+        ends = points.repeat_interleave(2)
+        upper = torch.cat((ends[:1], ends[2:], ends.new_tensor([math.inf])))
+        return ends[index].item(), upper[index].item()
 
 
 _RULE = "gaps and distances must be numbers >= 0, got a negative one or one that is not a number"
@@ -236,3 +235,107 @@ def _total_over_exponents(sums: list[int], power: int) -> Fraction:
     """Σ_e part_e u_e^power."""
     total = sum(count << (power * (max(e, 1) - 1)) for e, count in enumerate(sums) if count)
     return Fraction(total, 1 << (power * 149))
+
+
+SPAN = 1 << 63
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def token_hash(
+    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
+) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of (document, position), in [0, 2^63)."""
+    document = _mixed_bits(documents.long().cpu().numpy().view(np.uint64))
+    return _signed_hash(_mixed_bits(document ^ positions.long().cpu().numpy().view(np.uint64)))
+
+
+def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
+    """Return the hash of the set of chosen experts, in [0, 2^63)."""
+    hashes = _mixed_bits(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
+    return _signed_hash(_mixed_bits(hashes.take(chosen).sum(0)))
+
+
+def _signed_hash(hashes: np.ndarray) -> np.ndarray:
+    """The upper 63 bits, as numbers that signed integers can hold."""
+    return (hashes >> np.uint64(1)).view(np.int64)
+
+
+def _mixed_bits(bits: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64."""
+    bits = bits + _GOLDEN
+    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+    return bits ^ (bits >> np.uint64(31))
+
+
+CAPACITY = 4096
+
+
+class DistinctCount(NamedTuple):
+    """Number of distinct elements: exact, or an estimate with a certain lower bound.
+
+    Attributes:
+        value: the count, or its estimate.
+        at_least: certain lower limit (two things with one 63-bit hash would count as one).
+        standard_error: 0 where the count is exact.
+    """
+
+    value: float
+    at_least: int
+    standard_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctSketch:
+    """The smallest different hashes seen.
+
+    Attributes:
+        hashes: at most `CAPACITY` hashes, ascending.
+    """
+
+    hashes: Int[Tensor, " kept"]
+
+    @classmethod
+    def empty(cls) -> "DistinctSketch":
+        """Return the sketch of nothing."""
+        return cls(torch.zeros(0, dtype=torch.int64, device="cpu"))
+
+    def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
+        """Return the sketch with these hashes added, in any order."""
+        kept, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
+        if len(hashes) == 0:
+            return self
+        ordered = np.sort(np.concatenate((kept, hashes)))
+        first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
+        return DistinctSketch(torch.from_numpy(ordered[first][:CAPACITY].copy()))
+
+    def __add__(self, other: "DistinctSketch") -> "DistinctSketch":
+        return self.with_hashes(other.hashes.numpy())
+
+    @property
+    def full(self) -> bool:
+        """Whether there may be more hashes than are kept."""
+        return len(self.hashes) >= CAPACITY
+
+    @property
+    def ceiling(self) -> int:
+        """Hashes from here on do not change the sketch."""
+        return int(self.hashes[-1]) if self.full else SPAN
+
+    def count(self) -> DistinctCount:
+        """Return the number of different hashes seen."""
+        return distinct_count(self.hashes.numpy(), CAPACITY)
+
+
+def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
+    """Estimate the number of distinct elements from their `capacity` smallest hashes."""
+    kept = len(hashes)
+    if kept < capacity:
+        return DistinctCount(kept, kept, 0.0)
+    estimate = max(kept, (kept - 1) * SPAN / (int(hashes.max()) + 1))
+    return DistinctCount(estimate, kept, estimate / math.sqrt(max(kept - 2, 1)))

@@ -416,7 +416,10 @@ def identical_values(first: object, second: object) -> bool:
     Layers in memory equal the same layers on disk.
     """
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return _same_tensor(first, second)
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
+        return torch.equal(left, right)
     if isinstance(first, str):
         return first == second
     if isinstance(first, Mapping) and isinstance(second, Mapping):
@@ -431,14 +434,6 @@ def identical_values(first: object, second: object) -> bool:
             for item in fields(first)
         )
     return type(first) is type(second) and first == second
-
-
-def _same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors agree in type, shape and every bit."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
-    return torch.equal(left, right)
 
 
 def check_trace(trace: RoutingTrace) -> None:
@@ -463,7 +458,10 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
         ends = layer.scores[:, [0, layer.facts.k - 1]]
         layer = take_tokens(layer, ends.isfinite().all(1))
     if layer.scores is not None:
-        _check_layer_scores(layer, layer.scores)
+        bad = layer.scores.isnan() | layer.scores.isposinf()
+        bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
+        _refuse_any(bad, layer, "scores that are not finite")
+        _refuse_any(layer.scores[:, 1:] > layer.scores[:, :-1], layer, "scores that do not descend")
     for name, value in layer.tensors().items():
         if name in ("weights", "faded", "inputs", "bias"):
             _refuse_any(~value.isfinite(), layer, f"{name} that are not finite")
@@ -484,14 +482,6 @@ def _check_layer_ids(layer: LayerTrace) -> None:
     if layer.near is not None:
         wrong = (layer.near < 0) | (layer.near > most)
         _refuse_any(wrong, layer, f"counts near the threshold outside 0 ... {most}")
-
-
-def _check_layer_scores(layer: LayerTrace, scores: Tensor) -> None:
-    """Refuse scores that are not finite or do not descend."""
-    bad = scores.isnan() | scores.isposinf()
-    bad[:, : layer.facts.k] |= scores[:, : layer.facts.k].isneginf()
-    _refuse_any(bad, layer, "scores that are not finite")
-    _refuse_any(scores[:, 1:] > scores[:, :-1], layer, "scores that do not descend")
 
 
 def _refuse_any(wrong: Bool[Tensor, "*where"], layer: LayerTrace, what: str) -> None:

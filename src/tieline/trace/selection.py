@@ -21,6 +21,7 @@ from torch import Tensor
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
+from tieline.trace.counts import token_hash
 from tieline.trace.record import (
     TOKEN_KEYS,
     Index,
@@ -30,7 +31,6 @@ from tieline.trace.record import (
     map_layers,
     take_tokens,
 )
-from tieline.trace.summary import token_hash
 
 
 def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:

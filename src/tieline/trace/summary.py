@@ -18,26 +18,35 @@ them: every layer keeps the same tokens, and the sample of a union is the sample
 samples. A token that comes twice is kept once; if its two records differ, the one that is smaller
 byte by byte wins, token ids first, so that all layers agree.
 
-`DistinctSketch` keeps the n = 4096 smallest different hashes. Fewer than n are all there were; else
-(n - 1) / h_n, with h_n the n-th smallest on [0, 1), estimates their number with a relative standard
-error of about 1 / sqrt(n - 2), 1.6 %. Sketches merge exactly.
+`SummaryBuilder` takes batches while a model runs; `summarise` takes a whole trace. Statistics of
+a batch are computed inside a forward pass, so they use NumPy, which costs less per call than torch
+and starts no threads.
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.records import canonical_json, short_repr
 from tieline.core.text import layer_label
-from tieline.trace.counts import ExactMoments, GridCdf, LogHistogram
+from tieline.trace.counts import (
+    SPAN,
+    DistinctCount,
+    DistinctSketch,
+    ExactMoments,
+    GridCdf,
+    LogHistogram,
+    coalition_hash,
+    distinct_count,
+    token_hash,
+)
 from tieline.trace.record import (
     LAYER_TENSORS,
     TOKEN_KEYS,
@@ -46,39 +55,8 @@ from tieline.trace.record import (
     RoutingTrace,
     check_epsilons,
     identical_values,
+    take_tokens,
 )
-
-SPAN = 1 << 63
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def token_hash(
-    documents: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
-) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of (document, position), in [0, 2^63)."""
-    document = _mixed_bits(documents.long().cpu().numpy().view(np.uint64))
-    return _signed_hash(_mixed_bits(document ^ positions.long().cpu().numpy().view(np.uint64)))
-
-
-def coalition_hash(chosen: Int[np.ndarray, "k tokens"]) -> Int64[np.ndarray, " tokens"]:
-    """Return the hash of the set of chosen experts, in [0, 2^63)."""
-    hashes = _mixed_bits(np.arange(1, int(chosen.max(initial=0)) + 2, dtype=np.uint64))
-    return _signed_hash(_mixed_bits(hashes.take(chosen).sum(0)))
-
-
-def _signed_hash(hashes: np.ndarray) -> np.ndarray:
-    """The upper 63 bits, as numbers that signed integers can hold."""
-    return (hashes >> np.uint64(1)).view(np.int64)
-
-
-def _mixed_bits(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64."""
-    bits = bits + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-    bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-    return bits ^ (bits >> np.uint64(31))
-
 
 MOST_TOKENS = 1 << 38
 """Largest number of tokens for which no count or exact sum overflows."""
@@ -145,20 +123,16 @@ def _without_repeats(rows: Rows) -> Rows:
     same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
     if not same.any():
         return rows
-    order = np.lexsort((_byte_ranks(rows), positions, documents))
-    same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
-    first = torch.from_numpy(order[np.concatenate(([True], ~same))])
-    return {name: value[first] for name, value in rows.items()}
-
-
-def _byte_ranks(rows: Rows) -> np.ndarray:
-    """Rank of each row, compared byte by byte, token ids first."""
     names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
     row_bytes = torch.cat(
         [column.contiguous().view(torch.uint8) for column in columns], dim=1
     ).numpy()
-    return np.unique(row_bytes, axis=0, return_inverse=True)[1].reshape(-1)
+    byte_ranks = np.unique(row_bytes, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((byte_ranks, positions, documents))
+    same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
+    first = torch.from_numpy(order[np.concatenate(([True], ~same))])
+    return {name: value[first] for name, value in rows.items()}
 
 
 def _row_copy(value: Tensor, chosen: Tensor) -> Tensor:
@@ -173,74 +147,6 @@ def _joined_rows(name: str, values: list[Tensor]) -> Tensor:
     if len(kinds) != 1:
         raise TraceError(f"{name} must have one type and width in all parts, got {kinds}")
     return torch.cat(values)
-
-
-CAPACITY = 4096
-
-
-class DistinctCount(NamedTuple):
-    """Number of distinct elements: exact, or an estimate with a certain lower bound.
-
-    Attributes:
-        value: the count, or its estimate.
-        at_least: certain lower limit (two things with one 63-bit hash would count as one).
-        standard_error: 0 where the count is exact.
-    """
-
-    value: float
-    at_least: int
-    standard_error: float
-
-
-@dataclass(frozen=True, eq=False)
-class DistinctSketch:
-    """The smallest different hashes seen.
-
-    Attributes:
-        hashes: at most `CAPACITY` hashes, ascending.
-    """
-
-    hashes: Int[Tensor, " kept"]
-
-    @classmethod
-    def empty(cls) -> "DistinctSketch":
-        """Return the sketch of nothing."""
-        return cls(torch.zeros(0, dtype=torch.int64, device="cpu"))
-
-    def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
-        """Return the sketch with these hashes added, in any order."""
-        kept, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
-        if len(hashes) == 0:
-            return self
-        ordered = np.sort(np.concatenate((kept, hashes)))
-        first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
-        return DistinctSketch(torch.from_numpy(ordered[first][:CAPACITY].copy()))
-
-    def __add__(self, other: "DistinctSketch") -> "DistinctSketch":
-        return self.with_hashes(other.hashes.numpy())
-
-    @property
-    def full(self) -> bool:
-        """Whether there may be more hashes than are kept."""
-        return len(self.hashes) >= CAPACITY
-
-    @property
-    def ceiling(self) -> int:
-        """Hashes from here on do not change the sketch."""
-        return int(self.hashes[-1]) if self.full else SPAN
-
-    def count(self) -> DistinctCount:
-        """Return the number of different hashes seen."""
-        return distinct_count(self.hashes.numpy(), CAPACITY)
-
-
-def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
-    """Estimate the number of distinct elements from their `capacity` smallest hashes."""
-    kept = len(hashes)
-    if kept < capacity:
-        return DistinctCount(kept, kept, 0.0)
-    estimate = max(kept, (kept - 1) * SPAN / (int(hashes.max()) + 1))
-    return DistinctCount(estimate, kept, estimate / math.sqrt(max(kept - 2, 1)))
 
 
 class TokenKey(NamedTuple):
@@ -500,3 +406,262 @@ def distinct_sources(sources: Sequence[dict[str, object]]) -> tuple[dict[str, ob
     return tuple(
         dict(sorted({canonical_json(source): source for source in sources}.items())).values()
     )
+
+
+def summarise_chunk(
+    chunk: LayerTrace,
+    documents: Int[Tensor, " tokens"],
+    positions: Int[Tensor, " tokens"],
+    epsilons: tuple[float, ...],
+    ceiling: int = SPAN,
+) -> LayerSummary:
+    """Summarise one batch.
+
+    Args:
+        chunk: what the router did, on the CPU.
+        documents: document of each token.
+        positions: position of each token in its document.
+        epsilons: the ε of the columns of `chunk.near`.
+        ceiling: coalitions with at least this hash are left out; a full sketch would drop them.
+    """
+    chosen = _chosen_in_chunk(chunk)
+    nonfinite = _nonfinite_tokens(chunk)
+    experts = chunk.facts.n_experts
+    hashes = coalition_hash(chosen)
+    keys = (TokenKey(int(documents[i]), int(positions[i])) for i in nonfinite)
+    return LayerSummary(
+        name=chunk.name,
+        facts=chunk.facts,
+        tokens=len(chunk.experts),
+        load=torch.from_numpy(np.bincount(chosen.ravel(), minlength=experts)),
+        coalitions=DistinctSketch.empty().with_hashes(hashes[hashes < ceiling]),
+        bias=SharedBias(None if chunk.bias is None else chunk.bias.detach().clone()),
+        nonfinite=len(nonfinite),
+        first_nonfinite=min(keys, default=None),
+        **_score_statistics(_without_tokens(chunk, nonfinite), epsilons),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _chosen_in_chunk(chunk: LayerTrace) -> np.ndarray:
+    """Chosen experts (k, T) as int64, all of them between 0 and E - 1."""
+    chosen = np.ascontiguousarray(chunk.experts.numpy()[:, : chunk.facts.k].T, dtype=np.int64)
+    low, high = int(chosen.min(initial=0)), int(chosen.max(initial=0))
+    if not (low >= 0 and high < chunk.facts.n_experts):
+        raise TraceError(
+            f"{layer_label(chunk.name)}: experts must lie in 0 ... {chunk.facts.n_experts - 1}, "
+            f"got {low if low < 0 else high}"
+        )
+    return chosen
+
+
+def _nonfinite_tokens(chunk: LayerTrace) -> np.ndarray:
+    """Tokens with a score that is not finite among the first k.
+
+    The first and the k-th suffice: scores descend, and NaN ranks above all.
+    """
+    if chunk.scores is None:
+        return np.zeros(0, dtype=np.int64)
+    scores = _numpy_scores(chunk.scores)
+    first, last = scores[:, 0], scores[:, chunk.facts.k - 1]
+    return np.flatnonzero(~(np.isfinite(first) & np.isfinite(last)))
+
+
+def _without_tokens(chunk: LayerTrace, tokens: np.ndarray) -> LayerTrace:
+    """The chunk without some tokens."""
+    if len(tokens) == 0:
+        return chunk
+    keep = np.setdiff1d(np.arange(len(chunk.experts)), tokens)
+    return take_tokens(chunk, torch.from_numpy(keep))
+
+
+def _score_statistics(chunk: LayerTrace, epsilons: tuple[float, ...]) -> dict[str, object]:
+    """The fields of a summary that count scores, which must be finite."""
+    gaps = _chunk_gap_histogram(chunk, "gap") if chunk.has_gaps else None
+    group_decides = 0
+    if gaps is not None and chunk.group_gap is not None:
+        group_decides = int((chunk.group_gap.double() < chunk.inner_gap).sum())
+    return {
+        "gaps": gaps,
+        "group_gaps": _chunk_gap_histogram(chunk, "group_gap"),
+        "group_decides": group_decides,
+        "distances": _chunk_gap_histogram(chunk, "distance"),
+        "near": _near_counts(chunk),
+        "orders": _tie_order_counts(chunk, epsilons) if gaps is not None else None,
+        "moments": None if chunk.scores is None else ExactMoments.of(chunk.scores.detach()),
+    }
+
+
+def _chunk_gap_histogram(chunk: LayerTrace, name: str) -> LogHistogram | None:
+    """Histogram of a column of gaps or distances, if it was recorded."""
+    values = getattr(chunk, name)
+    try:
+        return None if values is None else LogHistogram.of(values.detach())
+    except TraceError as error:
+        raise TraceError(f"{layer_label(chunk.name)}: {name}: {error}") from error
+
+
+def _near_counts(chunk: LayerTrace) -> Tensor | None:
+    """Counts of K(ε), one row per ε."""
+    if chunk.near is None:
+        return None
+    columns = np.ascontiguousarray(chunk.near.numpy().T, dtype=np.int64)
+    return _value_counts(columns, chunk.facts.n_experts + 1, f"{layer_label(chunk.name)}: near")
+
+
+def _tie_order_counts(chunk: LayerTrace, epsilons: tuple[float, ...]) -> Tensor | None:
+    """Counts of the order of tie, one row per ε.
+
+    #{i : |z_i - z_[k]| < ε} = K(ε) - #{i < k : z_[i] - z_[k] >= ε} is exact: K(ε) was counted over
+    all experts, and the other ranks were kept.
+    """
+    if chunk.near is None or chunk.scores is None:
+        return None
+    k, experts = chunk.facts.k, chunk.facts.n_experts
+    gap = chunk.inner_gap.detach().numpy()
+    ranked = _numpy_scores(chunk.scores)[:, :k].T.astype(np.float64, order="C")
+    rise = ranked - ranked[-1]
+    near = np.ascontiguousarray(chunk.near.numpy().T)
+    small = np.uint8 if k < 256 else np.uint32  # bytes are added 32 at a time
+    orders = np.zeros((len(epsilons), len(gap)), dtype=np.int64)
+    for row, epsilon in enumerate(epsilons):
+        above = np.add.reduce((rise >= epsilon).view(np.uint8), axis=0, dtype=small)
+        np.multiply(near[row] - above.astype(np.int64) - 1, gap < epsilon, out=orders[row])
+    return _value_counts(orders, experts, f"{layer_label(chunk.name)}: orders of ties")
+
+
+def _numpy_scores(scores: Tensor) -> np.ndarray:
+    """Scores for NumPy, which has no bfloat16."""
+    return (scores.float() if scores.dtype == torch.bfloat16 else scores).detach().numpy()
+
+
+def _value_counts(rows: np.ndarray, size: int, name: str) -> Tensor:
+    """How often 0, ..., size - 1 occur in each row."""
+    low, high = int(rows.min(initial=0)), int(rows.max(initial=0))
+    if not (low >= 0 and high < size):
+        raise TraceError(f"{name} must lie in 0 ... {size - 1}, got {low if low < 0 else high}")
+    counts = [np.bincount(row, minlength=size) for row in rows]
+    return torch.from_numpy(np.array(counts, dtype=np.int64).reshape(len(rows), size))
+
+
+SAMPLE_SIZE = 4096
+
+
+class SummaryBuilder:
+    """Collects the batches of a run into one summary.
+
+    Memory per layer is bounded by about 2 `sample_size` rows and 200 kB of counts.
+
+    Args:
+        epsilons: the ε of the columns of `LayerTrace.near`.
+        sample_size: number of whole tokens to keep.
+        provenance: JSON values that say where the tokens come from.
+        keep_inputs: whether the sample keeps captured router inputs, which may be large.
+    """
+
+    def __init__(
+        self,
+        epsilons: tuple[float, ...] = (),
+        sample_size: int = SAMPLE_SIZE,
+        provenance: Mapping[str, object] | None = None,
+        keep_inputs: bool = False,
+    ) -> None:
+        check_epsilons(epsilons)
+        require(sample_size >= 1, f"need sample_size >= 1, got {sample_size}")
+        self._epsilons = epsilons
+        self._sample_size = sample_size
+        self._sources = distinct_sources([dict(provenance or {})])
+        self._keep_inputs = keep_inputs
+        self._layers: dict[int | str, _LayerState] = {}
+
+    def update(
+        self,
+        layer: int | str,
+        chunk: LayerTrace,
+        documents: Int[Tensor, " tokens"],
+        positions: Int[Tensor, " tokens"],
+        tokens: Int[Tensor, " tokens"],
+    ) -> None:
+        """Add a batch of one layer.
+
+        Args:
+            layer: place or name of the layer. Layers are ordered by place, or, if named, by their
+                first batch.
+            chunk: what the router did; tensors on other devices are copied to the CPU.
+            documents: document of each token.
+            positions: position of each token in its document.
+            tokens: token ids; -1 where unknown.
+        """
+        chunk, documents, positions = _on_cpu(chunk), documents.cpu(), positions.cpu()
+        keys = {"tokens": tokens.cpu(), "documents": documents, "positions": positions}
+        _check_chunk(chunk, keys, self._epsilons)
+        state = self._layers.get(layer)
+        ceiling = SPAN if state is None else state.summary.coalitions.ceiling
+        new = summarise_chunk(chunk, documents, positions, self._epsilons, ceiling)
+        if state is None:
+            self._layers[layer] = state = _LayerState(new, SampleBuffer(self._sample_size))
+        else:
+            state.summary = merge_layers(state.summary, new)
+        rows = rows_of(chunk, keys, self._keep_inputs)
+        state.sample.add(rows, token_hash(documents, positions))
+
+    def summary(self) -> RoutingSummary:
+        """Return the summary of all batches so far; more may be added afterwards."""
+        require(len(self._layers) > 0, "no batch was summarised: no layer routed", TraceError)
+        keys = list(self._layers)
+        if all(isinstance(key, int) for key in keys):
+            keys = sorted(keys)
+        states = [self._layers[key] for key in keys]
+        layers = tuple(state.summary for state in states)
+        rows = [state.sample.rows() for state in states]
+        return RoutingSummary(
+            layers=layers,
+            sample=sample_trace(layers, rows, self._epsilons),
+            sample_size=self._sample_size,
+            epsilons=self._epsilons,
+            sources=self._sources,
+        )
+
+
+@dataclass(eq=False)
+class _LayerState:
+    """Counts and sample of one layer so far."""
+
+    summary: LayerSummary
+    sample: SampleBuffer
+
+
+def summarise(
+    trace: RoutingTrace, sample_size: int = SAMPLE_SIZE, keep_inputs: bool = False
+) -> RoutingSummary:
+    """Summarise a trace, read layer by layer."""
+    builder = SummaryBuilder(trace.epsilons, sample_size, trace.provenance, keep_inputs)
+    for index, layer in enumerate(trace.layers):
+        builder.update(index, layer, trace.documents, trace.positions, trace.tokens)
+    return builder.summary()
+
+
+def _on_cpu(chunk: LayerTrace) -> LayerTrace:
+    """The chunk without gradients and on the CPU."""
+    moved = {
+        name: value.detach().cpu()
+        for name, value in chunk.tensors().items()
+        if value.requires_grad or value.device.type != "cpu"
+    }
+    return replace(chunk, **moved) if moved else chunk
+
+
+def _check_chunk(
+    chunk: LayerTrace, keys: Mapping[str, Tensor], epsilons: tuple[float, ...]
+) -> None:
+    """Refuse a batch whose ids or ε do not fit its tokens."""
+    count = len(chunk.experts)
+    sizes = {name: tuple(value.shape) for name, value in keys.items()}
+    if not all(size == (count,) for size in sizes.values()):
+        raise TraceError(
+            f"{layer_label(chunk.name)}: need one id for each of {count} tokens, got {sizes}"
+        )
+    columns = len(epsilons) if chunk.near is None else chunk.near.shape[1]
+    if columns != len(epsilons):
+        raise TraceError(
+            f"{layer_label(chunk.name)}: near has {columns} columns for {len(epsilons)} epsilons"
+        )

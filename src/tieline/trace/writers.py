@@ -84,7 +84,14 @@ def _form_bytes(trace: RoutingTrace, target: Path, form: str, layers: int | None
     if form in ("vllm", "sglang"):
         answer = _vllm_answers if form == "vllm" else _sglang_answers
         return b"".join(json.dumps(value).encode() + b"\n" for value in answer(trace, layers))
-    return _array_file_bytes(_form_arrays(trace, form, layers), target)
+    arrays = _form_arrays(trace, form, layers)
+    if target.suffix == ".safetensors":
+        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    if target.suffix == ".npz":
+        stream = io.BytesIO()
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
+        return stream.getvalue()
+    raise TraceError(f"{target}: must end in .npz or .safetensors")
 
 
 def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str, np.ndarray]:
@@ -101,17 +108,6 @@ def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str
     kept = [x.float().numpy() for x in weights if x is not None]
     more = {"weights": np.stack(kept, 1)} if len(kept) == len(weights) else {}
     return {"routed_experts": ids, **keys, "n_experts": experts, **more}
-
-
-def _array_file_bytes(arrays: dict[str, np.ndarray], target: Path) -> bytes:
-    """An .npz or .safetensors file."""
-    if target.suffix == ".safetensors":
-        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-    if target.suffix == ".npz":
-        stream = io.BytesIO()
-        np.savez_compressed(stream, allow_pickle=False, **arrays)
-        return stream.getvalue()
-    raise TraceError(f"{target}: must end in .npz or .safetensors")
 
 
 def _document_routes(

@@ -224,7 +224,7 @@ def busy_trace():
 
 def test_a_low_precision_product_that_flips_is_a_warning(measures):
     from tieline.measure.measure_settings import Measurement
-    from tieline.measure.rounding import ProductFlips
+    from tieline.measure.rounding_flips import ProductFlips
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025), Estimate(0.0))
     layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])

@@ -12,14 +12,14 @@ from tieline.analysis.perturbation_effects import (
     chosen_mask,
 )
 from tieline.core.ranking import topk_mask
-from tieline.measure.flips import flip_limits
+from tieline.measure.noise_flips import flip_limits
 from tieline.models.emulate import emulate, modular_routers
 from tieline.models.families import family_of
 from tieline.models.router_output import read_output
 from tieline.run.condition import Perturbation
-from tieline.run.forward import routed_set
 from tieline.run.observers import observing
 from tieline.run.plan import Pass
+from tieline.run.schedule import routed_set
 
 INT4 = Perturbation("rounding", "int4")
 

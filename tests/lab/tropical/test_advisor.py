@@ -25,7 +25,7 @@ from tieline.lab.tropical.advisor import (
     advise,
     gaussian_rounding_flips,
 )
-from tieline.measure.rounding import emulated_choice
+from tieline.measure.rounding_flips import emulated_choice
 
 SMALL = LayerShape(16, 4, 20, 64)
 

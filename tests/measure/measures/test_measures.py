@@ -13,7 +13,7 @@ from tieline.core.records import to_plain
 from tieline.measure.boundary import gap_density, near_counts, tie_order
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.measure.measures import MeasureSettings, measure, measure_layer
-from tieline.measure.rounding import certified_choices
+from tieline.measure.rounding_flips import certified_choices
 from tieline.trace.record import LayerFacts, LayerTrace
 
 FEW = MeasureSettings(sigmas=(0.01, 0.1), precisions=("bf16", "int4"), probabilities=(0.1, 0.5))

@@ -16,7 +16,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
 from tieline.measure.distance import expert_distances, nearest_tie
 from tieline.models import FAMILIES, capture, find_routers
-from tieline.trace.summary_builder import SummaryBuilder, summarise
+from tieline.trace.summary import SummaryBuilder, summarise
 
 EPSILONS = (0.125, 0.5, 2.0)
 

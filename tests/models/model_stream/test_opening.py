@@ -15,7 +15,7 @@ from tieline.models import model_stream
 from tieline.models.model_stream import free_memory, open_stream, resident_memory, too_large
 from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
-from tieline.run.lockstep import PassJob, lead_passes
+from tieline.run.streamed_passes import PassJob, lead_passes
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

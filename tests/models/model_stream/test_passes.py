@@ -14,7 +14,7 @@ from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model
 from tieline.models.model_stream import ExpertGroups, plan_groups
 from tieline.run.forward import forward, only_running
-from tieline.run.lockstep import PassJob, StreamEvents, lead_passes
+from tieline.run.streamed_passes import PassJob, StreamEvents, lead_passes
 from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("single_thread")

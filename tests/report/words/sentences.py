@@ -33,7 +33,7 @@ from tieline.analysis.served_precision import Recommendation
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.measure.measures import measure
-from tieline.measure.rounding import ProductFlips
+from tieline.measure.rounding_flips import ProductFlips
 from tieline.report.words.audit import audit_notes, remedy_sentences
 from tieline.report.words.diff import dequantised_sentence, replay_sentence
 from tieline.report.words.inspect import calibration_sentence

@@ -18,7 +18,7 @@ from tieline.trace import (
     summarise,
 )
 from tieline.trace.record import identical_values
-from tieline.trace.tensor_folders import INDEX
+from tieline.trace.store import INDEX
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 TRACE = make_trace()

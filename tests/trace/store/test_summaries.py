@@ -19,9 +19,8 @@ from tieline.trace import (
     summarise,
 )
 from tieline.trace.record import identical_values
-from tieline.trace.store import FORMATS, _index_contents, _tensor_files
+from tieline.trace.store import FORMATS, INDEX, _index_contents, _tensor_files, write_folder
 from tieline.trace.summary import SharedBias, TokenKey
-from tieline.trace.tensor_folders import INDEX, write_folder
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
 SUMMARY = summarise(make_trace(broken=0.2), 8)

@@ -17,8 +17,7 @@ from tests.trace.zoo import make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import RoutingTrace, concatenate, load_trace, save_trace, select_layers
 from tieline.trace.record import LazyLayers, identical_values
-from tieline.trace.store import FORMATS
-from tieline.trace.tensor_folders import INDEX, write_folder
+from tieline.trace.store import FORMATS, INDEX, write_folder
 
 # the type checker would look into a random layer of every loaded trace
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -146,14 +145,14 @@ os.fsync = lambda handle: None  # no power is cut here, and disks are slow
 from pathlib import Path
 from tests.trace.zoo import FACTS, make_trace
 from tieline.core import files
-from tieline.trace import load_trace, save_trace, tensor_folders
+from tieline.trace import load_trace, save_trace, store
 from tieline.trace.record import identical_values
 
 def die_at(line, only):
     seen = 0
     def tracer(frame, event, _):
         nonlocal seen
-        if frame.f_code.co_filename not in (tensor_folders.__file__, files.__file__):
+        if frame.f_code.co_filename not in (store.__file__, files.__file__):
             return None
         if only and frame.f_code.co_name not in only:
             return tracer

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tieline.core.errors import TraceError
-from tieline.trace.summary import SampleBuffer, smallest_rows, token_hash
+from tieline.trace.counts import token_hash
+from tieline.trace.summary import SampleBuffer, smallest_rows
 
 
 def rows(documents, **fields):

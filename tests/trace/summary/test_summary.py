@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.trace.zoo import FACTS, make_trace, recipes
 from tieline.core.errors import TraceError
 from tieline.trace import SummaryBuilder, merge_summaries, select_tokens, summarise
+from tieline.trace.counts import token_hash
 from tieline.trace.record import identical_values
-from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary, token_hash
+from tieline.trace.summary import _OPTIONAL_SUMS, _SUMS, LayerSummary, RoutingSummary
 
 
 @settings(max_examples=25)

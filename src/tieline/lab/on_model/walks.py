@@ -27,8 +27,8 @@ from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.command_settings import SubjectOptions, WalksSettings
 from tieline.lab.geometry.exit_time import exit_bounds, exit_curve, face_quantile, top_k_cell
 from tieline.lab.on_model.subject import Progress, open_subject
-from tieline.measure.logit_view import logit_view
 from tieline.measure.measure_settings import Measurement
+from tieline.measure.noise_flips import logit_view
 from tieline.models.demo import DEMO
 from tieline.models.model import ModelSource
 from tieline.trace.record import LayerTrace

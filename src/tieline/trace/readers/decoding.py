@@ -34,7 +34,7 @@ from tieline.core.untrusted_input import (
     check_gzip_size,
     open_unpacked,
 )
-from tieline.trace.tensor_folders import check_header_length
+from tieline.trace.store import check_header_length
 
 MOST_JSON = 512 << 20
 _DEFLATE_RATIO = 1032

@@ -18,7 +18,7 @@ from tieline.lab.claims.beyond.estimation_laws import least_split, two_atom_gap
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import Evidence, at_least, at_most, near, none_of, within
 from tieline.lab.power_law import exponent
-from tieline.measure.rounding import UNIT_ROUNDOFF, certified_choices
+from tieline.measure.rounding_flips import UNIT_ROUNDOFF, certified_choices
 
 
 def noise_draws(run: ClaimRun, law: str, n: int) -> Tensor:

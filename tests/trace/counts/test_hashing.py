@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from tieline.trace.summary import SPAN, coalition_hash, token_hash
+from tieline.trace.counts import SPAN, coalition_hash, token_hash
 
 
 def test_hashes_never_change():

@@ -12,25 +12,45 @@ alone; the threads only keep where each one stands.
     Lockstep       the passes: `go_all` lets those at one stop run until they park or end
     lead_passes    brings them through all units, and through the groups of experts inside
     run_in_unit    runs blocks of the unit whose weights are in memory
+    ByUnit         the schedule of `run.runner` that does all this for the passes of a phase
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.setting_fields import SettingError
 from tieline.models.class_changes import make_subclass, swapped_class
-from tieline.models.model_stream import ExpertGroups, ModelStream
-from tieline.run.observers import BlockRun, run_blocks
+from tieline.models.configuration import text_config
+from tieline.models.emulate import Region, rounded_weights, weight_axis
+from tieline.models.model_stream import ExpertGroups, ModelStream, free_memory, resident_memory
+from tieline.models.number_formats import RoundingBuffers, format_named, rounded_in_pieces
+from tieline.run.condition import Rounded
+from tieline.run.observers import (
+    BlockRun,
+    Site,
+    run_blocks,
+)
+from tieline.run.plan import CompletedRun, Pass, Phase
+from tieline.run.schedule import (
+    Models,
+    Observers,
+    Progress,
+    RunningPass,
+    Schedule,
+)
 
 if TYPE_CHECKING:
-    from tieline.run.resume import Journal, Replay
+    from tieline.run.resume import Journal, Replay, RunState
+
 
 Scope = Callable[[], AbstractContextManager[Any]]
 """Makes what is in force while a pass runs, and not while it is parked."""
@@ -388,3 +408,219 @@ class _ResidentUnit:
         following = next((name for name in rest if name in self._weights.layers), None)
         if following is not None and following.startswith(parent):
             self._weights.shards.prefetch(self._weights.plans[following].keys)
+
+
+STATES_KEPT = 2
+"""Hidden states that a pass holds while it waits: what it goes on with, and the embeddings."""
+
+
+STREAMING = "streaming"
+"""Stage of the progress while weights are read, counted in bytes."""
+
+
+class ByUnit(Schedule):
+    """Brings all passes through one unit of the streamed models after the other."""
+
+    reruns = False
+
+    def __init__(
+        self,
+        models: Models,
+        phase: Phase,
+        observers: Observers,
+        memory: int | None = None,
+        resume: "RunState | None" = None,
+    ) -> None:
+        super().__init__(models, phase, observers)
+        self._streams = [model.stream for model in models if model.stream is not None]
+        self._memory, self._resume = memory, resume
+        self._threads: dict[Pass, ParkedPass] = {}
+        self._roundings = [StreamRounding(stream) for stream in self._streams]
+        self._scopes: dict[tuple[int, Rounded], Scope] = {}
+
+    def run(self, on_progress: Progress | None) -> CompletedRun:
+        """Read the weights once and run every pass."""
+        for stream in self._streams:
+            headless = f"{type(stream.model).__name__} has no output head"
+            has_logits = stream.head is not None or self.phase.logits == "none"
+            require(has_logits, headless, UnsupportedModelError)
+        most = max(Counter(run.batch for run in self.phase.passes).values())
+        if most > len(self._streams):
+            check_room(self._streams[0], self.phase.tokens, most, self._memory)
+        for run in self.phase.passes:
+            self.begin(run)
+        self._lead_model(0, on_progress)
+        return CompletedRun(tuple(self.phase.batches))
+
+    def _lead_model(self, number: int, on_progress: Progress | None) -> None:
+        """Bring the passes of a model to its head, and then those of the models after it."""
+        stream, journal, replay = self._streams[number], None, None
+        if self._resume is not None:
+            replay, journal = self._resume.replay(stream.weights), self._resume.journal
+        jobs = [
+            PassJob(partial(self._pass_logits, state), partial(self.scope, state), rounding)
+            for state, rounding in (
+                (self._running[run], self._rounding(run)) for run in self._runs_of(number)
+            )
+        ]
+        events = _ModelEvents(self, number, on_progress, [] if replay is None else [*replay.left])
+        head = self.phase.logits != "none"
+        if not head and stream.head is not None:
+            stream.weights.check_unloaded(stream.head)
+        lead_passes(stream, jobs, events, head=head, journal=journal, replay=replay)
+
+    def _runs_of(self, number: int) -> list[Pass]:
+        """Passes of one of the models."""
+        return [run for run in self.phase.passes if run.model == number]
+
+    def _pass_logits(self, state: RunningPass) -> Any:
+        """Logits of one pass; finishes it where the head is not run."""
+        logits = self.logits(state)
+        if self.phase.logits == "none":
+            self.finish(state, None)
+        return logits
+
+    def sites(self, run: Pass) -> Mapping[str, Site]:
+        """Routers of the pass's model whose weights are in memory."""
+        return {
+            name: site
+            for name, site in self._sites[run.model].items()
+            if not any(parameter.is_meta for parameter in site.module.parameters())
+        }
+
+    def _rounding(self, run: Pass) -> Scope:
+        """What is made ready for a pass in each unit: one object per rounding, to be shared."""
+        rounded = run.condition.rounded
+        if rounded is None:
+            return nullcontext
+        key = run.model, rounded
+        if key not in self._scopes:
+            self._scopes[key] = partial(self._roundings[run.model].rounded, *rounded)
+        return self._scopes[key]
+
+    def lead_through_heads(self) -> None:
+        """Bring batch after batch through the heads, which are all in memory."""
+        for batch in self.phase.batches:
+            runs = [run for run in self.phase.passes if run.batch == batch]
+            for _, group in groupby(runs, key=lambda run: (run.model, run.condition.rounded)):
+                alike = list(group)
+                with self._rounding(alike[0])():
+                    for run in alike:
+                        thread = self._threads[run]
+                        thread.go()
+                        logits, thread.result = thread.result, None  # large
+                        self.finish(self._running[run], logits)
+
+
+class _ModelEvents(StreamEvents):
+    """What a schedule does while the passes of one of its models are led.
+
+    Args:
+        schedule: the schedule.
+        number: number of the model.
+        on_progress: called with `STREAMING` and bytes.
+        units: units that all passes have left.
+    """
+
+    def __init__(
+        self, schedule: ByUnit, number: int, on_progress: Progress | None, units: list[str]
+    ) -> None:
+        self._schedule, self._number, self._on_progress = schedule, number, on_progress
+        self._units, self._resume = units, schedule._resume
+
+    def on_begun(self) -> None:
+        """Give observers back what an earlier run kept of units that were left."""
+        if self._resume is not None:
+            self._resume.restore(self._units)
+
+    def on_unit_done(self, unit: str) -> None:
+        """Show observers the unit, and keep its state."""
+        self._units.append(unit)
+        stream = self._schedule._streams[self._number]
+        for observer in self._schedule.observers:
+            observer.on_unit_done(unit, partial(run_in_unit, stream, unit))
+        if self._resume is not None:
+            self._resume.keep(unit, self._units)
+
+    def on_read(self, done: int, total: int) -> None:
+        """Report bytes of all models."""
+        if self._on_progress is not None:
+            sizes = [stream.size for stream in self._schedule._streams]
+            total = total if len(sizes) == 1 else sum(sizes)
+            self._on_progress(STREAMING, min(sum(sizes[: self._number]) + done, total), total)
+
+    def at_head(self, passes: Lockstep, head: str) -> None:
+        """Wait for the other models, then go through the heads."""
+        schedule = self._schedule
+        runs = schedule._runs_of(self._number)
+        schedule._threads |= dict(zip(runs, passes.passes, strict=True))
+        if self._number + 1 < len(schedule._streams):
+            schedule._lead_model(self._number + 1, self._on_progress)
+        else:
+            schedule.lead_through_heads()
+
+
+class StreamRounding:
+    """Rounds what is in memory, into memory that is used again for the next layer."""
+
+    def __init__(self, stream: ModelStream) -> None:
+        """Round weights of this model."""
+        self._stream = stream
+        self._buffers, self._expert_buffers = RoundingBuffers(), RoundingBuffers()
+
+    @contextmanager
+    def rounded(
+        self, number_format: str, region: Region, keep: Collection[str] = ()
+    ) -> Iterator[None]:
+        """Inside the block, the weights in memory are rounded, experts in groups too.
+
+        Args:
+            number_format: name of the format.
+            region: "router", "all" or "others".
+            keep: names of routers that stay in full precision.
+        """
+        model, grid = self._stream.model, format_named(number_format).weights
+        with rounded_weights(model, number_format, region, keep, self._buffers):
+            if region == "router":
+                yield
+                return
+            with self._expert_buffers.borrow() as allocate:
+
+                def change(module: nn.Module, experts: Tensor) -> Tensor:
+                    """Experts of a group rounded to the grid of the format."""
+                    return rounded_in_pieces(experts, grid, weight_axis(module, experts), allocate)
+
+                with self._stream.changed_experts(change):
+                    yield
+
+
+class HiddenStatesError(SettingError):
+    """The hidden states of a streamed run do not fit beside the weights."""
+
+
+def check_room(stream: ModelStream, tokens: int, passes: int, memory: int | None) -> None:
+    """Refuse a run whose hidden states do not fit beside the weights, which are there twice.
+
+    Args:
+        stream: the model.
+        tokens: of the text.
+        passes: how often the text goes through the model side by side.
+        memory: bytes that the process may take; None for what is free.
+    """
+    width = getattr(text_config(stream.model), "hidden_size", None)
+    if not isinstance(width, int):
+        return
+    room = free_memory() if memory is None else memory - resident_memory()
+    states = passes * STATES_KEPT * tokens * width * stream.model.dtype.itemsize
+    weights = 2 * max(map(stream.resident, stream.weights.units))
+    if states + weights > room:
+        raise HiddenStatesError(
+            "the hidden states of {count:,} tokens in {passes} passes side by side need "
+            "{states:.2f} GB beside {weights:.2f} GB of weights, and {room:.2f} GB are there: take "
+            "fewer {tokens}, or perturbations",
+            count=tokens,
+            passes=passes,
+            states=states / 1e9,
+            weights=weights / 1e9,
+            room=room / 1e9,
+        )

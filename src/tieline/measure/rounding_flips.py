@@ -47,17 +47,18 @@ from tieline.core.numerics import PRECISIONS, IntegerGrid, grid_step, one_thread
 from tieline.core.ranking import gap, topk_mask
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.measure.boundary import gap_density
-from tieline.measure.flips import (
+from tieline.measure.measure_settings import Measurement
+from tieline.measure.noise_flips import (
     TINY,
+    LogitView,
     either_chance,
     first_order,
     flip_probability,
+    from_logits,
     group_density,
     group_flips,
     noisy_gap,
 )
-from tieline.measure.logit_view import LogitView, from_logits
-from tieline.measure.measure_settings import Measurement
 from tieline.trace.record import LayerTrace
 
 Scores = Float[Tensor, "tokens experts"]
@@ -150,22 +151,18 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
     flips = tie / 2
     binomials = _binomial_coefficients(z.shape[1])
     with one_thread():
-        rows = (_crowded_cells(z, k, q) & (tie > 0)).nonzero().squeeze(1)
+        # cells that ranks k and k + 1 share can contain a third one
+        crowded = torch.zeros(len(z), dtype=torch.bool, device=z.device)
+        if k > 1:
+            crowded |= z[:, k - 2] - z[:, k] < q
+        if z.shape[1] > k + 1:
+            crowded |= z[:, k - 1] - z[:, k + 1] < q
+        rows = (crowded & (tie > 0)).nonzero().squeeze(1)
         crowd = z[rows]
         crowd = (crowd > crowd[:, k - 1 : k] - q[rows, None]).sum(dim=1)
         for chunk in rows[crowd.argsort()].split(max(1, CHUNK // OFFSETS)):
             flips[chunk] = tie[chunk] * _mean_over_offsets(z[chunk], k, q[chunk], binomials)
     return flips
-
-
-def _crowded_cells(z: Scores, k: int, q: PerToken) -> Bool[Tensor, " tokens"]:
-    """Whether a cell that ranks k and k + 1 share can contain a third one."""
-    crowded = torch.zeros(len(z), dtype=torch.bool, device=z.device)
-    if k > 1:
-        crowded |= z[:, k - 2] - z[:, k] < q
-    if z.shape[1] > k + 1:
-        crowded |= z[:, k - 1] - z[:, k + 1] < q
-    return crowded
 
 
 def _mean_over_offsets(z: Scores, k: int, q: PerToken, binomials: Tensor) -> PerToken:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.models.router_output import Choice, RouterOutput
-from tieline.run.forward import compared_choice
+from tieline.run.schedule import compared_choice
 
 
 def test_the_weight_moved_is_that_of_the_experts_lost():

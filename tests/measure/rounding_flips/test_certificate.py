@@ -5,7 +5,7 @@ import torch
 
 from tieline.core.errors import TielineError
 from tieline.core.ranking import topk_mask
-from tieline.measure.rounding import UNIT_ROUNDOFF, certified_choices, score_error_bound
+from tieline.measure.rounding_flips import UNIT_ROUNDOFF, certified_choices, score_error_bound
 
 
 def drawn(tokens=300, experts=8, dim=64, seed=0):

@@ -7,9 +7,8 @@ import torch
 
 from tests.measure.problems import chosen_sets
 from tieline.measure.boundary import gap_density
-from tieline.measure.flips import flip_probability, noisy_gap, population_flips
-from tieline.measure.logit_view import logit_view
 from tieline.measure.measures import MeasureSettings, measure_layer
+from tieline.measure.noise_flips import flip_probability, logit_view, noisy_gap, population_flips
 
 pytestmark = pytest.mark.slow
 FRACTIONS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

@@ -14,7 +14,7 @@ from tests.strategies import dyadic_scores, seeds
 from tieline.core.ranking import ranked_scores
 from tieline.core.statistics import Estimate
 from tieline.measure.boundary import gap_density, gaussian_gap_density
-from tieline.measure.flips import (
+from tieline.measure.noise_flips import (
     flip_limits,
     flip_limits_by_size,
     flip_probability,

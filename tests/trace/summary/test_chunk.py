@@ -19,7 +19,7 @@ from tests.trace.zoo import (
 from tieline.core.errors import TraceError
 from tieline.trace import LayerFacts, LayerTrace
 from tieline.trace.counts import LogHistogram, grid_points
-from tieline.trace.summary_builder import summarise_chunk
+from tieline.trace.summary import summarise_chunk
 
 
 def summary_of(trace, place=0):

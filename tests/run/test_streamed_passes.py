@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tieline.run.lockstep import Lockstep, PassJob, current_pass
+from tieline.run.streamed_passes import Lockstep, PassJob, current_pass
 
 
 def test_neighbours_share_what_is_made_ready_and_nothing_is_before_the_first_place():

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieline.trace import summary as distinct
+from tieline.trace import counts as distinct
+from tieline.trace.counts import DistinctSketch, token_hash
 from tieline.trace.record import identical_values
-from tieline.trace.summary import DistinctSketch, token_hash
 
 hashes = st.lists(st.integers(0, 12), max_size=9).map(lambda x: np.array(x, dtype=np.int64))
 

@@ -12,8 +12,8 @@ from tests.strategies import seeds
 from tieline.core.numerics import PRECISIONS, grid_step, round_to
 from tieline.core.ranking import gap, ranked_scores, sets_differ, stable_topk, topk_mask
 from tieline.measure.boundary import gap_density
-from tieline.measure.logit_view import logit_view
-from tieline.measure.rounding import (
+from tieline.measure.noise_flips import logit_view
+from tieline.measure.rounding_flips import (
     emulated_choice,
     precision_flips,
     shared_cell,

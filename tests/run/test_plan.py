@@ -6,10 +6,18 @@ import pytest
 
 from tests.models.tiny import batch, tiny_model
 from tieline.models.model import Model
-from tieline.run import estimate
+from tieline.run import plan as plan_module
 from tieline.run.condition import CLEAN, Condition, Perturbation
-from tieline.run.estimate import IN_ALL, announce_total, pass_cost, plan_work, seconds_per_token
-from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.plan import (
+    IN_ALL,
+    Pass,
+    Phase,
+    Plan,
+    announce_total,
+    pass_cost,
+    plan_work,
+    seconds_per_token,
+)
 
 ROUTER = Condition(Perturbation("rounding", "bf16"))
 MODEL = Condition(Perturbation("rounding", "bf16", "model"))
@@ -33,7 +41,7 @@ def test_the_work_of_a_plan_counts_the_tokens_of_every_pass():
 def told(monkeypatch, work, seconds):
     """What the progress is told of a job whose passes take so many seconds."""
     clock = itertools.count(0.0, seconds)
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(plan_module.time, "perf_counter", lambda: next(clock))
     calls = []
     model = Model(tiny_model("olmoe"))
     announce_total(model, [batch(2, 8)], work, lambda *call: calls.append(call), beside=1.0)
@@ -60,6 +68,6 @@ def test_few_tokens_are_measured_in_the_second_of_two_passes(monkeypatch):
     model.register_forward_pre_hook(
         lambda _, args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
-    monkeypatch.setattr(estimate, "PROBE_TOKENS", 16)
+    monkeypatch.setattr(plan_module, "PROBE_TOKENS", 16)
     assert seconds_per_token(Model(model), batch(9, 8)) > 0
     assert shapes == [(2, 8), (2, 8)]

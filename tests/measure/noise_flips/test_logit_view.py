@@ -5,8 +5,7 @@ import torch
 
 from tests.measure.problems import SCORES, chosen_sets, layer_of, linear_router
 from tieline.core.errors import TraceError
-from tieline.measure.flips import flip_probability
-from tieline.measure.logit_view import from_logits, logit_view
+from tieline.measure.noise_flips import flip_probability, from_logits, logit_view
 from tieline.trace.record import LayerFacts, LayerTrace
 
 UNITS = ("logits", "sigmoid", "sqrtsoftplus", "softmax")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.measure.problems import linear_router
 from tieline.core.numerics import grid_step, round_to
 from tieline.core.ranking import stable_topk
-from tieline.measure import rounding as product
-from tieline.measure.rounding import (
+from tieline.measure import rounding_flips as product
+from tieline.measure.rounding_flips import (
     emulated_choice,
     product_effect,
     product_flips,
