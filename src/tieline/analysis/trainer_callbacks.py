@@ -136,13 +136,13 @@ class RolloutReplay:
     _is_replaying: bool = False
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the routes of a rollout of training."""
-        if not self.model.training:  # type: ignore[attr-defined]
+        """Record the routes of a rollout of training, where the model itself generates."""
+        elsewhere = getattr(self, "rollout_func", None) or getattr(self, "use_vllm", False)
+        if elsewhere or not self.model.training:  # type: ignore[attr-defined]
             return super()._generate(*args, **kwargs)  # type: ignore[misc]
         with capture(self.model, ranks=1, epsilons=(), distances=False) as recorder:  # type: ignore[attr-defined]
             answer = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        if recorder.n_tokens:  # none where another engine generates
-            self.routes = recorder.trace()
+        self.routes = recorder.trace()
         return answer
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

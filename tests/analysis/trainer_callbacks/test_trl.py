@@ -107,9 +107,9 @@ def test_evaluation_keeps_the_routes_of_training(tmp_path):
 
 
 def test_routes_of_another_engine_are_taken_from_its_rollout(tmp_path):
-    engine = small_model()
-
     def generate(prompts, trainer):
+        engine = small_model(seed=1)
+        engine.load_state_dict(trainer.model.state_dict())
         ids = trainer.processing_class(prompts)["input_ids"]
         generator = torch.Generator().manual_seed(0)
         completions = torch.randint(3, 500, (len(ids), 6), generator=generator).tolist()
@@ -121,5 +121,5 @@ def test_routes_of_another_engine_are_taken_from_its_rollout(tmp_path):
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
     options = {"rollout_func": generate, "max_steps": 1}
-    logs = rollout_logs(grpo_trainer(GRPO, tmp_path, small_model(), **options))
+    logs = rollout_logs(grpo_trainer(GRPO, tmp_path, **options))
     assert logs[0]["rollout/flip_rate"] == logs[0]["rollout/unrecorded"] == 0
