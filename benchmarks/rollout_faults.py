@@ -1,6 +1,6 @@
 """Does `RolloutMismatch` warn of planted faults in GRPO, and only of these?
 
-    python benchmarks/rollout_faults.py [--seeds development|judged] [--json FILE]     (needs trl)
+    python benchmarks/rollout_faults.py [--seeds development|judged] [--results FOLDER]  (needs trl)
 
 A small DeepSeek-V3 (3 layers, 16 experts, top-2, selection bias) is pretrained on the text in the
 box, its bias by the rule of its paper: 0.001 times the sign of what an expert's load lacks, a step.
@@ -14,12 +14,12 @@ rollouts:
     bias          no selection bias
 
 Twenty runs of each, and forty without a fault, count as warned if a `RolloutWarning` is raised
-within the five steps. Limits are the defaults; they may be looked at on the development seeds.
-Judged seeds have models, prompts and samples of their own.
+within the five steps, and end there. Limits are the defaults; they may be looked at on the
+development seeds. Judged seeds have models, prompts and samples of their own. What `FOLDER` holds
+of an earlier call is not repeated.
 """
 
 import argparse
-import copy
 import json
 import tempfile
 import warnings
@@ -31,6 +31,7 @@ from typing import Any
 import datasets  # pyright: ignore[reportMissingImports]
 import torch
 import trl  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PrinterCallback, TrainerCallback
 
@@ -41,7 +42,7 @@ from tieline.models.capture import capture
 from tieline.models.demo import demo_text, load_demo_tokenizer
 from tieline.trace.record import RoutingTrace
 
-SEEDS = {"development": (0, 1), "judged": (100, 101, 102, 103)}
+SEEDS = {"development": (0, 1), "judged": (100, 101, 102)}
 """Seeds of the models; run i of a kind has model i modulo their number, and a seed of its own."""
 
 PRETRAINED, EARLIER = 200, 150
@@ -110,7 +111,16 @@ def small_model(seed: int) -> Any:
 
 
 @cache
-def checkpoints(seed: int) -> dict[int, dict[str, Tensor]]:
+def checkpoints(seed: int, folder: Path) -> dict[int, dict[str, Tensor]]:
+    """State of the pretraining at two steps, kept in the folder."""
+    files = {step: folder / f"model-{seed}-{step}.safetensors" for step in (EARLIER, PRETRAINED)}
+    if not all(file.is_file() for file in files.values()):
+        for step, state in pretrained_states(seed).items():
+            save_file(state, files[step])
+    return {step: load_file(file) for step, file in files.items()}
+
+
+def pretrained_states(seed: int) -> dict[int, dict[str, Tensor]]:
     """State of the pretraining at two steps."""
     model, text = small_model(seed), tokens_of_text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -126,7 +136,7 @@ def checkpoints(seed: int) -> dict[int, dict[str, Tensor]]:
         optimizer.step()
         move_biases(model, recorder.trace())
         if step in (EARLIER, PRETRAINED):
-            states[step] = copy.deepcopy(model.state_dict())
+            states[step] = {k: v.detach().clone() for k, v in model.state_dict().items()}
     return states
 
 
@@ -226,15 +236,15 @@ def prompts_of(seed: int) -> list[str]:
     return pieces
 
 
-def trained_run(fault: str, model_seed: int, seed: int, folder: str) -> Run:
+def trained_run(fault: str, model_seed: int, seed: int, folder: Path) -> Run:
     """Train with GRPO; say when it warned."""
-    states = checkpoints(model_seed)
+    states = checkpoints(model_seed, folder)
     model = small_model(model_seed)
     model.load_state_dict(states[PRETRAINED])
     tokenizer = load_demo_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     arguments = trl.GRPOConfig(
-        folder,
+        str(folder / "trainer"),
         max_steps=STEPS,
         logging_steps=1,
         per_device_train_batch_size=PROMPTS * COMPLETIONS,
@@ -270,40 +280,55 @@ def trained_run(fault: str, model_seed: int, seed: int, folder: str) -> Run:
     return Run(fault, model_seed, seed, steps.step, steps.messages, flips, unexplained)
 
 
+def planned_runs(name: str, faults: list[str]) -> list[tuple[str, int, int]]:
+    """Fault, seed of the model and seed of each run."""
+    models = SEEDS[name]
+    return [
+        (fault, models[index % len(models)], 1000 * models[0] + 100 * kind + index)
+        for kind, (fault, count) in enumerate(RUNS.items())
+        for index in range(count)
+        if fault in faults
+    ]
+
+
+def summary(fault: str, runs: list[Run]) -> str:
+    """What became of the runs with a fault."""
+    warned = [run.warned for run in runs if run.warned]
+    shifted = sum("rows were shifted" in " ".join(run.messages) for run in runs)
+    rates = [run.flip_rate for run in runs]
+    return (
+        f"{fault}: warned in {len(warned)} of {len(runs)} runs (planned {RUNS[fault]}), at step "
+        f"{max(warned, default=0)} at the latest; shifted rows named in {shifted}; flips in the "
+        f"worst layer {min(rates):.1%} to {max(rates):.1%}, unexplained at most "
+        f"{max(run.unexplained for run in runs):.2%}"
+    )
+
+
 def main() -> None:
     """Run the benchmark and report it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", choices=list(SEEDS), default="judged")
     parser.add_argument("--faults", nargs="*", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--runs", type=int, help="of each kind; by default 20, sound ones 40")
-    parser.add_argument("--json")
+    parser.add_argument("--most", type=int, default=100, help="runs of this call")
+    parser.add_argument("--results", type=Path, help="folder of models and runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    models = SEEDS[options.seeds]
-    print(f"{options.seeds} seeds: models {models}; the other set: {SEEDS}", flush=True)
-    runs: list[Run] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for kind, fault in enumerate(options.faults):
-            count = options.runs or RUNS[fault]
-            for index in range(count):
-                seed = 1000 * models[0] + 100 * kind + index
-                runs.append(trained_run(fault, models[index % len(models)], seed, folder))
-            some = runs[-count:]
-            warned = [run.warned for run in some if run.warned]
-            print(
-                f"{fault}: warned in {len(warned)} of {count} runs, at step "
-                f"{max(warned, default=0)} at the latest; flips of the worst layer "
-                f"{min(r.flip_rate for r in some):.1%} to {max(r.flip_rate for r in some):.1%}, "
-                f"unexplained {max(r.unexplained for r in some):.2%} at most",
-                flush=True,
-            )
-            shifted = sum("rows were shifted" in " ".join(run.messages) for run in some)
-            print(
-                f"    shifted rows named in {shifted} runs; the first warns of {some[0].messages}"
-            )
-    if options.json:
-        result = {"machine": machine(), "seeds": SEEDS, "runs": [asdict(run) for run in runs]}
-        Path(options.json).write_text(json.dumps(result, indent=1))
+    print(f"{options.seeds} seeds of {SEEDS}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.results or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{options.seeds}.json"
+        runs = [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
+        finished = {(run.fault, run.model, run.seed) for run in runs}
+        missing = [p for p in planned_runs(options.seeds, options.faults) if p not in finished]
+        for plan in missing[: options.most]:
+            runs.append(trained_run(*plan, folder))
+            result = {"machine": machine(), "seeds": SEEDS, "runs": [asdict(run) for run in runs]}
+            file.write_text(json.dumps(result, indent=1))
+    for fault in RUNS:
+        some = [run for run in runs if run.fault == fault]
+        if some:
+            print(summary(fault, some))
 
 
 if __name__ == "__main__":
