@@ -128,8 +128,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "trace-3",
-        "first = torch.from_numpy(order[np.concatenate(([True], ~same))])",
-        "first = torch.from_numpy(order[np.concatenate((~same, [True]))])",
+        "first = torch.from_numpy(order[np.concatenate(([True], ~repeated))])",
+        "first = torch.from_numpy(order[np.concatenate((~repeated, [True]))])",
         "trace/summary/test_sample.py",
         "of a repeated token the largest record wins, not the smallest",
     ),
@@ -558,8 +558,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "run-2",
-        "late = [other for other in run.compared_with if other not in earlier]",
-        "late = []",
+        "missing = [other for other in run.compared_with if other not in earlier]",
+        "missing = []",
         "run/test_runner.py",
         "a reference comes before the passes that need it",
     ),
@@ -579,9 +579,9 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "run-5",
-        "torch.where(flipped[:, None], kept.ids, choice.ids),",
+        "torch.where(flipped[:, None], clean_choice.ids, choice.ids),",
         "choice.ids,",
-        "run/forward analysis/perturbation_effects",
+        "run/test_schedule.py analysis/perturbation_effects",
         "a forced pass takes the experts of its reference",
     ),
     _m(

@@ -448,8 +448,8 @@ def _renameat2(source: Path, target: Path, flag: int) -> None:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError) as problem:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from problem
-    here = -100
-    if rename(here, os.fsencode(source), here, os.fsencode(target), flag):
+    working_folder = -100
+    if rename(working_folder, os.fsencode(source), working_folder, os.fsencode(target), flag):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(source), None, str(target))
 

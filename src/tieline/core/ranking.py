@@ -136,10 +136,10 @@ def _chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def sets_differ(
-    before: Bool[Tensor, "*batch experts"], after: Bool[Tensor, "*batch experts"]
+    first: Bool[Tensor, "*batch experts"], second: Bool[Tensor, "*batch experts"]
 ) -> Bool[Tensor, "*batch"]:
     """Whether the two sets of experts of each token differ."""
-    return (before != after).any(dim=-1)
+    return (first != second).any(dim=-1)
 
 
 def n_changed(

@@ -225,9 +225,9 @@ def angular_spread(inputs: Float[Tensor, "tokens dim"], n_experts: int, k: int) 
         sums[0] += x.sum(dim=0).cpu()
         sums[1] += (x / x.norm(dim=1, keepdim=True).clamp(min=1e-300)).sum(dim=0).cpu()
     mean, direction = sums / tokens
-    away = torch.cat([(rows.double() - mean.to(rows.device)).norm(dim=1) for rows in chunks])
-    mean_norm, radius = mean.norm().item(), away.square().mean().sqrt().item()
-    largest = away.max().item()
+    radii = torch.cat([(rows.double() - mean.to(rows.device)).norm(dim=1) for rows in chunks])
+    mean_norm, radius = mean.norm().item(), radii.square().mean().sqrt().item()
+    largest = radii.max().item()
     log_cap = log_cap_fraction(largest / mean_norm if mean_norm > 0 else math.inf, dim)
     return AngularSpread(
         mean_norm=mean_norm,

@@ -394,9 +394,9 @@ def _model_rate(
 
 def _clustered_mean(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
     """Mean with its standard error by documents; by tokens if there is one document."""
-    alone = mean_estimate(values)
+    unclustered = mean_estimate(values)
     error = clustered_error(values, documents)
-    return alone if error is None else Estimate(alone.value, error)
+    return unclustered if error is None else Estimate(unclustered.value, error)
 
 
 def gap_status(layer: LayerTrace) -> str:
@@ -475,13 +475,13 @@ def histogram_density(histogram: LogHistogram) -> Estimate:
     """Density at zero, w the largest grid point with F(2w) <= 0.2 (Def. 3.2)."""
     n, mass = histogram.total, 0.2
     middle = (histogram.below() + histogram.at_most()).double() / (2 * n)
-    wide = middle[OCTAVE:]
-    fitting = int((wide <= mass).sum())
-    if fitting == 0 or fitting == len(wide):
+    doubled = middle[OCTAVE:]
+    fitting = int((doubled <= mass).sum())
+    if fitting == 0 or fitting == len(doubled):
         where = "exactly zero" if fitting == 0 else "beyond the grid"
         return Estimate(None, None, f"not answerable: the {mass:g}-quantile is {where}")
     width = grid_points()[fitting - 1].item()
-    return density_from_masses(middle[fitting - 1].item(), wide[fitting - 1].item(), width, n)
+    return density_from_masses(middle[fitting - 1].item(), doubled[fitting - 1].item(), width, n)
 
 
 def _counted_layer(

@@ -78,12 +78,12 @@ def logit_view(layer: LayerTrace) -> LogitView:
     )
     assert layer.scores is not None
     selection = layer.scores.double()
-    plain = selection - _bias_of_ranks(layer)
+    unbiased = selection - _bias_of_ranks(layer)
     units, k = layer.facts.units, layer.facts.k
     if units == "logits":
         ones = torch.ones_like(selection)
-        return LogitView(selection, ones, plain, ones[:, k - 1])
-    logits, slope = _INVERSES[units](plain)
+        return LogitView(selection, ones, unbiased, ones[:, k - 1])
+    logits, slope = _INVERSES[units](unbiased)
     exact = None if units == "softmax" else logits
     if layer.bias is None:
         return LogitView(logits, torch.ones_like(slope), exact, slope[:, k - 1])
@@ -314,11 +314,11 @@ def _flip_integrals(
     limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
     # from the middle of ranks k and k + 1, where the integrand is largest, to keep its digits
     exact = z - (z[:, k - 1 : k] + z[:, k : k + 1]) / 2, sigma
-    away, spread = (column.float() for column in exact)
+    offsets, spread = (column.float() for column in exact)
     reach = (nearest.square() + IGNORED).sqrt_().float()[:, None]
-    low, high = _flip_interval(away, spread, k, reach)
+    low, high = _flip_interval(offsets, spread, k, reach)
     span = reach * spread
-    matters = (away + span > low[:, None]) & (away - span < high[:, None])
+    matters = (offsets + span > low[:, None]) & (offsets - span < high[:, None])
     least = torch.where(matters, spread, torch.inf).amin(dim=1)
     finer = torch.where(matters[:, -1], STEPS + PER_HIDDEN * math.log1p(beyond), STEPS)
     steps = _rounded_steps(finer * (high - low) / least)
@@ -328,14 +328,14 @@ def _flip_integrals(
     counts = steps[alive].unique_consecutive(return_counts=True)
     for count, group in zip(*(column.tolist() for column in counts), strict=True):
         some, alive = alive[:group], alive[group:]
-        scores = (away, spread) if count <= SINGLE_STEPS else exact
+        scores = (offsets, spread) if count <= SINGLE_STEPS else exact
         for rows in some.split(max(1, CHUNK // count)):
-            here = matters[rows].any(dim=0).nonzero().squeeze(1)
-            ranks = slice(min(int(here[0]), k - 1), max(int(here[-1]), k) + 1)
-            further = beyond if ranks.stop == z.shape[1] else 0
+            columns = matters[rows].any(dim=0).nonzero().squeeze(1)
+            ranks = slice(min(int(columns[0]), k - 1), max(int(columns[-1]), k) + 1)
+            hidden = beyond if ranks.stop == z.shape[1] else 0
             near, noise = scores[0][rows, ranks], scores[1][rows, ranks]
             ends = low[rows], high[rows]
-            limits[:, rows] = _flip_integral(near, noise, k - ranks.start, ends, count, further)
+            limits[:, rows] = _flip_integral(near, noise, k - ranks.start, ends, count, hidden)
     return limits
 
 
@@ -352,12 +352,12 @@ def _flip_interval(z: Ranks, sigma: Ranks, k: int, reach: Tensor) -> tuple[Tenso
     Ends `reach` deviations off, and where both are reach/√2 off: the product of densities vanishes.
     """
     inside, outside, spread = z[:, :k], z[:, k:], reach * sigma
-    mine, theirs = spread[:, :k], spread[:, k:]
-    both = math.sqrt(0.5)
-    middle = (inside + both * mine).amin(dim=1)
-    middle = torch.maximum(middle, (outside + both * theirs).amax(dim=1))
-    high = torch.minimum((inside + mine).amin(dim=1), (outside + theirs).amax(dim=1))
-    return (inside - mine).amin(dim=1), torch.minimum(high, middle)
+    inside_reach, outside_reach = spread[:, :k], spread[:, k:]
+    half = math.sqrt(0.5)
+    middle = (inside + half * inside_reach).amin(dim=1)
+    middle = torch.maximum(middle, (outside + half * outside_reach).amax(dim=1))
+    high = torch.minimum((inside + inside_reach).amin(dim=1), (outside + outside_reach).amax(dim=1))
+    return (inside - inside_reach).amin(dim=1), torch.minimum(high, middle)
 
 
 def _flip_integral(
@@ -457,8 +457,8 @@ def noise_flips(
     `view` is the `logit_view` of the layer, `density` its `noise_densities` (Def. 6.2 - 6.4).
     """
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
-    alike = layer.bias is None or layer.facts.units == "logits"
-    noise = 1.0 if alike else view.slope
+    equal_noise = layer.bias is None or layer.facts.units == "logits"
+    noise = 1.0 if equal_noise else view.slope
     limits = flip_limits_by_size(view.scores, layer.facts.k, noise, sigmas, beyond)
     rows = []
     for sigma, low, high in zip(sigmas, *limits, strict=True):

@@ -62,8 +62,8 @@ def watch_routers(
     numbered = dict(enumerate(batches))
     passes = tuple(Pass(number, condition) for condition in handlers for number in numbered)
     phase = Phase(stage, numbered, passes, logits="none")
-    alone = Runner(*runner.models, memory=runner.memory)
-    alone.run(Plan((phase,)), [RouterWatcher(handlers)], on_progress)
+    single_runner = Runner(*runner.models, memory=runner.memory)
+    single_runner.run(Plan((phase,)), [RouterWatcher(handlers)], on_progress)
 
 
 def smoothable_layers(model: nn.Module) -> list[LayerPlan]:

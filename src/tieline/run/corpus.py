@@ -151,8 +151,8 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
     body = length - len(prefix)
     require(body >= 1, f"sequences need more than the prefix, got length={length}, {prefix=}")
     require(len(ids) > 0, "the tokenizer makes no token of the text")
-    kept = _without_prefixes(tokens, length, len(prefix))
-    ids, pieces = ids[:kept], pieces[:kept]
+    count = _without_prefixes(tokens, length, len(prefix))
+    ids, pieces = ids[:count], pieces[:count]
     padding = getattr(tokenizer, "pad_token_id", None)
     require(
         any(token != padding for token in ids),
@@ -240,11 +240,11 @@ def _encode_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 def _without_prefixes(tokens: int, length: int, prefix: int) -> int:
     """Number of text tokens in `tokens`, each sequence of `length` spending some on its prefix."""
     full, rest = divmod(tokens, length)
-    left = max(0, rest - prefix)
-    left_over = full * (length - prefix) + left
-    if left_over < 1:
+    tail = max(0, rest - prefix)
+    text_tokens = full * (length - prefix) + tail
+    if text_tokens < 1:
         raise ParameterError(f"{tokens} tokens leave none beside a prefix of {prefix}")
-    return left_over
+    return text_tokens
 
 
 def as_text(text: Text) -> tuple[str, str]:

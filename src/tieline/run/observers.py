@@ -186,7 +186,7 @@ class Watch:
         self.busy = False
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def hiding_calls(self) -> Iterator[None]:
         """Context in which observers compute: nothing is shown to them."""
         self.busy = True
         try:
@@ -194,13 +194,13 @@ class Watch:
         finally:
             self.busy = False
 
-    def routed(self, site: Site, call: Call, output: Any) -> None:
+    def show_router(self, site: Site, call: Call, output: Any) -> None:
         """Show a call of a router, which observers may call again."""
         handler: Any = getattr(site.module, HANDLER, None)
         columns = getattr(handler, "k_max", None)
         # an emulated number format is the model's, not that of the observers' own arithmetic
         exact = self.run.condition.perturbation is not None
-        with self.looking(), torch._C.DisableTorchFunction() if exact else nullcontext():
+        with self.hiding_calls(), torch._C.DisableTorchFunction() if exact else nullcontext():
             for observer in self.observers:
                 observer.on_router(self.run, site, call, output)
         if columns is not None and hasattr(handler, "resize"):
@@ -212,25 +212,25 @@ class Watch:
         with ExitStack() as stack:
             for observer in self.observers:
                 for name in [name for name in observer.blocks if name in sites]:
-                    hook = partial(self._blocked, observer, sites[name])
+                    hook = partial(self._show_block, observer, sites[name])
                     block = observer.blocks[name]
                     stack.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
-    def _blocked(
+    def _show_block(
         self,
         observer: Observer,
         site: Site,
         module: nn.Module,
         args: tuple[Any, ...],
-        named: dict[str, Any],
+        kwargs: dict[str, Any],
         output: Any,
     ) -> None:
         """Show the call of a block to its observer."""
         if self.busy:
             return
-        with self.looking():
-            call, rerun = BlockSite(args, named, output), run_blocks if self._reruns else None
+        with self.hiding_calls():
+            call, rerun = BlockSite(args, kwargs, output), run_blocks if self._reruns else None
             observer.on_block(self.run, site, call, rerun)
 
 
@@ -251,12 +251,12 @@ def watching(
         method: the method of the routers that is rewritten; by default that of their family.
     """
 
-    def after(site: Site, router: nn.Module, call: Call, output: Any) -> Any:
+    def shown_output(site: Site, router: nn.Module, call: Call, output: Any) -> Any:
         """Show the call of a router, and return its rewritten output."""
         if watch.busy or is_recomputing():
             return output
         if watch.observers:
-            watch.routed(site, call, live_output(site.family, router, output))
+            watch.show_router(site, call, live_output(site.family, router, output))
         for rewritten in rewrites:
             output = rewritten(site, call, output)
         return output
@@ -270,7 +270,7 @@ def watching(
         stack.callback(rewrites.clear)
         for site in sites.values():
             name = method if method and site.family.method == "__call__" else site.family.method
-            cls = wrapped_class(type(site.module), name, partial(after, site))
+            cls = wrapped_class(type(site.module), name, partial(shown_output, site))
             stack.enter_context(swapped_class(site.module, cls))
         stack.enter_context(watch.blocks(sites))
         yield

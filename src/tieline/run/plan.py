@@ -81,8 +81,10 @@ class Phase:
     def __post_init__(self) -> None:
         earlier: set[Pass] = set()
         for run in self.passes:
-            late = [other for other in run.compared_with if other not in earlier]
-            require(not late, f"{self.name}: {late} must come before the passes that need them")
+            missing = [other for other in run.compared_with if other not in earlier]
+            require(
+                not missing, f"{self.name}: {missing} must come before the passes that need them"
+            )
             earlier.add(run)
 
     @property

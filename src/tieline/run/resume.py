@@ -59,45 +59,45 @@ class Journal:
         """Look at all units inside the block."""
         with ExitStack() as stack:
             for name, module in self.weights.units.items():
-                given = self._given(name)  # before the pass parks here
-                before = module.register_forward_pre_hook(given, prepend=True, with_kwargs=True)
-                after = module.register_forward_hook(self._returned(name))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                take, keep = self._argument_hook(name), self._output_hook(name)
+                # before the pass parks here
+                handle = module.register_forward_pre_hook(take, prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(keep).remove)
             yield
 
-    def _given(self, unit: str) -> Any:
+    def _argument_hook(self, unit: str) -> Any:
         """Hook that notes the tensors a pass gives to a unit."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            here = current_pass()
-            if here is None:
+            parked = current_pass()
+            if parked is None:
                 return
             leaves, _ = tree_flatten((args, kwargs))
-            first = self._first.get(here.number)
+            first = self._first.get(parked.number)
             if first is None and unit in self.weights.layers:
-                self._first[here.number] = first = leaves
-            same = first if first is not None and len(first) == len(leaves) else None
-            self._changed[here.number] = {
+                self._first[parked.number] = first = leaves
+            first_leaves = first if first is not None and len(first) == len(leaves) else None
+            self._changed[parked.number] = {
                 index: leaf
                 for index, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and not (same and same[index] is leaf)
+                if isinstance(leaf, Tensor) and not (first_leaves and first_leaves[index] is leaf)
             }
             self.next = unit
 
         return hook
 
-    def _returned(self, unit: str) -> Any:
+    def _output_hook(self, unit: str) -> Any:
         """Hook that keeps what a pass got from a unit."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            here = current_pass()
-            if here is None:
+            parked = current_pass()
+            if parked is None:
                 return
             if unit in self.weights.layers:  # the last one stands for all
                 for other in [n for n in self._outputs if n in self.weights.layers and n != unit]:
                     del self._outputs[other]
-            self._outputs.setdefault(unit, {})[here.number] = output
+            self._outputs.setdefault(unit, {})[parked.number] = output
             self.usable &= _output_shape(output) is not None
 
         return hook
@@ -160,11 +160,11 @@ class Replay:
             for name in self.left:
                 source = last[0] if name in self._weights.layers else name
                 module = self._weights.units[name]
-                returning = make_subclass(type(module), forward=self._returning(source))
-                stack.enter_context(swapped_class(module, returning))
+                replaying = make_subclass(type(module), forward=self._kept_forward(source))
+                stack.enter_context(swapped_class(module, replaying))
                 stack.enter_context(self._stand_ins(name))
-            unit, giving = self._weights.units[self._next], self._giving(set())
-            handle = unit.register_forward_pre_hook(giving, prepend=True, with_kwargs=True)
+            unit, give = self._weights.units[self._next], self._argument_hook(set())
+            handle = unit.register_forward_pre_hook(give, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
             yield
 
@@ -181,34 +181,34 @@ class Replay:
             for name in names:
                 self._weights.put(name, self._weights.meta[name])
 
-    def _returning(self, unit: str) -> Any:
+    def _kept_forward(self, unit: str) -> Any:
         """Forward of a unit that returns what an earlier run kept of it."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            here = current_pass()
-            assert here is not None
-            shape = self._shapes[unit][here.number]
+            parked = current_pass()
+            assert parked is not None
+            shape = self._shapes[unit][parked.number]
             if shape == "tensor":
-                return self._tensors[f"{unit}|{here.number}|0"]
+                return self._tensors[f"{unit}|{parked.number}|0"]
             return tuple(
-                self._tensors[f"{unit}|{here.number}|{index}"] if there else None
-                for index, there in enumerate(shape)
+                self._tensors[f"{unit}|{parked.number}|{index}"] if is_tensor else None
+                for index, is_tensor in enumerate(shape)
             )
 
         return forward
 
-    def _giving(self, done: set[int]) -> Any:
+    def _argument_hook(self, finished: set[int]) -> Any:
         """Hook that replaces the arguments of the first unit that is run by kept ones."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            here = current_pass()
-            if here is None or here.number in done:
+            parked = current_pass()
+            if parked is None or parked.number in finished:
                 return None
-            done.add(here.number)
+            finished.add(parked.number)
             leaves, spec = tree_flatten((args, kwargs))
             for key, tensor in self._tensors.items():
                 unit, number, index = key.split("|")
-                if not unit and int(number) == here.number:
+                if not unit and int(number) == parked.number:
                     leaves[int(index)] = tensor
             return tree_unflatten(leaves, spec)
 

@@ -134,10 +134,10 @@ class Runner:
 def _completed_by_all(plan: Plan, completed: Sequence[CompletedRun]) -> CompletedRun:
     """Batches that no phase left out, and perturbations that some phase left out."""
     phases = list(zip(plan.phases, completed, strict=True))
-    every = dict.fromkeys(number for phase in plan.phases for number in phase.batches)
+    numbers = dict.fromkeys(number for phase in plan.phases for number in phase.batches)
     left_out = {n for phase, run in phases for n in phase.batches if n not in run.batches}
     dropped = dict.fromkeys(perturbation for run in completed for perturbation in run.dropped)
-    return CompletedRun(tuple(n for n in every if n not in left_out), tuple(dropped))
+    return CompletedRun(tuple(n for n in numbers if n not in left_out), tuple(dropped))
 
 
 NO_BUDGET = "a streamed audit has no result before its last layer: leave out {budget_minutes}"
@@ -205,10 +205,10 @@ def halves_batches(settings_class: type[Settings]) -> Callable[[Job], Job]:
         @wraps(job)
         def run_with_smaller_batches(*sources: Any, **arguments: Any) -> Any:
             """Run the job until its batches fit."""
-            given = {name: arguments.pop(name, None) for name in ("settings", "progress")}
-            settings: Any = settings_class.of(given["settings"], arguments)
+            options = {name: arguments.pop(name, None) for name in ("settings", "progress")}
+            settings: Any = settings_class.of(options["settings"], arguments)
             while True:
-                problem = _result_or_problem(job, sources, settings, given["progress"])
+                problem = _result_or_problem(job, sources, settings, options["progress"])
                 if not isinstance(problem, str):
                     return problem[0]
                 settings = _with_half_batches(settings_class, settings, problem)
@@ -253,5 +253,5 @@ def _with_half_batches(settings_class: type[Settings], settings: Any, problem: s
 
 def is_out_of_memory(problem: BaseException) -> bool:
     """Return whether an error says that a device is full."""
-    said = str(problem).lower()
-    return isinstance(problem, torch.OutOfMemoryError) or any(text in said for text in FULL)
+    message = str(problem).lower()
+    return isinstance(problem, torch.OutOfMemoryError) or any(text in message for text in FULL)

@@ -98,16 +98,16 @@ def chosen_output(
     if recorded[1]:
         with torch._C.DisableTorchFunction():
             state.routes[site.name] = _recorded_route(site, call, output)
-    against = None if reference is None else reference.choices.get(site.name)
-    if not recorded[0] and against is None:
+    clean = None if reference is None else reference.choices.get(site.name)
+    if not recorded[0] and clean is None:
         return output
     routed = read_output(site.family, site.module, call, output)
     choice = Choice(routed.weights, routed.ids)
     if recorded[0]:
         state.choices[site.name] = choice
-    if against is not None:
+    if clean is not None:
         forced = state.run.condition.choice == "forced"
-        lost, choice = compared_choice(against, routed, forced)
+        lost, choice = compared_choice(clean, routed, forced)
         state.lost[site.name] = lost
     resize = getattr(getattr(site.module, HANDLER, None), "resize", None)
     if resize is not None:  # what counts the columns of a smoothed router
@@ -149,23 +149,23 @@ def compared_choice(clean: Choice, routed: RouterOutput, forced: bool) -> tuple[
         The share of routed weight that each token lost, Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e, -1
         where its experts are the same; and the choice to take.
     """
-    before = routed_set(RouterOutput(routed.logits, clean.weights, clean.ids))
-    after = routed_set(routed)
-    flipped = sets_differ(before, after)
-    missing = ~after.gather(1, clean.ids)
+    clean_set = routed_set(RouterOutput(routed.logits, clean.weights, clean.ids))
+    routed_mask = routed_set(routed)
+    flipped = sets_differ(clean_set, routed_mask)
+    lost_slots = ~routed_mask.gather(1, clean.ids)
     size = clean.weights.double().sum(dim=1).clamp(min=1e-30)
-    share = (clean.weights.double() * missing).sum(dim=1) / size
+    share = (clean.weights.double() * lost_slots).sum(dim=1) / size
     lost = torch.where(flipped, share, -1.0).cpu()
     choice = Choice(routed.weights, routed.ids)
     if not forced:
         return lost, choice
-    kept, choice = (
+    clean_choice, choice = (
         padded_choice(clean, choice.ids.shape[1]),
         padded_choice(choice, clean.ids.shape[1]),
     )
     return lost, Choice(
-        torch.where(flipped[:, None], kept.weights, choice.weights),
-        torch.where(flipped[:, None], kept.ids, choice.ids),
+        torch.where(flipped[:, None], clean_choice.weights, choice.weights),
+        torch.where(flipped[:, None], clean_choice.ids, choice.ids),
     )
 
 
@@ -264,14 +264,18 @@ class Schedule:
     def finish(self, state: RunningPass, logits: Any) -> None:
         """Show the logits of a pass to the observers, and drop what no pass needs any more."""
         run = state.run
-        kept = self._predictions
-        compared = {other: kept[other] for other in run.compared_with if other in kept}
+        predictions = self._predictions
+        compared = {
+            other: predictions[other] for other in run.compared_with if other in predictions
+        }
         outcome = Outcome(state.ids, logits, compared, state.lost, state.choices, state.changed)
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:
-            several = self._uses[run] > 1 and logits.numel() * logits.itemsize <= KEPT
-            self._predictions[run] = Predictions(logits, keep=several)
+            keeps_log_probabilities = (
+                self._uses[run] > 1 and logits.numel() * logits.itemsize <= KEPT
+            )
+            self._predictions[run] = Predictions(logits, keep=keeps_log_probabilities)
         for other in run.compared_with:
             self._uses[other] -= 1
             if not self._uses[other]:
@@ -352,13 +356,13 @@ class ByPass(Schedule):
     def _out_of_time(self, run: Pass) -> bool:
         """Whether a perturbation begins, not the first one, and the time is up."""
         perturbation = run.condition.perturbation
-        same = (p for p in self.phase.passes if p.condition.perturbation == perturbation)
-        if not self._budget.is_limited or not self.phase.may_drop or next(same) != run:
+        passes = (p for p in self.phase.passes if p.condition.perturbation == perturbation)
+        if not self._budget.is_limited or not self.phase.may_drop or next(passes) != run:
             return False
         later = perturbation in self._perturbations()[1:]
         return later and self._budget.elapsed() > self._budget.limit
 
     def _drop(self, run: Pass) -> None:
         """Leave out this perturbation and all that follow."""
-        every = self._perturbations()
-        self._dropped = tuple(every[every.index(run.condition.perturbation) :])
+        perturbations = self._perturbations()
+        self._dropped = tuple(perturbations[perturbations.index(run.condition.perturbation) :])

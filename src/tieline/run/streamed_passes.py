@@ -286,7 +286,7 @@ def _lead_through_groups(groups: ExpertGroups, passes: Lockstep) -> None:
 
 
 @contextmanager
-def _awaiting_groups(every: Iterable[ExpertGroups]) -> Iterator[None]:
+def _awaiting_groups(expert_groups: Iterable[ExpertGroups]) -> Iterator[None]:
     """Let passes park until the group of an expert is read; whoever is no pass reads it."""
 
     def obtain(groups: ExpertGroups, group: int) -> None:
@@ -297,14 +297,14 @@ def _awaiting_groups(every: Iterable[ExpertGroups]) -> Iterator[None]:
         else:
             waiting.park(GroupStop(groups.unit, group))
 
-    groups_of_units = list(every)
-    before = [groups.obtain for groups in groups_of_units]
+    groups_of_units = list(expert_groups)
+    obtain_functions = [groups.obtain for groups in groups_of_units]
     for groups in groups_of_units:
         groups.obtain = partial(obtain, groups)
     try:
         yield
     finally:
-        for groups, obtained in zip(groups_of_units, before, strict=True):
+        for groups, obtained in zip(groups_of_units, obtain_functions, strict=True):
             groups.obtain = obtained
 
 
@@ -329,18 +329,18 @@ def run_in_unit(stream: ModelStream, unit: str, blocks: Sequence[BlockRun]) -> l
 
 
 @contextmanager
-def _parking_at_units(stream: ModelStream, without: set[Any]) -> Iterator[None]:
+def _parking_at_units(stream: ModelStream, skipped_units: set[Any]) -> Iterator[None]:
     """Let passes park where they enter a unit, except these."""
 
     def park(name: str, module: nn.Module, args: object) -> None:
         """Park the pass that enters this unit."""
-        here = current_pass()
-        if here is not None:
-            here.park(name)
+        parked = current_pass()
+        if parked is not None:
+            parked.park(name)
 
     with ExitStack() as stack:
         for name, module in stream.weights.units.items():
-            if name not in without:
+            if name not in skipped_units:
                 # before all other hooks: those may look at the weights
                 handle = module.register_forward_pre_hook(partial(park, name), prepend=True)
                 stack.callback(handle.remove)
@@ -503,9 +503,9 @@ class ByUnit(Schedule):
         for batch in self.phase.batches:
             runs = [run for run in self.phase.passes if run.batch == batch]
             for _, group in groupby(runs, key=lambda run: (run.model, run.condition.rounded)):
-                alike = list(group)
-                with self._rounding(alike[0])():
-                    for run in alike:
+                equal_runs = list(group)
+                with self._rounding(equal_runs[0])():
+                    for run in equal_runs:
                         thread = self._threads[run]
                         thread.go()
                         logits, thread.result = thread.result, None  # large

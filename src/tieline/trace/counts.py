@@ -307,10 +307,10 @@ class DistinctSketch:
 
     def with_hashes(self, hashes: Int64[np.ndarray, " count"]) -> "DistinctSketch":
         """Return the sketch with these hashes added, in any order."""
-        kept, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
+        known_hashes, hashes = self.hashes.numpy(), hashes[hashes < self.ceiling]
         if len(hashes) == 0:
             return self
-        ordered = np.sort(np.concatenate((kept, hashes)))
+        ordered = np.sort(np.concatenate((known_hashes, hashes)))
         first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
         return DistinctSketch(torch.from_numpy(ordered[first][:CAPACITY].copy()))
 
@@ -334,8 +334,8 @@ class DistinctSketch:
 
 def distinct_count(hashes: Int64[np.ndarray, " kept"], capacity: int) -> DistinctCount:
     """Estimate the number of distinct elements from their `capacity` smallest hashes."""
-    kept = len(hashes)
-    if kept < capacity:
-        return DistinctCount(kept, kept, 0.0)
-    estimate = max(kept, (kept - 1) * SPAN / (int(hashes.max()) + 1))
-    return DistinctCount(estimate, kept, estimate / math.sqrt(max(kept - 2, 1)))
+    count = len(hashes)
+    if count < capacity:
+        return DistinctCount(count, count, 0.0)
+    estimate = max(count, (count - 1) * SPAN / (int(hashes.max()) + 1))
+    return DistinctCount(estimate, count, estimate / math.sqrt(max(count - 2, 1)))

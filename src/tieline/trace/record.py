@@ -418,8 +418,10 @@ def identical_values(first: object, second: object) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if first.dtype != second.dtype or first.shape != second.shape:
             return False
-        left, right = (value.contiguous().flatten().view(torch.uint8) for value in (first, second))
-        return torch.equal(left, right)
+        first_bytes, second_bytes = (
+            value.contiguous().flatten().view(torch.uint8) for value in (first, second)
+        )
+        return torch.equal(first_bytes, second_bytes)
     if isinstance(first, str):
         return first == second
     if isinstance(first, Mapping) and isinstance(second, Mapping):

@@ -91,12 +91,12 @@ def _longest_equal_run(codes: np.ndarray) -> EqualRun:
     longest = int(lengths.argmax())
     begin, length = int(cuts[longest]), int(lengths[longest])
     of_row = np.repeat(lengths, lengths)
-    same = codes == codes[begin]
-    others = codes[~same]
+    copies = codes == codes[begin]
+    others = codes[~copies]
     equal = int((np.diff(others) == 0).sum()) if len(others) > 1 else 0
     persistence = (equal + 1) / (max(len(others) - 1, 0) + 2)
     chance = min(math.log10(len(codes)) + (length - 1) * math.log10(persistence), 0.0)
-    return EqualRun(begin, length, same & (of_row >= LEAST_COPIES), chance)
+    return EqualRun(begin, length, copies & (of_row >= LEAST_COPIES), chance)
 
 
 def _warm_up_findings(table: RouteTable) -> Iterator[RouteFinding]:
@@ -195,10 +195,10 @@ def _log10_chance_by_load(codes: np.ndarray, run: EqualRun) -> float:
     """log10 of N·p^(m-1), with p how often the run's choice follows itself outside of it."""
     outside = np.ones(len(codes), bool)
     outside[run.begin : run.begin + run.length] = False
-    same = codes == codes[run.begin]
-    before = same[:-1] & outside[:-1] & outside[1:]
-    share = (float((same[1:] & before).sum()) + 1) / (float(before.sum()) + 2)
-    load = (float((same & outside).sum()) + 1) / (float(outside.sum()) + 2)
+    copies = codes == codes[run.begin]
+    before = copies[:-1] & outside[:-1] & outside[1:]
+    share = (float((copies[1:] & before).sum()) + 1) / (float(before.sum()) + 2)
+    load = (float((copies & outside).sum()) + 1) / (float(outside.sum()) + 2)
     return min(math.log10(len(codes)) + (run.length - 1) * math.log10(max(share, load)), 0.0)
 
 

@@ -157,8 +157,8 @@ def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
 def _concatenated_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
     """The common provenance, or all of them under "parts"."""
     first = traces[0].provenance
-    same = all(trace.provenance == first for trace in traces)
-    return first if same else {"parts": [trace.provenance for trace in traces]}
+    is_common = all(trace.provenance == first for trace in traces)
+    return first if is_common else {"parts": [trace.provenance for trace in traces]}
 
 
 def _layer_index(layer: int | str, names: list[str], count: int) -> int:

@@ -340,8 +340,8 @@ def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
         twice = ordered[:, 1:] == ordered[:, :-1]
         rows = np.flatnonzero(twice.any(1))
         if len(rows):
-            kept = np.flatnonzero(table.routed.mask[:, layer])[rows[0]]
-            repeats[layer] = len(rows), int(kept), column[rows[0]].tolist()
+            row = np.flatnonzero(table.routed.mask[:, layer])[rows[0]]
+            repeats[layer] = len(rows), int(row), column[rows[0]].tolist()
             zeros += int(((ordered[rows] == 0).sum(1) > 1).sum())
     if not repeats:
         return
@@ -351,8 +351,8 @@ def _duplicate_experts(table: RouteTable) -> Iterator[RouteFinding]:
     if zeros == count:
         reason = "placeholders"
     else:
-        alone = len(repeats) == 1 and len(table.layers) > 1
-        reason = "one-layer" if alone else "mixed-or-cast"
+        single = len(repeats) == 1 and len(table.layers) > 1
+        reason = "one-layer" if single else "mixed-or-cast"
     evidence = {
         "wrong": len(repeats),
         "layers": len(table.layers),
@@ -408,8 +408,8 @@ def _narrow_layers(
     widest, (rows, _, k) = max(tops.values()), table.experts.shape
     for layer, top in tops.items():
         others = all(tops[x] >= 0.9 * widest for x in tops if x != layer)
-        narrow = 1 < top <= widest / 2 and widest - top >= 8 and layer in full
-        if len(tops) > 2 and rows * k >= 10 * widest and others and narrow:
+        confined = 1 < top <= widest / 2 and widest - top >= 8 and layer in full
+        if len(tops) > 2 and rows * k >= 10 * widest and others and confined:
             evidence = {"layer": table.routes.names[layer], "top": top - 1, "widest": widest - 1}
             yield RouteFinding(
                 "constant-layer", "suspicious", "narrow", 1, len(tops), "narrow-draft", evidence
@@ -510,8 +510,8 @@ def _severity_of_copies(
 
 def _longest_row_run(codes: np.ndarray, rows: np.ndarray) -> tuple[int, int]:
     """Length and first row of the longest run of equal rows that follow each other."""
-    same = (np.diff(codes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
-    cuts = np.concatenate([[0], np.flatnonzero(same) + 1, [len(rows)]])
+    changes = (np.diff(codes[rows]).astype(bool) | (np.diff(rows) != 1)).astype(bool)
+    cuts = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(rows)]])
     lengths = np.diff(cuts)
     longest = int(lengths.argmax())
     return int(lengths[longest]), int(rows[cuts[longest]])

@@ -92,12 +92,12 @@ class SampleBuffer:
 
     def rows(self) -> Rows:
         """Return the sample so far, ordered by document and position."""
-        kept = smallest_rows(self._samples, self._size)
-        self._samples, self._pending = [kept], len(kept["documents"])
+        sample = smallest_rows(self._samples, self._size)
+        self._samples, self._pending = [sample], len(sample["documents"])
         if self._pending == self._size:
-            hashes = token_hash(kept["documents"], kept["positions"])
+            hashes = token_hash(sample["documents"], sample["positions"])
             self._limit = int(hashes.max(initial=-1))
-        return kept
+        return sample
 
 
 def smallest_rows(samples: list[Rows], size: int) -> Rows:
@@ -120,8 +120,8 @@ def _without_repeats(rows: Rows) -> Rows:
     """Keep each (document, position) once, with the smallest of its records."""
     documents, positions = rows["documents"].numpy(), rows["positions"].numpy()
     order = np.lexsort((positions, documents))
-    same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
-    if not same.any():
+    repeated = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
+    if not repeated.any():
         return rows
     names = [*TOKEN_KEYS, *(name for name in LAYER_TENSORS if name in rows)]
     columns = [rows[name] if rows[name].ndim == 2 else rows[name][:, None] for name in names]
@@ -130,8 +130,8 @@ def _without_repeats(rows: Rows) -> Rows:
     ).numpy()
     byte_ranks = np.unique(row_bytes, axis=0, return_inverse=True)[1].reshape(-1)
     order = np.lexsort((byte_ranks, positions, documents))
-    same = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
-    first = torch.from_numpy(order[np.concatenate(([True], ~same))])
+    repeated = (np.diff(documents[order]) == 0) & (np.diff(positions[order]) == 0)
+    first = torch.from_numpy(order[np.concatenate(([True], ~repeated))])
     return {name: value[first] for name, value in rows.items()}
 
 

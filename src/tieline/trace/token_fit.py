@@ -88,11 +88,11 @@ class TokenProfiles(NamedTuple):
         """The profiles of all other documents."""
         inside = self.documents == document
         size = len(self.counts)
-        left = self.counts - np.bincount(self.tokens[inside], minlength=size)
+        counts = self.counts - np.bincount(self.tokens[inside], minlength=size)
         chosen = self.chosen - _choice_counts(
             self.ids[inside], self.tokens[inside], size, self.chosen
         )
-        return OtherProfiles(left, chosen)
+        return OtherProfiles(counts, chosen)
 
 
 class OtherProfiles(NamedTuple):
@@ -166,33 +166,38 @@ def _moves_of(
     """The alternatives of one document that fit better."""
     ids, stated = profiles.ids[rows[number]], profiles.tokens[rows[number]]
     others = profiles.without(number)
-    here = others.fit(ids, stated)
+    stated_fit = others.fit(ids, stated)
     for other in rows:
         tokens = profiles.tokens[rows[other]][: len(stated)]
         count = len(tokens)
-        there = others.fit(ids[:count], tokens)
-        gain = _fit_gain(here[:count], there, stated[:count] != tokens, level)
+        other_fit = others.fit(ids[:count], tokens)
+        gain = _fit_gain(stated_fit[:count], other_fit, stated[:count] != tokens, level)
         if gain is not None:
             yield DocumentMove(number, other, None, gain)
     for shift in SHIFTS:
         first, last = max(0, -shift), max(0, min(len(stated), len(stated) - shift))
         moved, span = stated[max(0, shift) : max(0, shift) + last - first], slice(first, last)
-        gain = _fit_gain(here[span], others.fit(ids[span], moved), stated[span] != moved, level)
+        gain = _fit_gain(
+            stated_fit[span], others.fit(ids[span], moved), stated[span] != moved, level
+        )
         if gain is not None:
             yield DocumentMove(number, None, shift, gain)
 
 
 def _fit_gain(
-    here: np.ndarray, there: np.ndarray, differ: np.ndarray, level: float
+    stated_fit: np.ndarray, other_fit: np.ndarray, differ: np.ndarray, level: float
 ) -> float | None:
     """Mean fit that the alternative gains; None if the rows do not belong there."""
-    both = differ & np.isfinite(here) & np.isfinite(there)
-    wins, losses = int((there > here)[both].sum()), int((there < here)[both].sum())
+    compared = differ & np.isfinite(stated_fit) & np.isfinite(other_fit)
+    wins, losses = (
+        int((other_fit > stated_fit)[compared].sum()),
+        int((other_fit < stated_fit)[compared].sum()),
+    )
     if wins == 0 or wins < LEAST_WINS * (wins + losses):
         return None
     if float(binom.sf(wins - 1, wins + losses, 0.5)) > level:
         return None
-    return float((there - here)[both].mean())
+    return float((other_fit - stated_fit)[compared].mean())
 
 
 def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
@@ -202,13 +207,15 @@ def _unrelated_rows(profiles: TokenProfiles) -> Iterator[RouteFinding]:
         rows = np.flatnonzero(profiles.documents == number)[:MOST_TOKENS]
         tokens = profiles.tokens[rows]
         others, ids = profiles.without(int(number)), profiles.ids[rows]
-        here = others.fit(ids, tokens)
+        stated_fit = others.fit(ids, tokens)
         orders = [rng.permutation(tokens) for _ in range(PERMUTATIONS)]
         other = np.array([others.fit(ids, order) for order in orders])
-        both = np.isfinite(here) & np.isfinite(other).any(0)
-        fitted += int(both.sum())
-        if both.any():
-            gains.append(float((here[both] - np.nanmean(other[:, both], 0)).mean()))
+        fitted_rows = np.isfinite(stated_fit) & np.isfinite(other).any(0)
+        fitted += int(fitted_rows.sum())
+        if fitted_rows.any():
+            gains.append(
+                float((stated_fit[fitted_rows] - np.nanmean(other[:, fitted_rows], 0)).mean())
+            )
     if fitted < LEAST_FITTED or len(gains) < 4:
         return
     loads = profiles.chosen.sum(1) / len(profiles.ids)
@@ -234,21 +241,21 @@ def _shifted_rows(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFindin
     written = table.routed.mask[: 1 << 17, table.layers[0]]
     _, shares = np.unique(codes, return_counts=True)
     chance = float(((shares / shares.sum()) ** 2).sum())
-    alike = {
+    agreement = {
         lag: _agreement_at_lag(tokens, codes, documents, written, lag)
         for lag in range(-LARGEST_LAG, LARGEST_LAG + 1)
     }
-    here, pairs = alike[0]
-    best = max(alike, key=lambda lag: alike[lag][0])
+    unshifted_share, pairs = agreement[0]
+    best = max(agreement, key=lambda lag: agreement[lag][0])
     error = math.sqrt(max(chance, 1e-3) / max(pairs, 1))
-    gain, unshifted = alike[best][0] - chance, here - chance
+    gain, unshifted = agreement[best][0] - chance, unshifted_share - chance
     if best == 0 or pairs < 128 or gain < 8 * error or unshifted > 0.5 * gain:
         return
     evidence = {
         "shift": -best,
         "lag": best,
-        "shifted": alike[best][0],
-        "unshifted": here,
+        "shifted": agreement[best][0],
+        "unshifted": unshifted_share,
         "chance": chance,
         "layer": table.routes.names[table.layers[0]],
         "k": k,
@@ -273,12 +280,12 @@ def _agreement_at_lag(
         return 0.0, 0
     names = np.unique(tokens[rows + lag], return_inverse=True)[1].astype(np.int64)
     counts = np.bincount(names).astype(float)
-    both, same = np.unique(names * (int(codes.max()) + 1) + codes[rows], return_counts=True)
-    owner = both // (int(codes.max()) + 1)
+    pairs, same = np.unique(names * (int(codes.max()) + 1) + codes[rows], return_counts=True)
+    owner = pairs // (int(codes.max()) + 1)
     agreed = np.bincount(owner, same * (same - 1.0), minlength=len(counts))
-    again = counts > 1
-    share = agreed[again] / (counts[again] - 1)  # n · P(two of them choose alike)
-    total = float(counts[again].sum())
+    repeated = counts > 1
+    share = agreed[repeated] / (counts[repeated] - 1)  # n · P(two of them choose alike)
+    total = float(counts[repeated].sum())
     return (float(share.sum()) / total if total else 0.0), int(total)
 
 

@@ -205,9 +205,9 @@ def batch_routes(
 
 def _between_ends(used: np.ndarray) -> np.ndarray:
     """Mask of each row from its first used position to its last."""
-    after = np.maximum.accumulate(used, axis=1)
-    before = np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
-    return after & before
+    from_first = np.maximum.accumulate(used, axis=1)
+    to_last = np.maximum.accumulate(used[:, ::-1], axis=1)[:, ::-1]
+    return from_first & to_last
 
 
 def _last_shown(shown: np.ndarray) -> np.ndarray:
@@ -268,13 +268,15 @@ def is_torch_file(file: Path) -> bool:
 
 def torch_routes(path: str | Path) -> Routes:
     """Read the routes in a .pt file of tensors, or in a folder of one file per layer."""
-    place = Path(path)
-    if not place.is_dir():
-        return _torch_value_routes(_loaded_tensors(place), str(place))
-    files = sorted(place.glob(TORCH_FILES), key=lambda file: (_last_number(file.stem), file.name))
-    require(0 < len(files) <= MOST_LAYERS, f"{place}: {len(files)} files {TORCH_FILES}", TraceError)
+    source = Path(path)
+    if not source.is_dir():
+        return _torch_value_routes(_loaded_tensors(source), str(source))
+    files = sorted(source.glob(TORCH_FILES), key=lambda file: (_last_number(file.stem), file.name))
+    require(
+        0 < len(files) <= MOST_LAYERS, f"{source}: {len(files)} files {TORCH_FILES}", TraceError
+    )
     layers = [_torch_layer(_loaded_tensors(file), str(file)) for file in files]
-    return _stacked_torch_layers(layers, str(place), [file.stem for file in files])
+    return _stacked_torch_layers(layers, str(source), [file.stem for file in files])
 
 
 def _last_number(name: str) -> int:
@@ -309,8 +311,8 @@ def _stored_array(tensor: Any, label: str) -> np.ndarray:
     require(
         held, f"{label}: a tensor of {tuple(tensor.shape)} that is not stored whole", TraceError
     )
-    plain = tensor.detach()
-    return (plain.float() if plain.is_floating_point() else plain).numpy()
+    numeric = tensor.detach()
+    return (numeric.float() if numeric.is_floating_point() else numeric).numpy()
 
 
 def _torch_value_routes(value: Any, name: str) -> Routes:

@@ -172,10 +172,14 @@ def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> 
     answer_ids = json_field(choice, *fields.answer_ids)
     if prompt is None or answer_ids is None:
         return None
-    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
-    fits = bool(both) and all(ids.ndim == 1 and ids.dtype.kind in "iu" for ids in both)
+    token_lists = [
+        array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)
+    ]
+    fits = bool(token_lists) and all(
+        ids.ndim == 1 and ids.dtype.kind in "iu" for ids in token_lists
+    )
     require(fits, f"{where}: token ids must be lists of integers", TraceError)
-    return np.concatenate(both).astype(np.int64)
+    return np.concatenate(token_lists).astype(np.int64)
 
 
 def _completion_start(answer: Any, choice: Any, fields: Fields, where: str) -> int:
@@ -333,8 +337,10 @@ def _sglang_tokens(answer: Any, where: str) -> np.ndarray | None:
     answer_ids = json_field(answer, "output_ids", "token_ids", "completion_token_ids")
     if prompt is None or answer_ids is None:
         return None
-    both = [array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)]
-    return np.concatenate(both).astype(np.int64) if both else None
+    token_lists = [
+        array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)
+    ]
+    return np.concatenate(token_lists).astype(np.int64) if token_lists else None
 
 
 def _sglang_row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:

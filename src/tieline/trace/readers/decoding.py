@@ -112,8 +112,10 @@ def _npy_header(stream: Any, name: object) -> _NpyHeader:
         require(version == (2, 0), f"{name}: npy version {version} is not read", TraceError)
         read = np.lib.format.read_array_header_2_0
     header = _NpyHeader(*read(stream, max_header_size=10_000))
-    plain = header.dtype.kind in "iuf" and header.dtype.itemsize <= 8
-    require(plain, f"{name}: holds {header.dtype!s:.80}, not integers or real numbers", TraceError)
+    numeric = header.dtype.kind in "iuf" and header.dtype.itemsize <= 8
+    require(
+        numeric, f"{name}: holds {header.dtype!s:.80}, not integers or real numbers", TraceError
+    )
     require(all(size >= 0 for size in header.shape), f"{name}: shape {header.shape}", TraceError)
     return header
 
@@ -196,8 +198,8 @@ def array_in(value: Any, label: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise TraceError(f"{label}: lists of different lengths where an array is needed") from error
-    plain = array.dtype.kind in "iuf" and array.dtype.itemsize <= 8
-    require(plain, f"{label}: needs numbers, got {value!r:.60}", TraceError)
+    numeric = array.dtype.kind in "iuf" and array.dtype.itemsize <= 8
+    require(numeric, f"{label}: needs numbers, got {value!r:.60}", TraceError)
     return array
 
 

@@ -367,7 +367,7 @@ class _LogState:
     ) -> RowChoice:
         single = "experts" not in fields
         experts = _number_list_field(
-            value, fields["expert" if single else "experts"], label, whole=True
+            value, fields["expert" if single else "experts"], label, integers=True
         )
         weights = _number_list_field(value, fields["weights"], label) if "weights" in fields else ()
         require(
@@ -420,22 +420,22 @@ def _whole_field(value: Mapping[str, Any], name: str, label: str) -> int:
 
 def _layer_field(layer: Any, label: str) -> str:
     """Name of a layer from a number or a text."""
-    plain = isinstance(layer, int | str) and not isinstance(layer, bool)
-    fits = plain and 0 < len(str(layer)) <= 256
+    numeral = isinstance(layer, int | str) and not isinstance(layer, bool)
+    fits = numeral and 0 < len(str(layer)) <= 256
     require(fits, f"{label}: field layer must be a number or a name, got {layer!r:.40}", TraceError)
     return str(layer)
 
 
 def _number_list_field(
-    value: Mapping[str, Any], names: str, label: str, *, whole: bool = False
+    value: Mapping[str, Any], names: str, label: str, *, integers: bool = False
 ) -> Sequence[Any]:
     """Numbers of a field, or of numbered columns."""
     cells = [_required_field(value, name, label) for name in names.split()]
     cell = cells[0] if len(cells) == 1 else " ".join(map(str, cells))
     numbers = _cell_numbers(cell) if isinstance(cell, list | int | float | str) else []
-    kinds = (int,) if whole else (int, float)
+    kinds = (int,) if integers else (int, float)
     fits = bool(numbers) and all(type(x) in kinds and abs(x) < 1 << 31 for x in numbers)
-    need = "whole numbers" if whole else "numbers"
+    need = "whole numbers" if integers else "numbers"
     require(fits, f"{label}: field {names} must hold {need}, got {cell!r:.60}", TraceError)
     return numbers
 
@@ -567,10 +567,10 @@ def _documents_and_positions(
     numbers = np.array([names.setdefault(row.key[0], len(names)) for row in rows])
     if unique:
         return numbers, positions, []
-    begins = (np.diff(numbers) != 0) | (np.diff(positions) <= 0)
-    documents = np.concatenate([[0], np.cumsum(begins)])
+    document_starts = (np.diff(numbers) != 0) | (np.diff(positions) <= 0)
+    documents = np.concatenate([[0], np.cumsum(document_starts)])
     note = (
-        f"the numbers of tokens begin anew {int(begins.sum())} times: each stretch, a pass of the "
-        "engine, is a document of its own"
+        f"the numbers of tokens begin anew {int(document_starts.sum())} times: each stretch, a "
+        "pass of the engine, is a document of its own"
     )
     return documents, positions, [note]

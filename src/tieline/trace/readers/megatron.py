@@ -159,8 +159,10 @@ def _megatron_step_request(
     shapes = {step[layer].ids.shape for layer in layers}
     require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
     logits = [step[layer].logits for layer in layers]
-    kept = [array for array in logits if array is not None]
-    scores = np.stack(kept, 1) if len(kept) == len(layers) and _are_one_shape(kept) else None
+    recorded = [array for array in logits if array is not None]
+    scores = (
+        np.stack(recorded, 1) if len(recorded) == len(layers) and _are_one_shape(recorded) else None
+    )
     return Request(np.stack([step[layer].ids for layer in layers], 1), scores=scores)
 
 

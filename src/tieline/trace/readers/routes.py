@@ -286,8 +286,8 @@ def _weights_and_scores_between(
     routes: Routes, first: int, last: int
 ) -> tuple[np.ndarray | None, ...]:
     """Weights and scores of some rows."""
-    both = (routes.weights, routes.scores)
-    return tuple(None if value is None else value[first:last] for value in both)
+    arrays = (routes.weights, routes.scores)
+    return tuple(None if value is None else value[first:last] for value in arrays)
 
 
 @dataclass(frozen=True)
