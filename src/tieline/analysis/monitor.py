@@ -25,7 +25,8 @@ those of `tieline.inspect`, so the same tokens give the same numbers.
 
 Between logged steps the model has no hooks. On a logged step each router's scores are read once, in
 the forward pass; repetitions by activation checkpointing are not counted, and all micro-batches of
-a step are counted together. Under data parallelism the scalars are those of this process's tokens.
+a step are counted together. Under data parallelism the scalars are those of this process's tokens,
+or with `over_ranks` of all.
 
 Warned about once: an auxiliary loss that is silently off, because
     a transformers model has a coefficient for it but computes it only with
@@ -56,7 +57,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,6 +64,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tieline.analysis.router_calls import LogitSums, RouterCall, watch_routing
+from tieline.core.collectives import gathered_plain, gathered_tensors
 from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.numerics import PRECISIONS, float_step, grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
@@ -121,12 +122,7 @@ class LossCheck:
                 add(layer.register_forward_hook(hook).remove)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.close()
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -200,8 +196,9 @@ TINY = 1e-300
 
 @dataclass(frozen=True, eq=False)
 class LayerScalars:
-    """Scalars of one layer; gaps of equal `units` may be pooled."""
+    """Scalars of one layer, of so many tokens; gaps of equal `units` may be pooled."""
 
+    tokens: int
     gaps: Float[Tensor, " tokens"] | None
     units: str
     rounding: dict[str, float]
@@ -210,37 +207,76 @@ class LayerScalars:
     active: float
     epsilon: float | None
 
-    def plain(self) -> dict[str, float]:
-        """The scalars of this layer alone."""
-        return model_scalars({"": self})
-
 
 def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
     """Token-weighted statistics of one router's calls."""
-    tokens = torch.tensor([call.tokens for call in calls], dtype=torch.float64, device="cpu")
-    rows = [_bf16_rates(call.trace) for call in calls]
-    sums = [call.logits for call in calls if call.logits is not None]
-    squares, _, confidence, _, _ = (
-        _token_mean(column, tokens) for column in zip(*sums, strict=True)
-    )
-    logits = LogitSums(
-        squares,
-        max(entry.largest for entry in sums),
-        confidence,
-        min(entry.least for entry in sums),
-        max(entry.row_error for entry in sums),
-    )
-    answers = all(gap_status(call.trace) == "ok" for call in calls)
-    used = torch.stack([call.used for call in calls]).sum(dim=0)
+    return joined_scalars([_call_scalars(call) for call in calls])
+
+
+def _call_scalars(call: RouterCall) -> LayerScalars:
+    """Statistics of one call."""
+    assert call.logits is not None
     return LayerScalars(
-        gaps=torch.cat([call.trace.gap for call in calls]) if answers else None,
-        units=calls[0].trace.facts.units,
-        rounding={name: _token_mean([row[name] for row in rows], tokens) for name in rows[0]},
-        load=load_from_counts(used),
-        logits=logits,
-        active=_token_mean([call.active for call in calls], tokens),
-        epsilon=calls[-1].epsilon,
+        tokens=call.tokens,
+        gaps=call.trace.gap if gap_status(call.trace) == "ok" else None,
+        units=call.trace.facts.units,
+        rounding=_bf16_rates(call.trace),
+        load=load_from_counts(call.used),
+        logits=call.logits,
+        active=call.active,
+        epsilon=call.epsilon,
     )
+
+
+def joined_scalars(pieces: Sequence[LayerScalars]) -> LayerScalars:
+    """Statistics of all tokens of one layer, from those of its calls or ranks."""
+    tokens = torch.tensor([p.tokens for p in pieces], dtype=torch.float64, device="cpu")
+    logits = [piece.logits for piece in pieces]
+    gaps = [piece.gaps for piece in pieces if piece.gaps is not None]
+    used = torch.tensor([piece.load.counts for piece in pieces], device="cpu").sum(dim=0)
+    rates = pieces[0].rounding
+    return LayerScalars(
+        tokens=sum(piece.tokens for piece in pieces),
+        gaps=torch.cat(gaps) if len(gaps) == len(pieces) else None,
+        units=pieces[0].units,
+        rounding={name: _token_mean([p.rounding[name] for p in pieces], tokens) for name in rates},
+        load=load_from_counts(used),
+        logits=LogitSums(
+            _token_mean([entry.mean_square for entry in logits], tokens),
+            max(entry.largest for entry in logits),
+            _token_mean([entry.confidence for entry in logits], tokens),
+            min(entry.least for entry in logits),
+            max(entry.row_error for entry in logits),
+        ),
+        active=_token_mean([piece.active for piece in pieces], tokens),
+        epsilon=pieces[-1].epsilon,
+    )
+
+
+def layers_of_ranks(layers: Mapping[str, LayerScalars] | None) -> dict[str, LayerScalars]:
+    """Layers of all ranks together; empty if one could not be measured somewhere.
+
+    Every rank must call it.
+
+    Args:
+        layers: those of this rank; None if they could not be measured.
+    """
+    gaps = {name: x.gaps for name, x in (layers or {}).items() if x.gaps is not None}
+    facts = layers and {
+        name: (x.tokens, x.units, x.rounding, x.load.counts, x.logits, x.active, x.epsilon)
+        for name, x in layers.items()
+    }
+    by_rank, gaps_by_rank = gathered_plain(facts), gathered_tensors(gaps)
+    pieces: dict[str, list[LayerScalars]] = defaultdict(list)
+    for rank, gaps in zip(by_rank, gaps_by_rank, strict=True):
+        if rank is None:
+            return {}
+        for name, (tokens, units, rounding, counts, logits, *rest) in rank.items():
+            load = load_from_counts(torch.tensor(counts, device="cpu"))
+            sums = LogitSums(*logits)
+            piece = LayerScalars(tokens, gaps.get(name), units, rounding, load, sums, *rest)
+            pieces[name].append(piece)
+    return {name: joined_scalars(some) for name, some in pieces.items()}
 
 
 def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
@@ -358,7 +394,16 @@ class TensorBoardWriter:
 
     def __init__(self, target: Any) -> None:
         self._opened_here = isinstance(target, str | Path)
-        self._writer = _summary_writer(target) if self._opened_here else target
+        self._writer = target
+        if self._opened_here:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as missing:
+                raise ParameterError(
+                    "TensorBoardWriter was given a folder, but TensorBoard is not installed: "
+                    "pip install tensorboard, or pass a writer that has add_scalar"
+                ) from missing
+            self._writer = SummaryWriter(str(target))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to the curve of each scalar."""
@@ -369,18 +414,6 @@ class TensorBoardWriter:
         """Close the writer if it was made here."""
         if self._opened_here:
             self._writer.close()
-
-
-def _summary_writer(folder: str | Path) -> Any:
-    """TensorBoard's writer of a folder."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as missing:
-        raise ParameterError(
-            "TensorBoardWriter was given a folder, but TensorBoard is not installed: "
-            "pip install tensorboard, or pass a writer that has add_scalar"
-        ) from missing
-    return SummaryWriter(str(folder))
 
 
 class RoutingMonitor:
@@ -398,6 +431,8 @@ class RoutingMonitor:
         training_only: leave out forward passes in evaluation mode.
         check_losses: warn where an auxiliary loss is silently off.
         start: number of the first step.
+        over_ranks: give the scalars of the tokens of all ranks; each must then call `step` or
+            `read` alike.
 
     Attributes:
         last: scalars of the last logged step.
@@ -415,11 +450,12 @@ class RoutingMonitor:
         training_only: bool = True,
         check_losses: bool = True,
         start: int = 0,
+        over_ranks: bool = False,
     ) -> None:
         require(every >= 1, f"a monitor logs every n >= 1 steps, got every={every}")
         self.every, self.writers, self.prefix = every, tuple(writers), prefix
         self.per_layer, self.training_only = per_layer, training_only
-        self.check_losses = check_losses
+        self.check_losses, self.over_ranks = check_losses, over_ranks
         self.last: dict[str, float] = {}
         self.warnings: list[str] = []
         self._kinds: set[str] = set()
@@ -427,9 +463,7 @@ class RoutingMonitor:
         self._calls: dict[str, list[RouterCall]] = defaultdict(list)
         self._problem: TielineError | None = None
         self._hooks: ExitStack | None = None
-        with watch_routing(
-            model, lambda call: None
-        ):  # refuse a model without routers now, not in the loop
+        with watch_routing(model, lambda call: None):  # refuses a model without routers now
             pass
         if start % every == 0:
             self.arm()
@@ -458,12 +492,15 @@ class RoutingMonitor:
         """
         self.disarm()
         layers = self._layers(step)
+        if self.over_ranks:
+            layers = layers_of_ranks(layers)
         if not layers:
             return {}
         scalars = model_scalars(layers)
         if self.per_layer:
             for name, layer in layers.items():
-                scalars |= {f"{name}/{key}": value for key, value in layer.plain().items()}
+                plain = model_scalars({"": layer})
+                scalars |= {f"{name}/{key}": value for key, value in plain.items()}
         self.last = {self.prefix + name: value for name, value in scalars.items()}
         for writer in self.writers:
             writer.write(step, self.last)
@@ -492,16 +529,11 @@ class RoutingMonitor:
     def __enter__(self) -> "RoutingMonitor":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _layers(self, step: int) -> dict[str, LayerScalars]:
-        """Scalars of each layer; empty if a call could not be read."""
+    def _layers(self, step: int) -> dict[str, LayerScalars] | None:
+        """Scalars of each layer; None if a call could not be read."""
         calls = {name: layer_calls for name, layer_calls in self._calls.items() if layer_calls}
         self._calls.clear()
         problem, self._problem = self._problem, None
@@ -512,7 +544,7 @@ class RoutingMonitor:
                 layers = {name: layer_scalars(layer_calls) for name, layer_calls in calls.items()}
         except TielineError as error:
             self._tell(f"routing was not measured (first at step {step}): {error}", str(error))
-            return {}
+            return None
         for name, layer in layers.items():
             self._tell(probability_warning(name, layer.logits), "probabilities")
         return layers

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from tieline.core.collectives import is_first_rank, message_device
 from tieline.core.errors import TraceError, require
 from tieline.models.capture import capture
 from tieline.models.documents import Batch
@@ -153,9 +154,7 @@ class RolloutMismatch:
         if not totals["tokens"]:
             return {}
         scalars = _rollout_scalars(totals, gaps, self.per_layer)
-        if self.limits is not None and (
-            not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        ):
+        if self.limits is not None and is_first_rank():
             self._warn(scalars, totals, gaps)
         return scalars
 
@@ -384,9 +383,8 @@ def _rollout_scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> d
 
 def _summed_over_ranks(counts: Tensor) -> Tensor:
     """The counts of all ranks; those of this process where there is one."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return counts.clone()
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    total = counts.to(device, copy=True)
+    total = counts.to(message_device(), copy=True)
     dist.all_reduce(total)
     return total.cpu()

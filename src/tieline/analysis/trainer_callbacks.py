@@ -56,7 +56,7 @@ class _ScalarCallback(TrainerCallback):
 
 
 class RoutingCallback(_ScalarCallback):
-    """Runs a `RoutingMonitor` in a Trainer.
+    """Runs a `RoutingMonitor` in a Trainer; its scalars are of the tokens of all ranks.
 
     Args:
         every: steps between two logged ones; by default the Trainer's `logging_steps`. Steps that
@@ -77,7 +77,8 @@ class RoutingCallback(_ScalarCallback):
         require(model is not None, "the Trainer gave its callback no model to watch")
         assert model is not None
         self.every = self.every or max(1, int(args.logging_steps))
-        self.monitor = RoutingMonitor(model, every=self.every, **self._options)
+        options: dict[str, Any] = {"over_ranks": True} | self._options
+        self.monitor = RoutingMonitor(model, every=self.every, **options)
         self.monitor.disarm()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

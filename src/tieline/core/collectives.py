@@ -58,16 +58,22 @@ def gathered_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of every rank; gloo gathers equal lengths, so shorter ones are padded."""
     if not dist.is_initialized():
         return [data]
-    ranks = dist.get_world_size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([len(data)]))
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    ranks, device = dist.get_world_size(), message_device()
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device))
+    sizes = [int(length) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        padded[: len(data)] = content.to(device)
     rows = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(rows, padded)
-    return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def message_device() -> torch.device:
+    """Return where messages travel from: the accelerator if NCCL alone joins the processes."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def gathered_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
