@@ -340,26 +340,22 @@ def _answer_layer(
     arrays, facts, name = answer.arrays, answer.facts, str(answer.facts["layers"][index])
     picks = np.ascontiguousarray(arrays["picks"][:, index]).astype(np.int64)
     scores = arrays["logits"][:, index].astype(np.float32) if "logits" in arrays else None
-    size = _answer_experts(answer, picks) if scores is None else scores.shape[1]
+    stated = facts.get("n_experts")
+    size = stated if isinstance(stated, int) else int(picks.max()) + 1
+    size = size if scores is None else scores.shape[1]
     _check_picks(answer.engine, name, picks, size)
     weights = arrays["weights"][:, index] if "weights" in arrays else None
     layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
     small = torch.int16 if size < 1 << 15 else torch.int32
+    held = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     if scores is None or not keep:
-        held = None if weights is None else torch.from_numpy(weights.astype(np.float32))
         return LayerTrace(name, layer_facts, torch.from_numpy(picks).to(small), weights=held), None
     agreed = score_agreement(picks, scores)
     experts, values = _ranked_picks(picks, scores, agreed)
-    held = (
-        None if weights is None else _weights_by_rank(weights, picks, experts[:, : layer_facts.k])
-    )
+    ranks = experts[:, : layer_facts.k, None]
+    order = (torch.from_numpy(picks)[:, None, :] == ranks).long().argmax(2)
+    held = None if held is None else held.gather(1, order)
     return LayerTrace(name, layer_facts, experts.to(small), values, held), agreed
-
-
-def _answer_experts(answer: WorkerAnswer, picks: np.ndarray) -> int:
-    """Number of experts: as stated, else one more than the largest pick."""
-    stated = answer.facts.get("n_experts")
-    return int(stated) if isinstance(stated, int) else int(picks.max()) + 1
 
 
 def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:
@@ -393,12 +389,6 @@ def _ranked_picks(picks: np.ndarray, scores: np.ndarray, agreed: ScoreAgreement)
     )
     experts = torch.argsort(raised, dim=1, descending=True, stable=True)[:, :ranks]
     return experts, values.gather(1, experts)
-
-
-def _weights_by_rank(weights: np.ndarray, picks: np.ndarray, experts: Any) -> Any:
-    """Weights of the picks in the order of the ranks."""
-    order = (torch.from_numpy(picks)[:, None, :] == experts[:, :, None]).long().argmax(2)
-    return torch.from_numpy(weights.astype(np.float32)).gather(1, order)
 
 
 LEAST_VOCABULARY_AGREEMENT = 0.5

@@ -24,7 +24,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,15 +252,10 @@ def ask_all(
                 if on_answer is not None:
                     on_answer(len(answers))
         except BaseException:
-            _cancel_tasks(tasks)
+            for task in tasks:
+                task.cancel()
             raise
     return answers
-
-
-def _cancel_tasks(tasks: Iterable[Any]) -> None:
-    """Cancel the tasks that have not begun."""
-    for task in tasks:
-        task.cancel()
 
 
 SERVED_ENGINES = ("vllm", "sglang")
@@ -324,8 +319,12 @@ class RouteServer:
         client = ServerClient(url, settings.timeout, settings.retries)
         model, root = _served_model(client)
         named = root if settings.tokenizer is None else str(settings.tokenizer)
+        try:
+            shape = read_shape(named)
+        except (TielineError, OSError):  # its configuration cannot be read here
+            shape = None
         version = _server_version(client)
-        return cls(client, engine, model, root, version, _shape_or_none(named), settings.new_tokens)
+        return cls(client, engine, model, root, version, shape, settings.new_tokens)
 
     def route(self, prompts: Sequence[Sequence[int]], salt: str = "") -> list[ServedRoutes]:
         """Return the routes of prompts that are sent in one request, as one batch.
@@ -484,14 +483,6 @@ def _server_version(client: ServerClient) -> str:
         return ""
     stated = answer.get("version") if isinstance(answer, dict) else None
     return printable_line(stated)[:40] if isinstance(stated, str) else ""
-
-
-def _shape_or_none(model: str) -> RoutedShape | None:
-    """Sizes of a model's routed layers, if its configuration can be read here."""
-    try:
-        return read_shape(model)
-    except (TielineError, OSError):
-        return None
 
 
 def read_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:

@@ -129,9 +129,9 @@ class LayerObserver:
         With `checks` the record of a model on an accelerator stays there until the pass has ended
         (`layers_on_cpu`); without, it is on the CPU and verified.
         """
-        later = PassChecks() if checks is None else checks
-        layer = self._device_record(router, call, output, batch, later)
-        return layers_on_cpu([layer], later)[0] if checks is None else layer
+        noted = PassChecks() if checks is None else checks
+        layer = self._device_record(router, call, output, batch, noted)
+        return layers_on_cpu([layer], noted)[0] if checks is None else layer
 
     def _device_record(
         self, router: nn.Module, call: Call, output: Any, batch: Batch, checks: PassChecks
@@ -153,7 +153,6 @@ class LayerObserver:
         self._slots = self._slots or (routed.ids.shape[1] if smoothed else k)
         ranking = self._verified_ranking(at_least_single(scores), ids, k, selection, checks)
         weights = _weights_of_experts(routed, ranking.kept.indices[:, : None if smoothed else k])
-        faded, used = weights[:, k:], (routed.weights != 0).sum(dim=1)
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
@@ -165,8 +164,8 @@ class LayerObserver:
             near=self._near_counts(ranking),
             bias=None if selection.bias is None else _own_copy(selection.bias, torch.float32),
             inputs=self._router_inputs(call, batch, checks),
-            faded=_own_copy(faded, torch.float32) if smoothed else None,
-            used=_own_copy(used, torch.int32) if smoothed else None,
+            faded=_own_copy(weights[:, k:], torch.float32) if smoothed else None,
+            used=(routed.weights != 0).sum(dim=1).int() if smoothed else None,
         )
 
     def _kept_rows(self, routed: RouterOutput, batch: Batch, checks: PassChecks) -> RouterOutput:
@@ -315,17 +314,12 @@ def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
         numbers.sort(key=lambda n: -tensors[n].dtype.itemsize)  # keeps every start aligned
         sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in numbers]
         flat = torch.cat([tensors[n].contiguous().flatten().view(torch.uint8) for n in numbers])
-        for n, part in zip(numbers, _bytes_on_cpu(flat).split(sizes), strict=True):
-            copies[n] = part.view(tensors[n].dtype).view(tensors[n].shape)
+        if device.type == "cuda":  # through pinned memory, which is scarce and so not kept
+            pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+            flat = pinned.copy_(flat).clone()
+        for n, chunk in zip(numbers, flat.cpu().split(sizes), strict=True):
+            copies[n] = chunk.view(tensors[n].dtype).view(tensors[n].shape)
     return [copies[n] for n in range(len(tensors))]
-
-
-def _bytes_on_cpu(flat: Tensor) -> Tensor:
-    """Bytes on the CPU: through pinned memory, which is scarce and so not kept, where it helps."""
-    if flat.device.type != "cuda":
-        return flat.cpu()
-    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(flat).clone()
 
 
 @runtime_checkable
@@ -386,10 +380,9 @@ class Recorder:
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
         """Start a forward pass of the model with these arguments."""
-        self._open.pop(threading.get_ident(), None)
-        self._open[threading.get_ident()] = OpenPass(
-            self._counter.read(arguments), {}, PassChecks()
-        )
+        self._open.pop(threading.get_ident(), None)  # of a pass that raised
+        batch = self._counter.read(arguments)
+        self._open[threading.get_ident()] = OpenPass(batch, {}, PassChecks())
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
@@ -414,7 +407,8 @@ class Recorder:
         layers = tuple(layers_on_cpu(tuple(records.values()), checks))
         self.n_tokens += len(batch.tokens)
         if self._sink is None:
-            self._passes.append(self._pass_trace(layers, batch))
+            keys = batch.tokens, batch.documents, batch.positions
+            self._passes.append(RoutingTrace(layers, *keys, self._epsilons, self.provenance))
             return
         for layer in layers:
             self._sink.update(layer.name, layer, batch.documents, batch.positions, batch.tokens)
@@ -424,11 +418,6 @@ class Recorder:
         require(self._sink is None, "the sink has consumed the passes: no trace kept", TraceError)
         require(bool(self._passes), "no forward pass has been captured yet", TraceError)
         return concatenate(self._passes)
-
-    def _pass_trace(self, layers: tuple[LayerTrace, ...], batch: Batch) -> RoutingTrace:
-        """The trace of one forward pass."""
-        keys = batch.tokens, batch.documents, batch.positions
-        return RoutingTrace(layers, *keys, self._epsilons, self.provenance)
 
     def _check_same_layers(self, names: tuple[str, ...]) -> None:
         """Refuse a forward pass in which other layers ran than before."""
@@ -472,9 +461,12 @@ def capture(
         distances: compute the exact Euclidean distance to the nearest tie for affine routers.
         sink: takes the layers of each pass instead of keeping them, such as `SummaryBuilder`.
     """
-    _check_capture_arguments(keep, ranks, epsilons)
-    beyond = None if ranks == "all" else ranks
-    settings = ObserverSettings(beyond, epsilons, keep == "inputs", distances)
+    require(keep in ("scores", "inputs"), f"keep must be 'scores' or 'inputs', got {keep!r}")
+    enough = ranks == "all" or (isinstance(ranks, int) and ranks >= 1)
+    require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
+    check_epsilons(epsilons)
+    extra_ranks = None if ranks == "all" else ranks
+    settings = ObserverSettings(extra_ranks, epsilons, keep == "inputs", distances)
     routers = chosen_routers(model, layers)
     for name, router in routers.items():
         if hasattr(type(router), _CAPTURED):
@@ -529,8 +521,9 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return name, class, precision and versions, as every trace carries them."""
     model = token_part(model)
     config = getattr(model, "config", None)
+    name = str(getattr(config, "_name_or_path", None) or "") or class_name(model)
     return {
-        "model": _model_name(config) or class_name(model),
+        "model": DEMO if name == str(DEMO_FOLDER) else name,
         "architecture": class_name(model),
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
@@ -548,20 +541,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 def _transformers_version() -> str:
     """Version of transformers, read once: packages are searched for it on disk."""
     return version("transformers")
-
-
-def _model_name(config: Any) -> str:
-    """The name or folder that a model was loaded by; "demo" for the one in the box."""
-    name = str(getattr(config, "_name_or_path", None) or "")
-    return DEMO if name == str(DEMO_FOLDER) else name
-
-
-def _check_capture_arguments(keep: str, ranks: int | str, epsilons: tuple[float, ...]) -> None:
-    """Refuse what `capture` cannot keep, ranks below 1 and a grid that is none."""
-    require(keep in ("scores", "inputs"), f"keep must be 'scores' or 'inputs', got {keep!r}")
-    enough = ranks == "all" or (isinstance(ranks, int) and ranks >= 1)
-    require(enough, f"ranks must be at least 1 (gaps need rank k + 1) or 'all', got {ranks!r}")
-    check_epsilons(epsilons)
 
 
 ROUNDINGS = 8
@@ -644,5 +623,5 @@ def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
     """The error of a family whose record does not describe a router."""
     return UnsupportedModelError(
         f"{layer_label(layer)}: the record of family {family!r} does not describe this router "
-        f"under transformers {version('transformers')}: {why}"
+        f"under transformers {_transformers_version()}: {why}"
     )

@@ -42,11 +42,11 @@ def wrapped_class(
         name: name of the subclass; by default that of `cls`.
         members: further members of the subclass.
     """
-    plain = getattr(cls, method)
+    original = getattr(cls, method)
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def wrapped_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return after(self, (args, kwargs), plain(self, *args, **kwargs))
+        return after(self, (args, kwargs), original(self, *args, **kwargs))
 
     return make_subclass(cls, name, **{method: wrapped_method}, **members)
 

@@ -144,9 +144,8 @@ def _check_quantisation(fields: Mapping[str, Any]) -> None:
     if method is None:
         return
     methods = {*PACKAGES, *AUTO_QUANTIZATION_CONFIG_MAPPING}
-    known = isinstance(method, str) and method in methods
     require(
-        known,
+        isinstance(method, str) and method in methods,
         f"the weights are quantised by {method!r:.80}, which transformers does not read",
         UnsupportedModelError,
     )

@@ -72,7 +72,9 @@ class DocumentCounter:
     def read(self, arguments: Mapping[str, Any]) -> Batch:
         """Return the tokens of a forward pass with these arguments."""
         ids = _pass_token_ids(arguments)
-        mask = _attention_mask(arguments, ids.shape)
+        mask: Any = arguments.get("attention_mask")
+        two_axes = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= ids.shape[1]
+        mask = mask.detach().cpu() if two_axes else None  # masks of other forms tell no padding
         past = _cached_length(arguments, ids.shape[1], mask)
         visible = ids.new_ones(len(ids), past + ids.shape[1]) if mask is None else mask
         shown = visible[:, -ids.shape[1] :].bool() & ~self._after_end(ids, past > 0)
@@ -87,15 +89,11 @@ class DocumentCounter:
             TielineError,
         )
         self._packed = False
-        rows = self._document_column(len(ids), past > 0)
+        if past == 0 or self._rows is None or len(self._rows) != len(ids):
+            self._rows = torch.arange(self._next, self._next + len(ids), device="cpu")
+            self._next += len(ids)
         positions = (visible.bool().cumsum(dim=1) - 1)[:, -ids.shape[1] :]
-        return _visible_batch(ids, rows[:, None].expand_as(ids), positions, shown)
-
-    def _document_column(self, rows: int, continues: bool) -> Tensor:
-        if not continues or self._rows is None or len(self._rows) != rows:
-            self._rows = torch.arange(self._next, self._next + rows, device="cpu")
-            self._next += rows
-        return self._rows
+        return _visible_batch(ids, self._rows[:, None].expand_as(ids), positions, shown)
 
     def _packed_batch(self, ids: Tensor, shown: Tensor, starts: Tensor) -> Batch:
         """Tokens of rows of several documents, each of which begins at one of `starts`."""
@@ -114,11 +112,10 @@ class DocumentCounter:
 
     def _after_end(self, ids: Tensor, continues: bool) -> Tensor:
         """Mask of the padding in a cached step after an end or other padding."""
-        if self._padding is None or self._last is None or not continues:
+        last = self._last if self._padding is not None and continues else None
+        if last is None or len(last) != len(ids):
             return torch.zeros_like(ids, dtype=torch.bool)
-        if len(self._last) != len(ids):
-            return torch.zeros_like(ids, dtype=torch.bool)
-        before = torch.cat([self._last[:, None], ids[:, :-1]], dim=1)
+        before = torch.cat([last[:, None], ids[:, :-1]], dim=1)
         ended = torch.isin(before, before.new_tensor(sorted(self._ends)))
         return ended & (ids == self._padding)
 
@@ -141,14 +138,6 @@ def _pass_token_ids(arguments: Mapping[str, Any]) -> Int[Tensor, "rows length"]:
         "the model was called without `input_ids` (rows, length) or `inputs_embeds` (rows, length, "
         "width), so its routers' tokens are unknown"
     )
-
-
-def _attention_mask(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor | None:
-    """The mask (rows, past + length); None for masks of other forms."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= shape[1]:
-        return mask.detach().cpu()
-    return None
 
 
 def _cached_length(arguments: Mapping[str, Any], length: int, mask: Tensor | None) -> int:
@@ -205,17 +194,10 @@ def _offset_starts(arguments: Mapping[str, Any], shown: Tensor) -> Tensor | None
         f"{name} ends at {bounds[-1]}, but the pass has {shown.numel()} tokens",
         TielineError,
     )
-    return _starts_at_offsets(offsets, shown)
-
-
-def _starts_at_offsets(offsets: Tensor, shown: Tensor) -> Tensor:
-    """Visible tokens at these offsets; hides the tokens after the last one."""
-    flat = shown.view(-1)
-    flat[int(offsets[-1]) :] = False
-    number = torch.bucketize(
-        torch.arange(len(flat), device=offsets.device), offsets, right=True
-    ).view_as(shown)
-    return _document_starts(number, shown, torch.ne)
+    shown.view(-1)[bounds[-1] :] = False
+    tokens = torch.arange(shown.numel(), device=offsets.device)
+    numbers = torch.bucketize(tokens, offsets, right=True).view_as(shown)
+    return _document_starts(numbers, shown, torch.ne)
 
 
 def _document_numbers(
@@ -297,15 +279,11 @@ def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _hands_on(module: nn.Module) -> bool:
-    """Whether a wrapper takes any arguments, and so hands them on as they are."""
-    any_kind = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return all(parameter.kind in any_kind for parameter in _forward_parameters(module).values())
-
-
 def called_part(model: nn.Module) -> nn.Module:
     """Return the part whose calls have the tokens as arguments: a wrapper that hands them on."""
-    return model if _hands_on(model) else token_part(model)
+    any_kind = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    hands_on = all(p.kind in any_kind for p in _forward_parameters(model).values())
+    return model if hands_on else token_part(model)
 
 
 def argument_names(model: nn.Module) -> list[str]:

@@ -82,11 +82,13 @@ class RouterScope:
         """Follow the calls inside this context."""
         handles = []
         for name, router in self._routers.items():
-            handles.append(router.register_forward_pre_hook(self._entering(name)))
-            handles.append(router.register_forward_hook(self._left, always_call=True))
+            handles.append(router.register_forward_pre_hook(self._setter("running", name)))
+            ended = self._setter("running", None)
+            handles.append(router.register_forward_hook(ended, always_call=True))
         for module in self._exact:
-            handles.append(module.register_forward_pre_hook(self._exactly(True)))
-            handles.append(module.register_forward_hook(self._exactly(False), always_call=True))
+            handles.append(module.register_forward_pre_hook(self._setter("exact", True)))
+            ended = self._setter("exact", False)
+            handles.append(module.register_forward_hook(ended, always_call=True))
         try:
             yield self
         finally:
@@ -94,25 +96,9 @@ class RouterScope:
                 handle.remove()
             self.running, self.exact = None, False
 
-    def _exactly(self, begins: bool) -> Callable[..., None]:
-        """Hook that begins or ends exact computation."""
-
-        def set_exact(*call: object) -> None:
-            self.exact = begins
-
-        return set_exact
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        """Hook that notes which router runs."""
-
-        def enter(module: nn.Module, args: object) -> None:
-            self.running = name
-
-        return enter
-
-    def _left(self, module: nn.Module, args: object, output: object) -> None:
-        """Note that the router has ended."""
-        self.running = None
+    def _setter(self, attribute: str, value: object) -> Callable[..., None]:
+        """Hook that sets an attribute of this scope."""
+        return lambda *call: setattr(self, attribute, value)
 
 
 def logits_matrix(router: nn.Module) -> Tensor | None:
@@ -408,7 +394,9 @@ def _weights_to_round(
 ) -> list[tuple[Tensor, int]]:
     """Parameters to round, each with the axis along which scales are shared."""
     of_routers = {id(p): name for name, r in routers.items() for p in r.parameters()}
-    spared = set() if chosen.plain else {id(p) for p in _end_parameters(model)}
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    parameters = [p for module in ends if module is not None for p in module.parameters()]
+    spared = set() if chosen.plain else {id(p) for p in parameters}
     weights: dict[int, tuple[Tensor, int]] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
@@ -420,14 +408,6 @@ def _weights_to_round(
             if weight.is_floating_point() and (chosen.plain or weight.ndim >= 2):
                 weights[id(weight)] = (weight, weight_axis(module, weight))
     return list(weights.values())
-
-
-def _end_parameters(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters of the embeddings and of the output head."""
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        module = getattr(model, name, lambda: None)()
-        if module is not None:
-            yield from module.parameters()
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -85,13 +85,10 @@ def experts_forward(
     weights = dense_weights(top_k_index, top_k_weights, len(maps.w_in))
     activation = _known_activation(experts)
     if activation is None:
-        y = grouped_dispatch(
-            hidden_states,
-            weights,
-            *maps,
-            hidden=_hidden_activation(experts),
-            finish=_post_expert_norm(experts),
-        )
+        normed = _expert_flag(experts, "has_post_expert_norm", False)
+        finish = attrgetter("post_expert_norm")(experts) if normed else None
+        hidden = _hidden_activation(experts)
+        y = grouped_dispatch(hidden_states, weights, *maps, hidden=hidden, finish=finish)
     else:
         y = dispatch(hidden_states, weights, *maps[:3], activation=activation)
         y = y if maps.b_out is None else y + weights.to(y) @ maps.b_out.to(y)
@@ -166,12 +163,6 @@ def _hidden_activation(experts: nn.Module) -> Callable[[Tensor], Tensor]:
         return activation(gate) * up  # type: ignore[misc]
 
     return gated_hidden
-
-
-def _post_expert_norm(experts: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The norm after each expert, if the family has one."""
-    norm = _expert_flag(experts, "has_post_expert_norm", False)
-    return attrgetter("post_expert_norm")(experts) if norm else None
 
 
 def can_use_experts(model: nn.Module) -> bool:
@@ -301,16 +292,15 @@ def used_slots_only(experts: nn.Module | None) -> Iterator[None]:
     if experts is None or not hasattr(experts, FLAG) or is_cut(experts):
         yield
         return
-    plain = type(experts)
-    with swapped_class(
-        experts, make_subclass(plain, forward=partialmethod(_used_slots, plain.forward))
-    ):
+    cls = type(experts)
+    forward = partialmethod(_used_slots, cls.forward)
+    with swapped_class(experts, make_subclass(cls, forward=forward)):
         yield
 
 
 def _used_slots(
     experts: nn.Module,
-    plain: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -321,21 +311,14 @@ def _used_slots(
     used = (ids < attrgetter("num_experts")(experts)).nonzero().squeeze(1)
     on_cpu = hidden_states.device.type == "cpu" and not torch.is_grad_enabled()
     if name != "grouped_mm" or not on_cpu or len(used) in (0, len(ids)):
-        return plain(experts, hidden_states, top_k_index, top_k_weights)
+        return forward(experts, hidden_states, top_k_index, top_k_weights)
     tokens, columns = top_k_index.shape
     rows = hidden_states[used // columns]
-    with _without_sentinels(experts):
-        outputs = plain(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
+    flag = getattr(experts, FLAG)
+    setattr(experts, FLAG, False)  # no index E is given: nothing to mask
+    try:
+        outputs = forward(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
+    finally:
+        setattr(experts, FLAG, flag)
     slots = outputs.new_zeros(tokens * columns, outputs.shape[-1]).index_copy_(0, used, outputs)
     return slots.view(tokens, columns, -1).sum(dim=1)
-
-
-@contextmanager
-def _without_sentinels(experts: nn.Module) -> Iterator[None]:
-    """Inside the block, experts are given no index E, and mask nothing on its account."""
-    before = getattr(experts, FLAG)
-    setattr(experts, FLAG, False)
-    try:
-        yield
-    finally:
-        setattr(experts, FLAG, before)

@@ -226,15 +226,10 @@ def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str
     require(bool(layers), "layers must name at least one router, got none")
     chosen = {name: router for name, router in routers.items() if name in layers}
     for name, router in chosen.items():
-        _refuse_uncapturable(name, router)
+        family = family_of(router)
+        if family is not None and family.refused is not None:
+            raise UnsupportedModelError(
+                f"{layer_label(name)}: {type(router).__name__} of family {family.name!r} "
+                f"(transformers {version('transformers')}) cannot be captured: {family.refused}"
+            )
     return chosen
-
-
-def _refuse_uncapturable(name: str, router: nn.Module) -> None:
-    """Raise for a router whose family cannot be captured."""
-    family = family_of(router)
-    if family is not None and family.refused is not None:
-        raise UnsupportedModelError(
-            f"{layer_label(name)}: {type(router).__name__} of family {family.name!r} (transformers "
-            f"{version('transformers')}) cannot be captured: {family.refused}"
-        )

@@ -89,19 +89,17 @@ def hub_shards(name: str, folder: Path, revision: str | None = None, keep: bool 
             huggingface_hub.hf_hub_download(name, file, revision=revision, **_hub_location())
         )
 
-    return FetchedShards(folder, headers, fetch_shard, _remove_cached, keep)
+    def remove_from_cache(path: Path) -> None:
+        content = path.resolve()
+        path.unlink(missing_ok=True)  # the link
+        content.unlink(missing_ok=True)
+
+    return FetchedShards(folder, headers, fetch_shard, remove_from_cache, keep)
 
 
 def _hub_location() -> dict[str, Any]:
     """Where the hub and its cache are, as the environment says now."""
     return {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": os.environ.get("HF_HUB_CACHE")}
-
-
-def _remove_cached(path: Path) -> None:
-    """Remove a file from the cache of the hub: the link to it and its content."""
-    content = path.resolve()
-    path.unlink(missing_ok=True)
-    content.unlink(missing_ok=True)
 
 
 Fetch = Callable[[str], Path]

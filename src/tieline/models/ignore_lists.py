@@ -12,7 +12,7 @@ otherwise: llm-compressor always, bitsandbytes as soon as a list is given.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -25,8 +25,10 @@ FULL_PRECISION = {"bits": 16, "data_type": "fp", "act_bits": 16, "act_data_type"
 
 def ignore_lists(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by library, the argument that keeps all routers of a model out of quantisation."""
-    patterns = _module_patterns(router_weights(model), dict(model.named_modules()))
-    head = _head_names(model)
+    names, modules = router_weights(model), dict(model.named_modules())
+    output_head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = [name for name, m in modules.items() if output_head is not None and m is output_head]
+    patterns = list(dict.fromkeys(_module_pattern(name, names, modules) for name in names))
     return {
         "llm-compressor": {"ignore": [*head, *(f"re:^{pattern}$" for pattern in patterns)]},
         "auto-round": {
@@ -54,17 +56,8 @@ def router_weights(model: nn.Module) -> list[str]:
     return names
 
 
-def _head_names(model: nn.Module) -> list[str]:
-    """Names of the output head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return [name for name, module in model.named_modules() if head is not None and module is head]
-
-
-def _module_patterns(names: Collection[str], modules: Mapping[str, object]) -> list[str]:
-    """One pattern for names that differ in numbers alone, if it fits none of the other modules."""
-    patterns: dict[str, None] = {}
-    for name in names:
-        pattern = re.sub(r"(?<=\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
-        fits = {other for other in modules if re.fullmatch(pattern, other)}
-        patterns[pattern if fits <= set(names) else re.escape(name)] = None
-    return list(patterns)
+def _module_pattern(name: str, names: Collection[str], modules: Collection[str]) -> str:
+    """The pattern of a name with any numbers, or the name if that fits modules not in `names`."""
+    pattern = re.sub(r"(?<=\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name))
+    matches = {other for other in modules if re.fullmatch(pattern, other)}
+    return pattern if matches <= set(names) else re.escape(name)

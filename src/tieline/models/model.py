@@ -150,7 +150,12 @@ class Model:
         if isinstance(source, str | Path):
             return Opening(**options).load(source)
         if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], nn.Module):
-            _check_one_device(source[0])
+            devices = sorted({str(p.device) for p in source[0].parameters() if not p.is_meta})
+            require(
+                len(devices) < 2 or hasattr(source[0], "hf_device_map"),
+                f"parts of the model are on {' and '.join(devices)}: move it to one device, or let "
+                "transformers spread it with device_map='auto'",
+            )
             check_finite_weights(source[0])
             return cls(source[0], source[1])
         bare = "; a model needs its tokenizer beside it" if isinstance(source, nn.Module) else ""
@@ -224,13 +229,20 @@ class Opening:
             return load_pretrained(origin, **chosen, **placed, **more)
 
         with _explained_loading(name, SAFETENSORS):
-            if self._is_streamed(source, dtype):
+            streamed = self.stream
+            if streamed is None:  # several processes have room for their shares
+                streamed = self.parallel is None and too_large(source, dtype)
+            if streamed:
                 stream = self._open_stream(source, read_model)
                 remember_stored(stream.model, stored)
                 return Model(stream.model, tokenizer, str(name), stream)
             module: Any = read_model(source, **options)
         check_finite_weights(module)
-        module = module.float() if dtype is torch.float32 and _is_mixed(module) else module
+        # transformers unpacks blocks of fp8 to the precision that is asked for, and leaves what
+        # the same files have beside them in the precision that it is stored in
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        mixed = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+        module = module.float() if dtype is torch.float32 and mixed else module
         module = module if placed else module.to(device)
         remember_stored(module, stored)
         return Model(module.eval(), tokenizer, str(name))
@@ -257,12 +269,6 @@ class Opening:
         """Options of `from_pretrained` that say where files come from."""
         return {"trust_remote_code": self.trust_remote_code, **_file_options(source, self.revision)}
 
-    def _is_streamed(self, source: str | Path, dtype: str | torch.dtype) -> bool:
-        """Whether weights are read layer by layer; several processes have room for their parts."""
-        if self.stream is None:
-            return self.parallel is None and too_large(source, dtype)
-        return self.stream
-
     def _placed_model(
         self, build: Any, checkpoint: Checkpoint, device: torch.device | None
     ) -> dict[str, Any]:
@@ -285,9 +291,9 @@ class Opening:
         dtype = DTYPES[self.dtype]
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         if self.parallel in (None, "data"):
-            whole_model: Any = load_demo_model(dtype)
+            module: Any = load_demo_model(dtype)
             best = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-            return Model(whole_model.to(device or best), load_demo_tokenizer(), DEMO)
+            return Model(module.to(device or best), load_demo_tokenizer(), DEMO)
         checkpoint = read_checkpoint(DEMO_FOLDER, local_files_only=True)
         spread = _spread_config(self.parallel, AutoModelForCausalLM, checkpoint, False)
         model = load_demo_model(dtype, distributed_config=spread)
@@ -297,16 +303,6 @@ class Opening:
 def check_dtype(dtype: str) -> None:
     """Refuse a precision that is not in `DTYPES`."""
     require(dtype in DTYPES, f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-
-
-def _is_mixed(model: nn.Module) -> bool:
-    """Whether a model's floating-point numbers have several precisions.
-
-    transformers unpacks blocks of fp8 to the precision that is asked for, and leaves what the same
-    files have beside them in the precision that it is stored in.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -358,17 +354,13 @@ def _loaded_tokenizer(source: str | Path, name: object, **options: Any) -> Any:
         raise UnsupportedModelError(
             f"cannot load the tokenizer of {str(name)!r}: {why}"
         ) from problem
-    if not _has_words(tokenizer):
+    try:
+        has_words = bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
+    except (AttributeError, NotImplementedError):  # a vocabulary that cannot be listed
+        has_words = True
+    if not has_words:
         raise UnsupportedModelError(f"there is no tokenizer, or one without words: {hint}")
     return tokenizer
-
-
-def _has_words(tokenizer: Any) -> bool:
-    """Whether the vocabulary has more than special tokens; true where it cannot be listed."""
-    try:
-        return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens))
-    except (AttributeError, NotImplementedError):
-        return True
 
 
 def _file_options(source: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -379,23 +371,17 @@ def _file_options(source: str | Path, revision: str | None = None) -> dict[str, 
         return hub_options(source, revision)
 
 
-def _check_one_device(model: nn.Module) -> None:
-    """Refuse a model whose parts are on several devices with nothing to carry tensors over."""
-    devices = sorted({str(p.device) for p in model.parameters() if not p.is_meta})
-    require(
-        len(devices) < 2 or hasattr(model, "hf_device_map"),
-        f"parts of the model are on {' and '.join(devices)}: move it to one device, or let "
-        "transformers spread it with device_map='auto'",
-    )
-
-
 def _usable_device(name: str) -> torch.device | None:
     """The device; None to spread the model."""
     if name == "auto":
         return None
     try:
         device = torch.device(name)
-        _check_device_number(device)
+        if device.type == "meta":
+            raise RuntimeError("tensors on meta have no values")
+        count = torch.get_device_module(device).device_count() if device.index else 1
+        if (device.index or 0) >= count:  # a first one that is missing is told by torch
+            raise RuntimeError(f"this machine has {count} of its kind, numbered from 0")
         torch.empty(0, device=device)
     except NotImplementedError as problem:
         why = f"this build of torch ({torch.__version__}) computes nothing there"
@@ -406,34 +392,19 @@ def _usable_device(name: str) -> torch.device | None:
     return device
 
 
-def _check_device_number(device: torch.device) -> None:
-    """Raise RuntimeError if the machine has fewer devices of the kind, or it holds no numbers."""
-    if device.type == "meta":
-        raise RuntimeError("tensors on meta have no values")
-    if device.index:  # a first one that is missing is told by torch
-        count = torch.get_device_module(device).device_count()
-        if device.index >= count:
-            raise RuntimeError(f"this machine has {count} of its kind, numbered from 0")
-
-
 def _model_class(config: Any, name: object, trust_remote_code: bool) -> Any:
     """The class that builds the model; refuses a model without a router of a known family."""
     for build in _CLASSES:
         skeleton = _weightless_model(build, config, trust_remote_code)
         if skeleton is not None:
-            _check_capturable(skeleton)
+            families = [family_of(router) for router in find_routers(skeleton).values()]
+            if all(family is None or family.refused is not None for family in families):
+                chosen_routers(skeleton, None)  # says why
             return build
     raise UnsupportedModelError(
         f"{str(name)!r} (model type {getattr(config, 'model_type', None)!r}) is no language model "
         "that transformers can build"
     )
-
-
-def _check_capturable(skeleton: nn.Module) -> None:
-    """Refuse a model without routers, or with none that can be captured."""
-    families = [family_of(router) for router in find_routers(skeleton).values()]
-    if all(family is None or family.refused is not None for family in families):
-        chosen_routers(skeleton, None)  # says why
 
 
 def _weightless_model(build: Any, config: Any, trust_remote_code: bool) -> nn.Module | None:
@@ -513,15 +484,11 @@ def load_dense(
     with _explained_loading(name, SAFETENSORS):
         model = load_pretrained(source, checkpoint=checkpoint, dtype=DTYPES[dtype], **options)
     check_finite_weights(model)
-    return Model(model.eval(), _tokenizer_or_none(source, options), str(name))
-
-
-def _tokenizer_or_none(source: str | Path, options: dict[str, Any]) -> Any:
-    """The tokenizer; None for a model without one, such as an image model."""
     try:
-        return _loaded_tokenizer(source, source, **options)
-    except UnsupportedModelError:
-        return None
+        tokenizer = _loaded_tokenizer(source, source, **options)
+    except UnsupportedModelError:  # such as an image model
+        tokenizer = None
+    return Model(model.eval(), tokenizer, str(name))
 
 
 def read_shape(

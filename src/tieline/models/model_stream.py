@@ -385,26 +385,18 @@ class StreamedModel:
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         files = sorted({stored.file for stored in shards.tensors.values()})
-        names = {file: _shard_name(number, len(files)) for number, file in enumerate(files, 1)}
+        names = {files[0]: f"model.{VARIANT}.safetensors"}
+        if len(files) > 1:
+            name = f"model.{VARIANT}-{{:05d}}-of-{len(files):05d}.safetensors"
+            names = {file: name.format(number) for number, file in enumerate(files, 1)}
         for file, name in names.items():
-            _link_or_copy(shards.path(file).resolve(), Path(folder) / name)
+            path, target = shards.path(file).resolve(), Path(folder) / name
+            try:
+                os.link(path, target)
+            except OSError:  # another disk, or one without links
+                shutil.copyfile(path, target)
         if len(files) > 1:
             weight_map = {tensor: names[stored.file] for tensor, stored in shards.tensors.items()}
             index = {"metadata": {"total_size": shards.size}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (Path(folder) / f"model.safetensors.index.{VARIANT}.json").write_text(text)
-
-
-def _shard_name(number: int, count: int) -> str:
-    """Name of a file of weights of a changed model."""
-    if count == 1:
-        return f"model.{VARIANT}.safetensors"
-    return f"model.{VARIANT}-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Link a file, or copy it where the disk has no links."""
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without links
-        shutil.copyfile(source, target)

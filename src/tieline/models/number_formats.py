@@ -24,9 +24,9 @@ format, so nothing saturates; unscaled formats saturate at their largest number.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -206,49 +206,22 @@ class Format:
         return self.results is not None
 
 
-def _cast_format(name: str, dtype: torch.dtype) -> Format:
-    """A format that everything is cast to: weights, activations and results."""
-    grid = Rounding(dtype)
-    return Format(name, grid, grid, grid, 16)
-
-
-def _float8_format(name: str, dtype: torch.dtype) -> Format:
-    """Weights and activations in 8-bit floating point, scaled per channel and token."""
-    grid = Rounding(dtype, scaled=True)
-    return Format(name, grid, grid, None, 8)
-
-
-def _integer_format(name: str, bits: Literal[4, 8], group: int | None, activations: bool) -> Format:
-    """Weights, and activations if asked for, on a grid of scaled integers."""
-    levels = (1 << (bits - 1)) - 1
-    grid = Rounding(levels=levels, scaled=True, group=group)
-    tokens = Rounding(levels=levels, scaled=True) if activations else None
-    return Format(name, grid, tokens, None, bits)
-
-
-def _tf32_format() -> Format:
-    """Products of TensorFloat-32: ten bits of mantissa in, sums and results in float32."""
-    grid = Rounding(mantissa=10)
-    return Format("tf32", grid, grid, None, 32)
-
-
-def _bf16_in_format() -> Format:
-    """Weights and inputs in bfloat16, results kept in float32, as fused gates do it."""
-    grid = Rounding(torch.bfloat16)
-    return Format("bf16_in", grid, grid, None, 16)
-
+_BF16, _FP16, _TF32 = Rounding(torch.bfloat16), Rounding(torch.float16), Rounding(mantissa=10)
+_E4M3, _E5M2 = (Rounding(t, scaled=True) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
+_INT8 = Rounding(levels=127, scaled=True)
+_INT4 = Rounding(levels=7, scaled=True)
 
 FORMATS: dict[str, Format] = {
-    "bf16": _cast_format("bf16", torch.bfloat16),
-    "fp16": _cast_format("fp16", torch.float16),
-    "fp8_e4m3": _float8_format("fp8_e4m3", torch.float8_e4m3fn),
-    "fp8_e5m2": _float8_format("fp8_e5m2", torch.float8_e5m2),
-    "int8": _integer_format("int8", 8, None, activations=True),
-    "int8_group": _integer_format("int8_group", 8, GROUP_SIZE, activations=False),
-    "int4": _integer_format("int4", 4, None, activations=False),
-    "int4_group": _integer_format("int4_group", 4, GROUP_SIZE, activations=False),
-    "bf16_in": _bf16_in_format(),
-    "tf32": _tf32_format(),
+    "bf16": Format("bf16", _BF16, _BF16, _BF16),
+    "fp16": Format("fp16", _FP16, _FP16, _FP16),
+    "fp8_e4m3": Format("fp8_e4m3", _E4M3, _E4M3, bits=8),
+    "fp8_e5m2": Format("fp8_e5m2", _E5M2, _E5M2, bits=8),
+    "int8": Format("int8", _INT8, _INT8, bits=8),
+    "int8_group": Format("int8_group", replace(_INT8, group=GROUP_SIZE), bits=8),
+    "int4": Format("int4", _INT4, bits=4),
+    "int4_group": Format("int4_group", replace(_INT4, group=GROUP_SIZE), bits=4),
+    "bf16_in": Format("bf16_in", _BF16, _BF16),  # results in float32, as fused gates have them
+    "tf32": Format("tf32", _TF32, _TF32, bits=32),
 }
 """The formats by name."""
 

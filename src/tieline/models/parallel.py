@@ -12,7 +12,7 @@ model, before any weight is read. `ep` takes plans that send tokens to their exp
 process, so that no process would see the experts that were chosen.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -183,8 +183,9 @@ def _check_pp(skeleton: _Skeleton, ranks: int) -> None:
         isinstance(layers, nn.ModuleList) and hasattr(skeleton.model, "lm_head"), "pp"
     )
     assert isinstance(layers, nn.ModuleList)
-    share = len(layers) // ranks
-    stages = {_pipeline_stage(name, share, ranks) for name in routers} if share else set()
+    share = len(layers) // ranks  # layers of a stage; the last one has what remains
+    depths = [next(int(x) for x in name.split(".") if x.isdigit()) for name in routers]
+    stages = {min(depth // share, ranks - 1) for depth in depths} if share else set()
     require(
         len(stages) == ranks,
         f"{len(layers)} layers of {skeleton.family!r} in {ranks} stages leave one without a "
@@ -193,18 +194,14 @@ def _check_pp(skeleton: _Skeleton, ranks: int) -> None:
     )
 
 
-def _pipeline_stage(name: str, share: int, ranks: int) -> int:
-    """The stage of a router: `share` layers each, the last one what is left."""
-    number = next(int(part) for part in name.split(".") if part.isdigit())
-    return min(number // share, ranks - 1)
-
-
-def _check_fsdp(skeleton: _Skeleton, ranks: int) -> None:
-    """Refuse a model without a plan."""
-    skeleton.must_have(getattr(skeleton.model, "fsdp_plan", None), "fsdp")
-
-
-_CHECKS = {"tp": _check_tp, "ep": _check_ep, "pp": _check_pp, "fsdp": _check_fsdp}
+_CHECKS: dict[str, Callable[[_Skeleton, int], None]] = {
+    "tp": _check_tp,
+    "ep": _check_ep,
+    "pp": _check_pp,
+    "fsdp": lambda skeleton, _: skeleton.must_have(
+        getattr(skeleton.model, "fsdp_plan", None), "fsdp"
+    ),
+}
 
 
 def class_name(model: nn.Module) -> str:

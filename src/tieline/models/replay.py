@@ -211,18 +211,15 @@ class MatchedRows:
         )
 
     def _equal_tokens(self, a: int, b: int) -> bool:
-        slices = [
-            self._tokens[self._starts[i] : self._starts[i] + self._lengths[i]] for i in (a, b)
-        ]
-        return torch.equal(*slices)
+        starts, lengths = self._starts, self._lengths
+        return torch.equal(*(self._tokens[starts[i] : starts[i] + lengths[i]] for i in (a, b)))
 
     def _equal_routes(self, a: int, b: int, length: int) -> bool:
         positions = torch.arange(length, device="cpu")
         rows = [self._order.at(torch.full_like(positions, i), positions) for i in (a, b)]
         for layer in self._layers:
             k = layer.facts.k
-            one, other = (layer.experts[r, :k].sort(dim=1).values for r in rows)
-            if not torch.equal(one, other):
+            if not torch.equal(*(layer.experts[r, :k].sort(dim=1).values for r in rows)):
                 return False
         return True
 
@@ -312,7 +309,11 @@ def replay(
             move. Needs a trace with scores.
         layers: names of the routers to replay; all by default.
     """
-    trace = _replayed_trace(routes)
+    trace: Any = routes
+    if isinstance(routes, str | Path) and (Path(routes) / "tieline.json").is_file():
+        trace = load_trace(routes)
+    elif not isinstance(routes, RoutingTrace):
+        trace = import_trace(routes)
     if weights not in ("live", "recorded"):
         raise ParameterError(f'weights are "live" or "recorded", got {weights!r:.40}')
     if match not in ("order", "tokens"):
@@ -337,15 +338,6 @@ def replay(
             stack.callback(handle.remove)
         yield state
     session.tell_unmatched()
-
-
-def _replayed_trace(routes: Any) -> RoutingTrace:
-    """The trace to replay: given, read from its folder, or imported."""
-    if isinstance(routes, RoutingTrace):
-        return routes
-    if isinstance(routes, str | Path) and (Path(routes) / "tieline.json").is_file():
-        return load_trace(routes)
-    return import_trace(routes)
 
 
 def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> dict[str, LayerTrace]:

@@ -147,9 +147,7 @@ def _correction_bias(family: RouterFamily, router: nn.Module, call: Call) -> Ten
     """The correction bias (E,) that this call used."""
     if family.bias_flag is not None and not attrgetter(family.bias_flag)(router):
         return None
-    bias = None
-    if family.bias is not None:
-        bias = attrgetter(family.bias)(router)
+    bias = None if family.bias is None else attrgetter(family.bias)(router)
     if family.bias_argument is not None:
         bound = inspect.signature(router.forward).bind(*call[0], **call[1])
         bias = bound.arguments.get(family.bias_argument)
@@ -309,7 +307,10 @@ def _unscaled_weights(
     combine, chosen = combine_rule(family, router), logits.gather(1, ids)
     divided = renormalises_weights(family, router) and family.shared_weights is None
     if not combine.startswith("softmax"):
-        mass = _activated_logits(family, router, combine, chosen) * share
+        activation = torch.sigmoid
+        if combine == "activation":
+            activation = attrgetter(family.activation or "")(router)
+        mass = activation(chosen) * share
         return mass / (mass.sum(dim=-1, keepdim=True) + family.sum_offset) if divided else mass
     if divided and family.least_sum is None and family.norm_order is None:
         # relative to the largest in use, so that no sum is empty
@@ -317,22 +318,10 @@ def _unscaled_weights(
         return mass / mass.sum(dim=-1, keepdim=True)
     # less the largest logit first: the logarithm of the sum is rounded by the size of the logits
     mass = logits.log_softmax(dim=-1).gather(1, ids).exp() * share
-    return mass / _weight_divisor(family, router, mass) if divided else mass
-
-
-def _activated_logits(
-    family: RouterFamily, router: nn.Module, combine: Combine, chosen: Tensor
-) -> Tensor:
-    """The family's activation of the chosen logits."""
-    if combine == "activation":
-        return attrgetter(family.activation or "")(router)(chosen)
-    return chosen.sigmoid()
-
-
-def _weight_divisor(family: RouterFamily, router: nn.Module, mass: Tensor) -> Tensor:
-    """The norm of the family's order, or the sum, at least the family's least one."""
+    if not divided:
+        return mass
     if family.norm_order is not None:
         order = attrgetter(family.norm_order)(router)
-        return torch.linalg.vector_norm(mass, ord=order, dim=-1, keepdim=True)
+        return mass / torch.linalg.vector_norm(mass, ord=order, dim=-1, keepdim=True)
     least = attrgetter(family.least_sum or "")(router)
-    return mass.sum(dim=-1, keepdim=True).clamp(min=least)
+    return mass / mass.sum(dim=-1, keepdim=True).clamp(min=least)

@@ -129,13 +129,6 @@ def restorer_of(feature: str) -> Restorer | None:
     return RESTORERS.get(feature)
 
 
-def _registered_restorer(feature: str) -> Restorer:
-    """How a feature is restored that `read_checkpoint` has let pass."""
-    restorer = restorer_of(feature)
-    assert restorer is not None  # `read_checkpoint` refuses features without one
-    return restorer
-
-
 def changes_of(config: Any) -> dict[str, Facts]:
     """Return the features in force and their facts, in the order in which they were applied."""
     return dict(getattr(config, ATTRIBUTE, None) or {})
@@ -202,7 +195,10 @@ def _saving_model(cls: Any) -> type:
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("variant") is None:
             kwargs["variant"] = VARIANT
-        kwargs["state_dict"] = _marked_state(self, kwargs.get("state_dict"))
+        state = kwargs.get("state_dict")
+        tensors = self.state_dict() if state is None else state
+        on_disk = any(isinstance(t, Tensor) and t.is_meta for t in tensors.values())
+        kwargs["state_dict"] = None if on_disk else {**tensors, MARKER: torch.ones(1)}
         done = cls.save_pretrained(self, save_directory, *args, **kwargs)
         for feature in changes_of(self.config) if kwargs.get("is_main_process", True) else ():
             restorer = restorer_of(feature)
@@ -211,14 +207,6 @@ def _saving_model(cls: Any) -> type:
         return done
 
     return pickled_by(make_subclass(cls, save_pretrained=save_pretrained), _saving_model, cls)
-
-
-def _marked_state(model: Any, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-    """The tensors to save with one that tells they were changed; as it was if some are on disk."""
-    tensors: Mapping[str, Tensor] = model.state_dict() if state is None else state
-    if any(tensor.is_meta for tensor in tensors.values() if isinstance(tensor, Tensor)):
-        return None
-    return {**tensors, MARKER: torch.ones(1)}
 
 
 def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
@@ -289,7 +277,7 @@ def _checked_changes(changes: Facts) -> dict[str, Facts]:
     wrong = [name for name, facts in changes.items() if not isinstance(facts, dict)]
     require(not wrong, f"the facts of {wrong} are no table", UnsupportedModelError)
     for name, facts in changes.items():
-        _registered_restorer(name).check(facts)
+        RESTORERS[name].check(facts)
     return changes
 
 
@@ -320,7 +308,7 @@ def load_pretrained(
     if changes:
         restore_class(model)
     for feature, facts in changes.items():
-        _registered_restorer(feature).after(model, facts)
+        RESTORERS[feature].after(model, facts)
         record_change(model, feature, facts)
     return model
 
@@ -342,7 +330,7 @@ def _with_structure(model_class: type, changes: Mapping[str, Facts]) -> Any:
     def build_with_changes(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         for feature, facts in changes.items():
-            _registered_restorer(feature).before(self, facts)
+            RESTORERS[feature].before(self, facts)
 
     ignored = getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or []
     members: dict[str, Any] = {"_keys_to_ignore_on_load_unexpected": [*ignored, f"^{MARKER}$"]}
@@ -359,7 +347,9 @@ def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreT
     except RuntimeError as problem:
         raise UnsupportedModelError(refusal + first_line(problem)) from problem
     missing = sorted(report["missing_keys"])
-    lacks = f"it lacks {_counted_names(missing, 'tensor')}, which would be random numbers"
+    listed = ", ".join(map(repr, missing[:MOST_NAMED])) + _more_names(len(missing))
+    count = f"{len(missing)} tensor{'s' * (len(missing) != 1)} ({listed})"
+    lacks = f"it lacks {count}, which would be random numbers"
     require(not missing, refusal + lacks, UnsupportedModelError)
     shapes = [
         f"{name!r} has the shape {tuple(shape)} instead of {tuple(expected)}"
@@ -397,12 +387,6 @@ def _built_checked() -> Iterator[None]:
 
 MOST_NAMED = 3
 """Tensors that a message names one by one."""
-
-
-def _counted_names(names: list[str], word: str) -> str:
-    """As "2 tensors: 'a', 'b'"; those beyond `MOST_NAMED` are counted."""
-    listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more_names(len(names))
-    return f"{len(names)} {word}{'s' * (len(names) != 1)} ({listed})"
 
 
 def _more_names(count: int) -> str:

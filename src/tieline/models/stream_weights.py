@@ -13,7 +13,7 @@ straight into their place; all others go through transformers' own converters. B
 that `from_pretrained` gives. Memory of a layer is used again for the next one of the same shapes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -167,14 +167,6 @@ class CutBlocks(Fp8Dequantize):
         return [count * side - size for size, side, count in sizes] if fits else []
 
 
-def _let_blocks_be_cut(mapping: Sequence[Any]) -> None:
-    """Unpack by `CutBlocks` in all of a model's converters, which are this load's own."""
-    for entry in mapping:
-        for operation in getattr(entry, "operations", None) or ():
-            if type(operation) is Fp8Dequantize:
-                operation.__class__ = CutBlocks
-
-
 class Weights:
     """Where the weights of each unit are, and how they come into the model.
 
@@ -195,7 +187,9 @@ class Weights:
         unsplit = set(model._no_split_modules or ())
         self.layers = [n for n, m in self.units.items() if type(m).__name__ in unsplit]
         mapping = config.weight_mapping or []
-        _let_blocks_be_cut(mapping)
+        for operation in [x for entry in mapping for x in getattr(entry, "operations", None) or ()]:
+            if type(operation) is Fp8Dequantize:  # the converters are this load's own
+                operation.__class__ = CutBlocks
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -507,7 +501,10 @@ def open_skeleton(
         kept.append(weights)
         missing = set(weights.meta) - weights.stored_targets
         shapes: Any = weights.wrong_shapes()
-        _mark_loaded(model, missing)
+        passing = {name for name, _ in model.named_non_persistent_buffers()}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name not in missing:  # marked as loaded, so that nothing is drawn in its place
+                tensor._is_hf_initialized = name not in passing
         nothing: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
         report = LoadStateDictInfo(
             missing_keys=missing,
@@ -528,11 +525,3 @@ def open_skeleton(
     weights = kept[-1]
     weights.arrange()
     return model.eval(), weights
-
-
-def _mark_loaded(model: PreTrainedModel, missing: set[str]) -> None:
-    """Mark what the checkpoint has as loaded, so that nothing is drawn at random in its place."""
-    passing = {name for name, _ in model.named_non_persistent_buffers()}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in missing:
-            tensor._is_hf_initialized = name not in passing  # type: ignore[attr-defined]

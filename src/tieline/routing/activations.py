@@ -8,6 +8,7 @@ as four products, is then taken once and not three times.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,13 +33,13 @@ class Activation:
     Attributes:
         branches: 1 for h = φ(a), 2 for h = φ(a_1) · a_2.
         function: φ, under autograd.
-        value: `value(a, out)` writes φ(a).
+        value: `value(a, out=out)` writes φ(a).
         with_slope_: `with_slope_(a, slope, scratch)` turns a into φ(a) and writes φ'(a).
     """
 
     branches: int
     function: Callable[[Tensor], Tensor]
-    value: Callable[[Tensor, Tensor], object]
+    value: Callable[..., object]
     with_slope_: Callable[[Tensor, Tensor, Tensor], object]
 
     def hidden_rows(self, rows: Float[Tensor, "rows branches_hidden"]) -> Hidden:
@@ -48,7 +49,7 @@ class Activation:
 
     def forward_(self, pre: Pre, hidden: Hidden) -> None:
         """Write h(pre) into `hidden`."""
-        self.value(pre[0], hidden)
+        self.value(pre[0], out=hidden)
         if self.branches == 2:
             hidden.mul_(pre[1])
 
@@ -72,11 +73,6 @@ class Activation:
         torch.mul(grad, slope, out=out[0])
 
 
-def _silu(a: Tensor, out: Tensor) -> None:
-    """Write a · sigmoid(a)."""
-    _aten.silu.out(a, out=out)
-
-
 def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
     """With s the sigmoid of a and φ = a·s: φ' = s + φ·(1 - s).
 
@@ -89,20 +85,10 @@ def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
     slope.addcmul_(a, scratch)
 
 
-def _gelu(a: Tensor, out: Tensor) -> None:
-    """Write a · Φ(a)."""
-    _aten.gelu.out(a, out=out)
-
-
 def _gelu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
     """Turn a into its GELU and write the derivative."""
     _aten.gelu_backward.grad_input(scratch.fill_(1), a, grad_input=slope)
     _aten.gelu.out(a, out=a)
-
-
-def _relu(a: Tensor, out: Tensor) -> None:
-    """Write max(a, 0)."""
-    torch.clamp_min(a, 0, out=out)
 
 
 def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
@@ -112,8 +98,8 @@ def _relu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
 
 
 ACTIVATIONS = {
-    "swiglu": Activation(2, F.silu, _silu, _silu_with_slope_),
-    "geglu": Activation(2, F.gelu, _gelu, _gelu_with_slope_),
-    "relu": Activation(1, F.relu, _relu, _relu_with_slope_),
-    "gelu": Activation(1, F.gelu, _gelu, _gelu_with_slope_),
+    "swiglu": Activation(2, F.silu, _aten.silu.out, _silu_with_slope_),
+    "geglu": Activation(2, F.gelu, _aten.gelu.out, _gelu_with_slope_),
+    "relu": Activation(1, F.relu, partial(torch.clamp_min, min=0), _relu_with_slope_),
+    "gelu": Activation(1, F.gelu, _aten.gelu.out, _gelu_with_slope_),
 }

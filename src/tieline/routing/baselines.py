@@ -58,27 +58,20 @@ class Smear(nn.Module):
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
             return x
-        weights = self.weights(x).reshape(-1, self.experts.n_experts)
         experts = self.experts
-        w_in, w_out = (
-            _merged_experts(weights, experts.w_in),
-            _merged_experts(weights, experts.w_out),
+        weights = self.weights(x).reshape(-1, experts.n_experts)
+        w_in, w_out, b_in, b_out = (
+            None if p is None else torch.einsum("be,e...->b...", weights.to(p), p)
+            for p in (experts.w_in, experts.w_out, experts.b_in, experts.b_out)
         )
-        b_in, b_out = (
-            None if b is None else _merged_experts(weights, b)
-            for b in (experts.b_in, experts.b_out)
-        )
+        assert w_in is not None
+        assert w_out is not None
         sequence = torch.arange(len(weights), device=x.device).repeat_interleave(x.shape[-2])
-        mine = F.one_hot(sequence, len(weights)).to(x)
+        owners = F.one_hot(sequence, len(weights)).to(x)
         flat = x.reshape(-1, x.shape[-1])
-        y = dispatch(flat, mine, w_in, w_out, b_in, activation=experts.activation)
-        y = y if b_out is None else y + mine.to(y) @ b_out.to(y)
+        y = dispatch(flat, owners, w_in, w_out, b_in, activation=experts.activation)
+        y = y if b_out is None else y + owners.to(y) @ b_out.to(y)
         return y.view_as(x)
-
-
-def _merged_experts(weights: Tensor, stacked: Tensor) -> Tensor:
-    """Σ_e w_be θ_e for every sequence b, in the dtype of the parameters."""
-    return torch.einsum("be,e...->b...", weights.to(stacked), stacked)
 
 
 class SoftMoE(nn.Module):
@@ -121,17 +114,12 @@ class SoftMoE(nn.Module):
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
             return x
-        scores = self.scores(x)
-        held = scores.softmax(dim=-2).mT.to(x) @ x
-        flat = held.reshape(-1, x.shape[-1])
-        out = self.experts(flat, self._owners(flat)).view_as(held)
-        return scores.softmax(dim=-1).to(x) @ out
-
-    def _owners(self, flat: Tensor) -> Float[Tensor, "rows experts"]:
-        """Weight 1 for the expert of each slot, sequence after sequence."""
-        n_experts = self.experts.n_experts
-        owner = torch.arange(n_experts, device=flat.device).repeat_interleave(self.slots)
-        return F.one_hot(owner.repeat(len(flat) // len(owner)), n_experts).to(flat)
+        scores, n_experts = self.scores(x), self.experts.n_experts
+        slots = scores.softmax(dim=-2).mT.to(x) @ x
+        flat = slots.reshape(-1, x.shape[-1])
+        owner = torch.arange(n_experts, device=x.device).repeat_interleave(self.slots)
+        weights = F.one_hot(owner.repeat(len(flat) // len(owner)), n_experts).to(x)
+        return scores.softmax(dim=-1).to(x) @ self.experts(flat, weights).view_as(slots)
 
     def extra_repr(self) -> str:
         """Slots."""

@@ -43,7 +43,10 @@ class BufferPool:
         if size < SMALLEST_POOLED or self.capacity == 0:
             return torch.empty(shape, dtype=dtype)
         block = self._pop_idle(size)
-        block = _new_block(size) if block is None else block
+        if block is None:
+            raw = np.empty(size + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            block = raw[start : start + size]
         # The tensor holds this view alone; the view's death tells that the storage is gone.
         view = block[:size]
         weakref.finalize(view, self._give_back, block)
@@ -71,13 +74,6 @@ class BufferPool:
         with self._lock:
             self._idle.append(block)
             self.shrink(self.capacity)
-
-
-def _new_block(size: int) -> np.ndarray:
-    """Fresh aligned memory of `size` bytes."""
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size]
 
 
 _POOL = BufferPool(capacity=256 << 20)

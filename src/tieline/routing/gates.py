@@ -235,9 +235,16 @@ class SelectiveGate(Gate):
         require(scoring in ("softmax", "sigmoid"), f"unknown scoring {scoring!r}")
         require(order in ("before", "after"), f"order must be 'before' or 'after', got {order!r}")
         require(0 < scale < math.inf, f"scale must be positive and finite, got {scale!r}")
-        _check_selection_bias(selection_bias)
-        if groups is not None and selection_bias is not None:
-            groups.check(len(selection_bias), k)
+        if selection_bias is not None:
+            require(
+                selection_bias.ndim == 1
+                and selection_bias.is_floating_point()
+                and bool(selection_bias.isfinite().all()),
+                "selection_bias must be a finite floating vector (E,), got "
+                f"{tuple(selection_bias.shape)} {selection_bias.dtype}",
+            )
+            if groups is not None:
+                groups.check(len(selection_bias), k)
         self.k, self.scoring, self.order, self.scale = k, scoring, order, scale
         self.renormalize = renormalize or (scoring, order) == ("softmax", "after")
         self.groups = groups
@@ -256,19 +263,15 @@ class SelectiveGate(Gate):
 
     def selection(self, scores: Scores) -> Scores:
         """The selection scores c (..., E) that are ranked."""
-        if self.order == "before" and not self._logits_will_do:
+        sums_groups = self.groups is not None and self.groups.score == "top2sum"
+        ranks_logits = self.scoring == "softmax" and self.selection_bias is None and not sums_groups
+        if self.order == "before" and not ranks_logits:
             scores = self._scored(scores)
         return scores if self.selection_bias is None else scores + self.selection_bias.to(scores)
 
     def share(self, selection: Scores) -> Share:
         """How far each expert is in the choice, from 0 (not used) to 1."""
         raise NotImplementedError
-
-    @property
-    def _logits_will_do(self) -> bool:
-        """Whether ranking the logits gives the order of the selection scores."""
-        sums_groups = self.groups is not None and self.groups.score == "top2sum"
-        return self.scoring == "softmax" and self.selection_bias is None and not sums_groups
 
     def _scored(self, scores: Scores) -> Scores:
         """score(z)."""
@@ -440,13 +443,3 @@ class GShardTopK(TopK):
 def _check_choice_size(k: int) -> None:
     """Raise unless k >= 1."""
     require(isinstance(k, int) and k >= 1, f"k must be an integer >= 1, got {k!r}")
-
-
-def _check_selection_bias(bias: Tensor | None) -> None:
-    """Raise unless a selection bias is a finite vector."""
-    if bias is not None:
-        require(
-            bias.ndim == 1 and bias.is_floating_point() and bool(bias.isfinite().all()),
-            f"selection_bias must be a finite floating vector (E,), got {tuple(bias.shape)} "
-            f"{bias.dtype}",
-        )
