@@ -99,8 +99,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "routing-4",
-        "seated = (requested.cumsum(dim=0) <= held) & (requested == 1)",
-        "seated = (requested.cumsum(dim=0) < held) & (requested == 1)",
+        "seated = (requested.cumsum(dim=0) <= capacity) & (requested == 1)",
+        "seated = (requested.cumsum(dim=0) < capacity) & (requested == 1)",
         "routing/test_baselines.py",
         "off by one: an expert holds one token less than its capacity",
     ),
@@ -343,15 +343,15 @@ MUTANTS: list[Mutant] = [
     # -------------------------------------------------------------------- hf
     _m(
         "hf-1",
-        "return scores.masked_fill(outside, limit.fill), values[:, -2] - values[:, -1]",
-        "return scores.masked_fill(outside, limit.fill), values[:, 0] - values[:, -1]",
+        "return scores.masked_fill(excluded, limit.fill), values[:, -2] - values[:, -1]",
+        "return scores.masked_fill(excluded, limit.fill), values[:, 0] - values[:, -1]",
         "models/test_router_rule.py models/capture/test_capture.py",
         "gap of the first instead of the last chosen group",
     ),
     _m(
         "hf-2",
-        "levels = (1 << (bits - 1)) - 1",
-        "levels = 1 << (bits - 1)",
+        "_INT8 = Rounding(levels=127, scaled=True)",
+        "_INT8 = Rounding(levels=128, scaled=True)",
         "models/number_formats/test_number_formats.py",
         "off by one: levels that the format does not have",
     ),
@@ -364,8 +364,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "hf-4",
-        "return mass.sum(dim=-1, keepdim=True).clamp(min=least)",
-        "return mass.sum(dim=-1, keepdim=True)",
+        "return mass / mass.sum(dim=-1, keepdim=True).clamp(min=least)",
+        "return mass / mass.sum(dim=-1, keepdim=True)",
         "models/test_router_rule.py models/smoothed_model/test_families.py",
         "the least sum that ernie4_5 divides by is dropped",
     ),

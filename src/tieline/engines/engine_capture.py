@@ -101,14 +101,14 @@ def capture_summary(
         SettingError: if scores are to be saved that contradict the choices.
     """
     provenance, first = trace.provenance, trace.layers[0]
-    off = sum(_provenance_counts(provenance, "off_scores"))
-    if off and first.scores is not None and output:
+    off_scores = sum(_provenance_counts(provenance, "off_scores"))
+    if off_scores and first.scores is not None and output:
         raise SettingError(
             "{name}: {count} choices are not the largest scores, so that the engine ranks "
             "something else (a bias, groups): save the choice alone ({scores}), or compare "
             "directly with tieline diff MODEL {name}:{model}",
             name=engine,
-            count=off,
+            count=off_scores,
             model=model,
         )
     bits, timings = provenance.get("bits"), _provenance_table(provenance, "timings")
@@ -126,7 +126,7 @@ def capture_summary(
         k=first.facts.k,
         has_scores=first.scores is not None,
         tied=sum(_provenance_counts(provenance, "ties")),
-        off_scores=off,
+        off_scores=off_scores,
         dtype=str(provenance.get("dtype", "")),
         bits=float(bits) if isinstance(bits, int | float) else None,
         versions={str(key): str(value) for key, value in versions.items()},

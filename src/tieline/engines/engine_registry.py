@@ -241,13 +241,13 @@ def _check_python(python: Path, engine: Engine, origin: str) -> Path:
 
 def environment_of(engine: Engine, python: Path) -> dict[str, str]:
     """Environment of a worker: that of this process without `PYTHONPATH`, plus the engine's."""
-    kept = {
+    inherited = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
     }
     venv = str(python.parent.parent)
     variables = {key: value.replace("{venv}", venv) for key, value in engine.environment.items()}
     present = {k: v for k, v in variables.items() if not v.startswith(venv) or Path(v).exists()}
-    return present | kept
+    return present | inherited
 
 
 def installed_engine(engine: Engine) -> EngineEntry:
@@ -266,7 +266,7 @@ def installed_engine(engine: Engine) -> EngineEntry:
 
 def list_engines() -> EngineList:
     """Return every engine with the Python it was found in and how to install it."""
-    here = EngineEntry(
+    transformers_entry = EngineEntry(
         TRANSFORMERS,
         sys.executable,
         {name: version(name) for name in (TRANSFORMERS, "torch")},
@@ -275,7 +275,7 @@ def list_engines() -> EngineList:
         ("pip install 'tieline[hf]'",),
         "",
     )
-    return EngineList((here, *map(installed_engine, ENGINES.values())))
+    return EngineList((transformers_entry, *map(installed_engine, ENGINES.values())))
 
 
 def _installed_versions(engine: Engine, python: Path) -> dict[str, str]:

@@ -87,7 +87,8 @@ def run_worker(
     answer = folder / ANSWER
     if code == 0 and answer.is_file():
         return answer
-    raise EngineError(_failure_message(engine, python, code, report, _stderr_tail(folder)))
+    stderr = (folder / "stderr").read_bytes()[-TAIL:].decode(errors="replace")
+    raise EngineError(_failure_message(engine, python, code, report, stderr))
 
 
 @contextmanager
@@ -157,12 +158,6 @@ def _kill_group_after(worker: "subprocess.Popen[bytes]") -> None:
     worker.wait()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
-
-
-def _stderr_tail(folder: Path) -> str:
-    """The end of what a worker wrote to stderr."""
-    data = (folder / "stderr").read_bytes()[-TAIL:]
-    return data.decode(errors="replace")
 
 
 def _failure_message(
@@ -347,15 +342,17 @@ def _answer_layer(
     weights = arrays["weights"][:, index] if "weights" in arrays else None
     layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
     small = torch.int16 if size < 1 << 15 else torch.int32
-    held = None if weights is None else torch.from_numpy(weights.astype(np.float32))
+    layer_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     if scores is None or not keep:
-        return LayerTrace(name, layer_facts, torch.from_numpy(picks).to(small), weights=held), None
+        return LayerTrace(
+            name, layer_facts, torch.from_numpy(picks).to(small), weights=layer_weights
+        ), None
     agreed = score_agreement(picks, scores)
     experts, values = _ranked_picks(picks, scores, agreed)
     ranks = experts[:, : layer_facts.k, None]
     order = (torch.from_numpy(picks)[:, None, :] == ranks).long().argmax(2)
-    held = None if held is None else held.gather(1, order)
-    return LayerTrace(name, layer_facts, experts.to(small), values, held), agreed
+    layer_weights = None if layer_weights is None else layer_weights.gather(1, order)
+    return LayerTrace(name, layer_facts, experts.to(small), values, layer_weights), agreed
 
 
 def _check_picks(engine: str, layer: str, picks: np.ndarray, size: int) -> None:

@@ -140,10 +140,10 @@ class ServerClient:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
-        asked = urllib.request.Request(address, body, headers)  # noqa: S310 - scheme is checked
+        request = urllib.request.Request(address, body, headers)  # noqa: S310 - scheme is checked
         opener = urllib.request.build_opener(_NoRedirection)
         try:
-            with opener.open(asked, timeout=self.timeout) as response:
+            with opener.open(request, timeout=self.timeout) as response:
                 data = _bounded_bytes(response, address, time.monotonic() + self.timeout)
         except urllib.error.HTTPError as problem:
             raise _status_error(problem, address) from None
@@ -193,7 +193,7 @@ def _status_error(problem: urllib.error.HTTPError, address: str) -> ServerError:
     }.get(code, "")
     if 300 <= code < 400:
         advice = "the server redirects elsewhere, which is not followed: name that address"
-    text = "; ".join(part for part in (advice, reason) if part)
+    text = "; ".join(sentence for sentence in (advice, reason) if sentence)
     error = ServerError(f"{address} answered {code}" + (f": {text}" if text else ""), code)
     wait = problem.headers.get("Retry-After", "") if problem.headers else ""
     if wait.isascii() and wait.isdigit():
@@ -318,9 +318,9 @@ class RouteServer:
         )
         client = ServerClient(url, settings.timeout, settings.retries)
         model, root = _served_model(client)
-        named = root if settings.tokenizer is None else str(settings.tokenizer)
+        model_name = root if settings.tokenizer is None else str(settings.tokenizer)
         try:
-            shape = read_shape(named)
+            shape = read_shape(model_name)
         except (TielineError, OSError):  # its configuration cannot be read here
             shape = None
         version = _server_version(client)

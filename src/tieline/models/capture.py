@@ -179,8 +179,8 @@ class LayerObserver:
         )
         if batch.kept is None:
             return routed
-        kept = checks.on_device(batch.kept, routed.logits.device)
-        return RouterOutput(*(tensor.index_select(0, kept) for tensor in routed))
+        token_rows = checks.on_device(batch.kept, routed.logits.device)
+        return RouterOutput(*(tensor.index_select(0, token_rows) for tensor in routed))
 
     def _verified_ranking(
         self, scores: Tensor, ids: Tensor, k: int, selection: Selection, checks: PassChecks
@@ -242,8 +242,8 @@ class LayerObserver:
     ) -> Float[Tensor, "tokens width"] | None:
         if not self._settings.inputs:
             return None
-        args, named = call
-        states = (args[0] if args else named["hidden_states"]).detach()
+        args, keywords = call
+        states = (args[0] if args else keywords["hidden_states"]).detach()
         states = states.reshape(-1, states.shape[-1])
         if batch.kept is not None:
             states = states.index_select(0, checks.on_device(batch.kept, states.device))
@@ -303,7 +303,7 @@ def layers_on_cpu(layers: Sequence[LayerTrace], checks: PassChecks) -> list[Laye
     changes: list[dict[str, Tensor]] = [{} for _ in layers]
     for (index, name, _), copy in zip(columns, copies[len(flags) :], strict=True):
         changes[index][name] = copy
-    return [replace(layer, **new) for layer, new in zip(layers, changes, strict=True)]
+    return [replace(layer, **copied) for layer, copied in zip(layers, changes, strict=True)]
 
 
 def _copy_together(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -386,23 +386,23 @@ class Recorder:
 
     def observe(self, observer: LayerObserver, router: nn.Module, call: Call, output: Any) -> None:
         """Record that a router was called and returned `output`."""
-        here = self._open.get(threading.get_ident())
-        if here is None:
+        current = self._open.get(threading.get_ident())
+        if current is None:
             raise TielineError(
                 f"{layer_label(observer.name)} ran outside the forward pass of the captured model, "
                 "so its tokens are unknown: call the model, or capture the part that is called"
             )
-        if observer.name in here.layers:
+        if observer.name in current.layers:
             raise TielineError(f"{layer_label(observer.name)} ran twice in one forward pass")
-        layer = observer.observe(router, call, output, here.batch, here.checks)
-        here.layers[observer.name] = layer
+        layer = observer.observe(router, call, output, current.batch, current.checks)
+        current.layers[observer.name] = layer
 
     def finish(self) -> None:
         """End a forward pass without errors: keep it or hand it to the sink."""
-        here = self._open.pop(threading.get_ident(), None)
-        if here is None or len(here.batch.tokens) == 0:
+        current = self._open.pop(threading.get_ident(), None)
+        if current is None or len(current.batch.tokens) == 0:
             return
-        batch, records, checks = here
+        batch, records, checks = current
         self._check_same_layers(tuple(records))
         layers = tuple(layers_on_cpu(tuple(records.values()), checks))
         self.n_tokens += len(batch.tokens)
@@ -509,8 +509,8 @@ def _observed_class(
         if not is_recomputing():
             # an emulated number format is the model's, not that of the record's own arithmetic
             with torch._C.DisableTorchFunction():
-                own = live_output(observer.family, router, output)
-                recorder.observe(observer, router, call, own)
+                router_output = live_output(observer.family, router, output)
+                recorder.observe(observer, router, call, router_output)
         return output
 
     members: dict[str, Any] = {_CAPTURED: True}

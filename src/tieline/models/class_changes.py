@@ -54,12 +54,12 @@ def wrapped_class(
 @contextmanager
 def swapped_class(thing: Any, cls: type) -> Iterator[None]:
     """Give an object another class inside the block."""
-    before = type(thing)
+    original = type(thing)
     thing.__class__ = cls
     try:
         yield
     finally:
-        thing.__class__ = before
+        thing.__class__ = original
 
 
 def restore_class(thing: Any) -> None:
@@ -95,13 +95,13 @@ def pickled_by(cls: type, maker: Callable[..., type], *arguments: Any) -> type:
         maker: a function of a module.
         arguments: of the function; a class among them may itself be one that was made.
     """
-    named = [a.__dict__.get(RECIPE, a) if isinstance(a, type) else a for a in arguments]
+    recipes = [a.__dict__.get(RECIPE, a) if isinstance(a, type) else a for a in arguments]
 
     def reduce_by_recipe(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(cls, self).__reduce_ex__(protocol)
         return _instance_of, (getattr(cls, RECIPE),), *state
 
-    setattr(cls, RECIPE, ClassRecipe(maker, tuple(named)))
+    setattr(cls, RECIPE, ClassRecipe(maker, tuple(recipes)))
     cls.__reduce_ex__ = reduce_by_recipe  # type: ignore[method-assign]
     return cls
 

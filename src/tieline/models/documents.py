@@ -115,8 +115,8 @@ class DocumentCounter:
         last = self._last if self._padding is not None and continues else None
         if last is None or len(last) != len(ids):
             return torch.zeros_like(ids, dtype=torch.bool)
-        before = torch.cat([last[:, None], ids[:, :-1]], dim=1)
-        ended = torch.isin(before, before.new_tensor(sorted(self._ends)))
+        previous = torch.cat([last[:, None], ids[:, :-1]], dim=1)
+        ended = torch.isin(previous, previous.new_tensor(sorted(self._ends)))
         return ended & (ids == self._padding)
 
 
@@ -163,8 +163,8 @@ def _packed_starts(
         starts = None if numbers is None else _document_starts(numbers, shown, torch.ne)
     if starts is None:
         positions = _text_positions(arguments, shown.shape)
-        begins = (lambda now, last: now != last + 1) if mask is None else torch.le
-        starts = None if positions is None else _document_starts(positions, shown, begins)
+        is_start = (lambda now, last: now != last + 1) if mask is None else torch.le
+        starts = None if positions is None else _document_starts(positions, shown, is_start)
     if starts is None or not bool((starts.sum(dim=1) > 1).any()):
         return None
     return starts
@@ -227,12 +227,12 @@ def _text_positions(arguments: Mapping[str, Any], shape: torch.Size) -> Tensor |
     return positions.detach().cpu().long().expand(shape)
 
 
-def _document_starts(values: Tensor, shown: Tensor, begins: Any) -> Bool[Tensor, "rows length"]:
+def _document_starts(values: Tensor, shown: Tensor, is_start: Any) -> Bool[Tensor, "rows length"]:
     """Visible tokens that are the first of their row, or `begins(value, that before)` is true."""
     row = torch.arange(len(shown), device=shown.device)[:, None].expand_as(shown)[shown]
-    seen = values[shown]
-    first = torch.ones_like(seen, dtype=torch.bool)
-    first[1:] = begins(seen[1:], seen[:-1]) | (row[1:] != row[:-1])
+    visible = values[shown]
+    first = torch.ones_like(visible, dtype=torch.bool)
+    first[1:] = is_start(visible[1:], visible[:-1]) | (row[1:] != row[:-1])
     starts = torch.zeros_like(shown)
     starts[shown] = first
     return starts

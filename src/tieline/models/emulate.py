@@ -339,7 +339,7 @@ def rounded_weights(
     chosen, routers = _checked_format(number_format, region), modular_routers(model)
     rounded = _weights_to_round(model, routers, chosen, region, kept_names(routers, keep))
     weights = [(local_shard(weight, axis), axis) for weight, axis in rounded]
-    before = [weight.data for weight, _ in weights]
+    originals = [weight.data for weight, _ in weights]
     with (buffers or RoundingBuffers()).borrow() as allocate:
         try:
             for weight, axis in weights:
@@ -347,7 +347,7 @@ def rounded_weights(
                     weight.data = rounded_in_pieces(weight.data, chosen.weights, axis, allocate)
             yield
         finally:
-            for (weight, _), data in zip(weights, before, strict=True):
+            for (weight, _), data in zip(weights, originals, strict=True):
                 weight.data = data
 
 

@@ -91,7 +91,9 @@ class Measured(NamedTuple):
 def refuse_equal_scores(clean: Mapping[str, Scores]) -> None:
     """Refuse routers that give all experts of every token one score."""
     equal = [
-        name for name, kept in clean.items() if bool((kept.scores == kept.scores[:, :1]).all())
+        name
+        for name, recorded in clean.items()
+        if bool((recorded.scores == recorded.scores[:, :1]).all())
     ]
     if equal:
         others = f" and {len(equal) - 1} more" if len(equal) > 1 else ""
@@ -184,10 +186,12 @@ def gap_noise(margin_noise: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _layer_margin_changes(clean: Scores, noisy: Tensor, k: int) -> Tensor:
     """Changes of the margin between the experts on both sides of the clean threshold."""
-    before, after = clean.scores.double(), noisy.double()
-    tiny = 1e-9 * (before.amax() - before.amin()).item() + 1e-30
-    ids = smooth_columns(before, k, epsilon=tiny, k_max=k + 1, groups=clean.groups).ids[:, k - 1 :]
-    change = (after - before).gather(1, ids)
+    clean_scores, noisy_scores = clean.scores.double(), noisy.double()
+    tiny = 1e-9 * (clean_scores.amax() - clean_scores.amin()).item() + 1e-30
+    ids = smooth_columns(clean_scores, k, epsilon=tiny, k_max=k + 1, groups=clean.groups).ids[
+        :, k - 1 :
+    ]
+    change = (noisy_scores - clean_scores).gather(1, ids)
     return change[:, 0] - change[:, 1]
 
 
@@ -260,8 +264,8 @@ def chosen_epsilons(
             name: noise_epsilon(sigma, ramp.a, ramp.b, ramp.gate) for name, sigma in sigmas.items()
         }
     for plan in plans if budget is not None else ():
-        kept, of = clean[plan.name], (plan.k, slots[plan.name], budget or 0)
-        most = budget_epsilon(kept.scores, *of, kept.groups, ramp.gate)
+        recorded, sizes = clean[plan.name], (plan.k, slots[plan.name], budget or 0)
+        most = budget_epsilon(recorded.scores, *sizes, recorded.groups, ramp.gate)
         widths[plan.name] = min(widths[plan.name], most)
     return widths
 

@@ -62,8 +62,8 @@ def register_kernel(name: str = KERNEL) -> None:
     Args:
         name: refused if transformers has another implementation of that name.
     """
-    taken = dict(ALL_EXPERTS_FUNCTIONS).get(name, experts_forward)
-    if not (name != "eager" and taken is experts_forward):
+    registered = dict(ALL_EXPERTS_FUNCTIONS).get(name, experts_forward)
+    if not (name != "eager" and registered is experts_forward):
         raise ParameterError(
             f"transformers has an experts implementation {name!r} that is not ours"
         )

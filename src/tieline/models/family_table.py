@@ -50,8 +50,8 @@ refuse = partial(softmax, layout=DenseLayout(), weight=None)
 
 def _configured_combine(router: nn.Module) -> Combine:
     """The function of the chosen logits that the configuration of Cohere 2 names."""
-    named = attrgetter("expert_selection_fn")(router)
-    return "softmax of chosen" if named == "softmax" else "sigmoid"
+    function = attrgetter("expert_selection_fn")(router)
+    return "softmax of chosen" if function == "softmax" else "sigmoid"
 
 
 def _route_scale(router: nn.Module) -> Any:

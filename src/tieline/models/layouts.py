@@ -102,11 +102,11 @@ class TupleLayout(Layout):
     def with_choice(self, output: Any, choice: NewChoice) -> Any:
         """Replace weights and ids; each keeps the type and leading axes of the old one."""
         ids = choice.experts if choice.ids is None else choice.ids
-        new = {self.weights_entry: choice.weights, self.ids_entry: ids}
-        old = {entry: entry_of(output, entry) for entry in new}
+        entries = {self.weights_entry: choice.weights, self.ids_entry: ids}
+        tensors = {entry: entry_of(output, entry) for entry in entries}
         shaped = {
-            entry: value.to(old[entry]).view(*old[entry].shape[:-1], value.shape[-1])
-            for entry, value in new.items()
+            entry: value.to(tensors[entry]).view(*tensors[entry].shape[:-1], value.shape[-1])
+            for entry, value in entries.items()
         }
         return with_entries(output, shaped)
 

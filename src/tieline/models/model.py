@@ -225,8 +225,8 @@ class Opening:
         placed = self._placed_model(build, checkpoint, device)
 
         def read_model(origin: str | Path, **more: Any) -> Any:
-            chosen = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
-            return load_pretrained(origin, **chosen, **placed, **more)
+            options_of_load = {"model_class": build, "checkpoint": checkpoint, "dtype": dtype}
+            return load_pretrained(origin, **options_of_load, **placed, **more)
 
         with _explained_loading(name, SAFETENSORS):
             streamed = self.stream

@@ -374,9 +374,9 @@ class StreamedModel:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write configuration, index and weights into a folder that is there."""
         model, shards = self._stream.model, self._stream.weights.shards
-        kept = not isinstance(shards, FetchedShards) or shards.keep
+        has_files = not isinstance(shards, FetchedShards) or shards.keep
         require_setting(
-            kept, "the files of the model were not kept ({keep_downloads}): it cannot be saved"
+            has_files, "the files of the model were not kept ({keep_downloads}): it cannot be saved"
         )
         config: Any = copy.deepcopy(model.config)
         config.dtype = stored_in(model) or config.dtype

@@ -59,8 +59,10 @@ def stored_dtype(config: Any) -> torch.dtype | None:
     writes the precision of the loaded model in its place.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    named = getattr(config, "dtype", None) or getattr(text, "dtype", None)
-    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    stated = getattr(config, "dtype", None) or getattr(text, "dtype", None)
+    dtype = (
+        getattr(torch, stated.removeprefix("torch."), None) if isinstance(stated, str) else stated
+    )
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

@@ -117,11 +117,11 @@ class OrderedRows:
     def at(self, documents: Tensor, positions: Tensor) -> Int[Tensor, " tokens"]:
         """Return the rows of places in the record, by the order of its documents."""
         count = len(self.starts) - 1
-        inside = (documents >= 0) & (documents < count)
+        in_record = (documents >= 0) & (documents < count)
         document = documents.clamp(min=0, max=max(count - 1, 0))
         cell = self.starts[document] + positions
-        inside &= cell < self.starts[document + 1]
-        return torch.where(inside, self.cells[cell.clamp(max=len(self.cells) - 1)], -1)
+        in_record &= cell < self.starts[document + 1]
+        return torch.where(in_record, self.cells[cell.clamp(max=len(self.cells) - 1)], -1)
 
 
 class MatchedRows:
@@ -147,8 +147,10 @@ class MatchedRows:
         )
         self._starts = starts.numpy()[:-1]
         self._lengths = np.diff(starts.numpy())
-        inside = np.arange(len(self._tokens)) - np.repeat(self._starts, self._lengths)
-        sums = np.concatenate([[np.uint64(0)], _mixed_hash(self._tokens.numpy(), inside).cumsum()])
+        positions_of_tokens = np.arange(len(self._tokens)) - np.repeat(self._starts, self._lengths)
+        sums = np.concatenate(
+            [[np.uint64(0)], _mixed_hash(self._tokens.numpy(), positions_of_tokens).cumsum()]
+        )
         self._sums = sums  # of all tokens before, the documents one after the other
         self._open: dict[int, list[int]] = {}
 
@@ -170,10 +172,10 @@ class MatchedRows:
         """Tokens of each document of a batch, with those of the cache that it continues."""
         documents: dict[int, np.ndarray] = {}
         for number in batch.documents.unique().tolist():
-            here = batch.documents == number
-            before = self._open.get(number, [])[: int(batch.positions[here][0])]
-            now = batch.tokens[here].tolist()
-            documents[number] = np.array(before + now, dtype=np.int64)
+            of_document = batch.documents == number
+            cached = self._open.get(number, [])[: int(batch.positions[of_document][0])]
+            tokens = batch.tokens[of_document].tolist()
+            documents[number] = np.array(cached + tokens, dtype=np.int64)
         return documents
 
     def _matching_document(self, number: int, tokens: np.ndarray) -> int:
@@ -202,11 +204,11 @@ class MatchedRows:
         others = [i for i in others if not self._equal_tokens(first, i)]
         if all(self._equal_routes(first, i, length) for i in others):
             return
-        named = ", ".join(str(self._order.numbers[i]) for i in candidates[:MOST_NAMED])
+        numbers = ", ".join(str(self._order.numbers[i]) for i in candidates[:MOST_NAMED])
         more = ", ..." * (len(candidates) > MOST_NAMED)
         raise TraceError(
             f"document {number} ({length} tokens) is the beginning of {len(candidates)} documents "
-            f"of the record ({named}{more}) whose routes differ: replay whole documents, or a "
+            f"of the record ({numbers}{more}) whose routes differ: replay whole documents, or a "
             "record of these"
         )
 
@@ -445,14 +447,14 @@ class _Session:
                 f"{layer_label(name)} ran outside the forward pass of the model under replay, so "
                 "its tokens are unknown: call the model itself, or replay the part that is called"
             )
-        now = self._passes[-1]
-        if len(now.rows) != len(logits):
+        current = self._passes[-1]
+        if len(current.rows) != len(logits):
             raise TielineError(
-                f"{layer_label(name)} routed {len(logits)} tokens of a batch of {len(now.rows)}"
+                f"{layer_label(name)} routed {len(logits)} tokens of a batch of {len(current.rows)}"
             )
         if torch.is_grad_enabled() or self._model.training:
-            now.prints[name] = _logits_fingerprint(logits)
-        return now.rows_on_device(logits.device)
+            current.prints[name] = _logits_fingerprint(logits)
+        return current.rows_on_device(logits.device)
 
     def _repeated_pass(self, name: str, logits: Tensor) -> _Pass:
         """The pass that is being repeated: the one whose logits were nearest."""

@@ -63,7 +63,7 @@ class Block:
             weights = choice.weights.to(states)
             gathered = partial(gathered_weights, self.unit)
             return lambda: _block_states(self.module(states, ids, weights), states), gathered
-        args, named = rows.call()
+        args, keywords = rows.call()
         family = family_of(self.router)
         counted = family is not None and family.counts_columns
 
@@ -76,7 +76,7 @@ class Block:
             with gathered_weights(self.unit), override_choice(self.router, fitted_rule):
                 yield
 
-        return lambda: _block_states(self.module(*args, **named), states), run_scope
+        return lambda: _block_states(self.module(*args, **keywords), states), run_scope
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Rows:
         """Arguments to call the block with."""
         shaped = {k: v[None] if self.batched else v for k, v in self.inputs.items()} | self.others
         positions = sorted(key for key in shaped if isinstance(key, int))
-        named = {key: value for key, value in shaped.items() if isinstance(key, str)}
-        return tuple(shaped[position] for position in positions), named
+        keywords = {key: value for key, value in shaped.items() if isinstance(key, str)}
+        return tuple(shaped[position] for position in positions), keywords
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class BlockCall:
 
     def rows(self, index: Int[Tensor, " chosen"]) -> Rows:
         """The rows of some tokens, copied: the activations themselves may be reused."""
-        given: dict[Key, Any] = {**dict(enumerate(self.args)), **self.named}
+        arguments: dict[Key, Any] = {**dict(enumerate(self.args)), **self.named}
         lead = self._block_input.shape[:-1]
         inputs, others = {}, {}
-        for key, value in given.items():
+        for key, value in arguments.items():
             if isinstance(value, Tensor) and value.shape[: len(lead)] == lead:
                 flat = value.detach().reshape(-1, *value.shape[len(lead) :])
                 inputs[key] = flat[index.to(flat.device)]

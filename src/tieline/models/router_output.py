@@ -268,5 +268,5 @@ def handled_class(
     def handled_output(router: nn.Module, call: Call, output: Any) -> Any:
         return router.__dict__[attribute](router, call, output)
 
-    made = wrapped_class(cls, method, handled_output, name)
-    return pickled_by(made, handled_class, cls, method, attribute, name)
+    subclass = wrapped_class(cls, method, handled_output, name)
+    return pickled_by(subclass, handled_class, cls, method, attribute, name)

@@ -165,11 +165,11 @@ def restrict_to_groups(
     size = scores.shape[-1] // limit.n_groups
     of_groups = group_scores(scores, limit.n_groups, limit.score)
     ranked = ranked_choice(of_groups, ids // size, limit.k_groups, limit.k_groups + 1)
-    inside = torch.zeros_like(of_groups, dtype=torch.bool)
-    inside.scatter_(1, ranked.indices[:, : limit.k_groups], True)
-    outside = ~inside.repeat_interleave(size, dim=1)
+    in_groups = torch.zeros_like(of_groups, dtype=torch.bool)
+    in_groups.scatter_(1, ranked.indices[:, : limit.k_groups], True)
+    excluded = ~in_groups.repeat_interleave(size, dim=1)
     values = ranked.values.double()
-    return scores.masked_fill(outside, limit.fill), values[:, -2] - values[:, -1]
+    return scores.masked_fill(excluded, limit.fill), values[:, -2] - values[:, -1]
 
 
 def at_least_single(scores: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -198,9 +198,9 @@ def family_choice(
     selection = selection_scores(family, router, logits, call)
     ranked, limit = at_least_single(selection.scores).detach(), selection.limit
     if limit is not None:
-        kept = topk_mask(group_scores(ranked, limit.n_groups, limit.score), limit.k_groups)
-        inside = kept.repeat_interleave(ranked.shape[1] // limit.n_groups, dim=1)
-        ranked = ranked.masked_fill(~inside, limit.fill)
+        chosen_groups = topk_mask(group_scores(ranked, limit.n_groups, limit.score), limit.k_groups)
+        in_groups = chosen_groups.repeat_interleave(ranked.shape[1] // limit.n_groups, dim=1)
+        ranked = ranked.masked_fill(~in_groups, limit.fill)
     ids = stable_topk(ranked, k).indices
     share = torch.ones(ids.shape, dtype=ranked.dtype, device=ranked.device)
     return Choice(column_weights(family, router, logits, ids, share), ids)
@@ -256,18 +256,20 @@ def weights_and_output(
         choice: shares in [0, 1] as weights, and experts; of `rows` alone if given.
         rows: tokens whose choice changes; None for all.
     """
-    some = logits if rows is None else logits[rows]
-    masses = column_weights(family, router, some, choice.ids, choice.weights)
+    row_logits = logits if rows is None else logits[rows]
+    masses = column_weights(family, router, row_logits, choice.ids, choice.weights)
     entry = family.shared_weights
     if entry is None:
         return masses, output
     live = family.layout.choice(output, int(attrgetter(family.k)(router)))
     live = live if rows is None else Choice(live.weights[rows], live.ids[rows])
-    before = column_weights(family, router, some, live.ids, torch.ones_like(live.weights))
-    old, new = before.sum(dim=-1, keepdim=True), masses.sum(dim=-1, keepdim=True)
-    divisor = old / live.weights.sum(dim=-1, keepdim=True).to(old)  # Σ chosen + Σ shared
+    live_masses = column_weights(
+        family, router, row_logits, live.ids, torch.ones_like(live.weights)
+    )
+    live_sum, new_sum = live_masses.sum(dim=-1, keepdim=True), masses.sum(dim=-1, keepdim=True)
+    divisor = live_sum / live.weights.sum(dim=-1, keepdim=True).to(live_sum)  # Σ chosen + Σ shared
     scale = family_scale(family, router)
-    new_divisor = divisor + (new - old if scale is None else (new - old) / scale)
+    new_divisor = divisor + (new_sum - live_sum if scale is None else (new_sum - live_sum) / scale)
     shared = entry_of(output, entry)
     new_shared = (shared if rows is None else shared[rows]) * (divisor / new_divisor).to(shared)
     if rows is not None:

@@ -369,8 +369,8 @@ LOADING = threading.RLock()
 def _built_checked() -> Iterator[None]:
     """Inside the block, a model is compared with the headers of its files before it has memory."""
     with LOADING:
-        before = PreTrainedModel.__dict__["_load_pretrained_model"]
-        load = before.__func__
+        original = PreTrainedModel.__dict__["_load_pretrained_model"]
+        load = original.__func__
 
         def checked_model(
             model: Any, state: Any, files: Any, config: Any, *rest: Any, **more: Any
@@ -382,7 +382,7 @@ def _built_checked() -> Iterator[None]:
         try:
             yield
         finally:
-            PreTrainedModel._load_pretrained_model = before
+            PreTrainedModel._load_pretrained_model = original
 
 
 MOST_NAMED = 3
@@ -397,12 +397,12 @@ def _more_names(count: int) -> str:
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
     """No progress bars of transformers inside the block: files and layers are not the user's."""
-    shown = logging.is_progress_bar_enabled()
+    bars_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if bars_enabled:
             logging.enable_progress_bar()
 
 

@@ -168,9 +168,9 @@ class Shards:
         for file, spans in self._spans(names).items():
             with self._open(file) as handle:
                 for start, stop in spans:
-                    for at in range(start, stop, AHEAD):
-                        size = min(AHEAD, stop - at)
-                        os.posix_fadvise(handle, at, size, os.POSIX_FADV_WILLNEED)
+                    for offset in range(start, stop, AHEAD):
+                        size = min(AHEAD, stop - offset)
+                        os.posix_fadvise(handle, offset, size, os.POSIX_FADV_WILLNEED)
 
     def release(self, names: Iterable[str]) -> None:
         """Take note that these tensors will not be read again."""
@@ -280,8 +280,10 @@ def weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UnsupportedModelError(f"{index.name} cannot be read: {problem!r:.200}") from problem
     for file in pairs.values():
-        plain = Path(file).name == file and file.endswith(".safetensors")
-        require(plain, f"{index.name} names {file!r}, no safetensors file", UnsupportedModelError)
+        is_file_name = Path(file).name == file and file.endswith(".safetensors")
+        require(
+            is_file_name, f"{index.name} names {file!r}, no safetensors file", UnsupportedModelError
+        )
     return pairs
 
 

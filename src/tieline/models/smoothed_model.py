@@ -125,10 +125,10 @@ def _is_stated(family: RouterFamily, router: nn.Module) -> bool:
         isinstance(scale, Tensor),
     )
     units = score_units(family, router, limit is not None)
-    known = (
+    stated = (
         units in ("logits", "softmax", "sigmoid") and combine_rule(family, router) != "activation"
     )
-    return family.layout is COLUMNS and known and not any(special)
+    return family.layout is COLUMNS and stated and not any(special)
 
 
 def _portable_rule(

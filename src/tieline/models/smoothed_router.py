@@ -218,17 +218,17 @@ def plan_layers(
         reason = smoothing_refusal(family_of(router) or RouterFamily("", ("",)))
         if reason is not None:
             refused[name] = f"{type(router).__name__}: {reason}"
-    named = [name for name in refused if layers is not None and name in layers]
-    if named or len(refused) == len(routers):
-        name = (named or list(refused))[0]
+    refused_names = [name for name in refused if layers is not None and name in layers]
+    if refused_names or len(refused) == len(routers):
+        name = (refused_names or list(refused))[0]
         family = family_of(routers[name])
         raise UnsupportedModelError(
             f"{layer_label(name)} of family {family.name if family else '?'!r} cannot be smoothed: "
             f"{refused[name]}"
         )
-    chosen = [n for n in routers if n not in refused and (layers is None or n in layers)]
-    require(bool(chosen), "layers must name at least one router, got none")
-    return [layer_plan(name, routers[name]) for name in chosen], refused
+    names = [n for n in routers if n not in refused and (layers is None or n in layers)]
+    require(bool(names), "layers must name at least one router, got none")
+    return [layer_plan(name, routers[name]) for name in names], refused
 
 
 def _number_of_experts(family: RouterFamily, router: nn.Module) -> int:

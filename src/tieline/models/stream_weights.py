@@ -436,8 +436,8 @@ class Weights:
         size = meta.numel() * dtype.itemsize
         stored = None if key is None else self.shards.tensors[key]
         start = stored.start if stored is not None and stored.dtype == dtype else 0
-        left = self._pool.get(size + LINE, []) if reuse and size >= REUSED else []
-        room = left.pop() if left else torch.empty(size + LINE, dtype=torch.uint8)
+        free_rooms = self._pool.get(size + LINE, []) if reuse and size >= REUSED else []
+        room = free_rooms.pop() if free_rooms else torch.empty(size + LINE, dtype=torch.uint8)
         if reuse and size >= REUSED:
             self._pooled.setdefault(self.unit_of(target) or "", []).append(room)
         return aligned_bytes(size, start, dtype, room).view(dtype).view(meta.shape)
@@ -516,12 +516,12 @@ def open_skeleton(
         return report, None
 
     with LOADING, no_loading_bars():
-        before = PreTrainedModel.__dict__["_load_pretrained_model"]
+        original = PreTrainedModel.__dict__["_load_pretrained_model"]
         PreTrainedModel._load_pretrained_model = staticmethod(pretend)  # type: ignore[method-assign]
         try:
             model = load()
         finally:
-            PreTrainedModel._load_pretrained_model = before
+            PreTrainedModel._load_pretrained_model = original
     weights = kept[-1]
     weights.arrange()
     return model.eval(), weights

@@ -103,8 +103,8 @@ class SoftMoE(nn.Module):
 
     def scores(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens s"]:
         """Z, in at least float32."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x, phi = x.to(wide), self.phi.to(wide)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x, phi = x.to(dtype), self.phi.to(dtype)
         if self.scale is None:
             return F.linear(x, phi)
         return F.linear(F.normalize(x, dim=-1), self.scale * F.normalize(phi, dim=-1))

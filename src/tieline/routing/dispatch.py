@@ -408,15 +408,11 @@ def grouped_linear(
     return torch.ops.tieline.grouped_linear(rows, w, b, expert_s)
 
 
-def _slots_per_expert(expert_s: Tensor, n_experts: int) -> list[int]:
-    """Number of slots of each expert."""
-    return torch.bincount(expert_s, minlength=n_experts).tolist()
-
-
 @torch.library.custom_op("tieline::grouped_linear", mutates_args=())
 def _grouped_linear_op(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tensor:
     """`grouped_linear` as one product per expert, opaque to compilers."""
-    counts, out = _slots_per_expert(expert_s, len(w)), take_buffer((len(rows), w.shape[1]), rows)
+    counts = torch.bincount(expert_s, minlength=len(w)).tolist()
+    out = take_buffer((len(rows), w.shape[1]), rows)
     biases = [None] * len(w) if b is None else b.unbind(0)
     for n, x_e, y_e, w_e, b_e in zip(
         counts, rows.split(counts), out.split(counts), w.unbind(0), biases, strict=True
@@ -441,7 +437,7 @@ def _grouped_linear_backward(
     grad: Tensor, rows: Tensor, w: Tensor, expert_s: Tensor, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the rows, the maps, and the biases (empty without)."""
-    counts = _slots_per_expert(expert_s, len(w))
+    counts = torch.bincount(expert_s, minlength=len(w)).tolist()
     grad_rows, grad_w = take_buffer(tuple(rows.shape), rows), take_buffer(tuple(w.shape), rows)
     grad_b = rows.new_zeros(w.shape[:2] if bias else 0)
     slices = [tensor.split(counts) for tensor in (grad, rows, grad_rows)]

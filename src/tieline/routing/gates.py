@@ -337,8 +337,10 @@ class TopK(SelectiveGate):
         """The selection scores with minus infinity outside the chosen groups."""
         if self.groups is None:
             return selection
-        kept = topk_mask(self.groups.scores(selection), self.groups.chosen)
-        return selection.masked_fill(~self.groups.spread(kept, selection.shape[-1]), -torch.inf)
+        chosen_groups = topk_mask(self.groups.scores(selection), self.groups.chosen)
+        return selection.masked_fill(
+            ~self.groups.spread(chosen_groups, selection.shape[-1]), -torch.inf
+        )
 
 
 def laws_of_choice(gate: SelectiveGate) -> frozenset[Law]:
@@ -380,9 +382,9 @@ class ExpertChoice(Gate):
         probability = scores.reshape(-1, experts).softmax(dim=-1)
         if not len(probability):
             return probability.view_as(scores)
-        held = expert_capacity(len(probability), experts, self.k)
-        taken = topk_mask(probability.T, held).T
-        return (probability * taken).view_as(scores)
+        capacity = expert_capacity(len(probability), experts, self.k)
+        accepted = topk_mask(probability.T, capacity).T
+        return (probability * accepted).view_as(scores)
 
     def extra_repr(self) -> str:
         """Experts per token."""
@@ -428,11 +430,11 @@ class GShardTopK(TopK):
         """Whether each of the k requested experts has room for the token (T, E)."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape
-        held = expert_capacity(tokens, experts, self.k, self.capacity_factor)
+        capacity = expert_capacity(tokens, experts, self.k, self.capacity_factor)
         choices = stable_topk(scores, self.k).indices.T.reshape(-1, 1)  # rank first, then token
         requested = torch.zeros(len(choices), experts, dtype=torch.int64, device=scores.device)
         requested.scatter_(1, choices, 1)
-        seated = (requested.cumsum(dim=0) <= held) & (requested == 1)
+        seated = (requested.cumsum(dim=0) <= capacity) & (requested == 1)
         return seated.view(self.k, tokens, experts).any(dim=0)
 
     def extra_repr(self) -> str:

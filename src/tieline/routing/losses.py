@@ -176,17 +176,19 @@ def auxiliary_loss(
     """
     require(len(records) > 0, "no routing was collected: the model ran no MoE layer", TielineError)
     total = torch.zeros((), device=records[0].routing.scores.device)
-    for record, over in zip(records, counts or [None] * len(records), strict=True):
+    for record, batch_counts in zip(records, counts or [None] * len(records), strict=True):
         _check_graph(record)
         scores, weights, gate = record.routing.scores, record.routing.weights, record.layer.gate
         if balance:
-            total = total + balance * balance_loss(scores, weights, over)
+            total = total + balance * balance_loss(scores, weights, batch_counts)
         if router_z:
-            total = total + router_z * router_z_loss(scores, over)
+            total = total + router_z * router_z_loss(scores, batch_counts)
         if boundary and isinstance(gate, BandGate) and gate.theta is not None:
-            total = total + boundary * boundary_loss(gate.epsilon, weights, gate.budget, over)
+            total = total + boundary * boundary_loss(
+                gate.epsilon, weights, gate.budget, batch_counts
+            )
         if sparsity:
-            total = total + sparsity * sparsity_loss(weights, over)
+            total = total + sparsity * sparsity_loss(weights, batch_counts)
     return total / len(records)
 
 
