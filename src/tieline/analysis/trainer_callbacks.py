@@ -136,12 +136,18 @@ class RolloutReplay:
     _step_contexts: ExitStack | None = None
     _is_replaying: bool = False
 
+    @property
+    def _routed_model(self) -> nn.Module:
+        """The model inside of adapters, which `generate` calls without them around it."""
+        model = self.model  # type: ignore[attr-defined]
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Record the routes of a rollout of training, where the model itself generates."""
         elsewhere = getattr(self, "rollout_func", None) or getattr(self, "use_vllm", False)
         if elsewhere or not self.model.training:  # type: ignore[attr-defined]
             return super()._generate(*args, **kwargs)  # type: ignore[misc]
-        with capture(self.model, ranks=1, epsilons=(), distances=False) as recorder:  # type: ignore[attr-defined]
+        with capture(self._routed_model, ranks=1, epsilons=(), distances=False) as recorder:
             answer = super()._generate(*args, **kwargs)  # type: ignore[misc]
         self.routes = recorder.trace()
         return answer
@@ -162,7 +168,7 @@ class RolloutReplay:
         """Replay and compare the routes until the training step ends."""
         if self.routes is not None and model.training and self._step_contexts is not None:
             if self.mismatch is None:
-                self.mismatch = RolloutMismatch(self.model)  # type: ignore[attr-defined]
+                self.mismatch = RolloutMismatch(self._routed_model)
             self._enter_replay(self._step_contexts)
             self._step_contexts.enter_context(self.mismatch.watch(self.routes))
         return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -173,7 +179,7 @@ class RolloutReplay:
             return
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", ReplayWarning)  # `unrecorded` counts them
-        stack.enter_context(replay(self.model, self.routes, match="tokens"))  # type: ignore[attr-defined]
+        stack.enter_context(replay(self._routed_model, self.routes, match="tokens"))
         self._is_replaying = True
         stack.callback(setattr, self, "_is_replaying", False)
 
@@ -186,7 +192,7 @@ class RolloutReplay:
 
 def _is_reference(model: Any) -> bool:
     """Whether a model with adapters runs as the reference: without them, or by those of "ref"."""
-    if getattr(model, "peft_config", None) is None:
+    if not hasattr(model, "get_base_model"):
         return False
     return bool(model._adapters_disabled) or model.active_adapter == "ref"
 

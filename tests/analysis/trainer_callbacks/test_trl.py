@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from tests.analysis.trainer_callbacks.trl_runs import grpo_trainer, rollout_logs, small_model
+from tests.analysis.trainer_callbacks.trl_runs import (
+    grpo_trainer,
+    rollout_logs,
+    sft_trainer,
+    small_model,
+)
 from tieline.analysis.trainer_callbacks import RolloutReplay
 from tieline.models.capture import capture
 from tieline.models.families import find_routers
@@ -123,3 +128,63 @@ def test_routes_of_another_engine_are_taken_from_its_rollout(tmp_path):
     options = {"rollout_func": generate, "max_steps": 1}
     logs = rollout_logs(grpo_trainer(GRPO, tmp_path, **options))
     assert logs[0]["rollout/flip_rate"] == logs[0]["rollout/unrecorded"] == 0
+
+
+def adapters(**options):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    return peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM", **options)
+
+
+def test_grpo_with_adapters(tmp_path):
+    options = {"peft_config": adapters(), "learning_rate": 1e-3}
+    logs = rollout_logs(grpo_trainer(GRPO, tmp_path, **options))
+    assert len(logs) == 2
+    for log in logs:
+        assert log["rollout/flip_rate"] == log["rollout/unrecorded"] == 0
+
+
+@pytest.mark.parametrize(("trainer_class", "replayed"), [(GRPO, False), (Recorded, True)])
+def test_the_reference_of_adapters_goes_by_its_live_routers(tmp_path, trainer_class, replayed):
+    """New adapters change nothing, so that what parts policy and reference is the replay alone."""
+    options = {"peft_config": adapters(), "learning_rate": 0.0, "beta": 0.1, "max_steps": 1}
+    (log,) = rollout_logs(grpo_trainer(trainer_class, tmp_path, **options))
+    assert (log["kl"] > 1e-3) == replayed
+
+
+def documents_and_routes():
+    """Documents of several lengths, and their routes recorded in another order."""
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(3, 500, (n,), generator=generator) for n in (20, 9, 31, 14, 26, 11)]
+    engine = small_model()
+    with torch.no_grad(), capture(engine, ranks=1, epsilons=(), distances=False) as recorder:
+        for row in reversed(documents):
+            engine(input_ids=row[None])
+    return documents, recorder.trace()
+
+
+class SFT(RolloutReplay, trl.SFTTrainer): ...
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_sft_takes_routes_by_hand(tmp_path, packing, lora):
+    documents, routes = documents_and_routes()
+    options = {"packing": packing, "peft_config": adapters() if lora else None}
+    trainer = sft_trainer(SFT, tmp_path, documents, **options)
+    trainer.routes = routes
+    (log,) = rollout_logs(trainer)
+    assert log["rollout/flip_rate"] == log["rollout/unrecorded"] == 0
+    assert log["rollout/tokens"] == sum(map(len, documents))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_replays_other_experts(tmp_path, packing):
+    documents, routes = documents_and_routes()
+    trainer = sft_trainer(SFT, tmp_path, documents, packing=packing)
+    trainer.routes = other_experts(routes)
+    (log,) = rollout_logs(trainer)
+    assert log["rollout/flip_rate/layer_0"] == 1
+    plain = sft_trainer(trl.SFTTrainer, tmp_path, documents, packing=packing)
+    plain.train()
+    losses = [t.state.log_history[0]["loss"] for t in (trainer, plain)]
+    assert abs(losses[0] - losses[1]) > 1e-3

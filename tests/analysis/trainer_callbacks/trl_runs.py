@@ -93,6 +93,38 @@ def grpo_trainer(trainer_class, folder, model=None, prompts=PROMPTS, **options):
     )
 
 
+def sft_trainer(trainer_class, folder, documents, model=None, **options):
+    """An `SFTTrainer` of one step over tokenised documents, all in one batch."""
+    import datasets
+    import trl
+
+    trainer_options = {"peft_config": options.pop("peft_config", None)}
+    arguments = trl.SFTConfig(
+        str(folder),
+        **{
+            "max_steps": 1,
+            "logging_steps": 1,
+            "per_device_train_batch_size": len(documents),
+            "max_length": 64,
+            "learning_rate": 0.0,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+        }
+        | options,
+    )
+    rows = {"input_ids": [row.tolist() for row in documents]}
+    return trainer_class(
+        model=small_model() if model is None else model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict(rows),
+        processing_class=tokenizer_with_padding(),
+        **trainer_options,
+    )
+
+
 def rollout_logs(trainer) -> list[dict[str, float]]:
     """The logs of a run with numbers of the rollout in them."""
     with warnings.catch_warnings():
