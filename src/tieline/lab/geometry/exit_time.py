@@ -66,20 +66,14 @@ OUT_OF_REACH = 6.5
 
 @dataclass(frozen=True, eq=False)
 class TopKCell:
-    """The top-k cell of one start, in coordinates of its noise.
+    """The top-k cell of one start, in coordinates of its noise."""
 
-    Attributes:
-        scores: z at the start, (E,).
-        pull: L, what a unit of each noise coordinate does to the scores, (E, q).
-        faces: pairs (i, j) of a chosen expert and one that is not, (F, 2).
-        distances: r_ij of each face, (F,).
-        normals: inward unit normal of each face in noise coordinates, (F, q).
-    """
-
-    scores: Float[Tensor, " experts"]
+    scores: Float[Tensor, " experts"]  # z at the start, (E,)
+    # L, what a unit of each noise coordinate does to the scores, (E, q)
     pull: Float[Tensor, "experts q"]
-    faces: Int[Tensor, "faces 2"]
-    distances: Float[Tensor, " faces"]
+    faces: Int[Tensor, "faces 2"]  # pairs (i, j) of a chosen expert and one that is not, (F, 2)
+    distances: Float[Tensor, " faces"]  # r_ij of each face, (F,)
+    # inward unit normal of each face in noise coordinates, (F, q)
     normals: Float[Tensor, "faces q"]
 
 

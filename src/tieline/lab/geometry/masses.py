@@ -63,13 +63,10 @@ class Mass:
     """A share of tokens with the standard error √(p (1-p) / T) of independent ones.
 
     Has the shape of the requested widths; `float(mass)` is the value for a single width.
-
-    Attributes:
-        value: share of tokens, in float64.
-        stderr: its standard error; 0 at shares 0 and 1, where `MassProfile` has a proper band.
     """
 
-    value: Float[Tensor, "*grid"]
+    value: Float[Tensor, "*grid"]  # share of tokens, in float64
+    # its standard error; 0 at shares 0 and 1, where `MassProfile` has a proper band
     stderr: Float[Tensor, "*grid"]
 
     def __float__(self) -> float:

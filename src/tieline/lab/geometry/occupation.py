@@ -42,21 +42,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Occupation:
-    """Expected time near ties up to the horizon T.
+    """Expected time near ties up to the horizon T."""
 
-    Attributes:
-        paper: the paper's bound, possibly infinite.
-        bound: the finite one: for each flat min(T, bound), sharper at n = 1, and T at most in all.
-        exact: the expected time itself; None for several flats or noise that is not isotropic.
-        horizon: T.
-        flats: number of flats.
-    """
-
-    paper: Real
+    paper: Real  # the paper's bound, possibly infinite
+    # the finite one: for each flat min(T, bound), sharper at n = 1, and T at most in all
     bound: Real
+    # the expected time itself; None for several flats or noise that is not isotropic
     exact: float | None
-    horizon: Real
-    flats: int
+    horizon: Real  # T
+    flats: int  # number of flats
 
 
 def flat_occupation(
@@ -127,23 +121,14 @@ def occupation_bounds(
 
 @dataclass(frozen=True, eq=False)
 class BrownianPaths:
-    """Simulated paths x0 + σ B_t up to the horizon T.
+    """Simulated paths x0 + σ B_t up to the horizon T."""
 
-    Attributes:
-        start: x0.
-        horizon: T > 0.
-        sigma: invertible matrix or number other than 0.
-        steps: observations of each path.
-        paths: number of paths.
-        seed: of the random numbers.
-    """
-
-    start: Float[Tensor, " dim"]
-    horizon: Real
-    sigma: Real | Float[Tensor, "dim dim"] = 1.0
-    steps: int = 32
-    paths: int = 4096
-    seed: int = 0
+    start: Float[Tensor, " dim"]  # x0
+    horizon: Real  # T > 0
+    sigma: Real | Float[Tensor, "dim dim"] = 1.0  # invertible matrix or number other than 0
+    steps: int = 32  # observations of each path
+    paths: int = 4096  # number of paths
+    seed: int = 0  # of the random numbers
 
 
 def sampled_occupation(

@@ -110,19 +110,14 @@ class TieComponent:
 
 @dataclass(frozen=True, eq=False)
 class TiePoint:
-    """The nearest order-n tie of each token.
+    """The nearest order-n tie of each token."""
 
-    Attributes:
-        distance: ‖x - point‖ in float64; infinite where the router has no such tie.
-        point: the projection of x.
-        normal: unit vector from the point towards x; where x is on the tie, a normal of it.
-        experts: the experts that tie there, (T, n + 1).
-    """
-
+    # ‖x - point‖ in float64; infinite where the router has no such tie
     distance: Float[Tensor, " tokens"]
-    point: Float[Tensor, "tokens dim"]
+    point: Float[Tensor, "tokens dim"]  # the projection of x
+    # unit vector from the point towards x; where x is on the tie, a normal of it
     normal: Float[Tensor, "tokens dim"]
-    experts: Int[Tensor, "tokens tied"]
+    experts: Int[Tensor, "tokens tied"]  # the experts that tie there, (T, n + 1)
 
 
 def tie_sets(n_experts: int, order: int) -> Int[Tensor, "sets tied"]:

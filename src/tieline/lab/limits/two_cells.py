@@ -72,16 +72,12 @@ Layer = tuple[Tensor, Tensor | float]
 
 @dataclass(frozen=True, eq=False)
 class TwoCells:
-    """A wall and the affine function on each of its sides, in float64.
+    """A wall and the affine function on each of its sides, in float64."""
 
-    Attributes:
-        normal: (D,) gradient of the score difference S; its length is the router's scale.
-        offset: S at the origin.
-        experts: (2, D + 1) slopes and intercept of the function where S > 0, then where S < 0.
-    """
-
+    # (D,) gradient of the score difference S; its length is the router's scale
     normal: Float[Tensor, " dim"]
-    offset: Float[Tensor, ""]
+    offset: Float[Tensor, ""]  # S at the origin
+    # (2, D + 1) slopes and intercept of the function where S > 0, then where S < 0
     experts: Float[Tensor, "2 columns"]
 
     @property

@@ -234,15 +234,11 @@ class WallVariation:
 
 @dataclass(frozen=True, eq=False)
 class VelocityGram:
-    """Inner products of realised velocities.
+    """Inner products of realised velocities."""
 
-    Attributes:
-        gram: (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset).
-        rank: dimension of the space of velocities.
-    """
-
+    # (D + 1, D + 1) ∫_{S=0} (x̃/‖∇S‖)(x̃/‖∇S‖)ᵀ p dH over changes of (normal, offset)
     gram: Float[Tensor, "columns columns"]
-    rank: int
+    rank: int  # dimension of the space of velocities
 
 
 @dataclass(frozen=True)

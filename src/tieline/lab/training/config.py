@@ -32,22 +32,15 @@ SCHEDULES = ("constant", "linear", "cosine", "boundary")
 
 @dataclass(frozen=True, kw_only=True)
 class CoolingConfig:
-    """How the temperature τ of a soft gate falls over the steps; the model is deployed hard.
+    """How the temperature τ of a soft gate falls over the steps; the model is deployed hard."""
 
-    Attributes:
-        schedule: "constant" keeps `start`; "linear" and "cosine" go down to `end`; "boundary"
-            chooses each next τ so that half of the tokens with a gap of at most τ are left.
-        start: τ of the first step, in units of the scores.
-        end: τ from the share `until` of the steps on.
-        until: share of the steps after which τ no longer changes.
-        halvings: how often "boundary" halves the mass.
-    """
-
+    # "constant" keeps `start`; "linear" and "cosine" go down to `end`; "boundary" chooses
+    # each next τ so that half of the tokens with a gap of at most τ are left
     schedule: str = "cosine"
-    start: float = 1.0
-    end: float = 0.01
-    until: float = 0.9
-    halvings: int = 6
+    start: float = 1.0  # τ of the first step, in units of the scores
+    end: float = 0.01  # τ from the share `until` of the steps on
+    until: float = 0.9  # share of the steps after which τ no longer changes
+    halvings: int = 6  # how often "boundary" halves the mass
 
     def __post_init__(self) -> None:
         require(self.schedule in SCHEDULES, f"schedule {self.schedule!r} is not one of {SCHEDULES}")
@@ -77,32 +70,23 @@ class CoolingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """How a layer routes, and how the gate changes over the steps.
+    """How a layer routes, and how the gate changes over the steps."""
 
-    Attributes:
-        name: short name of the variant, such as "smooth1".
-        router: a key of `routing.layer.ROUTERS`.
-        gate: a key of `routing.layer.GATES`, or "soft_moe" or "smear", layers of their own.
-        k: experts per token that are always chosen, or the target of a controller.
-        router_options: further arguments of the router.
-        gate_options: further arguments of the gate.
-        anneal: shares (hold, until) of the steps: k* is constant until `hold`, then falls
-            linearly, and is k from `until` on (paper 1, section 7.5: 1/2 and 3/4).
-        evaluate_hard: score with hard top-k instead of the trained gate.
-        dense_share: share of the steps before the sparsity of a ReLU gate is enforced; None
-            without such a controller.
-        cooling: schedule of the temperature of a "temperature" gate, which is deployed hard.
-    """
-
-    name: str
-    router: str = "linear"
+    name: str  # short name of the variant, such as "smooth1"
+    router: str = "linear"  # a key of `routing.layer.ROUTERS`
+    # a key of `routing.layer.GATES`, or "soft_moe" or "smear", layers of their own
     gate: str = "topk"
-    k: int = 2
-    router_options: dict[str, Any] = field(default_factory=dict)
-    gate_options: dict[str, Any] = field(default_factory=dict)
+    k: int = 2  # experts per token that are always chosen, or the target of a controller
+    router_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the router
+    gate_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the gate
+    # shares (hold, until) of the steps: k* is constant until `hold`, then falls linearly, and
+    # is k from `until` on (paper 1, section 7.5: 1/2 and 3/4)
     anneal: tuple[float, float] | None = None
-    evaluate_hard: bool = False
+    evaluate_hard: bool = False  # score with hard top-k instead of the trained gate
+    # share of the steps before the sparsity of a ReLU gate is enforced; None without such a
+    # controller
     dense_share: float | None = None
+    # schedule of the temperature of a "temperature" gate, which is deployed hard
     cooling: CoolingConfig | None = None
 
     def __post_init__(self) -> None:
@@ -164,27 +148,16 @@ class MixtureConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig(ModelConfig):
-    """Shape of a `PatchClassifier`.
+    """Shape of a `PatchClassifier`."""
 
-    Attributes:
-        layers: transformer blocks.
-        routed: number of routed blocks, counted from the last (GMoE's "last two").
-        d_model: width of a patch.
-        heads: attention heads.
-        d_hidden: width of a feed-forward part and of an expert.
-        n_experts: experts of a routed block.
-        side: pixels of an image's side; a patch has 8×8 of them.
-        classes: number of classes.
-    """
-
-    layers: int = 2
-    routed: int = 2
-    d_model: int = 64
-    heads: int = 4
-    d_hidden: int = 128
-    n_experts: int = 6
-    side: int = 32
-    classes: int = 7
+    layers: int = 2  # transformer blocks
+    routed: int = 2  # number of routed blocks, counted from the last (GMoE's "last two")
+    d_model: int = 64  # width of a patch
+    heads: int = 4  # attention heads
+    d_hidden: int = 128  # width of a feed-forward part and of an expert
+    n_experts: int = 6  # experts of a routed block
+    side: int = 32  # pixels of an image's side; a patch has 8×8 of them
+    classes: int = 7  # number of classes
 
     def __post_init__(self) -> None:
         require(1 <= self.routed <= self.layers, f"need 1 <= routed <= layers, got {self.routed}")
@@ -200,30 +173,18 @@ class PatchConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTransformerConfig(ModelConfig):
-    """Shape of a `RoutedVisionTransformer`; the defaults are the papers'.
+    """Shape of a `RoutedVisionTransformer`; the defaults are the papers'."""
 
-    Attributes:
-        layers: blocks.
-        routed: number of routed blocks, counted from the last.
-        d_model: width of a patch.
-        d_hidden: width of a network and of an expert.
-        heads: attention heads.
-        n_experts: experts of a routed block.
-        side: pixels of an image's side.
-        patch: pixels of a patch's side.
-        classes: number of classes.
-        pretrained: name on the hub or folder of the weights to start from; None for random ones.
-    """
-
-    layers: int = 12
-    routed: int = 2
-    d_model: int = 384
-    d_hidden: int = 1536
-    heads: int = 6
-    n_experts: int = 6
-    side: int = 224
-    patch: int = 16
-    classes: int = 7
+    layers: int = 12  # blocks
+    routed: int = 2  # number of routed blocks, counted from the last
+    d_model: int = 384  # width of a patch
+    d_hidden: int = 1536  # width of a network and of an expert
+    heads: int = 6  # attention heads
+    n_experts: int = 6  # experts of a routed block
+    side: int = 224  # pixels of an image's side
+    patch: int = 16  # pixels of a patch's side
+    classes: int = 7  # number of classes
+    # name on the hub or folder of the weights to start from; None for random ones
     pretrained: str | None = "WinKawaks/vit-small-patch16-224"
 
     def __post_init__(self) -> None:
@@ -237,29 +198,19 @@ class VisionTransformerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceConfig(ModelConfig):
-    """Shape of a classifier of sentences and pairs of them.
+    """Shape of a classifier of sentences and pairs of them."""
 
-    Attributes:
-        layers: blocks.
-        d_model: width.
-        d_hidden: width of a network and of an expert.
-        heads: attention heads.
-        vocabulary: number of tokens; the last three are [CLS], [SEP] and padding where the
-            vocabulary is learnt from the task's sentences.
-        context: tokens of an example at most.
-        routed: the block whose network is replaced, counted from 0.
-        n_experts: experts of it.
-        pretrained: name on the hub or folder of the weights to start from; None for random ones.
-    """
-
-    layers: int
-    d_model: int
-    d_hidden: int
-    heads: int
+    layers: int  # blocks
+    d_model: int  # width
+    d_hidden: int  # width of a network and of an expert
+    heads: int  # attention heads
+    # number of tokens; the last three are [CLS], [SEP] and padding where the vocabulary is
+    # learnt from the task's sentences
     vocabulary: int
-    context: int
-    routed: int
-    n_experts: int = 16
+    context: int  # tokens of an example at most
+    routed: int  # the block whose network is replaced, counted from 0
+    n_experts: int = 16  # experts of it
+    # name on the hub or folder of the weights to start from; None for random ones
     pretrained: str | None = None
 
     def __post_init__(self) -> None:
@@ -285,31 +236,18 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warm-up and cosine decay; ε has its own rate, which does not decay.
+    """AdamW with warm-up and cosine decay; ε has its own rate, which does not decay."""
 
-    Attributes:
-        steps: optimiser steps.
-        batch: sequences or images per step, over all processes.
-        accumulate: micro-batches per step.
-        rate: peak learning rate.
-        final_share: share of the peak at the last step.
-        warmup: steps of linear warm-up.
-        weight_decay: of matrices; vectors and ε are not decayed.
-        betas: of AdamW.
-        clip: largest norm of the gradient.
-        epsilon_rate: learning rate of θ, where ε = softplus(θ).
-    """
-
-    steps: int
-    batch: int
-    accumulate: int = 1
-    rate: float = 3e-3
-    final_share: float = 0.05
-    warmup: int = 50
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.98)
-    clip: float = 1.0
-    epsilon_rate: float = 0.02
+    steps: int  # optimiser steps
+    batch: int  # sequences or images per step, over all processes
+    accumulate: int = 1  # micro-batches per step
+    rate: float = 3e-3  # peak learning rate
+    final_share: float = 0.05  # share of the peak at the last step
+    warmup: int = 50  # steps of linear warm-up
+    weight_decay: float = 0.01  # of matrices; vectors and ε are not decayed
+    betas: tuple[float, float] = (0.9, 0.98)  # of AdamW
+    clip: float = 1.0  # largest norm of the gradient
+    epsilon_rate: float = 0.02  # learning rate of θ, where ε = softplus(θ)
 
     def __post_init__(self) -> None:
         require(self.steps >= 1 and self.batch >= 1, "need at least one step of one sequence")
@@ -321,40 +259,24 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything a run depends on.
+    """Everything a run depends on."""
 
-    Attributes:
-        recipe: name of the run.
-        task: a key of `tasks.TASKS`.
-        model: shape of the model, of the task's type.
-        gate: how it routes.
-        data: training data and held-out data.
-        optim: the optimiser and its schedule.
-        losses: auxiliary losses.
-        seed: of weights, data order and all other random numbers.
-        log_every: steps between two log entries.
-        checkpoint_every: steps between two checkpoints.
-        evaluate_items: scored windows or images of each held-out split.
-        select_every: steps between two looks at the held-out data of training, whose best model is
-            kept; 0 to keep that of the last step.
-        recompute: whether activations are recomputed in the backward pass.
-        note: a remark for readers of the result.
-    """
-
-    recipe: str
-    task: str
-    model: ModelConfig
-    gate: GateConfig
-    data: DataConfig
-    optim: OptimConfig
-    losses: LossConfig = LossConfig()
-    seed: int = 0
-    log_every: int = 50
-    checkpoint_every: int = 200
-    evaluate_items: int = 256
+    recipe: str  # name of the run
+    task: str  # a key of `tasks.TASKS`
+    model: ModelConfig  # shape of the model, of the task's type
+    gate: GateConfig  # how it routes
+    data: DataConfig  # training data and held-out data
+    optim: OptimConfig  # the optimiser and its schedule
+    losses: LossConfig = LossConfig()  # auxiliary losses
+    seed: int = 0  # of weights, data order and all other random numbers
+    log_every: int = 50  # steps between two log entries
+    checkpoint_every: int = 200  # steps between two checkpoints
+    evaluate_items: int = 256  # scored windows or images of each held-out split
+    # steps between two looks at the held-out data of training, whose best model is kept; 0 to
+    # keep that of the last step
     select_every: int = 0
-    recompute: bool = False
-    note: str = ""
+    recompute: bool = False  # whether activations are recomputed in the backward pass
+    note: str = ""  # a remark for readers of the result
 
     def shape(self, kind: type[Shape], task: str) -> Shape:
         """Return the shape of the model; raises if it is not of the type that a task takes."""

@@ -40,19 +40,12 @@ class DataError(TielineError):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A known file of a data set.
+    """A known file of a data set."""
 
-    Attributes:
-        name: path below the data folder.
-        sha256: hash of its contents.
-        size: number of bytes.
-        url: https address; empty for files that cannot be fetched.
-    """
-
-    name: str
-    sha256: str
-    size: int
-    url: str = ""
+    name: str  # path below the data folder
+    sha256: str  # hash of its contents
+    size: int  # number of bytes
+    url: str = ""  # https address; empty for files that cannot be fetched
 
 
 def data_folder() -> Path:

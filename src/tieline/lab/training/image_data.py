@@ -36,19 +36,12 @@ from tieline.lab.training.data_files import (
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images with their labels.
+    """Images with their labels."""
 
-    Attributes:
-        pixels: 0 to 255, height × width × colour.
-        labels: class of each image.
-        classes: name of each class.
-        source: where the images are from.
-    """
-
-    pixels: UInt8[Tensor, "images height width colours"]
-    labels: Int64[Tensor, " images"]
-    classes: tuple[str, ...]
-    source: str
+    pixels: UInt8[Tensor, "images height width colours"]  # 0 to 255, height × width × colour
+    labels: Int64[Tensor, " images"]  # class of each image
+    classes: tuple[str, ...]  # name of each class
+    source: str  # where the images are from
 
     def __post_init__(self) -> None:
         low, high = int(self.labels.min()), int(self.labels.max())
@@ -152,17 +145,11 @@ LARGEST_ARRAYS = 1 << 31
 
 @dataclass(frozen=True, eq=False)
 class DomainImages:
-    """Labelled images of several domains.
+    """Labelled images of several domains."""
 
-    Attributes:
-        images: the images.
-        domain: domain of each image.
-        domains: name of each domain.
-    """
-
-    images: Images
-    domain: Int64[Tensor, " images"]
-    domains: tuple[str, ...]
+    images: Images  # the images
+    domain: Int64[Tensor, " images"]  # domain of each image
+    domains: tuple[str, ...]  # name of each domain
 
     def __post_init__(self) -> None:
         low, high = int(self.domain.min()), int(self.domain.max())

@@ -53,17 +53,11 @@ ROWS = 500
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(Dataset[dict[str, Tensor]]):
-    """Items in training order.
+    """Items in training order."""
 
-    Attributes:
-        images: the images.
-        order: index of each item's image.
-        mirrored: whether left and right are swapped.
-    """
-
-    images: Images
-    order: Tensor
-    mirrored: Tensor
+    images: Images  # the images
+    order: Tensor  # index of each item's image
+    mirrored: Tensor  # whether left and right are swapped
 
     def __len__(self) -> int:
         return len(self.order)

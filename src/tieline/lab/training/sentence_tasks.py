@@ -47,25 +47,15 @@ LARGEST_FILE = 1 << 28
 
 @dataclass(frozen=True)
 class GlueTask:
-    """The format of a task's files.
+    """The format of a task's files."""
 
-    Attributes:
-        columns: number of columns of a line.
-        header: whether the first line names them.
-        texts: columns of the sentences.
-        label: column of the label.
-        labels: its words, in the order of their numbers.
-        metric: the score that the paper reports.
-        files: the known files of the splits.
-    """
-
-    columns: int
-    header: bool
-    texts: tuple[int, ...]
-    label: int
-    labels: tuple[str, ...]
-    metric: str
-    files: dict[str, DataFile]
+    columns: int  # number of columns of a line
+    header: bool  # whether the first line names them
+    texts: tuple[int, ...]  # columns of the sentences
+    label: int  # column of the label
+    labels: tuple[str, ...]  # its words, in the order of their numbers
+    metric: str  # the score that the paper reports
+    files: dict[str, DataFile]  # the known files of the splits
 
 
 def _split_files(task: str, **splits: tuple[str, int]) -> dict[str, DataFile]:
@@ -121,17 +111,11 @@ GLUE: dict[str, GlueTask] = {
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences, or pairs of them, with their labels.
+    """Sentences, or pairs of them, with their labels."""
 
-    Attributes:
-        texts: one or two sentences for each example.
-        labels: 0 or 1 for each example.
-        source: task and split.
-    """
-
-    texts: tuple[tuple[str, ...], ...]
-    labels: tuple[int, ...]
-    source: str
+    texts: tuple[tuple[str, ...], ...]  # one or two sentences for each example
+    labels: tuple[int, ...]  # 0 or 1 for each example
+    source: str  # task and split
 
     def __len__(self) -> int:
         return len(self.labels)

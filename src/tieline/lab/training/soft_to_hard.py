@@ -293,21 +293,13 @@ class CoolingCallback(TrainerCallback):
 
 @dataclass(frozen=True)
 class LayerHardening:
-    """One layer at one temperature, on the inputs of the hard model.
+    """One layer at one temperature, on the inputs of the hard model."""
 
-    Attributes:
-        moved: E‖h_τ - h_0‖².
-        chain: 4B² E[min(1, c M e^{-Δ/τ})²], the bound before the margin tail is used.
-        bound: C_sh τ, that of Theorem 4.5 for top-k.
-        C_sh: its constant.
-        boundary_mass: BM(τ) = P(Δ <= τ).
-    """
-
-    moved: float
-    chain: float
-    bound: float
-    C_sh: float
-    boundary_mass: float
+    moved: float  # E‖h_τ - h_0‖²
+    chain: float  # 4B² E[min(1, c M e^{-Δ/τ})²], the bound before the margin tail is used
+    bound: float  # C_sh τ, that of Theorem 4.5 for top-k
+    C_sh: float  # its constant
+    boundary_mass: float  # BM(τ) = P(Δ <= τ)
 
 
 @dataclass(frozen=True)

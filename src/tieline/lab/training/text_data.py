@@ -230,24 +230,16 @@ Stream = Integer[Tensor, " _"]
 
 @dataclass(frozen=True, eq=False)
 class TextStreams:
-    """Token ids of the splits, and their tokenizer.
+    """Token ids of the splits, and their tokenizer."""
 
-    Attributes:
-        train: stream that windows are drawn from.
-        validation: held out, for model selection.
-        test: held out, for reporting.
-        tokenizer: maps text to these ids and back.
-        about: where the text comes from and how it is split.
-        word_counts: number of words of held-out splits whose perplexity is per word.
-        attacked: held-out splits with words replaced, by name.
-    """
-
-    train: Stream
-    validation: Stream
-    test: Stream
-    tokenizer: PreTrainedTokenizerFast
-    about: str
+    train: Stream  # stream that windows are drawn from
+    validation: Stream  # held out, for model selection
+    test: Stream  # held out, for reporting
+    tokenizer: PreTrainedTokenizerFast  # maps text to these ids and back
+    about: str  # where the text comes from and how it is split
+    # number of words of held-out splits whose perplexity is per word
     word_counts: dict[str, int] = field(default_factory=dict)
+    # held-out splits with words replaced, by name
     attacked: dict[str, Stream] = field(default_factory=dict)
 
 

@@ -51,24 +51,19 @@ Diagram = tuple[Masks, Facets, Points]
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells of a router.
+    """Cells of a router."""
 
-    Attributes:
-        coalitions: (C, k) chosen experts, ascending; cells are sorted by them.
-        witnesses: (C, d) a point inside each cell.
-        margins: (C,) z_[k] - z_[k+1] at the witness, for weights scaled to size 1; infinite where
-            there is one cell only.
-        facets: (F, 4) rows (cell, leaving, entering, neighbour): the wall z_leaving = z_entering
-            bounds the cell, and the cell behind it chooses `entering` instead. Each wall is listed
-            from both sides.
-        method: "tied sets" or "linear programming".
-    """
-
+    # (C, k) chosen experts, ascending; cells are sorted by them
     coalitions: Int[np.ndarray, "cells k"]
-    witnesses: Float[np.ndarray, "cells dim"]
+    witnesses: Float[np.ndarray, "cells dim"]  # (C, d) a point inside each cell
+    # (C,) z_[k] - z_[k+1] at the witness, for weights scaled to size 1; infinite where there
+    # is one cell only
     margins: Float[np.ndarray, " cells"]
+    # (F, 4) rows (cell, leaving, entering, neighbour): the wall z_leaving = z_entering bounds
+    # the cell, and the cell behind it chooses `entering` instead. Each wall is listed from
+    # both sides.
     facets: Int[np.ndarray, "facets 4"]
-    method: str
+    method: str  # "tied sets" or "linear programming"
 
     def __len__(self) -> int:
         return len(self.coalitions)
