@@ -96,11 +96,14 @@ def attention_as_moe(
     n_tokens = len(x)
     require(0 <= row < n_tokens, f"need 0 <= row < {n_tokens} tokens, got {row=}", ShapeError)
     factor = score_scale(scale, maps[0].shape[1])
-    cuts = _token_cuts(x)
-    chosen = cuts[: row + 1] if causal else cuts
-    keys = len(chosen) if bias == "-log seen" else n_tokens
-    router = _quadratic_router(maps, biases, (cuts[row], chosen), factor, score_bias(bias, keys))
-    experts = TokenExperts(chosen @ maps[2], biases[2])
+    eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
+    cuts = eye.view(x.numel(), *x.shape).transpose(0, 1)  # E_j of all tokens: X E_j = x_j
+    visible_cuts = cuts[: row + 1] if causal else cuts
+    keys = len(visible_cuts) if bias == "-log seen" else n_tokens
+    router = _quadratic_router(
+        maps, biases, (cuts[row], visible_cuts), factor, score_bias(bias, keys)
+    )
+    experts = TokenExperts(visible_cuts @ maps[2], biases[2])
     gate = Softmax() if kind == "softmax" else Sigmoid()
     sequence = x.detach().flatten()
     scores = router(sequence)
@@ -153,13 +156,6 @@ def _quadratic_router(
         router = QuadraticRouter(sequence, n_experts, kind="full", rank=dim)
     router.load_state_dict(parameters, assign=True)
     return router.requires_grad_(False)
-
-
-def _token_cuts(x: Tensor) -> Float[Tensor, "tokens tokens_dim dim"]:
-    """E_j of all tokens: X E_j = x_j."""
-    tokens, dim = x.shape
-    eye = torch.eye(tokens * dim, dtype=x.dtype, device=x.device)
-    return eye.view(tokens * dim, tokens, dim).transpose(0, 1)
 
 
 def _weighted_values(weights: Tensor, outputs: Tensor) -> Tensor:

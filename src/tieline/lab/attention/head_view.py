@@ -90,18 +90,15 @@ def _watched_forward(
     sink = module.__dict__.get(SINK)
     if sink is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        sink(AttentionCall(query, key, value, _visible_keys(query, key, attention_mask), scale))
+        visible = attention_mask
+        if visible is None:  # the keys up to the query
+            visible = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        elif visible.dtype != torch.bool:
+            visible = visible == 0
+        sink(AttentionCall(query, key, value, visible, scale))
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **options
     )
-
-
-def _visible_keys(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """The boolean mask; without one, the keys up to the query."""
-    if mask is not None:
-        return mask if mask.dtype == torch.bool else mask == 0
-    shape = (1, 1, query.shape[2], key.shape[2])
-    return torch.ones(shape, dtype=torch.bool, device=query.device).tril()
 
 
 @contextmanager

@@ -129,10 +129,10 @@ def _score_biases(
 def _per_sequence(mask: Visible, q: Tensor) -> Bool[Tensor, "sequences seeing seen"]:
     """The mask (S, N, M) of S runs of consecutive heads, as few as the leading axes allow."""
     lead = q.shape[:-2]
-    given = (1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape[:-2])
-    axes = max((axis + 1 for axis, size in enumerate(given) if size > 1), default=0)
+    mask_axes = (1,) * (len(lead) + 2 - mask.ndim) + tuple(mask.shape[:-2])
+    axes = max((axis + 1 for axis, size in enumerate(mask_axes) if size > 1), default=0)
     runs = lead[:axes]
-    small = mask.reshape(*given[:axes], *mask.shape[-2:]).expand(*runs, *mask.shape[-2:])
+    small = mask.reshape(*mask_axes[:axes], *mask.shape[-2:]).expand(*runs, *mask.shape[-2:])
     return small.reshape(math.prod(runs), *mask.shape[-2:])
 
 
@@ -144,7 +144,7 @@ def _check_attention_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
         mask.dtype == torch.bool
         and 2 <= mask.ndim <= q.ndim
         and mask.shape[-2:] == expected[-2:]
-        and all(given in (1, size) for given, size in sizes)
+        and all(mask_size in (1, size) for mask_size, size in sizes)
     )
     require(
         fits,
@@ -185,8 +185,8 @@ def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> No
         "causal attention needs as many keys as queries": not causal
         or q.shape[-2:-1] == k.shape[-2:-1],
     }
-    for rule, kept in rules.items():
-        require(kept, f"{rule}, got {shapes}", ShapeError)
+    for rule, holds in rules.items():
+        require(holds, f"{rule}, got {shapes}", ShapeError)
     require(
         q.is_floating_point() and q.dtype == k.dtype == v.dtype,
         f"q, k and v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}",
@@ -373,21 +373,18 @@ def _sigmoid_tiles_backward(
     masking = _tile_masking(q, k, bias, causal, rows, mask)
     grads = [take_buffer(tuple(t.shape), t) for t in (q, k, v)]
     tensors = (grad, q, k, v, *grads)
-    _over_heads(
-        q, k, lambda some: _write_head_gradients([t[some] for t in tensors], masking.of_heads(some))
-    )
+
+    def write_gradients(heads: slice) -> None:
+        part, hidden = [t[heads] for t in tensors], masking.of_heads(heads)
+        scratch = _BackwardScratch(_ReusedMemory(q), _ReusedMemory(q), _ReusedMemory(q))
+        for group in _head_groups(part[1], part[2]):
+            blocks = _Blocks(*(t[group].split(TILE, 1) for t in part))
+            _group_backward(blocks, scratch, hidden.of_heads(group))
+
+    _over_heads(q, k, write_gradients)
     grads[0].mul_(scale)
     dq, dk, dv = (g.to(dtype).view(shape) for g, shape in zip(grads, shapes, strict=True))
     return dq, dk, dv
-
-
-def _write_head_gradients(tensors: list[Tensor], masking: "_Masking") -> None:
-    """Write the gradients of some heads; `tensors` are the fields of `_Blocks`, uncut."""
-    _, q, k, *_ = tensors
-    scratch = _BackwardScratch(_ReusedMemory(q), _ReusedMemory(q), _ReusedMemory(q))
-    for heads in _head_groups(q, k):
-        blocks = _Blocks(*(t[heads].split(TILE, 1) for t in tensors))
-        _group_backward(blocks, scratch, masking.of_heads(heads))
 
 
 def _group_backward(x: "_Blocks", scratch: "_BackwardScratch", masking: "_Masking") -> None:
@@ -451,22 +448,6 @@ class _Masking(NamedTuple):
         """The masking of some heads."""
         return self._replace(sequence=self.sequence[heads])
 
-    def add_bias_(self, scores: Tensor, row: int) -> None:
-        """Add the biases of a row of tiles, in place."""
-        if self.bias:
-            scores.add_(self.bias)
-        if self.rows is not None:
-            bias = self.rows[:, row * TILE : (row + 1) * TILE]
-            scores.add_(_of_sequences(bias, self.sequence).unsqueeze(-1))
-
-    def hide_(self, weights: Tensor, row: int, column: int) -> None:
-        """Set hidden weights of a tile to zero, in place."""
-        if self.causal and row == column:
-            weights.tril_()
-        if self.mask is not None:
-            tile = _mask_tile(self.mask, row, column)
-            weights.masked_fill_(_of_sequences(tile, self.sequence).logical_not(), 0)
-
 
 def _of_sequences(x: Tensor, sequence: Tensor) -> Tensor:
     """The part of each head."""
@@ -486,8 +467,8 @@ def _tile_masking(
     shared = max((len(x) for x in (rows, mask) if x is not None), default=1)
     each = max(1, len(q) // max(1, shared))
     sequence = torch.arange(len(q), device=q.device) // each
-    wide = None if rows is None else rows.to(q.dtype)
-    return _Masking(bias, causal, wide, mask, sequence, _visible_tiles(q, k, causal, mask))
+    row_biases = None if rows is None else rows.to(q.dtype)
+    return _Masking(bias, causal, row_biases, mask, sequence, _visible_tiles(q, k, causal, mask))
 
 
 def _visible_tiles(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tiles:
@@ -507,9 +488,17 @@ def _write_weights_(
 ) -> None:
     """Tile = σ(q kᵀ + bias), 0 for the keys that a query does not see."""
     torch.bmm(q, k.mT, out=tile)
-    masking.add_bias_(tile, row)
+    if masking.bias:
+        tile.add_(masking.bias)
+    if masking.rows is not None:
+        bias = masking.rows[:, row * TILE : (row + 1) * TILE]
+        tile.add_(_of_sequences(bias, masking.sequence).unsqueeze(-1))
     tile.sigmoid_()
-    masking.hide_(tile, row, column)
+    if masking.causal and row == column:
+        tile.tril_()
+    if masking.mask is not None:
+        visible = _of_sequences(_mask_tile(masking.mask, row, column), masking.sequence)
+        tile.masked_fill_(visible.logical_not(), 0)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -577,8 +566,8 @@ def _over_heads(q: Tensor, k: Tensor, work: Callable[[slice], None]) -> None:
 
 def _heads_first(x: Tensor) -> Tensor:
     """All heads in one axis, contiguous, in at least float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
+    floats = x.to(torch.promote_types(x.dtype, torch.float32))
+    return floats.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]).contiguous()
 
 
 def in_shares(n_items: int, work: Callable[[slice], None]) -> None:

@@ -103,9 +103,11 @@ class AttentionHead:
             slopes = weights * (values - total[..., None])
         else:
             slopes = weights * (1 - weights) * values
-        moved, mixed = ((factors[..., None] * tokens).sum(dim=-2) for factors in (slopes, weights))
-        outer = tokens[..., self.row, :, None] * moved[..., None, :]
-        return total, torch.cat([outer.flatten(-2), mixed], dim=-1)
+        slope_sum, token_mean = (
+            (factors[..., None] * tokens).sum(dim=-2) for factors in (slopes, weights)
+        )
+        outer = tokens[..., self.row, :, None] * slope_sum[..., None, :]
+        return total, torch.cat([outer.flatten(-2), token_mean], dim=-1)
 
     def mixture(self) -> MoEModel:
         """The family of mixtures that has this head among its members."""
@@ -126,8 +128,8 @@ class AttentionHead:
         """Weights and values (problems, n, N), and the tokens."""
         bilinear, value = self.split(theta)
         tokens = x.unflatten(-1, (self.tokens, self.dim))
-        asked = tokens[..., self.row, :] @ bilinear
-        scores = (tokens @ asked[..., None])[..., 0]
+        query = tokens[..., self.row, :] @ bilinear
+        scores = (tokens @ query[..., None])[..., 0]
         weights = scores.softmax(dim=-1) if self.kind == "softmax" else scores.sigmoid()
         return weights, (tokens * value[:, None, None, :]).sum(dim=-1), tokens
 
@@ -200,8 +202,8 @@ def compare_attention(
     unknown = [family for family in families if family not in FAMILIES]
     require(not unknown, f"families are among {FAMILIES}, got {unknown}")
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(dim * (dim + 1), dtype=torch.float64, generator=generator)
-    bilinear, value = drawn[: dim**2], drawn[dim**2 :]
+    normals = torch.randn(dim * (dim + 1), dtype=torch.float64, generator=generator)
+    bilinear, value = normals[: dim**2], normals[dim**2 :]
     theta = torch.cat([bilinear * scale / math.sqrt(dim), value / value.norm()])
     curves = []
     for kind in KINDS:
@@ -301,13 +303,13 @@ def _fit_errors(
     kick = torch.randn(len(x), len(student.reference), dtype=x.dtype, generator=generator)
     problem = LeastSquares(student.regression, x, y)
     minimum = levenberg_marquardt(problem, student.reference + RADIUS * kick)
-    fresh, targets = teacher.population(1)
-    away = [
-        (student.regression.value(theta[None], fresh) - targets).square().mean().sqrt()
+    inputs, targets = teacher.population(1)
+    distances = [
+        (student.regression.value(theta[None], inputs) - targets).square().mean().sqrt()
         for theta in minimum.theta
     ]
     experts = (minimum.theta - student.reference)[:, student.experts].norm(dim=1)
-    return torch.stack(away), experts, int((~minimum.answered).sum())
+    return torch.stack(distances), experts, int((~minimum.answered).sum())
 
 
 def _asymptotic_constants(teacher: _Teacher, student: _Student) -> tuple[float, float, float]:
@@ -316,8 +318,8 @@ def _asymptotic_constants(teacher: _Teacher, student: _Student) -> tuple[float, 
     first = torch.zeros(1, dtype=torch.long)
     information = problem.normal(student.reference[None], first).gram[0] / POPULATION
     roots, vectors = torch.linalg.eigh(information)
-    kept = roots > SEEN * roots[-1]
-    directions = vectors[student.experts][:, kept]
-    trace = (directions.square() / roots[kept]).sum().item()
-    rank, condition = int(kept.sum()), (roots[-1] / roots[kept][0]).item()
+    informative = roots > SEEN * roots[-1]
+    directions = vectors[student.experts][:, informative]
+    trace = (directions.square() / roots[informative]).sum().item()
+    rank, condition = int(informative.sum()), (roots[-1] / roots[informative][0]).item()
     return teacher.noise * math.sqrt(rank), teacher.noise * math.sqrt(trace), condition

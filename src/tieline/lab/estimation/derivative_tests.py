@@ -329,12 +329,12 @@ def split_test(
         atoms = [halved, *atoms[1:]]
     jets = [atom_jet(model, atom, x) for atom in atoms]
     tangent, bends = _split_expansion(model, jets)
-    free = _split_directions(model, atoms[0])
+    directions = _split_directions(model, atoms[0])
     residual = _projected_bends(tangent, bends)
     scale = _scale_directions(model, atoms[0])
-    across = _orthogonal_part(free, scale)
-    partial, delta = _least_split(residual, across, seed)
-    best = partial if scale.shape[1] == 0 else _least_split(residual, free, seed)[0]
+    unscaled_directions = _orthogonal_part(directions, scale)
+    partial, delta = _least_split(residual, unscaled_directions, seed)
+    best = partial if scale.shape[1] == 0 else _least_split(residual, directions, seed)[0]
     keep = [name for i, name in enumerate(parameter_names(model)) if i != row_size(model)]
     return SplitTest(best, partial, dict(zip(keep, delta.tolist(), strict=True)))
 
@@ -401,9 +401,11 @@ def _projected_bends(tangent: Tensor, bends: Tensor) -> np.ndarray:
     u, s, _ = torch.linalg.svd(tangent[:, length > 0] / length[length > 0], full_matrices=False)
     basis = u[:, s > 1e-7]
     flat = bends.reshape(n, -1)
-    left = flat - basis @ (basis.T @ flat)
-    left = left - basis @ (basis.T @ left)  # twice is enough for orthogonality to rounding
-    return torch.linalg.qr(left / n**0.5)[1].numpy().reshape(-1, size, size)
+    residual = flat - basis @ (basis.T @ flat)
+    residual = residual - basis @ (
+        basis.T @ residual
+    )  # twice is enough for orthogonality to rounding
+    return torch.linalg.qr(residual / n**0.5)[1].numpy().reshape(-1, size, size)
 
 
 def _least_split(tensor: np.ndarray, basis: np.ndarray, seed: int) -> tuple[float, np.ndarray]:

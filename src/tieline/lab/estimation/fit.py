@@ -86,13 +86,15 @@ class FitResult:
 
     def best(self) -> "FitResult":
         """The start of least loss of each data set; NaN counts as infinite."""
-        at = self.loss.nan_to_num(nan=torch.inf).argmin(-1, keepdim=True)
+        index = self.loss.nan_to_num(nan=torch.inf).argmin(-1, keepdim=True)
         flat = self.params.flatten()
-        chosen = flat.gather(-2, at[..., None].expand(*at.shape, flat.shape[-1]))[..., 0, :]
+        best_vectors = flat.gather(-2, index[..., None].expand(*index.shape, flat.shape[-1]))[
+            ..., 0, :
+        ]
         loss, status, steps = (
-            values.gather(-1, at)[..., 0] for values in (self.loss, self.status, self.iterations)
+            values.gather(-1, index)[..., 0] for values in (self.loss, self.status, self.iterations)
         )
-        return FitResult(self.params.like(chosen), loss, status, steps, self.ridge)
+        return FitResult(self.params.like(best_vectors), loss, status, steps, self.ridge)
 
 
 def fit(
@@ -130,8 +132,8 @@ def fit(
         f"starts are {(*sets, 'S')} for data sets {sets}, got {shape}",
         ShapeError,
     )
-    inputs, targets = _with_set_axis(x, sets), _with_set_axis(y, sets)
-    weight = None if weights is None else _with_set_axis(weights, sets)
+    inputs, targets = ((data if sets else data[None]).double() for data in (x, y))
+    weight = None if weights is None else (weights if sets else weights[None]).double()
     penalty = _chosen_ridge(model, inputs, targets, ridge, quiet)
     regression = ModelRegression(model)
     problem = LeastSquares(regression, inputs, targets, weight, penalty, shape[-1])
@@ -155,11 +157,6 @@ def warn_unconverged(converged: Bool[Tensor, "*problems"]) -> None:
         warnings.warn(message, FitWarning, stacklevel=3)
 
 
-def _with_set_axis(data: Tensor, sets: tuple[int, ...]) -> Tensor:
-    """The data in float64 with an axis of data sets."""
-    return (data if sets else data[None]).double()
-
-
 def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, quiet: bool) -> float:
     """The λ asked for, or one for a problem that has fewer samples than parameters."""
     require(x.ndim == 3 and y.shape == x.shape[:2], f"x {x.shape} and y {y.shape}", ShapeError)
@@ -169,11 +166,11 @@ def _chosen_ridge(model: MoEModel, x: Tensor, y: Tensor, ridge: float | None, qu
     n, p = x.shape[1], model.n_parameters
     if n >= p:
         return 0.0
-    chosen = LITTLE_RIDGE * y.square().sum(-1).mean().item() / p
+    penalty = LITTLE_RIDGE * y.square().sum(-1).mean().item() / p
     if not quiet:
-        message = f"{n} samples for {p} parameters: fitted with a ridge of {chosen:.3g}"
+        message = f"{n} samples for {p} parameters: fitted with a ridge of {penalty:.3g}"
         warnings.warn(message, FitWarning, stacklevel=3)
-    return chosen
+    return penalty
 
 
 def _fit_result(
@@ -225,12 +222,12 @@ def population_minimiser(
     require(starts >= 1 and n >= model.n_parameters, f"need {starts=} >= 1 and {n=} >= parameters")
     x = draw_inputs("uniform", n, model.d, seed)
     if near is None:
-        begun = random_start(model, [seed], starts)[0]
+        first_starts = random_start(model, [seed], starts)[0]
     else:
         flat = near_truth(near, radius, [seed], starts).flatten()[0]
         flat[0] = near.flatten()
-        begun = near.like(flat)
-    fits = fit(model, x, target(x), begun, quiet=True)
+        first_starts = near.like(flat)
+    fits = fit(model, x, target(x), first_starts, quiet=True)
     best = fits.best()
     least = best.loss.clamp_min(0).sqrt()
     agree = int((fits.loss.clamp_min(0).sqrt() <= 1.01 * least + 1e-12).sum())
@@ -276,7 +273,7 @@ def kmeans_start(
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    drawn = []
+    vectors = []
     for start in range(starts):
         once: Any = 1  # scikit-learn's annotation of `n_init` allows "auto" only
         kmeans = KMeans(model.n_experts, n_init=once, random_state=seed + start)
@@ -285,8 +282,8 @@ def kmeans_start(
             clusters = kmeans.fit(x.numpy())
         centres = torch.from_numpy(clusters.cluster_centers_)
         label = torch.from_numpy(clusters.labels_).long()
-        drawn.append(_parameters_from_clusters(model, x, y, centres, label).flatten())
-    return model.unflatten(torch.stack(drawn))
+        vectors.append(_parameters_from_clusters(model, x, y, centres, label).flatten())
+    return model.unflatten(torch.stack(vectors))
 
 
 def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
@@ -305,8 +302,8 @@ def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
         return MoEParameters(lifted.router, lifted.bias - shares.log(), lifted.experts)
     gated, copy = (lifted.router != 0).any(-1), torch.arange(want) >= have
     split = torch.where(shares > 1, torch.logit(lifted.bias.sigmoid() / shares), lifted.bias)
-    kept = torch.where(copy, OFF_BIAS, lifted.bias)
-    return MoEParameters(lifted.router, torch.where(gated, kept, split), lifted.experts)
+    copy_bias = torch.where(copy, OFF_BIAS, lifted.bias)
+    return MoEParameters(lifted.router, torch.where(gated, copy_bias, split), lifted.experts)
 
 
 def _normal_draws(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -137,14 +137,19 @@ def cramer_rao(model: MoEModel, params: MoEParameters) -> CramerRao:
     scale = torch.where(scale > 0, scale, 1.0)
     values, vectors = torch.linalg.eigh((jacobian / scale).T @ (jacobian / scale))
     informative = values > FLAT * values[-1]
-    kept, flat = vectors[:, informative] / scale[:, None], vectors[:, ~informative] / scale[:, None]
+    directions, flat = (
+        vectors[:, informative] / scale[:, None],
+        vectors[:, ~informative] / scale[:, None],
+    )
     first, q, total = model.n_experts * (model.router_dim + 1), model.expert_dim, 0.0
     for j, slopes in enumerate(_expert_slopes(model, params, x)):
         rows = slice(first + j * q, first + (j + 1) * q)
-        moved = (slopes @ flat[rows]).square().mean(dim=0).sum() if flat.numel() else 0.0
-        if moved > FLAT_MOVES * slopes.square().mean():
+        movement = (slopes @ flat[rows]).square().mean(dim=0).sum() if flat.numel() else 0.0
+        if movement > FLAT_MOVES * slopes.square().mean():
             return CramerRao(float(informative.sum()), float("inf"))
-        total += ((slopes @ kept[rows]).square().mean(dim=0) / values[informative]).sum().item()
+        total += (
+            ((slopes @ directions[rows]).square().mean(dim=0) / values[informative]).sum().item()
+        )
     return CramerRao(float(informative.sum()), total / model.n_experts)
 
 
@@ -279,9 +284,11 @@ def symmetries(model: MoEModel) -> tuple[Symmetry, ...]:
     half = d * (d + 1) // 2
     groups = [Symmetry("order", "permute", 0)]
     if model.link == "softmax":
-        free = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(model.gate, d)
+        row_freedom = {"quadratic": half + d, "partial": half, "cosine": max(0, d - n)}.get(
+            model.gate, d
+        )
         groups.append(Symmetry("bias shift", "shift", 1))
-        groups.append(Symmetry("row shift", "shift", free))
+        groups.append(Symmetry("row shift", "shift", row_freedom))
     if model.gate == "cosine":
         groups.append(Symmetry("row scale", "scale", n))
     if model.gate in QUADRATIC:

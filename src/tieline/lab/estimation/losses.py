@@ -86,16 +86,16 @@ class Assignment:
 
 def assign(fit: MoEParameters, truth: MoEParameters) -> Assignment:
     """Cells by the distance of (router row, expert row)."""
-    for name, mine, other in (
+    for name, fit_rows, truth_rows in (
         ("router", fit.router, truth.router),
         ("expert", fit.experts, truth.experts),
     ):
+        lengths = fit_rows.shape[-1], truth_rows.shape[-1]
+        differing = f"{name} rows of fit and truth differ in length: {lengths[0]}, {lengths[1]}"
+        require(lengths[0] == lengths[1], differing, ShapeError)
         require(
-            mine.shape[-1] == other.shape[-1],
-            f"{name} rows of fit and truth differ in length: {mine.shape[-1]}, {other.shape[-1]}",
-            ShapeError,
+            bool(fit_rows.isfinite().all()), f"{name} rows of the fit must be finite", ShapeError
         )
-        require(bool(mine.isfinite().all()), f"{name} rows of the fit must be finite", ShapeError)
     rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
     distance = norms(pair_differences(rows, references))
     cell = distance.argmin(dim=-1)
@@ -277,18 +277,22 @@ def quotient_losses(
     One truth or one for each fit; `cone` lets mass and scale trade where the model does.
     """
     reference = canonical(model.with_experts(truth.n_experts), truth)
-    mine = canonical(model.with_experts(fit.n_experts), fit)
+    fitted = canonical(model.with_experts(fit.n_experts), fit)
     if has_signs(model):
-        mine = _nearest_signs(mine, reference)
-    cells = assign(mine, reference)
-    charges = _cell_charges(mine, reference, cells, kind, paper, r)
+        fitted = _nearest_signs(fitted, reference)
+    cells = assign(fitted, reference)
+    charges = _cell_charges(fitted, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
-        power = _cell_exponents(cells, kind, paper, r)
-        free = _cone_charges(model, mine, reference, cells, power)
+        power = torch.ones(cells.size.shape, dtype=torch.float64)  # of the parameter errors
+        if (paper, kind) in WITH_R:
+            power = r * power
+        elif (paper, kind) in SQUARED:
+            power = torch.where(cells.size > 1, 2.0, power)
+        cone_charges = _cone_charges(model, fitted, reference, cells, power)
         tradable = cells.size > 1
         if model.link == "sigmoid":
             tradable = (reference.router == 0).all(dim=-1) & (cells.size > 0)
-        charges = torch.where(tradable, free, charges)
+        charges = torch.where(tradable, cone_charges, charges)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
 
@@ -302,14 +306,6 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
 
     flip = nearest(-fit.experts) < nearest(fit.experts)
     return MoEParameters(fit.router, fit.bias, torch.where(flip, -fit.experts, fit.experts))
-
-
-def _cell_exponents(cells: Assignment, kind: str, paper: int, r: float | int) -> Charges:
-    """Exponent of the parameter errors of each cell."""
-    ones = torch.ones(cells.size.shape, dtype=torch.float64)
-    if (paper, kind) in WITH_R:
-        return r * ones
-    return torch.where(cells.size > 1, 2.0, ones) if (paper, kind) in SQUARED else ones
 
 
 def _cone_charges(

@@ -166,27 +166,21 @@ def mixture_starts(
     regression: SharedGate, rows: WeightedRows, starts: int, generator: torch.Generator
 ) -> Float[Tensor, "starts p"]:
     """Return parameter vectors to start from; the first is the same for every generator."""
-    vectors, model = [], regression.model
+    vectors, model, (x, y, weight) = [], regression.model, rows
     for number in range(starts):
-        shares = _start_shares(model, rows, number, generator)
+        directions = torch.randn(
+            x.shape[1] + 1, model.n_experts, dtype=x.dtype, generator=generator
+        )
+        if number == 0 and x.shape[1] <= WIDEST_TREE:
+            leaves = linear_tree(x, y, weight, model.n_experts)
+            first = one_hot(leaves, model.n_experts).to(x)
+        else:
+            first = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
+        shares = responsibilities(x, y, weight, first)
         gate = _start_gate(model, rows, shares.share)
         experts = _start_experts(model, rows, shares)
         vectors.append(torch.cat([gate.router.flatten(), gate.bias, experts.flatten()]))
     return torch.stack(vectors)
-
-
-def _start_shares(
-    model: MoEModel, rows: WeightedRows, number: int, generator: torch.Generator
-) -> Responsibilities:
-    """Shares of the rows, from a tree for the first start and random directions for the others."""
-    x, y, weight = rows
-    experts = model.n_experts
-    directions = torch.randn(x.shape[1] + 1, experts, dtype=x.dtype, generator=generator)
-    if number == 0 and x.shape[1] <= WIDEST_TREE:
-        start = one_hot(linear_tree(x, y, weight, experts), experts).to(x)
-    else:
-        start = (x @ directions[:-1] + directions[-1]).softmax(dim=1)
-    return responsibilities(x, y, weight, start)
 
 
 def _start_gate(model: MoEModel, rows: WeightedRows, share: Tensor) -> MoEParameters:
@@ -457,44 +451,50 @@ class _RefinedStarts:
 
     def select(self, index: int) -> "_RefinedStarts":
         """Keep the start with this index."""
-        at = slice(index, index + 1)
-        return _RefinedStarts(self.theta[at], self.loss[at], self.status[at], self.iterations[at])
+        row = slice(index, index + 1)
+        return _RefinedStarts(
+            self.theta[row], self.loss[row], self.status[row], self.iterations[row]
+        )
 
 
 def fit_mixture(regression: SharedGate, rows: WeightedRows, settings: FitSettings) -> MixtureFit:
     """The best of several fits to standardised rows."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(rows.x), generator=generator)
-    few = _first_rows(rows, order, FIRST)
-    all_rows = len(few.x) == len(rows.x)
-    starts = mixture_starts(regression, few, settings.starts, generator)
+    sample = _first_rows(rows, order, FIRST)
+    all_rows = len(sample.x) == len(rows.x)
+    starts = mixture_starts(regression, sample, settings.starts, generator)
     first = settings if all_rows else replace(settings, max_iter=min(SCREEN, settings.max_iter))
-    refined = _refine_starts(regression, few, starts, first)
+    refined = _refine_starts(regression, sample, starts, first)
     best = int(refined.loss.nan_to_num(nan=torch.inf).argmin())
-    kept = refined.select(best)
+    best_start = refined.select(best)
     if not all_rows:
-        kept = _refine_on_more_rows(regression, rows, order, kept, settings)
+        best_start = _refine_on_more_rows(regression, rows, order, best_start, settings)
     others = refined.status if all_rows else ("set aside",) * len(starts)
-    ends = (*others[:best], kept.status[0], *others[best + 1 :])
+    ends = (*others[:best], best_start.status[0], *others[best + 1 :])
     problem, which = _least_squares(regression, rows, 0.0, 1), torch.zeros(1, dtype=torch.long)
-    error = problem.loss(kept.theta, which).item() / rows.y.numel()
-    return MixtureFit(kept.theta[0], error, kept.status[0], ends, kept.iterations[0])
+    error = problem.loss(best_start.theta, which).item() / rows.y.numel()
+    return MixtureFit(
+        best_start.theta[0], error, best_start.status[0], ends, best_start.iterations[0]
+    )
 
 
 def _refine_on_more_rows(
     regression: SharedGate,
     rows: WeightedRows,
     order: Tensor,
-    kept: _RefinedStarts,
+    start: _RefinedStarts,
     settings: FitSettings,
 ) -> _RefinedStarts:
     """The start that was kept, refined on samples of growing size and then on all rows."""
     coarse = replace(settings, tol=max(settings.tol, COARSE))
     for size in sorted({FIRST, min(SECOND, len(rows.x)), len(rows.x)}):
-        here = settings if size == len(rows.x) else coarse
-        done = _refine_starts(regression, _first_rows(rows, order, size), kept.theta, here)
-        kept = replace(done, iterations=(kept.iterations[0] + done.iterations[0],))
-    return kept
+        size_settings = settings if size == len(rows.x) else coarse
+        refined = _refine_starts(
+            regression, _first_rows(rows, order, size), start.theta, size_settings
+        )
+        start = replace(refined, iterations=(start.iterations[0] + refined.iterations[0],))
+    return start
 
 
 def _first_rows(rows: WeightedRows, order: Tensor, size: int) -> WeightedRows:
@@ -515,15 +515,17 @@ def _refine_starts(
     loss = _least_squares(regression, rows, penalty, len(theta)).loss(theta, torch.tensor(running))
     while running:
         problem = _least_squares(regression, rows, penalty, len(running))
-        left = settings.max_iter - max(steps[start] for start in running)
-        minimum = levenberg_marquardt(problem, theta[running], iterations=min(ROUND, left), box=BOX)
-        for at, start in enumerate(tuple(running)):
-            gain = loss[start] - minimum.loss[at]
-            theta[start], loss[start] = minimum.theta[at], minimum.loss[at]
-            steps[start] += int(minimum.iterations[at])
-            ended = Status(int(minimum.status[at]))
-            done = ended.answered or gain <= settings.tol * minimum.loss[at]
-            status[start] = "converged" if done else ended.name.lower()
+        remaining_steps = settings.max_iter - max(steps[start] for start in running)
+        minimum = levenberg_marquardt(
+            problem, theta[running], iterations=min(ROUND, remaining_steps), box=BOX
+        )
+        for row, start in enumerate(tuple(running)):
+            gain = loss[start] - minimum.loss[row]
+            theta[start], loss[start] = minimum.theta[row], minimum.loss[row]
+            steps[start] += int(minimum.iterations[row])
+            ended = Status(int(minimum.status[row]))
+            answered = ended.answered or gain <= settings.tol * minimum.loss[row]
+            status[start] = "converged" if answered else ended.name.lower()
             if status[start] != "unfinished" or steps[start] >= settings.max_iter:
                 running.remove(start)
     return _RefinedStarts(theta, loss / len(rows.x), tuple(status), tuple(steps))
@@ -574,8 +576,8 @@ def by_cross_validation(
     means = tuple(estimate.value or 0.0 for estimate in estimates)
     spreads = tuple(estimate.standard_error or 0.0 for estimate in estimates)
     best = min(range(most), key=means.__getitem__)
-    chosen = next(at for at in range(most) if means[at] <= means[best] + spreads[best])
-    return ExpertCurve(tuple(range(1, most + 1)), means, spreads, chosen + 1)
+    choice = next(index for index in range(most) if means[index] <= means[best] + spreads[best])
+    return ExpertCurve(tuple(range(1, most + 1)), means, spreads, choice + 1)
 
 
 def by_dendrogram(
@@ -635,12 +637,14 @@ def expert_dendrogram(
     columns = torch.cat([(gates[:, :, None] * features[:, None, :]).flatten(1), y], dim=1)
     moments = (columns * weight[:, None]).mT @ columns / len(y)
     errors, merged = [_merged_error(moments, outputs)], []
-    for left in range(count, 1, -1):
-        pairs = list(itertools.combinations(range(left), 2))
-        after = [_merged_error(_merge_columns(moments, dim, *pair), outputs) for pair in pairs]
-        best = min(range(len(pairs)), key=after.__getitem__)
+    for level_experts in range(count, 1, -1):
+        pairs = list(itertools.combinations(range(level_experts), 2))
+        merged_errors = [
+            _merged_error(_merge_columns(moments, dim, *pair), outputs) for pair in pairs
+        ]
+        best = min(range(len(pairs)), key=merged_errors.__getitem__)
         moments = _merge_columns(moments, dim, *pairs[best])
-        errors.append(after[best])
+        errors.append(merged_errors[best])
         merged.append(pairs[best])
     heights = tuple(high - low for low, high in itertools.pairwise(errors))
     levels = tuple(range(count, 0, -1))
@@ -648,8 +652,8 @@ def expert_dendrogram(
     rises = [high - low for low, high in itertools.pairwise(logs)]
     tallest = max(range(len(rises)), key=lambda level: (rises[level], level))
     worth = rises[tallest] >= parameters * math.log(len(y)) / len(y)
-    chosen = levels[tallest] if worth else 1
-    return Dendrogram(levels, tuple(errors), heights, tuple(merged), chosen)
+    best_count = levels[tallest] if worth else 1
+    return Dendrogram(levels, tuple(errors), heights, tuple(merged), best_count)
 
 
 def _merged_error(moments: Moments, outputs: int) -> float:
@@ -661,10 +665,10 @@ def _merge_columns(
     moments: Moments, dim: int, first: int, second: int
 ) -> Float[Tensor, "left left"]:
     """Moments with the columns of expert `second` added to those of `first`."""
-    at, gone = (slice(expert * dim, (expert + 1) * dim) for expert in (first, second))
+    target, source = (slice(expert * dim, (expert + 1) * dim) for expert in (first, second))
     rows = moments.clone()
-    rows[at] += moments[gone]
-    rows[:, at] += rows[:, gone]
-    kept = torch.ones(len(moments), dtype=torch.bool)
-    kept[gone] = False
-    return rows[kept][:, kept]
+    rows[target] += moments[source]
+    rows[:, target] += rows[:, source]
+    remaining = torch.ones(len(moments), dtype=torch.bool)
+    remaining[source] = False
+    return rows[remaining][:, remaining]

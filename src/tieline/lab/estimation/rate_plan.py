@@ -148,9 +148,13 @@ def _paper2_setting(figure: str, gate, slope: float, *, truth=None, extra: int =
 
 
 def _paper4_setting(
-    figure: str, tag: str, slope: float, *, truth, link, expert: str, loss: str, zero: int
+    figure: str, tag: str, slope: float, links, expert: str, loss: str, zero: int = 0
 ):
-    """A setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted."""
+    """A setting of paper 4: d = N* = 8, all variances 1/d, N* + 1 experts fitted.
+
+    `links` are that of the truth and that of the fit; the last `zero` atoms have zero router rows.
+    """
+    truth, link = links
 
     def model(name, n: int) -> MoEModel:
         return MoEModel("quadratic", name, expert, 8, n)
@@ -172,16 +176,7 @@ def _paper4_setting(
     )
 
 
-def _sigmoid_truth(expert: str, loss: str, zero: int) -> dict:
-    """Figure 2 of paper 4: sigmoid truth."""
-    return {"truth": "sigmoid", "link": "sigmoid", "expert": expert, "loss": loss, "zero": zero}
-
-
-def _softmax_truth(link: str, expert: str, loss: str) -> dict:
-    """Figure 1 of paper 4: softmax truth."""
-    return {"truth": "softmax", "link": link, "expert": expert, "loss": loss, "zero": 0}
-
-
+SOFTMAX, MIXED, SIGMOID = ("softmax", "softmax"), ("softmax", "sigmoid"), ("sigmoid", "sigmoid")
 SETTINGS = {
     published.name: published
     for published in (
@@ -193,14 +188,14 @@ SETTINGS = {
         _paper2_setting("2a", "perturbed", -0.45, truth="linear"),
         _paper2_setting("2b", "linear", -0.13, truth="linear", power=2),
         _paper2_setting("2b", "perturbed", -0.47, truth="linear", power=2),
-        _paper4_setting("1a", "softmax", -0.24, **_softmax_truth("softmax", "relu", "L2")),
-        _paper4_setting("1a", "sigmoid", -0.51, **_softmax_truth("sigmoid", "relu", "L3")),
-        _paper4_setting("1b", "softmax", -0.07, **_softmax_truth("softmax", "linear", "L2")),
-        _paper4_setting("1b", "sigmoid", -0.46, **_softmax_truth("sigmoid", "linear", "L3")),
-        _paper4_setting("2a", "relu", -0.54, **_sigmoid_truth("relu", "L1", 2)),
-        _paper4_setting("2a", "linear", -0.07, **_sigmoid_truth("linear", "L2", 2)),
-        _paper4_setting("2b", "relu", -0.53, **_sigmoid_truth("relu", "L3", 0)),
-        _paper4_setting("2b", "linear", -0.44, **_sigmoid_truth("linear", "L3", 0)),
+        _paper4_setting("1a", "softmax", -0.24, SOFTMAX, "relu", "L2"),
+        _paper4_setting("1a", "sigmoid", -0.51, MIXED, "relu", "L3"),
+        _paper4_setting("1b", "softmax", -0.07, SOFTMAX, "linear", "L2"),
+        _paper4_setting("1b", "sigmoid", -0.46, MIXED, "linear", "L3"),
+        _paper4_setting("2a", "relu", -0.54, SIGMOID, "relu", "L1", 2),
+        _paper4_setting("2a", "linear", -0.07, SIGMOID, "linear", "L2", 2),
+        _paper4_setting("2b", "relu", -0.53, SIGMOID, "relu", "L3", 0),
+        _paper4_setting("2b", "linear", -0.44, SIGMOID, "linear", "L3", 0),
     )
 }
 
@@ -256,8 +251,8 @@ def _improve_condition(design: SmallDesign, seed: int) -> SmallDesign:
         truth = design.truth.like(design.truth.flatten() + STEP * step)
         condition, steps = _condition_number(model, truth), design.steps + 1
         better = condition < design.condition
-        kept = {"truth": truth, "condition": condition} if better else {}
-        design = replace(design, steps=steps, **kept)
+        update = {"truth": truth, "condition": condition} if better else {}
+        design = replace(design, steps=steps, **update)
     return design
 
 
@@ -337,8 +332,8 @@ class RatePlan:
         right = bool(radii) and min(radii) >= 0 and len(set(radii)) == len(radii)
         require(right, f"start radii are different and not negative, got {radii}")
         require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method!r}")
-        few = 0 <= self.samples <= sizes[0]
-        require(few, f"emulate sizes of at least {self.samples} samples, got {sizes[0]}")
+        emulates = 0 <= self.samples <= sizes[0]
+        require(emulates, f"emulate sizes of at least {self.samples} samples, got {sizes[0]}")
         self.source.check(self.truth)
 
     @property
@@ -380,8 +375,8 @@ class RepetitionBlock(NamedTuple):
 
     def seeds(self, plan: RatePlan) -> list[int]:
         """The seed of each repetition; starts of all radii see the same data."""
-        every = repetition_seeds(plan.seed, self.n, plan.repetitions)
-        return [every[repetition] for repetition in self.repetitions]
+        all_seeds = repetition_seeds(plan.seed, self.n, plan.repetitions)
+        return [all_seeds[repetition] for repetition in self.repetitions]
 
 
 def plan_blocks(
@@ -394,7 +389,7 @@ def plan_blocks(
         for radius in plan.radii:
             todo = [r for r in range(plan.repetitions) if (n, radius, r) not in finished]
             size = max(1, most // (plan.drawn(n)[0] * plan.model.n_parameters))
-            groups = [todo[at : at + size] for at in range(0, len(todo), size)]
+            groups = [todo[begin : begin + size] for begin in range(0, len(todo), size)]
             blocks += [RepetitionBlock(n, radius, tuple(group)) for group in groups]
     return sorted(blocks, key=lambda block: -block.rows)
 
@@ -409,9 +404,9 @@ def estimate_seconds(plan: RatePlan, blocks: Sequence[RepetitionBlock], jobs: in
     theta = plan.centre.flatten()[None]
     which = torch.zeros(1, dtype=torch.int64)
     problem.normal(theta, which)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     problem.normal(theta, which)
-    per_row = (time.perf_counter() - begun) / n
+    per_row = (time.perf_counter() - started) / n
     steps = USUAL_STEPS.get(plan.model.expert, OTHER_STEPS)
     fits = sum(len(block.repetitions) for block in blocks) * plan.starts
     solving = 1e-10 * plan.model.n_parameters**3 * steps * fits
@@ -511,14 +506,19 @@ def _case_of_model(
 
 def describe_settings() -> Mapping[str, str]:
     """Return every name with one line; the small designs by their pattern."""
-    published = {name: _setting_line(setting) for name, setting in SETTINGS.items()}
+    published = {
+        name: f"paper {setting.paper}, figure {setting.figure}: {setting.fitted.gate} "
+        f"{setting.fitted.link}, {setting.fitted.expert} experts, {setting.fitted.n_experts} for "
+        f"{setting.truth.n_experts}, {setting.regime}, slope {setting.published_slope:.2f}"
+        for name, setting in SETTINGS.items()
+    }
     pattern = "small-GATE-LINK-EXPERT"
     return published | {pattern: "about 30 parameters, well specified, noise 0.01"}
 
 
 def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Case:
     """A paper's setting, on the paper's grid unless `grid` overrides it."""
-    truth = setting.draw_truth(seed)
+    truth, (first, last) = setting.draw_truth(seed), setting.sample_sizes
     reference, misfit = truth, 0.0
     if setting.regime == "misspecified":
         minimiser = population_minimiser(
@@ -533,7 +533,7 @@ def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Cas
         reference, misfit = minimiser.params, minimiser.misfit
     options = {
         "noise": setting.noise,
-        "sizes": _spaced_sizes(*setting.sample_sizes),
+        "sizes": tuple(round(first * (last / first) ** (i / 6)) for i in range(7)),
         "repetitions": setting.repetitions,
         "loss": setting.loss,
         "paper": setting.loss_paper,
@@ -545,29 +545,14 @@ def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Cas
     return Case(plan, setting.published_slope, misfit)
 
 
-def _setting_line(setting: Setting) -> str:
-    """One line for the list of settings."""
-    model = setting.fitted
-    return (
-        f"paper {setting.paper}, figure {setting.figure}: {model.gate} {model.link}, "
-        f"{model.expert} experts, {model.n_experts} for {setting.truth.n_experts}, "
-        f"{setting.regime}, slope {setting.published_slope:.2f}"
-    )
-
-
-def _spaced_sizes(first: int, last: int) -> tuple[int, ...]:
-    """Seven sample sizes at equal ratios."""
-    return tuple(round(first * (last / first) ** (i / 6)) for i in range(7))
-
-
 def _loss_of_family(model: MoEModel, fitted: int) -> dict[str, Any]:
     """The papers' loss for a family: exact or with more experts than needed.
 
     No paper has a loss for a sigmoid over a linear or cosine score; there the one of paper 2 is
     taken, whose masses are exp(bias).
     """
-    over = fitted > model.n_experts
+    overspecified = fitted > model.n_experts
     if model.link == "softmax" or model.gate not in ("quadratic", "partial"):
-        return {"loss": "L2" if over else "L3", "paper": 2}
+        return {"loss": "L2" if overspecified else "L3", "paper": 2}
     kinds = ("L1", "L3") if model.gate == "quadratic" else ("L4", "L5")
-    return {"loss": kinds[0] if over else kinds[1], "paper": 4}
+    return {"loss": kinds[0] if overspecified else kinds[1], "paper": 4}

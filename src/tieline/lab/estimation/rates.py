@@ -258,13 +258,13 @@ class RateStudy(Result):
 
     def _determined_losses(self, loss: str, radius: float | None) -> tuple[list[int], list[Tensor]]:
         """Sample sizes of at least the number of parameters, and their losses."""
-        left, p = len(self.ridge.sizes), self.model.parameters
+        ridge_count, p = len(self.ridge.sizes), self.model.parameters
         require(
-            len(self.sizes) >= left + 2,
+            len(self.sizes) >= ridge_count + 2,
             f"a slope needs two sample sizes of at least {p}, the number of parameters, got "
             f"{list(self.sizes)}",
         )
-        return list(self.sizes[left:]), self.losses(loss, radius)[left:]
+        return list(self.sizes[ridge_count:]), self.losses(loss, radius)[ridge_count:]
 
 
 def _finite_losses(
@@ -301,13 +301,13 @@ def _loss_series(plan: RatePlan, rows: Sequence[RateRow], loss: str, radius: flo
 def _ridge_sizes(plan: RatePlan) -> RidgeSizes:
     """Sample sizes below the number of parameters, with a warning."""
     p = plan.model.n_parameters
-    few = tuple(n for n in plan.sizes if n < p)
+    small_sizes = tuple(n for n in plan.sizes if n < p)
+    listed = ", ".join(f"{n:,}" for n in small_sizes)
     warning = (
-        f"n = {', '.join(f'{n:,}' for n in few)}: fewer samples than the {p} parameters, so a "
-        "ridge picks one of the many fits that the data allow; these losses depend on the ridge "
-        "and no slope counts them"
+        f"n = {listed}: fewer samples than the {p} parameters, so a ridge picks one of the many "
+        "fits that the data allow; these losses depend on the ridge and no slope counts them"
     )
-    return RidgeSizes(few, warning if few else "")
+    return RidgeSizes(small_sizes, warning if small_sizes else "")
 
 
 def _samples_needed(study: RateStudy, error: float) -> SamplesNeeded:
@@ -351,15 +351,15 @@ def rate_study(
     rows = _stored_rows(plan, store)
     blocks = plan_blocks(plan, list(rows))
     total = sum(plan.sizes) * len(plan.radii) * plan.repetitions
-    done = total - sum(block.rows for block in blocks)
+    fitted_samples = total - sum(block.rows for block in blocks)
     arguments = [(plan, block) for block in blocks]
-    for fresh in run_jobs(fit_block, arguments, executor=executor, address=address, jobs=jobs):
+    for block_rows in run_jobs(fit_block, arguments, executor=executor, address=address, jobs=jobs):
         if store is not None:
-            store.add(fresh)
-        rows |= {row.grid_point: row for row in fresh}
-        done += sum(row.n for row in fresh)
+            store.add(block_rows)
+        rows |= {row.grid_point: row for row in block_rows}
+        fitted_samples += sum(row.n for row in block_rows)
         if progress is not None:
-            progress(done, total)
+            progress(fitted_samples, total)
     study = RateStudy.of(case, [rows[point] for point in sorted(rows)], error)
     if not quiet:
         warn_unconverged(torch.tensor([Status(row.status).answered for row in study.rows]))

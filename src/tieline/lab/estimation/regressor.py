@@ -166,7 +166,9 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             )
         family = self._model_family(count)
         rows, self.scales_ = standardised(*table, family)
-        settings = self._fit_settings(seed)
+        ridge = None if self.ridge == "auto" else float(self.ridge)
+        counts = int(self.n_init), int(self.max_iter)
+        settings = FitSettings(*counts, float(self.tol), ridge, seed)
         self.n_experts_ = self._choose_count(family, rows, settings)
         regression = SharedGate(family.with_experts(self.n_experts_), rows.y.shape[1])
         self._store_fit(regression, rows, fit_mixture(regression, rows, settings))
@@ -209,28 +211,23 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             activation=self.activation,
         )
 
-    def _fit_settings(self, seed: int) -> FitSettings:
-        """Settings of the fit of one seed."""
-        ridge = None if self.ridge == "auto" else float(self.ridge)
-        return FitSettings(int(self.n_init), int(self.max_iter), float(self.tol), ridge, seed)
-
     def _choose_count(self, family: MoEModel, rows: WeightedRows, settings: FitSettings) -> int:
         """The number of experts, chosen from the data for "auto"."""
         self.selection_ = None
         if self.n_experts != "auto":
             return family.n_experts
-        few = some_rows(rows, settings.seed)
-        most = min(int(self.max_experts), len(few.x))
+        sample = some_rows(rows, settings.seed)
+        most = min(int(self.max_experts), len(sample.x))
         if self.selection == "dendrogram" and most >= 2:
-            self.selection_ = by_dendrogram(family, few, most, settings)
+            self.selection_ = by_dendrogram(family, sample, most, settings)
         else:
-            order = np.random.RandomState(settings.seed).permutation(len(few.x))
+            order = np.random.RandomState(settings.seed).permutation(len(sample.x))
             splitter: Any = check_cv(self.cv, None)
             folds = [
                 (torch.tensor(order[train]), torch.tensor(order[test]))
-                for train, test in splitter.split(few.x[order])
+                for train, test in splitter.split(sample.x[order])
             ]
-            self.selection_ = by_cross_validation(family, few, most, folds, settings)
+            self.selection_ = by_cross_validation(family, sample, most, folds, settings)
         return self.selection_.chosen
 
     def _store_fit(self, regression: SharedGate, rows: WeightedRows, fit: MixtureFit) -> None:
@@ -267,10 +264,10 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
             )
         fit = self.fit_
         if fit.failed:
-            kept = "was" if fit.status == "converged" else "was not"
+            verb = "was" if fit.status == "converged" else "was not"
             warnings.warn(
                 f"{fit.failed} of {len(fit.starts)} starts did not converge "
-                f"({fit.failures()}); the one that is kept {kept} among those that did. "
+                f"({fit.failures()}); the one that is kept {verb} among those that did. "
                 f"max_iter={self.max_iter} and tol={self.tol} decide",
                 ConvergenceWarning,
                 stacklevel=3,

@@ -130,10 +130,10 @@ class LeastSquares:
     def loss(self, theta: Theta, which: Which) -> Float[Tensor, " problems"]:
         """S at θ of the problems `which`."""
         total = self.ridge * theta.square().sum(-1)
-        for at, rows, x in self._blocks(which, theta.shape[1]):
-            residual = self._target(which[at], rows) - self.regression.value(theta[at], x)
-            weighted = self._weigh(residual, which[at], rows)
-            total[at] += (weighted * residual).flatten(1).sum(-1)
+        for block, rows, x in self._blocks(which, theta.shape[1]):
+            residual = self._target(which[block], rows) - self.regression.value(theta[block], x)
+            weighted = self._weigh(residual, which[block], rows)
+            total[block] += (weighted * residual).flatten(1).sum(-1)
         return total
 
     def normal(self, theta: Theta, which: Which) -> Normal:
@@ -142,14 +142,14 @@ class LeastSquares:
         loss = self.ridge * theta.square().sum(-1)
         pull, gram = -self.ridge * theta, theta.new_zeros(count, size, size)
         gram.diagonal(dim1=-2, dim2=-1).fill_(self.ridge)
-        for at, rows, x in self._blocks(which, size):
-            value, jacobian = self.regression.value_and_jacobian(theta[at], x)
-            residual = self._target(which[at], rows) - value
-            weighted = self._weigh(residual, which[at], rows)
-            loss[at] += (weighted * residual).flatten(1).sum(-1)
+        for block, rows, x in self._blocks(which, size):
+            value, jacobian = self.regression.value_and_jacobian(theta[block], x)
+            residual = self._target(which[block], rows) - value
+            weighted = self._weigh(residual, which[block], rows)
+            loss[block] += (weighted * residual).flatten(1).sum(-1)
             columns = jacobian.flatten(1, -2)
-            pull[at] += (columns.mT @ weighted.flatten(1)[..., None])[..., 0]
-            gram[at] += columns.mT @ self._weigh(jacobian, which[at], rows).flatten(1, -2)
+            pull[block] += (columns.mT @ weighted.flatten(1)[..., None])[..., 0]
+            gram[block] += columns.mT @ self._weigh(jacobian, which[block], rows).flatten(1, -2)
         return Normal(loss, pull, gram)
 
     def pull(self, theta: Theta, which: Which, rows: Int[Tensor, " rows"]) -> Theta:
@@ -169,11 +169,11 @@ class LeastSquares:
         rows = max(1, min(self.samples, max(64, self.block // max(1, dim * outputs * len(which)))))
         group = max(1, min(len(which), self.block // (rows * dim * outputs)))
         for first in range(0, len(which), group):
-            at = slice(first, first + group)
-            sets = which[at] // self.starts
+            block = slice(first, first + group)
+            sets = which[block] // self.starts
             for row in range(0, self.samples, rows):
                 span = slice(row, row + rows)
-                yield at, span, self.x[:, span].index_select(0, sets)
+                yield block, span, self.x[:, span].index_select(0, sets)
 
     def _target(self, which: Which, rows: slice) -> Tensor:
         """Targets of some problems at some rows."""
@@ -231,11 +231,11 @@ class _RunningProblems:
     slow: Int[Tensor, " problems"]
     refused: Int[Tensor, " problems"]
 
-    def keep(self, left: Bool[Tensor, " problems"]) -> "_RunningProblems":
+    def keep(self, running: Bool[Tensor, " problems"]) -> "_RunningProblems":
         """The problems that go on."""
-        normal = Normal(*(field[left] for field in self.normal))
-        counts = self.damping[left], self.slow[left], self.refused[left]
-        return _RunningProblems(self.which[left], self.theta[left], normal, *counts)
+        normal = Normal(*(field[running] for field in self.normal))
+        counts = self.damping[running], self.slow[running], self.refused[running]
+        return _RunningProblems(self.which[running], self.theta[running], normal, *counts)
 
 
 def levenberg_marquardt(
@@ -258,14 +258,14 @@ def levenberg_marquardt(
     tried = torch.full_like(batch.which, iterations)
     zero, share = EXACT * problem.scale, size / problem.samples
     for turn in range(iterations + 1):
-        step, left = _damped_step(batch, box)
-        ended = _end_statuses(batch, left / (share * batch.normal.loss), zero, tolerance)
-        gone = ended != Status.RUNNING
-        if turn == iterations or gone.any():
-            at = batch.which
-            theta[at], loss[at] = batch.theta, batch.normal.loss
-            status[at[gone]], tried[at[gone]] = ended[gone], turn
-            batch, step = batch.keep(~gone), step[~gone]
+        step, gain = _damped_step(batch, box)
+        ended = _end_statuses(batch, gain / (share * batch.normal.loss), zero, tolerance)
+        finished = ended != Status.RUNNING
+        if turn == iterations or finished.any():
+            rows = batch.which
+            theta[rows], loss[rows] = batch.theta, batch.normal.loss
+            status[rows[finished]], tried[rows[finished]] = ended[finished], turn
+            batch, step = batch.keep(~finished), step[~finished]
         if turn == iterations or not len(batch.which):
             break
         _take_steps(problem, batch, step, box)
@@ -277,8 +277,8 @@ def relative_offset(
 ) -> tuple[Float[Tensor, " problems"], Float[Tensor, " problems"]]:
     """√(gᵀ(A + 1e-9 D)⁻¹g / p s²), how far θ is from its minimum in standard errors; and S."""
     batch = _start_batch(problem, theta)
-    left, loss = _damped_step(batch, BOX)[1], batch.normal.loss
-    return (left / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
+    gain, loss = _damped_step(batch, BOX)[1], batch.normal.loss
+    return (gain / (theta.shape[1] / problem.samples * loss)).sqrt(), loss
 
 
 def _start_batch(problem: LeastSquares, theta: Theta) -> _RunningProblems:
@@ -289,17 +289,17 @@ def _start_batch(problem: LeastSquares, theta: Theta) -> _RunningProblems:
 
 
 def _end_statuses(
-    batch: _RunningProblems, left: Tensor, zero: Tensor, tolerance: float
+    batch: _RunningProblems, gain: Tensor, zero: Tensor, tolerance: float
 ) -> Int[Tensor, " problems"]:
-    """The status of each running problem, `left` being what it may gain in units of p s²."""
+    """The status of each running problem, `gain` being what is left in units of p s²."""
     loss = batch.normal.loss
     ended = torch.full_like(batch.which, Status.RUNNING)
     ended[batch.damping > MOST_DAMPING] = Status.STALLED
     ended[batch.slow >= SLOW_STEPS] = Status.FLAT
-    ended[(batch.refused >= KINK_STEPS) & (left <= KINK**2)] = Status.KINK
-    ended[left <= tolerance**2] = Status.CONVERGED
+    ended[(batch.refused >= KINK_STEPS) & (gain <= KINK**2)] = Status.KINK
+    ended[gain <= tolerance**2] = Status.CONVERGED
     lost = ~(loss.isfinite() & batch.normal.pull.isfinite().all(-1))
-    ended[lost | ~left.isfinite()] = Status.FAILED
+    ended[lost | ~gain.isfinite()] = Status.FAILED
     ended[loss <= zero[batch.which]] = Status.EXACT  # 0/0 is left of a loss of zero
     return ended
 
@@ -308,17 +308,17 @@ def _damped_step(batch: _RunningProblems, box: float) -> tuple[Theta, Float[Tens
     """The damped step δ, and gᵀ(A + 1e-9 D)⁻¹g, what is left to gain."""
     _, pull, gram = batch.normal
     pressed = (batch.theta.abs() >= box) & (pull * batch.theta > 0)
-    free = (~pressed).to(pull)
+    free_mask = (~pressed).to(pull)
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     least = 1e-14 * diagonal.amax(-1, keepdim=True) + 1e-300
-    scale = free / diagonal.clamp_min(least).sqrt()
+    scale = free_mask / diagonal.clamp_min(least).sqrt()
     matrix = gram * scale[:, :, None] * scale[:, None, :]
     goal = pull * scale
     step = _solve_damped(matrix, batch.damping[:, None], goal)
-    left = (goal * _solve_damped(matrix, torch.full_like(batch.damping, FLOOR)[:, None], goal)).sum(
+    gain = (goal * _solve_damped(matrix, torch.full_like(batch.damping, FLOOR)[:, None], goal)).sum(
         -1
     )
-    return step * scale, left
+    return step * scale, gain
 
 
 def _solve_damped(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
@@ -336,21 +336,21 @@ def _solve_damped(matrix: Tensor, damping: Tensor, goal: Tensor) -> Tensor:
 def _take_steps(problem: LeastSquares, batch: _RunningProblems, step: Theta, box: float) -> None:
     """Take the steps that lower the loss; set damping by how well the model predicted it."""
     trial = (batch.theta + step).clamp(-box, box)
-    moved = trial - batch.theta
+    change = trial - batch.theta
     loss, pull, gram = batch.normal
-    predicted = 2 * (moved * pull).sum(-1) - ((gram @ moved[..., None])[..., 0] * moved).sum(-1)
+    predicted = 2 * (change * pull).sum(-1) - ((gram @ change[..., None])[..., 0] * change).sum(-1)
     new = problem.normal(trial, batch.which)
     gain = loss - new.loss
     ratio = gain / predicted.clamp_min(1e-300)
-    taken = (gain > 0) & new.pull.isfinite().all(-1)
+    accepted = (gain > 0) & new.pull.isfinite().all(-1)
     factor = torch.where(ratio > 0.75, 0.1, torch.where(ratio > 0.25, 1.0, 4.0)).to(loss)
-    factor = torch.where(taken, factor, torch.full_like(factor, 10.0))
+    factor = torch.where(accepted, factor, torch.full_like(factor, 10.0))
     batch.damping = (batch.damping * factor).clamp_min(LEAST_DAMPING)
-    small = taken & (gain <= SLOW * loss / problem.samples)
-    batch.slow = torch.where(taken, torch.where(small, batch.slow + 1, 0), batch.slow)
-    batch.refused = torch.where(taken, 0, batch.refused + 1)
-    for old, fresh in zip((batch.theta, *batch.normal), (trial, *new), strict=True):
-        old[taken] = fresh[taken]
+    small = accepted & (gain <= SLOW * loss / problem.samples)
+    batch.slow = torch.where(accepted, torch.where(small, batch.slow + 1, 0), batch.slow)
+    batch.refused = torch.where(accepted, 0, batch.refused + 1)
+    for old, update in zip((batch.theta, *batch.normal), (trial, *new), strict=True):
+        old[accepted] = update[accepted]
 
 
 @dataclass(frozen=True)

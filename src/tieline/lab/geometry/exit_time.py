@@ -111,8 +111,10 @@ def normalised_distances(
     noise = weight @ check_noise(sigma, weight)
     ranked = stable_topk(affine_scores(x, weight, bias), len(weight))
     rise = ranked.values[:, :k, None] - ranked.values[:, None, k:]
-    apart = expert_distances(noise)[ranked.indices[:, :k, None], ranked.indices[:, None, k:]]
-    return torch.where(rise == 0, 0.0, rise / apart)
+    noise_lengths = expert_distances(noise)[
+        ranked.indices[:, :k, None], ranked.indices[:, None, k:]
+    ]
+    return torch.where(rise == 0, 0.0, rise / noise_lengths)
 
 
 def top_k_cell(
@@ -136,8 +138,8 @@ def top_k_cell(
         gap > 0, f"the start lies on a boundary: experts {inner[-1]}, {outer[0]} have gap {gap}"
     )
     noise = (weight - weight.mean(dim=0)) @ check_noise(sigma, weight)
-    left, values, _ = torch.linalg.svd(noise, full_matrices=False)
-    pull = (left * values)[:, values > 1e-13 * values[0]]
+    left_vectors, values, _ = torch.linalg.svd(noise, full_matrices=False)
+    pull = (left_vectors * values)[:, values > 1e-13 * values[0]]
     faces = torch.cartesian_prod(inner, outer)
     normals = pull[faces[:, 0]] - pull[faces[:, 1]]
     length = normals.norm(dim=1)
@@ -172,9 +174,9 @@ def exit_curve(
         ShapeError,
     )
     nearest = cell.distances + horizon * speed.clamp(max=0)
-    near = nearest <= OUT_OF_REACH * math.sqrt(horizon)
-    start, directions = cell.distances[near], _spanned_normals(cell.normals[near])
-    moves = speed[near] * (horizon / steps)
+    reachable = nearest <= OUT_OF_REACH * math.sqrt(horizon)
+    start, directions = cell.distances[reachable], _spanned_normals(cell.normals[reachable])
+    moves = speed[reachable] * (horizon / steps)
     generator = torch.Generator().manual_seed(seed)
     total, square, outside = (torch.zeros(steps, dtype=torch.float64) for _ in range(3))
     for batch in path_batches(paths):
@@ -212,8 +214,8 @@ def exit_orders(exits: Exits, epsilon: Real) -> Int[Tensor, " left"]:
     The level is that of the two experts of the face, which tie there up to rounding.
     """
     require(epsilon > 0, f"need epsilon > 0, got {epsilon}")
-    left = exits.face >= 0
-    scores, pair = exits.scores[left], exits.cell.faces[exits.face[left]]
+    exited = exits.face >= 0
+    scores, pair = exits.scores[exited], exits.cell.faces[exits.face[exited]]
     level = scores.gather(1, pair).mean(dim=1, keepdim=True)
     return ((scores - level).abs() < epsilon).sum(dim=1) - 1
 
@@ -248,8 +250,8 @@ def _spanned_normals(normals: Float[Tensor, "faces q"]) -> Float[Tensor, "faces 
     """The normals in coordinates of the space they span, so that a step draws min(F, q) numbers."""
     if normals.shape[0] >= normals.shape[1]:
         return normals
-    left, values, _ = torch.linalg.svd(normals, full_matrices=False)
-    return left * values
+    left_vectors, values, _ = torch.linalg.svd(normals, full_matrices=False)
+    return left_vectors * values
 
 
 def _survival_steps(
@@ -266,14 +268,18 @@ def _survival_steps(
     y = start[:, None].expand(faces, paths).clone()
     stay = torch.ones(paths, dtype=torch.float64)
     inside = torch.ones(paths, dtype=torch.bool)
-    noise, moved, hit = torch.empty(dim, paths, dtype=torch.float64), torch.empty_like(y), y.clone()
+    noise, next_y, hit = (
+        torch.empty(dim, paths, dtype=torch.float64),
+        torch.empty_like(y),
+        y.clone(),
+    )
     directions, moves = directions * math.sqrt(dt), moves[:, None]
     for _ in range(steps):
-        torch.addmm(y + moves, directions, noise.normal_(generator=generator), out=moved)
-        torch.mul(y, moved, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
+        torch.addmm(y + moves, directions, noise.normal_(generator=generator), out=next_y)
+        torch.mul(y, next_y, out=hit).mul_(-2 / dt).exp_().clamp_(max=1)
         stay = stay * hit.neg_().add_(1).prod(dim=0)
-        inside = inside & (moved > 0).all(dim=0)
-        y, moved = moved, y
+        inside = inside & (next_y > 0).all(dim=0)
+        y, next_y = next_y, y
         yield stay, inside
 
 
@@ -285,27 +291,27 @@ def _simulate_exits(
     time = torch.full((paths,), torch.inf, dtype=torch.float64)
     face = torch.full((paths,), -1)
     position = torch.full((paths, dim), torch.nan, dtype=torch.float64)
-    alive, here = torch.arange(paths), torch.zeros(paths, dim, dtype=torch.float64)
+    alive, begin = torch.arange(paths), torch.zeros(paths, dim, dtype=torch.float64)
     for m in range(steps):
         step = torch.randn(len(alive), dim, generator=generator, dtype=torch.float64)
-        there = here + math.sqrt(dt) * step
-        when, which = _first_hit(cell, here, there, dt, generator)
-        out = when < torch.inf
-        rows = alive[out]
-        time[rows], face[rows] = m * dt + when[out], which[out]
+        end = begin + math.sqrt(dt) * step
+        when, which = _first_hit(cell, begin, end, dt, generator)
+        exited = when < torch.inf
+        rows = alive[exited]
+        time[rows], face[rows] = m * dt + when[exited], which[exited]
         position[rows] = _exit_position(
-            cell, here[out], there[out], when[out] / dt, which[out], dt, generator
+            cell, begin[exited], end[exited], when[exited] / dt, which[exited], dt, generator
         )
-        alive, here = alive[~out], there[~out]
+        alive, begin = alive[~exited], end[~exited]
     return time, face, position
 
 
 def _first_hit(
-    cell: TopKCell, here: Tensor, there: Tensor, dt: Real, generator: torch.Generator
+    cell: TopKCell, begin: Tensor, end: Tensor, dt: Real, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Time within the step and face of the first hit; infinite where there is none."""
-    before = cell.distances + here @ cell.normals.T
-    after = cell.distances + there @ cell.normals.T
+    before = cell.distances + begin @ cell.normals.T
+    after = cell.distances + end @ cell.normals.T
     chance = (-2 * before * after / dt).exp()
     hit = torch.rand(before.shape, generator=generator, dtype=torch.float64) < chance
     ratio = torch.full_like(before, torch.inf)
@@ -332,8 +338,8 @@ def _inverse_gaussian(
 
 def _exit_position(
     cell: TopKCell,
-    here: Tensor,
-    there: Tensor,
+    begin: Tensor,
+    end: Tensor,
     share: Tensor,
     face: Tensor,
     dt: Real,
@@ -344,8 +350,8 @@ def _exit_position(
     Motion along the face is independent of the distance to it.
     """
     share = share[:, None]
-    noise = torch.randn(here.shape, generator=generator, dtype=torch.float64)
-    point = here + share * (there - here) + (dt * share * (1 - share)).sqrt() * noise
+    noise = torch.randn(begin.shape, generator=generator, dtype=torch.float64)
+    point = begin + share * (end - begin) + (dt * share * (1 - share)).sqrt() * noise
     normal = cell.normals[face]
     above = cell.distances[face] + (point * normal).sum(dim=1)
     return point - above[:, None] * normal
@@ -510,7 +516,7 @@ def trace_flip_times(
     by_expert = torch.zeros(scores.shape, dtype=torch.float64)
     by_expert.scatter_(1, layer.experts.long(), scores.double())
     clear = scores[:, facts.k - 1] > scores[:, facts.k]
-    chosen = by_expert[clear][:tokens]
+    start_scores = by_expert[clear][:tokens]
     return score_flip_times(
-        chosen, facts.k, W, horizon, sigma=sigma, steps=steps, paths=paths, seed=seed
+        start_scores, facts.k, W, horizon, sigma=sigma, steps=steps, paths=paths, seed=seed
     )

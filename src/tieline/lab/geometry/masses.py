@@ -150,9 +150,9 @@ def ambiguity_mass(scores: Scores, epsilon: Real, tau: Real = 1.0) -> Mass:
 
 def _mass_of_gaps(gaps: Gaps, width: Real | Float[Tensor, "*grid"]) -> Mass:
     """Share of gaps of at most `width`, with its standard error."""
-    at = torch.as_tensor(width, dtype=torch.float64)
-    require(bool((at >= 0).all()), f"a width is >= 0, got {width}")
-    return _binomial_mass(empirical_cdf(gaps, at), gaps.numel())
+    widths = torch.as_tensor(width, dtype=torch.float64)
+    require(bool((widths >= 0).all()), f"a width is >= 0, got {width}")
+    return _binomial_mass(empirical_cdf(gaps, widths), gaps.numel())
 
 
 def _binomial_mass(share: Float[Tensor, "*grid"], tokens: int) -> Mass:

@@ -76,8 +76,8 @@ def flat_occupation(
     noise = flat.basis.T @ check_noise(sigma, flat.normals)
     covariance = noise @ noise.T
     values, vectors = torch.linalg.eigh(covariance)
-    away = flat.basis.T @ (flat.nearest - start.double())
-    reach = ((vectors.T @ away) / values.sqrt()).norm().item()
+    offset = flat.basis.T @ (flat.nearest - start.double())
+    reach = ((vectors.T @ offset) / values.sqrt()).norm().item()
     b = max(0.0, reach - epsilon / math.sqrt(values[0].item())) ** 2 / 2
     n = len(values)
     scale = ball_volume(n) / ((2 * math.pi) ** (n / 2) * values.prod().sqrt().item()) * epsilon**n
@@ -85,7 +85,7 @@ def flat_occupation(
     paper = 2 * scale * math.sqrt(horizon) if n == 1 else sharp
     exact = None
     if bool(values[-1] - values[0] <= 1e-12 * values[-1]):
-        exact = _isotropic_time(n, away.norm().item(), epsilon, horizon, values.mean().item())
+        exact = _isotropic_time(n, offset.norm().item(), epsilon, horizon, values.mean().item())
     return Occupation(paper, min(horizon, sharp), exact, horizon, 1)
 
 
@@ -178,7 +178,7 @@ def _time_integral(n: int, b: Real, horizon: Real) -> float:
     return float(b**-half * special.gamma(half) * special.gammaincc(half, b / horizon))
 
 
-def _isotropic_time(n: int, away: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
+def _isotropic_time(n: int, offset: Real, epsilon: Real, horizon: Real, variance: Real) -> float:
     """∫_0^T P(‖N(away, variance t I_n)‖ < ε) dt, in √t, of which the integrand is smooth."""
     from scipy import stats  # takes half a second to load
 
@@ -186,10 +186,10 @@ def _isotropic_time(n: int, away: Real, epsilon: Real, horizon: Real, variance: 
         scale = variance * root * root
         if scale == 0:
             return 0.0
-        return 2 * root * float(stats.ncx2.cdf(epsilon**2 / scale, n, away**2 / scale))
+        return 2 * root * float(stats.ncx2.cdf(epsilon**2 / scale, n, offset**2 / scale))
 
     top = math.sqrt(horizon)
-    knee = min(top, max(abs(away - epsilon), epsilon) / math.sqrt(variance))
+    knee = min(top, max(abs(offset - epsilon), epsilon) / math.sqrt(variance))
     pieces = [(0.0, knee), (knee, top)]
     return math.fsum(
         integrate.quad(integrand, *ends, epsabs=1e-13, epsrel=1e-11, limit=200, full_output=1)[0]

@@ -49,8 +49,8 @@ class PerturbationLaw:
         require(
             bool(values[0] >= -1e-9 * values[-1].abs()), "a covariance is positive semidefinite"
         )
-        kept = values > MISSING * values[-1]
-        return vectors[:, kept] * values[kept].sqrt()
+        perturbed = values > MISSING * values[-1]
+        return vectors[:, perturbed] * values[perturbed].sqrt()
 
     def isotropic(self) -> "PerturbationLaw":
         """The law without mean whose power E‖δ‖² is the same in every direction."""
@@ -100,8 +100,8 @@ def pair_noise(
     """s_ij = √((w_i - w_j)ᵀ Σ (w_i - w_j)) and μ_ij = (w_i - w_j)·m."""
     rows, push = whitened_router(W, law), W.detach().double() @ law.mean
     # differences first: s² by products would cancel for experts that are nearly the same
-    apart = torch.stack([(rows - row).norm(dim=1) for row in rows])
-    return apart, push[:, None] - push
+    deviations = torch.stack([(rows - row).norm(dim=1) for row in rows])
+    return deviations, push[:, None] - push
 
 
 def drifting_exit(
@@ -179,11 +179,11 @@ def worst_step(scores: Scores, k: int, W: Weight, law: PerturbationLaw) -> Worst
     """
     pairs = _swap_pairs(scores, k, W, law)
     reach = torch.where(pairs.deviation > 0, pairs.gap / pairs.deviation, torch.inf)
-    length, at = reach.min(dim=1)
-    pair = pairs.experts[torch.arange(len(at)), at]
+    length, index = reach.min(dim=1)
+    pair = pairs.experts[torch.arange(len(index)), index]
     weight = W.detach().double()
     normal = (weight[pair[:, 0]] - weight[pair[:, 1]]) @ law.covariance.double()
-    deviation = pairs.deviation.gather(1, at[:, None])
+    deviation = pairs.deviation.gather(1, index[:, None])
     step = -(length[:, None] / deviation) * normal
     return WorstStep(length, torch.where(length[:, None] < torch.inf, step, torch.nan), pair)
 
@@ -192,10 +192,10 @@ def _swap_pairs(scores: Tensor, k: int, W: Tensor, law: PerturbationLaw) -> _Pai
     """The pairs whose exchange changes the chosen set."""
     check_router(W, None, k)
     require(scores.shape[1] == len(W), f"{scores.shape[1]} scores, {len(W)} experts", ShapeError)
-    apart, push = pair_noise(W, law)
+    deviations, push = pair_noise(W, law)
     ranked = stable_topk(scores.detach().double(), len(W))
     first, second = ranked.indices[:, :k, None], ranked.indices[:, None, k:]
     gap = ranked.values[:, :k, None] - ranked.values[:, None, k:]
     experts = torch.stack(torch.broadcast_tensors(first, second), dim=-1)
-    fields = (gap, apart[first, second], push[first, second], experts)
+    fields = (gap, deviations[first, second], push[first, second], experts)
     return _Pairs(*(values.flatten(1, 2) for values in fields))

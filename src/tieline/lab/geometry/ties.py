@@ -141,10 +141,10 @@ def tie_flat(weight: Weight, bias: Bias, experts: tuple[int, ...]) -> TieFlat:
     )
     normals = rows[tied[1:]] - rows[tied[0]]
     offsets = shift[tied[0]] - shift[tied[1:]]
-    left, values, right = torch.linalg.svd(normals, full_matrices=False)
+    left_vectors, values, right = torch.linalg.svd(normals, full_matrices=False)
     missing = len(normals) - len(values)
     _check_rank(torch.cat([values.square(), values.new_zeros(missing)]), tied[None])
-    coordinates = (left.T @ offsets) / values
+    coordinates = (left_vectors.T @ offsets) / values
     return TieFlat(
         tuple(tied.tolist()),
         normals,
@@ -213,13 +213,13 @@ def nearest_tie_point(
     inputs, scores = x.detach().double(), affine_scores(x, weight, bias)
     distance, experts = _nearest_tie_flat(scores, weight, bias, k, order)
     normals = weight[experts[:, 1:]] - weight[experts[:, :1]]
-    held = scores.gather(1, experts)
-    rise = held[:, 1:] - held[:, :1]
+    tied_scores = scores.gather(1, experts)
+    rise = tied_scores[:, 1:] - tied_scores[:, :1]
     # least squares instead of the Gram matrix: the point is on the tie to the last digits
     step = torch.linalg.lstsq(normals, rise[:, :, None]).solution.squeeze(2)
     point = inputs - step
-    away = torch.where(distance[:, None] > 0, step, normals[:, 0])
-    return TiePoint(distance, point, away / away.norm(dim=1, keepdim=True), experts)
+    direction = torch.where(distance[:, None] > 0, step, normals[:, 0])
+    return TiePoint(distance, point, direction / direction.norm(dim=1, keepdim=True), experts)
 
 
 def affine_scores(
@@ -273,22 +273,29 @@ def _nearest_tie_flat(
 
 def _search_flats(scores: Tensor, flats: TieFlats, gram: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Nearest flat whose projection is a tie across the threshold: distance and index."""
-    held = scores[:, flats.experts]
-    rise = held[:, :, 1:] - held[:, :, :1]
+    tied_scores = scores[:, flats.experts]
+    rise = tied_scores[:, :, 1:] - tied_scores[:, :, :1]
     multipliers = torch.einsum("tmi,mij->tmj", rise, flats.inverse_grams)
     square = (rise * multipliers).sum(dim=2).clamp(min=0)
     distance = scores.new_full((len(scores),), torch.inf)
     which = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    left, take = torch.arange(len(scores), device=scores.device), min(FIRST_TRY, square.shape[1])
-    while len(left):
-        near = square[left].topk(take, dim=1, largest=False, sorted=True)
-        chosen = multipliers[left].gather(1, near.indices[:, :, None].expand(-1, -1, rise.shape[2]))
-        valid = _crosses_threshold(scores[left], flats.experts[near.indices], chosen, gram, k)
+    unsolved, take = (
+        torch.arange(len(scores), device=scores.device),
+        min(FIRST_TRY, square.shape[1]),
+    )
+    while len(unsolved):
+        nearest = square[unsolved].topk(take, dim=1, largest=False, sorted=True)
+        nearest_multipliers = multipliers[unsolved].gather(
+            1, nearest.indices[:, :, None].expand(-1, -1, rise.shape[2])
+        )
+        valid = _crosses_threshold(
+            scores[unsolved], flats.experts[nearest.indices], nearest_multipliers, gram, k
+        )
         some, first = valid.max(dim=1)
         index = first[:, None]
-        distance[left[some]] = near.values.gather(1, index)[some, 0].sqrt()
-        which[left[some]] = near.indices.gather(1, index)[some, 0]
-        left = left[~some] if take < square.shape[1] else left[:0]
+        distance[unsolved[some]] = nearest.values.gather(1, index)[some, 0].sqrt()
+        which[unsolved[some]] = nearest.indices.gather(1, index)[some, 0]
+        unsolved = unsolved[~some] if take < square.shape[1] else unsolved[:0]
         take = min(4 * take, square.shape[1])
     return distance, which
 
@@ -301,8 +308,8 @@ def _crosses_threshold(
     Scores equal to the level up to rounding count on either side: the set is closed.
     """
     pull = gram[experts[:, :, 1:]] - gram[experts[:, :, :1]]
-    moved = scores[:, None, :] - (multipliers[..., None] * pull).sum(dim=2)
-    rise = moved - moved.gather(2, experts).mean(dim=2, keepdim=True)
+    projected = scores[:, None, :] - (multipliers[..., None] * pull).sum(dim=2)
+    rise = projected - projected.gather(2, experts).mean(dim=2, keepdim=True)
     rise.scatter_(2, experts, -torch.inf)
     slack = 1e-12 * scores.abs().amax().clamp(min=1e-300)
     most, least = (rise >= -slack).sum(dim=2), (rise > slack).sum(dim=2)
@@ -353,9 +360,9 @@ def walk_across(
     with torch.no_grad():
         outputs = layer((point + offsets[:, None] * normal).to(point.dtype)).double()
     rise = outputs.diff(dim=0).norm(dim=1)
-    at = int(rise.argmax())
-    middle = (offsets[at] + offsets[at + 1]).item() / 2
-    return LineWalk(offsets, outputs, rise[at].item(), middle)
+    index = int(rise.argmax())
+    middle = (offsets[index] + offsets[index + 1]).item() / 2
+    return LineWalk(offsets, outputs, rise[index].item(), middle)
 
 
 def difference_by_step(
@@ -377,8 +384,8 @@ def difference_by_step(
     rows = []
     with torch.no_grad():
         for h in grid.tolist():
-            ahead, behind = layer(points + h / 2 * normals), layer(points - h / 2 * normals)
-            rows.append((ahead.double() - behind.double()).norm(dim=1))
+            upper, lower = layer(points + h / 2 * normals), layer(points - h / 2 * normals)
+            rows.append((upper.double() - lower.double()).norm(dim=1))
     differences = torch.stack(rows)
     return StepDifferences(grid, differences.amax(dim=1), differences.median(dim=1).values)
 

@@ -304,19 +304,14 @@ def _frontier_cost(price: float, spectrum: _Spectrum) -> ContinuityCost:
     start = 1e-5 * min(1.0, 1 / math.sqrt(price))
     x = np.geomspace(start, spectrum.end, POINTS + 1)
     m = spectrum.at(x)
-    kept = 1 / (1 + price * m)
+    kept, tail_kept = 1 / (1 + price * m), 1 / (1 + 2 * price)
     integrands = (price * m * kept) ** 2, m * kept**2
+    tails = (2 * price * tail_kept) ** 2, 2 * tail_kept**2  # both where m is 2
     moved, sensitivity = (
         simpson(integrand / x, x=np.log(x)) + tail / spectrum.end
-        for integrand, tail in zip(integrands, _tails(price), strict=True)
+        for integrand, tail in zip(integrands, tails, strict=True)
     )
     return ContinuityCost(float(moved) / math.pi, float(sensitivity + start) / math.pi)
-
-
-def _tails(price: float) -> tuple[float, float]:
-    """Both integrands where m is 2."""
-    kept = 1 / (1 + 2 * price)
-    return (2 * price * kept) ** 2, 2 * kept**2
 
 
 def _require_tie_numbers(density: float, jump: float, sigma: float) -> None:

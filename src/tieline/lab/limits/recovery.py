@@ -171,8 +171,8 @@ def specialisation_gap(
     experts = sample.scores.shape[1]
     cells = torch.nn.functional.one_hot(labels, experts).double()
     squared = (sample.outputs - sample.target[:, None]).square()
-    near = torch.stack([(squared <= gamma).double() for gamma in gammas])
-    masses = torch.einsum("nk,gnl->gkl", cells, near) / len(labels)
+    imitations = torch.stack([(squared <= gamma).double() for gamma in gammas])
+    masses = torch.einsum("nk,gnl->gkl", cells, imitations) / len(labels)
     matched = torch.zeros(experts, experts, dtype=torch.bool)
     order = list(range(experts)) if permutation is None else list(permutation)
     matched[torch.arange(experts), order] = True
@@ -204,22 +204,22 @@ def recovery_errors(
     order = torch.tensor(matching.permutation)
     matched = sample.outputs.gather(1, order[labels][:, None]).squeeze(1)
     unsure = ambiguous(sample, tau, epsilon)
-    apart = (sample.winner != order[labels]) & ~unsure
+    misplaced = (sample.winner != order[labels]) & ~unsure
     experts = mean_estimate((matched - sample.target).square())
     # a point in the wrong cell lies in two symmetric differences
-    partition = mean_estimate(2.0 * apart.double())
+    partition = mean_estimate(2.0 * misplaced.double())
     masses = (
         mean_estimate(unsure.double()),
         mean_estimate(ambiguous(teacher, tau, epsilon).double()),
     )
-    here, there = (mass.value or 0.0 for mass in masses)
+    student_mass, teacher_mass = (mass.value or 0.0 for mass in masses)
     return Recovery(
         matching,
         experts,
         partition,
         *masses,
-        (experts.value or 0.0) / (there + here + eta + epsilon**2),
-        (partition.value or 0.0) / (there + eta + epsilon**2),
+        (experts.value or 0.0) / (teacher_mass + student_mass + eta + epsilon**2),
+        (partition.value or 0.0) / (teacher_mass + eta + epsilon**2),
     )
 
 

@@ -288,7 +288,10 @@ def find_critical_points(
             draw = torch.rand(2, generator=generator, dtype=torch.float64)
             start = _random_start(teacher, draw, tau)
             root = _newton_root(grid, start, tau)
-            if root is not None and all(_is_new_point(root, p.student) for p in points):
+            if root is None:
+                continue
+            flat = _student_at(root).flat()
+            if all((flat - point.student.flat()).norm() > 1e-5 for point in points):
                 points.append(_critical_point(grid, teacher, root, tau))
     return tuple(sorted(points, key=lambda point: point.risk))
 
@@ -378,17 +381,6 @@ def _newton_root(grid: WeightedInputs, start: Tensor, tau: float) -> Tensor | No
     return point if small else None
 
 
-def _is_new_point(coordinates: Tensor, other: TwoCells) -> bool:
-    """Whether a root is none of the points before."""
-    return bool((_student_at(coordinates).flat() - other.flat()).norm() > 1e-5)
-
-
-def _cell_disagreement(student: TwoCells, teacher: TwoCells) -> float:
-    """P(the cells differ): a quarter of the hard risk of experts ±1."""
-    signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
-    return gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
-
-
 def _critical_point(
     grid: WeightedInputs, teacher: TwoCells, q: Tensor, tau: float
 ) -> CriticalPoint:
@@ -398,7 +390,9 @@ def _critical_point(
     steps = (s * h * direction for s in (1, -1) for h in (0.03, 0.1, 0.3))
     best = min(_polar_derivatives(grid, q + step, tau).value for step in steps)
     student = _student_at(q)
-    share = _cell_disagreement(student, teacher)
+    # P(the cells differ) is a quarter of the hard risk of experts ±1
+    signs = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
+    share = gaussian_risk(student.with_experts(signs), teacher.with_experts(signs)).item() / 4
     kind = "degenerate" if abs(least) < 1e-7 else "minimum" if least > 0 else "strict saddle"
     norm = at.gradient.norm().item()
     drop, misrouted = best - at.value, min(share, 1 - share)

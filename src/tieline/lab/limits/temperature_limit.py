@@ -113,8 +113,8 @@ def sampled_slope(sample: MoESample, width: float) -> Estimate:
     best, other = (pick(1, index[:, None]).squeeze(1) for index in (first, second))
     d, residual = best - other, sample.target - other
     integrand = 2 * math.log(2) * residual * d - (math.log(2) + 0.5) * d.square()
-    near = 4 * (sample.margin <= width).double() - (sample.margin <= 2 * width).double()
-    return mean_estimate(integrand * near / (2 * width))
+    window = 4 * (sample.margin <= width).double() - (sample.margin <= 2 * width).double()
+    return mean_estimate(integrand * window / (2 * width))
 
 
 def router_margin_tail(
@@ -135,9 +135,9 @@ def margin_constant(margins: Float[Tensor, " n"], alpha: float, least: int = 100
     require(1 <= least <= n, f"need 1 <= least <= {n} margins, got {least=}", ShapeError)
     ordered, rank = margins.double().sort().values, torch.arange(1, n + 1, dtype=torch.float64)
     ratio = (rank / n / ordered.pow(alpha))[least - 1 :]
-    at = int(ratio.argmax())
-    share = (at + least) / n
-    value = ratio[at].item()
+    index = int(ratio.argmax())
+    share = (index + least) / n
+    value = ratio[index].item()
     return Estimate(value, value * math.sqrt((1 - share) / (share * n)))
 
 
@@ -239,12 +239,17 @@ def gamma_convergence(
         f"normals must have length 1, got {lengths.min():.9g} … {lengths.max():.9g}",
     )
     check_temperature(*taus)
-    rows = [_wall_profiles(teacher, walls, tau) for tau in (*taus, 0.0)]
+    students = [TwoCells(wall[:-1], wall[-1], teacher.experts) for wall in walls]
+    with one_thread():
+        rows = [
+            torch.stack([gaussian_profile(s, teacher, tau=tau).value for s in students])
+            for tau in (*taus, 0.0)
+        ]
     profiles = torch.stack(rows)
-    infima, at = profiles.min(dim=1)
-    best = walls[at]
+    infima, index = profiles.min(dim=1)
+    best = walls[index]
     spread = (profiles[:-1] - profiles[-1]).abs().amax(dim=1)
-    apart = torch.minimum((best - best[-1]).norm(dim=1), (best + best[-1]).norm(dim=1))
+    distances = torch.minimum((best - best[-1]).norm(dim=1), (best + best[-1]).norm(dim=1))
     return GammaConvergence(
         tuple(taus),
         walls,
@@ -252,16 +257,8 @@ def gamma_convergence(
         tuple(infima.tolist()),
         best,
         tuple(spread.tolist()),
-        tuple(apart[:-1].tolist()),
+        tuple(distances[:-1].tolist()),
     )
-
-
-def _wall_profiles(teacher: TwoCells, walls: Tensor, tau: float) -> Tensor:
-    """Ψ_τ of every wall."""
-    with one_thread():
-        students = (TwoCells(wall[:-1], wall[-1], teacher.experts) for wall in walls)
-        values = [gaussian_profile(s, teacher, tau=tau).value for s in students]
-    return torch.stack(values)
 
 
 def free_scale(

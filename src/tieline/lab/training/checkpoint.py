@@ -108,10 +108,10 @@ def _check_optimizer_groups(
 ) -> None:
     """Raise unless stored groups and moments fit the optimiser's parameters."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    kept = [len(group["params"]) for group in rest.get("groups", ())]
+    stored_sizes = [len(group["params"]) for group in rest.get("groups", ())]
     require(
-        sizes == kept and set(rest) == {"groups", "scheduler", "gates"},
-        f"{folder} keeps groups of {kept} parameters, the run has {sizes}",
+        sizes == stored_sizes and set(rest) == {"groups", "scheduler", "gates"},
+        f"{folder} keeps groups of {stored_sizes} parameters, the run has {sizes}",
         CheckpointError,
     )
     shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]

@@ -98,20 +98,20 @@ def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
 def _download_file(file: DataFile, on_progress: OnProgress) -> bytes:
     """The bytes of a file from its address; raises on another size."""
     blocks: list[bytes] = []
-    done = 0
+    received = 0
     try:
         with urllib.request.urlopen(file.url, timeout=60) as answer:  # noqa: S310, https required
-            while done <= file.size and (block := answer.read(BLOCK)):
+            while received <= file.size and (block := answer.read(BLOCK)):
                 blocks.append(block)
-                done += len(block)
-                on_progress(done, file.size)
+                received += len(block)
+                on_progress(received, file.size)
     except (urllib.error.URLError, OSError) as problem:
         raise DataError(
             f"cannot fetch {file.url}: {problem}; with a connection elsewhere, put the file into "
             f"{data_folder()}"
         ) from problem
-    size = f"{file.url} gave {done} bytes or more, expected {file.size}"
-    require(done == file.size, size, DataError)
+    size = f"{file.url} gave {received} bytes or more, expected {file.size}"
+    require(received == file.size, size, DataError)
     return b"".join(blocks)
 
 
@@ -127,7 +127,11 @@ def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
                 if member.name in members and member.isreg():
-                    contents[member.name] = _member_bytes(archive, member, members[member.name])
+                    most, file = members[member.name], archive.extractfile(member)
+                    size = f"{member.name}: {member.size} bytes, at most {most}"
+                    require(member.size <= most, size, DataError)
+                    assert file is not None  # a regular member has contents
+                    contents[member.name] = file.read(most + 1)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as problem:
         raise DataError(f"{path} is no readable .tar.gz: {problem}") from problem
     missing = sorted(set(members) - set(contents))
@@ -145,14 +149,6 @@ def check_file(path: Path, file: DataFile) -> Path:
         digest == file.sha256, f"{path} has SHA-256 {digest}, expected {file.sha256}", DataError
     )
     return path
-
-
-def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
-    """The bytes of an archive's member; raises if they are more than `most`."""
-    require(member.size <= most, f"{member.name}: {member.size} bytes, at most {most}", DataError)
-    file = archive.extractfile(member)
-    assert file is not None  # a regular member has contents
-    return file.read(most + 1)
 
 
 WANTED = ["*.json", "*.safetensors", "*.txt"]

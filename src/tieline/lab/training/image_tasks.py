@@ -205,15 +205,16 @@ class DomainTask(ImageTask):
         options = config.data.options
         require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
         file = options.get("file")
-        every = (
-            load_pacs() if file is None else load_pacs(data_set("pacs") / file, check_hash=False)
-        )
-        _check_side(every.images, config)
+        pacs = load_pacs() if file is None else load_pacs(data_set("pacs") / file, check_hash=False)
+        side, sizes = getattr(config.model, "side", None), tuple(pacs.images.pixels.shape[1:3])
+        require(sizes == (side, side), f"the model takes {side}² pixels, got {sizes}", DataError)
+        if pretrained := getattr(config.model, "pretrained", None):
+            fetch_checkpoint(pretrained)  # before anything is built
         out, share = options["out"], options.get("held_out", 0.2)
-        train, held, test = left_out(every, out, share, config.seed)
+        train, validation, test = left_out(pacs, out, share, config.seed)
         items = image_order(train, config.optim.steps * config.optim.batch, config.seed)
-        about = f"{len(train)} images of {every.images.source} without {out}"
-        return ImageData(items, about, {"out": test, "validation": held})
+        about = f"{len(train)} images of {pacs.images.source} without {out}"
+        return ImageData(items, about, {"out": test, "validation": validation})
 
     def selection_score(self, model: nn.Module, data: ImageData) -> float:
         """Accuracy on held-out images of the training domains."""
@@ -221,36 +222,27 @@ class DomainTask(ImageTask):
 
 
 def left_out(
-    every: DomainImages, out: str, share: float, seed: int
+    pacs: DomainImages, out: str, share: float, seed: int
 ) -> tuple[Images, Images, Images]:
     """Return training images, held-out images of the same domains, and the domain left out.
 
     Args:
-        every: all images.
+        pacs: all images.
         out: name of the domain to leave out.
         share: held-out share of the images of each other domain.
         seed: of the held-out images.
     """
-    require(out in every.domains, f"the domain {out!r} is not one of {list(every.domains)}")
+    require(out in pacs.domains, f"the domain {out!r} is not one of {list(pacs.domains)}")
     require(0 < share < 1, f"the held-out share is in (0, 1), got {share}", ParameterError)
     draw, splits = torch.Generator().manual_seed(seed), []
-    for number, name in enumerate(every.domains):
-        indices = (every.domain == number).nonzero().flatten()
+    for number, name in enumerate(pacs.domains):
+        indices = (pacs.domain == number).nonzero().flatten()
         if name != out:
             mixed = indices[torch.randperm(len(indices), generator=draw)]
             splits.append(mixed.tensor_split([round(share * len(mixed))]))
-    held, train = (torch.cat(indices) for indices in zip(*splits, strict=True))
-    test = (every.domain == every.domains.index(out)).nonzero().flatten()
-    return every.images.take(train), every.images.take(held), every.images.take(test)
-
-
-def _check_side(images: Images, config: TrainConfig) -> None:
-    """Raise if images do not have the model's size; fetch its pretrained weights."""
-    side, sizes = getattr(config.model, "side", None), tuple(images.pixels.shape[1:3])
-    require(sizes == (side, side), f"the model takes {side}² pixels, got {sizes}", DataError)
-    pretrained = getattr(config.model, "pretrained", None)
-    if pretrained is not None:
-        fetch_checkpoint(pretrained)
+    validation, train = (torch.cat(indices) for indices in zip(*splits, strict=True))
+    test = (pacs.domain == pacs.domains.index(out)).nonzero().flatten()
+    return pacs.images.take(train), pacs.images.take(validation), pacs.images.take(test)
 
 
 def image_model(config: TrainConfig) -> nn.Module:

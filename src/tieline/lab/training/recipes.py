@@ -261,11 +261,7 @@ DOMAIN_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "soft": {"gate": "soft_moe"},
     "smear": {"gate": "smear"},
-    "expert-choice": {
-        "router": "cosine",
-        "router_options": PATCH_COSINE,
-        "gate": "expert_choice",
-    },
+    "expert-choice": {"router": "cosine", "router_options": PATCH_COSINE, "gate": "expert_choice"},
 }
 DOMAIN_GATES = tuple(DOMAIN_VARIANTS)
 

@@ -57,12 +57,14 @@ def route_networks_(
     networks = list(find_dense_ffns(model).values())
     fits = all(-len(networks) <= index < len(networks) for index in indices)
     require(fits, f"the model has {len(networks)} networks, got places {list(indices)}")
-    chosen = [networks[index] for index in indices]
-    for ffn, layer in [(ffn, _mixture_of_copies(ffn, gate, n_experts)) for ffn in chosen]:
+    replaced_networks = [networks[index] for index in indices]
+    for ffn, layer in [
+        (ffn, _mixture_of_copies(ffn, gate, n_experts)) for ffn in replaced_networks
+    ]:
         model.set_submodule(ffn.replaced, layer)
         if ffn.emptied is not None:
             model.set_submodule(ffn.emptied, nn.Identity())
-    return [ffn.replaced for ffn in chosen]
+    return [ffn.replaced for ffn in replaced_networks]
 
 
 @torch.no_grad()

@@ -167,9 +167,11 @@ def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     rows = [line.split("\t") for line in lines[rules.header :]]
     require(len(rows) > 0, f"{path} has no example", DataError)
-    for at, row in enumerate(rows, start=1 + rules.header):
+    for line_number, row in enumerate(rows, start=1 + rules.header):
         right = len(row) == rules.columns and row[rules.label] in rules.labels
-        require(right, f"{path}, line {at}: not a line of {source}: {row!r:.80}", DataError)
+        require(
+            right, f"{path}, line {line_number}: not a line of {source}: {row!r:.80}", DataError
+        )
     texts = tuple(tuple(row[column] for column in rules.texts) for row in rows)
     labels = tuple(rules.labels.index(row[rules.label]) for row in rows)
     return Sentences(texts, labels, source)
@@ -326,11 +328,11 @@ def pack_sentences(
     Returns tokens, segment of each token, and 1 for tokens or 0 for padding.
     """
     cls, sep, pad = marks
-    kept = [list(sentence) for sentence in sentences]
-    while sum(map(len, kept)) + 1 + len(kept) > length:
-        max(kept, key=len).pop()
+    shortened = [list(sentence) for sentence in sentences]
+    while sum(map(len, shortened)) + 1 + len(shortened) > length:
+        max(shortened, key=len).pop()
     tokens, segments = [cls], [0]
-    for number, sentence in enumerate(kept):
+    for number, sentence in enumerate(shortened):
         tokens += [*sentence, sep]
         segments += [number] * (len(sentence) + 1)
     rest = length - len(tokens)

@@ -204,18 +204,15 @@ class Cooling:
 
     def end(self, done: int) -> None:
         """Restore the norms of the routers after an update; halve the mass if it is time."""
-        if self.config.schedule == "boundary" and done in self._halving_steps():
+        count = self.config.halvings  # equally spaced, the last at `until`
+        halvings = {round(self.until * number / count) for number in range(1, count + 1)}
+        if self.config.schedule == "boundary" and done in halvings:
             gaps = torch.cat(list(self._gaps.values()))
             self.temperature = halved_temperature(gaps, self.temperature)
         with torch.no_grad():
             for layer, norm in zip(self.layers, self._norms, strict=True):
                 weight = layer.router.get_parameter("weight")
                 weight.mul_(norm / weight.norm())
-
-    def _halving_steps(self) -> set[int]:
-        """Steps after which the boundary mass is halved: equally spaced, the last at `until`."""
-        count = self.config.halvings
-        return {round(self.until * number / count) for number in range(1, count + 1)}
 
     def _gap_recorder(self, number: int) -> Any:
         """A hook that keeps the gaps of a layer's last training batch."""
@@ -339,15 +336,16 @@ def hardening_path(
     require(all(tau > 0 for tau in taus), f"temperatures must be positive, got {list(taus)}")
     gates = [soft_gate(layer) for layer in layers]
     before = [gate.temperature for gate in gates]
-    inputs: dict[int, Tensor] = {}
+    inputs: dict[nn.Module, Tensor] = {}
+
+    def keep_input(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs[layer] = arguments[0].flatten(0, -2)
+
     model.eval()
     try:
         for layer in layers:
             layer.gate = soft_gate(layer).hard()
-        handles = [
-            layer.register_forward_pre_hook(_input_keeper(inputs, number))
-            for number, layer in enumerate(layers)
-        ]
+        handles = [layer.register_forward_pre_hook(keep_input) for layer in layers]
         hard = next_token_losses(model(input_ids=rows).logits, rows).mean(dim=1).double()
         for handle in handles:
             handle.remove()
@@ -360,19 +358,10 @@ def hardening_path(
         model.train(training)
 
 
-def _input_keeper(inputs: dict[int, Tensor], number: int) -> Any:
-    """A hook that keeps the inputs of a layer as rows."""
-
-    def keep_input(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        inputs[number] = arguments[0].flatten(0, -2)
-
-    return keep_input
-
-
 def _hardening_point(
     model: nn.Module,
     layers: Sequence[MoE],
-    inputs: dict[int, Tensor],
+    inputs: dict[nn.Module, Tensor],
     rows: Tensor,
     hard: Tensor,
     tau: float,
@@ -381,9 +370,7 @@ def _hardening_point(
     for layer in layers:
         soft_gate(layer).temperature = tau
     soft = next_token_losses(model(input_ids=rows).logits, rows).mean(dim=1).double()
-    measured = tuple(
-        _layer_hardening(layer, inputs[number], tau) for number, layer in enumerate(layers)
-    )
+    measured = tuple(_layer_hardening(layer, inputs[layer], tau) for layer in layers)
     difference = mean_estimate(soft - hard)
     return HardeningPoint(tau, soft.mean().item(), hard.mean().item(), difference, measured)
 

@@ -160,11 +160,11 @@ REPLACEMENT = "AAA"
 def attacked_text(text: str, rate: float, seed: int) -> str:
     """Replace each word by "AAA" with probability `rate`; white space is kept."""
     require(0 <= rate <= 1, f"the rate of replaced words must be in [0, 1], got {rate}")
-    drawn = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     lines = []
     for line in text.split("\n"):
         words_of_line = line.split(" ")
-        hit = drawn.random(len(words_of_line)) < rate
+        hit = generator.random(len(words_of_line)) < rate
         lines.append(
             " ".join(REPLACEMENT if h and w else w for w, h in zip(words_of_line, hit, strict=True))
         )
@@ -207,10 +207,14 @@ def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
 
 def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
     """Return training and validation text, and a description of the split."""
-    held = _read_wikitext(folder / "wiki.valid.tokens")
+    validation = _read_wikitext(folder / "wiki.valid.tokens")
     if (folder / "wiki.train.tokens").is_file():
-        return _read_wikitext(folder / "wiki.train.tokens"), held, "WikiText-103, its three splits"
-    lines = held.splitlines(keepends=True)
+        return (
+            _read_wikitext(folder / "wiki.train.tokens"),
+            validation,
+            "WikiText-103, its three splits",
+        )
+    lines = validation.splitlines(keepends=True)
     cut = len(lines) * 9 // 10
     about = (
         "WikiText-103 without its training split, which is not here: trained on nine tenths of "
@@ -291,9 +295,9 @@ def _enwik8_streams() -> TextStreams:
 def _demo_streams(rate: float = 0.0, seed: int = 0) -> TextStreams:
     """The text in the box, with attacked forms of the held-out splits if a rate is given."""
     ids = _byte_stream(demo_text())
-    held = ids.numel() // 10
+    held_size = ids.numel() // 10
     about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
-    splits = _split_stream(ids, ids.numel() - 2 * held, held)
+    splits = _split_stream(ids, ids.numel() - 2 * held_size, held_size)
     plain = TextStreams(*splits, byte_tokenizer(), about)
     if not rate:
         return plain
@@ -317,10 +321,12 @@ def _byte_stream(text: str) -> Stream:
 def _text8_streams() -> TextStreams:
     """text8 as letters."""
     ids = torch.from_numpy(text8_ids(enwik8_file()))
-    held = ids.numel() // 20
+    held_size = ids.numel() // 20
     about = f"a-z and space from enwik8, {ids.numel():,} characters; 90 / 5 / 5 %"
     return TextStreams(
-        *_split_stream(ids, ids.numel() - 2 * held, held), letter_tokenizer(LETTERS), about
+        *_split_stream(ids, ids.numel() - 2 * held_size, held_size),
+        letter_tokenizer(LETTERS),
+        about,
     )
 
 

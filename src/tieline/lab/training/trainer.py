@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PreTrainedModel,
@@ -65,15 +64,6 @@ def rate_share(step: int, optim: OptimConfig) -> float:
 def epsilon_share(step: int, optim: OptimConfig) -> float:
     """Return the share of ε's own rate at a step."""
     return min(1.0, (step + 1) / max(1, optim.warmup))
-
-
-def rate_scheduler(optimizer: Optimizer, optim: OptimConfig) -> LambdaLR:
-    """Schedule warm-up and cosine for the weights, warm-up alone for the group of ε."""
-    shares = [
-        partial(epsilon_share if group.get("epsilon") else rate_share, optim=optim)
-        for group in optimizer.param_groups
-    ]
-    return LambdaLR(optimizer, shares)
 
 
 def is_epsilon(name: str) -> bool:
@@ -197,9 +187,13 @@ class RoutingTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         """Make the schedule of the learning rates."""
         if self.lr_scheduler is None:
-            chosen = optimizer or self.optimizer
-            plain = getattr(chosen, "optimizer", chosen)
-            self.lr_scheduler = rate_scheduler(plain, self.config.optim)
+            trained_optimizer, optim = optimizer or self.optimizer, self.config.optim
+            inner_optimizer = getattr(trained_optimizer, "optimizer", trained_optimizer)
+            shares = [  # warm-up alone for the group of ε
+                partial(epsilon_share if group.get("epsilon") else rate_share, optim=optim)
+                for group in inner_optimizer.param_groups
+            ]
+            self.lr_scheduler = LambdaLR(inner_optimizer, shares)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -76,17 +76,11 @@ TIMED = 3
 
 @runtime_checkable
 class TaskData(Protocol):
-    """Data of a task; it may hold more, which only the task itself uses.
-
-    Attributes:
-        train: `steps · batch` items in training order, each a dictionary of tensors that the
-            model's `forward` takes; the engine does not shuffle.
-        about: where the data come from and how they are split.
-    """
+    """Data of a task; it may hold more, which only the task itself uses."""
 
     @property
     def train(self) -> Dataset[Any]:
-        """Training items, in order."""
+        """`steps · batch` dictionaries of the model's inputs, in training order."""
         ...
 
     @property
@@ -459,10 +453,10 @@ def _check_same_run(config: TrainConfig, out: Path) -> None:
     require(
         path.is_file(), f"{out} holds no run to resume: config.json is missing", CheckpointError
     )
-    kept, fields = read_json(path), config.to_dict()
-    differing = sorted(key for key in fields if kept.get(key) != fields[key])
+    stored_fields, fields = read_json(path), config.to_dict()
+    differing = sorted(key for key in fields if stored_fields.get(key) != fields[key])
     require(
-        kept == fields,
+        stored_fields == fields,
         f"{out} holds another run: {differing or 'its fields'} differ from the recipe's",
         CheckpointError,
     )

@@ -136,18 +136,18 @@ def _single_cell(router: CountingRouter, k: int) -> Cells:
     order = np.argsort(-router.b, kind="stable")
     if 0 < k < experts:
         check_safety(router, float(router.b[order[k - 1]] - router.b[order[k]]) / RELATIVE)
-    chosen = np.sort(order[:k])[None]
+    coalition = np.sort(order[:k])[None]
     nowhere = np.empty((0, 4), dtype=np.int64)
-    return Cells(chosen, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
+    return Cells(coalition, np.zeros((1, dim)), np.array([np.inf]), nowhere, "tied sets")
 
 
 def _cone_diagram(router: CountingRouter, k: int) -> Diagram:
     """Cones, all of which, with all their facets, meet x_1 = 1 or x_1 = -1."""
     halves = [_half_diagram(router, k, side) for side in (1.0, -1.0)]
     offset = len(halves[0][0])
-    moved = halves[1][1] + np.array([offset, 0, 0, offset])
+    second_facets = halves[1][1] + np.array([offset, 0, 0, offset])
     masks, points = (np.concatenate([half[i] for half in halves]) for i in (0, 2))
-    facets = np.concatenate([halves[0][1], moved])
+    facets = np.concatenate([halves[0][1], second_facets])
     if masks.shape == (2, 2):  # two experts: the half-lines meet at 0, where more would tie at once
         first, second = masks.argmax(axis=1)
         facets = np.array([(0, first, second, 1), (1, second, first, 0)], dtype=np.int64)
@@ -179,32 +179,41 @@ def _corner_diagram(
     check_safety(router, safety)
     ties, above, corner_points = cast("tuple[np.ndarray, np.ndarray, np.ndarray]", arrays)
     size = W.shape[1] + 1
-    masks, facets, chosen, at, first = [], [], [], [], 0
+    masks, facets, raised_masks, corner_rows, first = [], [], [], [], 0
     for up in range(1, size):
-        here = np.flatnonzero(above.sum(axis=1) == k - up)
+        corners = np.flatnonzero(above.sum(axis=1) == k - up)
         raised_sets = list(combinations(range(size), up))
         rows = {
-            raised: first + i * len(here) + np.arange(len(here))
+            raised: first + i * len(corners) + np.arange(len(corners))
             for i, raised in enumerate(raised_sets)
         }
-        first += len(raised_sets) * len(here)
+        first += len(raised_sets) * len(corners)
         for raised in raised_sets:
-            mask = above[here]
-            np.put_along_axis(mask, ties[here][:, list(raised)], True, axis=1)
+            mask = above[corners]
+            np.put_along_axis(mask, ties[corners][:, list(raised)], True, axis=1)
             masks.append(mask)
-            at.append(here)
-            chosen.append(np.tile(np.isin(np.arange(size), raised), (len(here), 1)))
+            corner_rows.append(corners)
+            raised_masks.append(np.tile(np.isin(np.arange(size), raised), (len(corners), 1)))
             for i, j in ((i, j) for i in raised for j in range(size) if j not in raised):
                 behind = rows[tuple(sorted({*raised} - {i} | {j}))]
                 facets.append(
-                    np.stack([rows[raised], ties[here, i], ties[here, j], behind], axis=1)
+                    np.stack([rows[raised], ties[corners, i], ties[corners, j], behind], axis=1)
                 )
-    masks, at, chosen = np.concatenate(masks), np.concatenate(at), np.concatenate(chosen)
+    masks, corner_rows, raised_masks = (
+        np.concatenate(masks),
+        np.concatenate(corner_rows),
+        np.concatenate(raised_masks),
+    )
     first_row, cell = _distinct_masks(masks)
     inside = _step_inside(
-        W, b, ties[at[first_row]], chosen[first_row], masks[first_row], corner_points[at[first_row]]
+        W,
+        b,
+        ties[corner_rows[first_row]],
+        raised_masks[first_row],
+        masks[first_row],
+        corner_points[corner_rows[first_row]],
     )
-    middle = np.stack([np.bincount(cell, x) for x in corner_points[at].T], axis=1)
+    middle = np.stack([np.bincount(cell, x) for x in corner_points[corner_rows].T], axis=1)
     points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
     return masks[first_row], _distinct_facets(np.concatenate(facets), cell, len(W)), points
 
@@ -268,12 +277,12 @@ def _cells_of_diagram(router: CountingRouter, k: int, diagram: Diagram, method: 
     order = np.lexsort(coalitions.T[::-1])
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    kept = first_row[order]
-    scores, chosen = points[kept] @ router.W.T + router.b, masks[kept]
-    gaps = np.where(chosen, scores, np.inf).min(axis=1)
-    gaps = gaps - np.where(chosen, -np.inf, scores).max(axis=1)
+    rows = first_row[order]
+    scores, members = points[rows] @ router.W.T + router.b, masks[rows]
+    gaps = np.where(members, scores, np.inf).min(axis=1)
+    gaps = gaps - np.where(members, -np.inf, scores).max(axis=1)
     require(bool((gaps > 0).all()), "a cell is too thin for float64", DegenerateError)
-    witnesses = router.length * points[kept] @ router.rotation.T
+    witnesses = router.length * points[rows] @ router.rotation.T
     facets = _distinct_facets(facets, rank[cell], len(router.b))
     return Cells(coalitions[order], witnesses, gaps, facets, method)
 
@@ -285,10 +294,10 @@ def search_cells(router: CountingRouter, k: int, max_cells: int) -> Cells:
     order = np.argsort(-(router.W @ start + router.b), kind="stable")
     waiting = [frozenset(int(e) for e in order[:k])]
     numbers, facets, points = {waiting[0]: 0}, [], []
-    done: list[frozenset[int]] = []
+    visited: list[frozenset[int]] = []
     while waiting:
         coalition = waiting.pop(0)
-        done.append(coalition)
+        visited.append(coalition)
         _, y = search.slack(coalition)
         points.append(y[:-1] / y[-1])
         for leaving, entering in search.facets(coalition):
@@ -301,7 +310,7 @@ def search_cells(router: CountingRouter, k: int, max_cells: int) -> Cells:
                 numbers[behind] = len(numbers)
                 waiting.append(behind)
             facets.append((numbers[coalition], leaving, entering, numbers[behind]))
-    masks = np.array([[e in c for e in range(len(router.b))] for c in done])
+    masks = np.array([[e in c for e in range(len(router.b))] for c in visited])
     diagram = masks, np.array(facets, dtype=np.int64).reshape(-1, 4), np.array(points)
     return _cells_of_diagram(router, k, diagram, "linear programming")
 
@@ -393,19 +402,19 @@ def k_sets(points: Any) -> Int[np.ndarray, " orders"]:
     sites = as_points(points, 2, 2)
     n = len(sites)
     along = sites[None, :, :] - sites[:, None, :]
-    left = np.empty((n, n), dtype=np.int64)
+    left_counts = np.empty((n, n), dtype=np.int64)
     for i in range(n):
         x, y = along[i].T
         turn = np.outer(x, y) - np.outer(y, x)
-        off = ~np.eye(n, dtype=bool)
-        off[i], off[:, i] = False, False
+        distinct = ~np.eye(n, dtype=bool)
+        distinct[i], distinct[:, i] = False, False
         size = np.linalg.norm(along[i], axis=-1)
         small = np.abs(turn) <= RELATIVE * size[:, None] * size[None, :]
-        if (small & off).any():
-            a, b = np.argwhere(small & off)[0]
+        if (small & distinct).any():
+            a, b = np.argwhere(small & distinct)[0]
             raise ParameterError(f"points {i}, {a} and {b} lie on one line")
-        left[i] = ((turn > 0) & off).sum(axis=1)
-    return np.bincount(left[~np.eye(n, dtype=bool)], minlength=n - 1)[: n - 1]
+        left_counts[i] = ((turn > 0) & distinct).sum(axis=1)
+    return np.bincount(left_counts[~np.eye(n, dtype=bool)], minlength=n - 1)[: n - 1]
 
 
 def expected_voronoi_cells(n_points: int, k: int) -> float:

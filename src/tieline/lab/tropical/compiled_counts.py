@@ -424,14 +424,6 @@ def sweep_line(slope, height, k, tolerance, ends, members):
 
 @compiled_kernel
 @no_type_check
-def walk_linear(slope, k, ends, members):
-    """`sweep_line` for scores that all vanish at 0."""
-    ends[0], ends[1] = 0.0, np.inf
-    return 2, min(top_side(-slope, k, members[0]), top_side(slope, k, members[1]))
-
-
-@compiled_kernel
-@no_type_check
 def walk_line(slope, height, k, tolerance, linear):
     """Intervals of a line as (ends, members, safety)."""
     n = len(slope)
@@ -441,7 +433,8 @@ def walk_line(slope, height, k, tolerance, linear):
         ends[0], members[0] = np.inf, 1
         steps, safety = 1, np.inf
     elif linear:
-        steps, safety = walk_linear(slope, k, ends, members)
+        ends[0], ends[1], steps = 0.0, np.inf, 2  # all scores vanish at 0
+        safety = min(top_side(-slope, k, members[0]), top_side(slope, k, members[1]))
     else:
         steps, safety = sweep_line(slope, height, k, tolerance, ends, members)
     return ends[:steps], members[:steps], safety

@@ -62,9 +62,11 @@ def walk(
     size = max(1, CHUNK // experts**2)
     chunks = [
         _walk_segments(
-            router.scores(starts[at : at + size]), router.scores(ends[at : at + size]), router.k
+            router.scores(starts[begin : begin + size]),
+            router.scores(ends[begin : begin + size]),
+            router.k,
         )
-        for at in range(0, len(starts), size)
+        for begin in range(0, len(starts), size)
     ]
     shifted = [chunk._replace(segment=chunk.segment + i * size) for i, chunk in enumerate(chunks)]
     return CoalitionWalk(*(np.concatenate(columns) for columns in zip(*shifted, strict=True)))
@@ -75,9 +77,9 @@ def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
     first = chosen(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
-    ahead = start[:, :, None] - start[:, None, :]
+    lead = start[:, :, None] - start[:, None, :]
     with np.errstate(divide="ignore", invalid="ignore"):  # when j passes i: (segments, i, j)
-        overtakes = np.where(closing > 0, ahead / closing, np.inf)
+        overtakes = np.where(closing > 0, lead / closing, np.inf)
     inside, rows = first.copy(), np.arange(len(start))
     events: list[tuple[np.ndarray, ...]] = []
     while len(rows):
@@ -247,15 +249,17 @@ def _count_kinks(path: np.ndarray, walked: CoalitionWalk, neurons: Neurons) -> i
     zeros = np.where((zeros > 0) & (zeros < 1), zeros, np.inf)
     total = 0
     for segment in range(len(zeros)):
-        mine = walked.segment == segment
+        events = walked.segment == segment
         since = np.where(walked.first[segment], 0.0, np.nan)
-        for at, out, new in zip(
-            walked.share[mine], walked.leaving[mine], walked.entering[mine], strict=True
+        for share, leaver, joiner in zip(
+            walked.share[events], walked.leaving[events], walked.entering[events], strict=True
         ):
-            total += int(((zeros[segment, out] > since[out]) & (zeros[segment, out] < at)).sum())
-            since[out], since[new] = np.nan, at
-        left = np.flatnonzero(~np.isnan(since))
-        inside = (zeros[segment, left] > since[left, None]) & (zeros[segment, left] < 1)
+            total += int(
+                ((zeros[segment, leaver] > since[leaver]) & (zeros[segment, leaver] < share)).sum()
+            )
+            since[leaver], since[joiner] = np.nan, share
+        active = np.flatnonzero(~np.isnan(since))
+        inside = (zeros[segment, active] > since[active, None]) & (zeros[segment, active] < 1)
         total += int(inside.sum())
     return total
 
@@ -307,6 +311,8 @@ def crossings(
     counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
     sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
     traced = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
+    traced_sets = np.zeros((2, *sets[0].shape), dtype=bool)
+    np.put_along_axis(traced_sets, traced.transpose(0, 1).numpy(), True, axis=2)
     lifted = np.concatenate([ends, np.full((*ends.shape[:2], 1), bias_scale(router))], axis=2)
     unit = lifted / np.linalg.norm(lifted, axis=2, keepdims=True)
     angle = angles(unit[:, 0], unit[:, 1])
@@ -318,11 +324,5 @@ def crossings(
         per_radian=float(counts.sum() / angle.sum()),
         per_length=float(counts.sum() / length.sum()),
         expected_per_radian=wall_density(len(router.bias), router.k) / np.pi,
-        agreement=float(np.mean([_choice_agreement(sets[i], traced[:, i]) for i in (0, 1)])),
+        agreement=float((traced_sets == np.stack(sets)).all(axis=2).mean()),
     )
-
-
-def _choice_agreement(sets: np.ndarray, experts: Tensor) -> float:
-    """Share of rows whose traced experts are the given coalition."""
-    traced = torch.zeros(sets.shape, dtype=torch.bool).scatter_(1, experts, True)
-    return float((traced.numpy() == sets).all(axis=1).mean())

@@ -61,18 +61,18 @@ def clip_polygon(polygon: Polygon, normal: np.ndarray, offset: float, label: Lab
     side = corners @ normal + offset
     if (side >= 0).all():
         return polygon
-    kept: list[np.ndarray] = []
-    kept_labels: list[Label] = []
+    clipped: list[np.ndarray] = []
+    clipped_labels: list[Label] = []
     for i in range(len(corners)):
         j = (i + 1) % len(corners)
         if side[i] >= 0:
-            kept.append(corners[i])
-            kept_labels.append(labels[i])
+            clipped.append(corners[i])
+            clipped_labels.append(labels[i])
         if (side[i] >= 0) != (side[j] >= 0):
             share = side[i] / (side[i] - side[j])
-            kept.append(corners[i] + share * (corners[j] - corners[i]))
-            kept_labels.append(label if side[i] >= 0 else labels[i])
-    return Polygon(np.array(kept).reshape(-1, 2), kept_labels)
+            clipped.append(corners[i] + share * (corners[j] - corners[i]))
+            clipped_labels.append(label if side[i] >= 0 else labels[i])
+    return Polygon(np.array(clipped).reshape(-1, 2), clipped_labels)
 
 
 def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) -> list[PlanarCell]:
@@ -274,16 +274,16 @@ def slice_router(
 
 def expert_support(cells: Sequence[SliceCell], expert: int) -> Support:
     """The union of the cells whose coalition holds `expert`, and how far it is from convex."""
-    mine = [i for i, cell in enumerate(cells) if expert in cell.coalition]
-    require(len(mine) > 0, f"expert {expert} is chosen nowhere on this slice")
+    indices = [i for i, cell in enumerate(cells) if expert in cell.coalition]
+    require(len(indices) > 0, f"expert {expert} is chosen nowhere on this slice")
     outline = []
-    for cell in (cells[i] for i in mine):
-        for at, tie in enumerate(cell.ties):
+    for cell in (cells[i] for i in indices):
+        for edge, tie in enumerate(cell.ties):
             if tie is not None and tie[0] == expert:
-                outline.append([cell.corners[at], cell.corners[(at + 1) % len(cell.corners)]])
-    corners = np.concatenate([np.array(cells[i].corners) for i in mine])
-    covered = sum(polygon_area(np.array(cells[i].corners)) for i in mine)
-    return Support(expert, mine, outline, covered, covered / float(ConvexHull(corners).volume))
+                outline.append([cell.corners[edge], cell.corners[(edge + 1) % len(cell.corners)]])
+    corners = np.concatenate([np.array(cells[i].corners) for i in indices])
+    covered = sum(polygon_area(np.array(cells[i].corners)) for i in indices)
+    return Support(expert, indices, outline, covered, covered / float(ConvexHull(corners).volume))
 
 
 def slice_layer(
@@ -345,12 +345,12 @@ def _kink_segments(cell: PlanarCell, lines: Neurons) -> list[Corners]:
     segments = []
     for normal, offset in zip(normals, offsets, strict=True):
         side = corners @ normal + offset
-        ahead = np.roll(side, -1)
-        crossed = np.flatnonzero((side >= 0) != (ahead >= 0))
+        next_side = np.roll(side, -1)
+        crossed = np.flatnonzero((side >= 0) != (next_side >= 0))
         if len(crossed) == 2:
-            share = (side[crossed] / (side[crossed] - ahead[crossed]))[:, None]
-            after = np.roll(corners, -1, axis=0)[crossed]
-            segments.append((corners[crossed] + share * (after - corners[crossed])).tolist())
+            share = (side[crossed] / (side[crossed] - next_side[crossed]))[:, None]
+            next_corners = np.roll(corners, -1, axis=0)[crossed]
+            segments.append((corners[crossed] + share * (next_corners - corners[crossed])).tolist())
     return segments
 
 
@@ -395,8 +395,10 @@ def grid_of(
 ) -> Float[np.ndarray, "rows columns dim"]:
     """Points surface(s, t) at equal steps of 0 <= s, t <= 1."""
     require(rows >= 2 and columns >= 2, f"need rows, columns >= 2, got {rows=}, {columns=}")
-    at = [np.linspace(0, 1, n) for n in (rows, columns)]
-    return np.array([[np.asarray(surface(s, t), dtype=np.float64) for t in at[1]] for s in at[0]])
+    steps = [np.linspace(0, 1, n) for n in (rows, columns)]
+    return np.array(
+        [[np.asarray(surface(s, t), dtype=np.float64) for t in steps[1]] for s in steps[0]]
+    )
 
 
 def _grid_triangles(grid: np.ndarray) -> list[np.ndarray]:

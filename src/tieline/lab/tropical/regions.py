@@ -300,7 +300,8 @@ def _check_corners(router: list[Row], neurons: list[Row], k: int, dim: int) -> N
     ties = [] if k in (0, experts) else [_row_difference(row, router[0])[:-1] for row in router[1:]]
     for coalition in combinations(range(experts), k):
         normals = [neurons[e * hidden + h][:-1] for e in coalition for h in range(hidden)]
-        if _row_rank(ties + normals) < dim:
+        rows = ties + normals
+        if not rows or len(_eliminated_rows(rows, len(rows[0]))) < dim:
             raise DegenerateError(f"the walls of coalition {coalition} leave a direction free")
 
 
@@ -382,11 +383,6 @@ def _affine_value(row: Row, point: Row) -> Fraction:
 def _row_difference(row: Row, other: Row) -> Row:
     """The row minus another."""
     return [x - y for x, y in zip(row, other, strict=True)]
-
-
-def _row_rank(rows: list[Row]) -> int:
-    """Rank of the rows."""
-    return len(_eliminated_rows(rows, len(rows[0]))) if rows else 0
 
 
 def _wall_intersection(walls: list[Row]) -> Row | None:
