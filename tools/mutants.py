@@ -271,16 +271,16 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "limits-4",
-        "partition = mean_estimate(2.0 * apart.double())",
-        "partition = mean_estimate(apart.double())",
+        "partition = mean_estimate(2.0 * misplaced.double())",
+        "partition = mean_estimate(misplaced.double())",
         "lab/limits/recovery/test_recovery.py",
         "a point in the wrong cell counts in one difference only",
     ),
     _m(
         "limits-5",
-        "apart = torch.minimum((best - best[-1]).norm(dim=1), (best + best[-1]).norm(dim=1))",
-        "apart = (best - best[-1]).norm(dim=1)",
-        "lab/limits/test_gamma_limit.py",
+        "distances = torch.minimum((best - best[-1]).norm(dim=1), (best + best[-1]).norm(dim=1))",
+        "distances = (best - best[-1]).norm(dim=1)",
+        "lab/limits/temperature_limit/test_gamma_limit.py",
         "a wall and its negative count as two",
     ),
     _m(
@@ -300,8 +300,8 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------ estimation
     _m(
         "estimation-1",
-        "rows[:, at] += rows[:, gone]",
-        "rows[:, at] += moments[:, gone]",
+        "rows[:, target] += rows[:, source]",
+        "rows[:, target] += moments[:, source]",
         "lab/estimation/mixture_fit/test_dendrogram.py",
         "merging two experts forgets the moment of the second with itself",
     ),
@@ -335,7 +335,7 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "estimation-8",
-        "ended[(batch.refused >= KINK_STEPS) & (left <= KINK**2)] = Status.KINK",
+        "ended[(batch.refused >= KINK_STEPS) & (gain <= KINK**2)] = Status.KINK",
         "ended[batch.refused >= KINK_STEPS] = Status.KINK",
         "lab/estimation/solvers/test_levenberg.py",
         "refused steps far from a minimum count as an answer",
