@@ -166,7 +166,7 @@ MUTANTS: list[Mutant] = [
         "geometry-2",
         "first, last = max(0, k - order), min(k - 1, experts - 1 - order)",
         "first, last = max(0, k - order), min(k, experts - 1 - order)",
-        "lab/geometry/test_masses.py",
+        "lab/geometry/masses/test_masses.py",
         "off by one: a window of ranks that does not hold k",
     ),
     _m(
