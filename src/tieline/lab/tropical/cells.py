@@ -199,23 +199,14 @@ def _corner_diagram(
                 facets.append(
                     np.stack([rows[raised], ties[corners, i], ties[corners, j], behind], axis=1)
                 )
-    masks, corner_rows, raised_masks = (
-        np.concatenate(masks),
-        np.concatenate(corner_rows),
-        np.concatenate(raised_masks),
-    )
+    masks, corner_rows = np.concatenate(masks), np.concatenate(corner_rows)
     first_row, cell = _distinct_masks(masks)
-    inside = _step_inside(
-        W,
-        b,
-        ties[corner_rows[first_row]],
-        raised_masks[first_row],
-        masks[first_row],
-        corner_points[corner_rows[first_row]],
-    )
+    masks, first_corner = masks[first_row], corner_rows[first_row]
+    raised_mask = np.concatenate(raised_masks)[first_row]
+    inside = _step_inside(W, b, ties[first_corner], raised_mask, masks, corner_points[first_corner])
     middle = np.stack([np.bincount(cell, x) for x in corner_points[corner_rows].T], axis=1)
     points = 0.5 * (inside + middle / np.bincount(cell)[:, None])
-    return masks[first_row], _distinct_facets(np.concatenate(facets), cell, len(W)), points
+    return masks, _distinct_facets(np.concatenate(facets), cell, len(W)), points
 
 
 def _distinct_masks(
