@@ -334,7 +334,7 @@ def all_claims() -> dict[str, Claim]:
 
 def select(names: Sequence[str]) -> list[Claim]:
     """Return the claims with these names: "all", papers by number or name, or ids."""
-    claims, chosen = all_claims(), {}
+    claims, selection = all_claims(), {}
     for name in names or ["all"]:
         matches = [claim for claim in claims.values() if name in _claim_names(claim)]
         if not matches:
@@ -342,8 +342,8 @@ def select(names: Sequence[str]) -> list[Claim]:
             raise ParameterError(
                 f"no paper or claim is called {name!r}: papers are {papers}; --list shows claims"
             )
-        chosen |= {claim.id: claim for claim in matches}
-    return list(chosen.values())
+        selection |= {claim.id: claim for claim in matches}
+    return list(selection.values())
 
 
 def _claim_names(claim: Claim) -> set[str]:

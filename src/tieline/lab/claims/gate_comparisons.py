@@ -178,10 +178,10 @@ def _gate_score(result: Mapping[str, Any]) -> GateScore:
 
 def gate_table(scores: Iterable[GateScore]) -> GateTable:
     """Return means, deviations and paired changes of runs."""
-    kept = tuple(scores)
-    gates = dict.fromkeys(score.gate for score in kept)
-    reference = {s.seed: s.perplexity for s in kept if s.gate == GATE_REFERENCE}
-    return GateTable(tuple(_gate_row(gate, kept, reference) for gate in gates), kept)
+    records = tuple(scores)
+    gates = dict.fromkeys(score.gate for score in records)
+    reference = {s.seed: s.perplexity for s in records if s.gate == GATE_REFERENCE}
+    return GateTable(tuple(_gate_row(gate, records, reference) for gate in gates), records)
 
 
 def _gate_row(gate: str, scores: Sequence[GateScore], reference: Mapping[int, float]) -> GateRow:

@@ -312,13 +312,13 @@ def reproduce(
         progress: called with the number of claims that are done, and of all.
     """
     settings = ReproduceSettings.of(settings, options)
-    chosen, run = select(names), ClaimRun(settings.fast, settings.seed)
+    claims, run = select(names), ClaimRun(settings.fast, settings.seed)
     store = ResultStore(settings.results or cache_folder("claims"))
     store.check()
     on_progress = progress or (lambda done, total: None)
-    on_progress(0, len(chosen))
+    on_progress(0, len(claims))
     outcomes = run_claims(
-        chosen,
+        claims,
         run,
         store,
         executor=settings.executor,

@@ -162,13 +162,13 @@ def same_function(
     for name, (model, first, other) in pairs.items():
         gaps.append(largest_gap(model, first, other, x))
         raw = voronoi_loss(other, first, kind, paper).value
-        left = quotient_loss(model, other, first, kind, paper).value
+        distance = quotient_loss(model, other, first, kind, paper).value
         checks += [
             at_least(f"{name}: functions differ by", gaps[-1], 1e-6 * raw),
             *corrected(
                 at_most(f"{name}: functions agree to", gaps[-1], 1e-12),
                 at_least(f"{name}: {loss} of the two", raw, 1e-3),
-                at_most(f"{name}: quotient {loss}", left, 1e-9),
+                at_most(f"{name}: quotient {loss}", distance, 1e-9),
             ),
         ]
     return Evidence.of(*checks, *others, paper="G = G*", measured=max(gaps), **fields)

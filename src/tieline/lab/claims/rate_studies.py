@@ -95,9 +95,11 @@ def small_plan(
         source: the family of the data, if another; losses are then against Ḡ.
         grid: fields of `RatePlan` to set.
     """
-    given = {**_study_grid(run, extra, outside=source is not None), **grid}
+    options = {**_study_grid(run, extra, outside=source is not None), **grid}
     first = 0 if fixed else run.seed
-    drawn = replace(as_case(source or model, draws=DRAWS, seed=first, **given).plan, seed=run.seed)
+    drawn = replace(
+        as_case(source or model, draws=DRAWS, seed=first, **options).plan, seed=run.seed
+    )
     truth = _without_gate(drawn.truth) if sparse else drawn.truth
     fitted = model.with_experts(model.n_experts + extra)
     plan = replace(
@@ -355,8 +357,8 @@ def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
     """Loss of fits of two atoms to the true atom beside one with a zero expert."""
     rows, true_row = symmetric_rows(fits.router), symmetric_rows(truth.router)[0]
-    wide = true_row.shape[-1] > 4
-    blocks = [(slice(0, 4), True), (slice(4, 6), wide)]
+    quadratic = true_row.shape[-1] > 4
+    blocks = [(slice(0, 4), True), (slice(4, 6), quadratic)]
     losses = []
     for atom in (0, 1):
         gate = sum((rows[:, atom, at] - true_row[at]).norm(dim=1) for at, there in blocks if there)

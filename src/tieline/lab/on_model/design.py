@@ -46,8 +46,8 @@ def design(
     if not settings.measure:
         return advice
     names = ("text", "tokens", "batch_size", "seed", "device", "revision", "trust_remote_code")
-    chosen = {name: getattr(settings, name) for name in names}
-    layers = measure_design(settings.model, progress=progress, **chosen)
+    choices = {name: getattr(settings, name) for name in names}
+    layers = measure_design(settings.model, progress=progress, **choices)
     return replace(advice, measured=layers)
 
 
@@ -129,5 +129,5 @@ def _measured_router(
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
     bias = bias + router_offset(model.get_submodule(layer.name), len(bias))
     bias = bias + (0.0 if layer.bias is None else layer.bias)
-    given = bias if bool(bias.any()) else None
-    return measured_layer(trace, layer, weights[layer.name], given, seed)
+    selection_bias = bias if bool(bias.any()) else None
+    return measured_layer(trace, layer, weights[layer.name], selection_bias, seed)

@@ -103,8 +103,8 @@ class Frontier(Result):
         """Named numbers: "by_flips", and "factor@c", "moved@c" for each ε = c σ."""
         numbers = {"by_flips": self.by_flips}
         for point in self.of("noise"):
-            named = {"factor": point.factor, "moved": point.table.moved.value}
-            numbers |= {f"{n}@{point.scale:g}": v for n, v in named.items() if v is not None}
+            values = {"factor": point.factor, "moved": point.table.moved.value}
+            numbers |= {f"{n}@{point.scale:g}": v for n, v in values.items() if v is not None}
         return numbers
 
     def of(self, spread: str) -> tuple[FrontierPoint, ...]:
@@ -218,8 +218,8 @@ def _frontier_point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoin
     """One width's measured factor and moved KL, beside the least KL that the law allows."""
     row = table.row(noise)
     least = least_kl(row)
-    over = table.moved.value / least if least and table.moved.value is not None else None
-    return FrontierPoint(*mark, table, row.flip_factor, least, over)
+    ratio = table.moved.value / least if least and table.moved.value is not None else None
+    return FrontierPoint(*mark, table, row.flip_factor, least, ratio)
 
 
 def least_kl(row: RepairRow) -> float | None:

@@ -84,9 +84,9 @@ def event_offsets(
     """
     require(reach > 0 and epsilon >= 0, f"need reach > 0 and ε >= 0, got {reach=}, {epsilon=}")
     first, second = torch.triu_indices(len(scores), len(scores), 1)
-    apart, slope = scores[second] - scores[first], rates[first] - rates[second]
+    difference, slope = scores[second] - scores[first], rates[first] - rates[second]
     shifts = (0.0,) if epsilon == 0 else (0.0, epsilon, -epsilon)
-    offsets = torch.cat([(apart + shift) / slope for shift in shifts])
+    offsets = torch.cat([(difference + shift) / slope for shift in shifts])
     return offsets[offsets.abs() <= reach].sort().values  # parallel scores give no finite offset
 
 
@@ -109,15 +109,15 @@ def largest_jump(
     best = LineJumps(len(events), 0.0, 0.0, torch.nan, step)
     for offsets in events.split(ROWS) if len(events) else ():
         with torch.no_grad():
-            ahead, behind = (
+            front, back = (
                 layer(point + (offsets[:, None] + side * step / 2) * normal) for side in (1, -1)
             )
-        change = (ahead - behind).norm(dim=1)
-        at = int(change.argmax())
-        if change[at] > best.largest:
-            size = behind[at].norm().item()
-            largest = change[at].item()
-            best = LineJumps(len(events), largest, largest / size, offsets[at].item(), step)
+        change = (front - back).norm(dim=1)
+        index = int(change.argmax())
+        if change[index] > best.largest:
+            size = back[index].norm().item()
+            largest = change[index].item()
+            best = LineJumps(len(events), largest, largest / size, offsets[index].item(), step)
     return best
 
 
@@ -235,8 +235,8 @@ def measure_continuity(
         ties=len(nearest.point),
         distance=nearest.distance.median().item(),
         gates={
-            label: walls.measure(chosen, scores, line)
-            for label, chosen in zip(GATES, gates, strict=True)
+            label: walls.measure(gate, scores, line)
+            for label, gate in zip(GATES, gates, strict=True)
         },
     )
 
@@ -263,14 +263,14 @@ class _Walls:
 
     def line(self, hard: Layer) -> _Line:
         """Return the line through the tie with the largest relative jump."""
-        ahead, behind = self._sides(hard, STEPS[0].item())
-        jump = (ahead - behind).norm(dim=1) / behind.norm(dim=1)
-        at = int(jump.argmax())
-        point, normal = self.points[at], self.normals[at]
+        front, back = self._sides(hard, STEPS[0].item())
+        jump = (front - back).norm(dim=1) / back.norm(dim=1)
+        index = int(jump.argmax())
+        point, normal = self.points[index], self.normals[index]
         rates = self.layer.router(point + normal) - self.layer.router(point)
         band = self.epsilon / (rates.max() - rates.min()).item()
-        reach = max(2 * self.distances[at].item(), 8 * band)
-        return _Line(point, normal, reach, int((ahead - behind)[at].abs().argmax()))
+        reach = max(2 * self.distances[index].item(), 8 * band)
+        return _Line(point, normal, reach, int((front - back)[index].abs().argmax()))
 
     def measure(self, gate: Gate, scores: Tensor, line: _Line) -> GateContinuity:
         """Measure one gate."""
@@ -301,8 +301,8 @@ class _Walls:
     @torch.no_grad()
     def _sides(self, layer: Layer, step: float) -> tuple[Tensor, Tensor]:
         """Outputs half a step ahead of and behind every tie."""
-        ahead, behind = (layer(self.points + s * step / 2 * self.normals) for s in (1, -1))
-        return ahead, behind
+        front, back = (layer(self.points + s * step / 2 * self.normals) for s in (1, -1))
+        return front, back
 
 
 def _linear_top_k(layer: MoE, name: str) -> tuple[LinearRouter, int]:

@@ -153,17 +153,17 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
     state: dict[str, Any] = {}
 
     def record_routing(
-        plan: LayerPlan, router: nn.Module, args: Any, named: dict[str, Any], output: Any
+        plan: LayerPlan, router: nn.Module, args: Any, keywords: dict[str, Any], output: Any
     ) -> None:
-        routed = read_output(plan.family, router, (args, named), output)
-        chosen = selection_scores(plan.family, router, routed.logits, (args, named))
+        routed = read_output(plan.family, router, (args, keywords), output)
+        chosen = selection_scores(plan.family, router, routed.logits, (args, keywords))
         scores, groups = at_least_single(chosen.scores), gate_groups(chosen.limit)
         state[plan.name] = routed.logits.clone(), scores.clone(), groups
 
     def record_block(
-        plan: LayerPlan, block: Block, module: nn.Module, args: Any, named: Any, output: Any
+        plan: LayerPlan, block: Block, module: nn.Module, args: Any, keywords: Any, output: Any
     ) -> None:
-        call = BlockCall(args, named, output)
+        call = BlockCall(args, keywords, output)
         calls.append(
             _LayerCall(plan, block, call.rows(torch.arange(call.tokens)), *state[plan.name])
         )
@@ -229,17 +229,17 @@ def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
 
 def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
     """‖y_swapped - y‖² of some tokens, weights those of the scores as they are."""
-    some = call.take(tokens)
+    calls = call.take(tokens)
     k, plan = call.plan.k, call.plan
     ranked = projected_columns(
-        some.scores.double(), k + 1, epsilon=call.hard_width, groups=call.groups
+        calls.scores.double(), k + 1, epsilon=call.hard_width, groups=call.groups
     ).ids[:, : k + 1]
     sides = []
     for left_out in (k, k - 1):
         ids = ranked[:, [rank for rank in range(k + 1) if rank != left_out]]
         share = torch.ones_like(ids, dtype=torch.float64)
-        weights = column_weights(plan.family, plan.router, some.logits, ids, share)
-        sides.append(some.block.run(some.rows, Choice(weights, ids)).double())
+        weights = column_weights(plan.family, plan.router, calls.logits, ids, share)
+        sides.append(calls.block.run(calls.rows, Choice(weights, ids)).double())
     return (sides[0] - sides[1]).square().sum(dim=1)
 
 
@@ -308,21 +308,21 @@ def _add_batch(
     scales, draws = how
     gaps = call.gaps
     near = (gaps < (max(scales) + REACH) * sigma).nonzero().squeeze(1)
-    some = call.take(near)
-    hard = some.output(call.hard_width)
-    size = (*some.scores.shape, draws)
+    near_calls = call.take(near)
+    hard = near_calls.output(call.hard_width)
+    size = (*near_calls.scores.shape, draws)
     noises = torch.randn(size, generator=source, dtype=torch.float64) * sigma / math.sqrt(2)
 
-    def add(kept: SequenceSums, squares: Squares) -> None:
-        kept.add(torch.zeros_like(gaps).index_copy(0, near, squares).view(shape))
+    def add(sums: SequenceSums, squares: Squares) -> None:
+        sums.add(torch.zeros_like(gaps).index_copy(0, near, squares).view(shape))
 
     sums.size.add(call.rows.output.double().square().sum(dim=1).view(shape))
     sums.jumps.add(_weighted_jumps(call, sums.width)[:, 0].view(shape))
-    add(sums.hard, _noise_change(some, call.hard_width, hard, noises))
+    add(sums.hard, _noise_change(near_calls, call.hard_width, hard, noises))
     for scale in scales:
-        smooth = some.output(scale * sigma)
+        smooth = near_calls.output(scale * sigma)
         add(sums.moved[scale], (smooth - hard).square().sum(dim=1))
-        add(sums.left[scale], _noise_change(some, scale * sigma, smooth, noises))
+        add(sums.left[scale], _noise_change(near_calls, scale * sigma, smooth, noises))
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
@@ -368,13 +368,15 @@ def _above_frontier(sums: _LawSums, scale: float, sigma: float) -> Estimate:
     flip.
     """
     columns = (sums.moved[scale], sums.left[scale], sums.jumps)
-    kept = torch.stack([torch.cat(sums.sums) for sums in columns])
-    ratio = _over_least(kept.sum(dim=1), sigma)
-    groups = torch.arange(kept.shape[1]) % min(GROUPS, kept.shape[1])
+    columns_sum = torch.stack([torch.cat(sums.sums) for sums in columns])
+    ratio = _over_least(columns_sum.sum(dim=1), sigma)
+    groups = torch.arange(columns_sum.shape[1]) % min(GROUPS, columns_sum.shape[1])
     count = int(groups.max()) + 1
     if ratio is None or count < 2:
         return Estimate(ratio, None, "ok" if ratio is not None else "not answerable: no flips seen")
-    left_out = [_over_least(kept[:, groups != group].sum(dim=1), sigma) for group in range(count)]
+    left_out = [
+        _over_least(columns_sum[:, groups != group].sum(dim=1), sigma) for group in range(count)
+    ]
     ratios = torch.tensor([value for value in left_out if value is not None], dtype=torch.float64)
     if len(ratios) < count:  # without some sequences nothing is left: too few to tell an error
         return Estimate(ratio, None)
@@ -383,8 +385,8 @@ def _above_frontier(sums: _LawSums, scale: float, sigma: float) -> Estimate:
 
 def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:
     """D / (least_moved(S_hard / S) S_hard); None where S is not below that of top-k."""
-    moved, left, jumps = sums.tolist()
+    moved, remaining, jumps = sums.tolist()
     hard = hard_sensitivity(max(jumps, 0.0), 1.0, sigma)
-    if not 0 < left < hard:
+    if not 0 < remaining < hard:
         return None
-    return moved / (least_moved(hard / left) * hard)
+    return moved / (least_moved(hard / remaining) * hard)

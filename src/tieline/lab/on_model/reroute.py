@@ -215,13 +215,13 @@ def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _Texts:
     if fit is not None and text is not None:
         (fit_text, origin), (other_text, second) = as_text(fit), as_text(text)
         first = tokenise(loaded.tokenizer, fit_text, fit_tokens, length).sequences
-        rest = tokenise(loaded.tokenizer, other_text, tokens, length).sequences
+        other_sequences = tokenise(loaded.tokenizer, other_text, tokens, length).sequences
     else:
         only_text, origin = as_text(text if fit is None else fit)
         second, count = origin, -(-fit_tokens // length)
         sequences = tokenise(loaded.tokenizer, only_text, fit_tokens + tokens, length).sequences
-        first, rest = sequences[:count], sequences[count:]
-    measured = [sequence for sequence in rest if len(sequence) > 1]
+        first, other_sequences = sequences[:count], sequences[count:]
+    measured = [sequence for sequence in other_sequences if len(sequence) > 1]
     require(
         bool(first) and bool(measured),
         f"the text is too short to fit to {fit_tokens} of its tokens and to measure on others",
@@ -357,8 +357,11 @@ def jump_at_zero(router: Router, inputs: Float[Tensor, "tokens width"]) -> float
     A plain cosine router keeps the direction of ever smaller tokens and is 0 at the zero vector;
     with τ2 > 0 its scores are at most δ / (τ2 t) (paper 2, eq. 7).
     """
-    wide = copy.deepcopy(router).double().cpu()
+    double_router = copy.deepcopy(router).double().cpu()
     directions = inputs[:1024].double()
     directions = directions / directions.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    near, at = wide(NEAR_ZERO * directions), wide(torch.zeros_like(directions[:1]))
-    return (near - at).abs().max().item()
+    scores_beside, scores_at_zero = (
+        double_router(NEAR_ZERO * directions),
+        double_router(torch.zeros_like(directions[:1])),
+    )
+    return (scores_beside - scores_at_zero).abs().max().item()

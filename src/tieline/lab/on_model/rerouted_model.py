@@ -294,8 +294,8 @@ def _checked_rerouting(
     require(router is None or router in names, f"{router=} is not one of {names}")
     require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(router is not None or gate is not None, "give a router, a gate, or both")
-    given = {**for_router, **by_layer}
-    require(router is not None or not given, f"options without a router: {given}")
+    options_given = {**for_router, **by_layer}
+    require(router is not None or not options_given, f"options without a router: {options_given}")
     require(gate is not None or not for_gate, f"options without a gate: {dict(for_gate)}")
     if router in SHORT:
         router, settings = SHORT[router]
@@ -362,9 +362,9 @@ def _new_router_and_gate(
 def _router_options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
     """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
     options = {**record.router_options, **record.layer_options.get(plan.name, {})}
-    given = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     biased = isinstance(getattr(plan.router, "bias", None), nn.Parameter)
-    return {"bias": True} | given if record.router == "linear" and biased else given
+    return {"bias": True} | values if record.router == "linear" and biased else values
 
 
 def _moved_like(module: Any, like: nn.Parameter | None) -> Any:

@@ -127,9 +127,9 @@ def router_inputs_and_logits(
         f"{MOST_BYTES >> 30} are kept: fit on fewer tokens",
         ParameterError,
     )
-    kept = {plan.name: _Watcher(plan) for plan in plans}
-    watch_routers(Runner(Model(model)), {CLEAN: kept}, batches, progress, stage)
-    return {name: watcher.watched for name, watcher in kept.items()}
+    watchers = {plan.name: _Watcher(plan) for plan in plans}
+    watch_routers(Runner(Model(model)), {CLEAN: watchers}, batches, progress, stage)
+    return {name: watcher.watched for name, watcher in watchers.items()}
 
 
 def is_softmax(plan: LayerPlan) -> bool:
@@ -176,8 +176,8 @@ def fit_router(
         )
     if cosine is not None and free:
         cosine.temperature = cosine.temperature / math.exp(scale.item())
-    after = _whole_loss(new, watched, softmax)
-    return RouterFit(before, after, None if cosine is None else cosine.temperature, steps)
+    loss_after = _whole_loss(new, watched, softmax)
+    return RouterFit(before, loss_after, None if cosine is None else cosine.temperature, steps)
 
 
 @torch.no_grad()
@@ -264,7 +264,7 @@ def _fit_by_adam(
     log_scale: nn.Parameter | None,
 ) -> None:
     """Steps of Adam; each parameter moves by a rate relative to its size."""
-    asked = [p.requires_grad for p in moved]
+    required_gradients = [p.requires_grad for p in moved]
     groups = [{"params": [p], "lr": RATE * _parameter_size(p)} for p in moved]
     if log_scale is not None:
         groups.append({"params": [log_scale], "lr": RATE})
@@ -282,7 +282,7 @@ def _fit_by_adam(
             _fit_loss(scores, watched.logits[rows], softmax).backward()
             optimiser.step()
             decay.step()
-    for parameter, before in zip(moved, asked, strict=True):
+    for parameter, before in zip(moved, required_gradients, strict=True):
         parameter.requires_grad_(before).grad = None
 
 

@@ -87,9 +87,9 @@ class RouterSlice(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Named numbers: "coalitions", "band" (its share of the window), "agreed" (a share)."""
-        asked = max(1, self.checked - self.undecided)
+        decided = max(1, self.checked - self.undecided)
         sizes = {"coalitions": float(len(self.cut.cells)), "band": self.cut.band_share}
-        return sizes | {"agreed": self.agreed / asked}
+        return sizes | {"agreed": self.agreed / decided}
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple
         tokens_of.setdefault(tuple(sorted(layer.experts[token, : layer.facts.k].tolist())), token)
         if len(tokens_of) == 3:
             break
-    chosen = [*tokens_of.values(), *(token for token in order if token not in tokens_of.values())]
-    return chosen[0], chosen[1], chosen[2]
+    tokens = [*tokens_of.values(), *(token for token in order if token not in tokens_of.values())]
+    return tokens[0], tokens[1], tokens[2]
 
 
 def _layer_slice(
@@ -229,14 +229,14 @@ def _layer_slice(
     return RouterSlice(subject.name, name, marks, band[1], cut, *counts, subject.provenance)
 
 
-def _check_slice_tokens(chosen: Sequence[int], tokens: int) -> None:
+def _check_slice_tokens(token_ids: Sequence[int], tokens: int) -> None:
     """Raise unless three different tokens of the text are given."""
-    given = ", ".join(map(str, chosen))
+    given = ", ".join(map(str, token_ids))
     require(
-        len(chosen) == 3 and len(set(chosen)) == 3,
+        len(token_ids) == 3 and len(set(token_ids)) == 3,
         f"a slice goes through three different tokens, got {given or 'none'}",
     )
-    inside = all(0 <= token < tokens for token in chosen)
+    inside = all(0 <= token < tokens for token in token_ids)
     require(inside, f"no tokens {given}: the text has tokens 0 to {tokens - 1}")
 
 
@@ -258,9 +258,9 @@ def _slice_agreement(
     low, high = np.array(cut.window[0]), np.array(cut.window[2])
     flat = low + (high - low) * np.random.default_rng(seed).random((POINTS, 2))
     states = torch.from_numpy(plane.origin + flat @ plane.axes)
-    logits, chosen = router_choice(model, router, states)
+    logits, experts = router_choice(model, router, states)
     shown = coalition_at(cut, flat)
-    same = (chosen.sort(dim=1).values == shown).all(dim=1)
+    same = (experts.sort(dim=1).values == shown).all(dim=1)
     ranked = logits.double().sort(dim=1, descending=True).values
     gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
     coarse = UNITS * torch.finfo(_router_dtype(router)).eps

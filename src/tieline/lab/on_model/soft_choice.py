@@ -141,11 +141,13 @@ def path_choice(
     Weights go in a straight line from the recorded ones to those of `swapped_choice`.
     """
     k = layer.facts.k
-    before, after = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
-    kept = (1 - share) * before.weights[:, : k - 1] + share * after.weights[:, : k - 1]
-    pair = [(1 - share) * before.weights[:, k - 1 : k], share * after.weights[:, k - 1 : k]]
-    ids = torch.cat([before.ids[:, :k], after.ids[:, k - 1 : k]], dim=1)
-    return Choice(torch.cat([kept, *pair], dim=1), ids)
+    recorded, swapped = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
+    shared_weights = (1 - share) * recorded.weights[:, : k - 1] + share * swapped.weights[
+        :, : k - 1
+    ]
+    pair = [(1 - share) * recorded.weights[:, k - 1 : k], share * swapped.weights[:, k - 1 : k]]
+    ids = torch.cat([recorded.ids[:, :k], swapped.ids[:, k - 1 : k]], dim=1)
+    return Choice(torch.cat([shared_weights, *pair], dim=1), ids)
 
 
 def choice_at_rows(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
@@ -153,10 +155,10 @@ def choice_at_rows(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[Rout
 
     def rule(output: RouterOutput) -> Choice:
         weights, ids = padded_choice(Choice(output.weights, output.ids), choice.ids.shape[1])
-        at = rows.to(ids.device)
+        positions = rows.to(ids.device)
         return Choice(
-            weights.index_copy(0, at, choice.weights.to(weights)),
-            ids.index_copy(0, at, choice.ids.to(ids)),
+            weights.index_copy(0, positions, choice.weights.to(weights)),
+            ids.index_copy(0, positions, choice.ids.to(ids)),
         )
 
     return rule

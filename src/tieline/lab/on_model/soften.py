@@ -200,9 +200,9 @@ class Softening(Result):
     @property
     def metrics(self) -> dict[str, float]:
         """Named numbers of all layers together: "loss", "predicted", and "change@F" at F widths."""
-        named = {"loss": self.loss, "predicted": self.predicted}
-        named |= {f"change@{level.width:g}": level.change for level in self.together}
-        return {name: x.value for name, x in named.items() if x.value is not None}
+        values = {"loss": self.loss, "predicted": self.predicted}
+        values |= {f"change@{level.width:g}": level.change for level in self.together}
+        return {name: x.value for name, x in values.items() if x.value is not None}
 
 
 @dataclass(frozen=True)
@@ -252,8 +252,8 @@ def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSizes) -
     active = max(1.0, _parameter_count(model) - sum(sizes.values()) + sum(used.values()))
     extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
     passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
-    again = len(plans) * settings.exact * settings.length
-    return (passes * settings.tokens + again) / ORDINARY
+    exact_tokens = len(plans) * settings.exact * settings.length
+    return (passes * settings.tokens + exact_tokens) / ORDINARY
 
 
 def _parameter_count(module: nn.Module | None) -> float:
@@ -509,9 +509,9 @@ class _SoftenRun:
         order = near.tokens.sort().indices
         tokens, rows = near.tokens[order], near.rows.take(order)
         with only_running(self._model):
-            plain = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
+            recorded = block.run(rows, recorded_choice(layer, tokens)).double().cpu()
             swapped = block.run(rows, swapped_choice(layer, tokens, router)).double().cpu()
-        jump = swapped - plain
+        jump = swapped - recorded
         slope = (gradient * jump).sum(dim=1)
         source = torch.Generator().manual_seed(self._settings.seed)
         draw = torch.randperm(len(tokens), generator=source)
@@ -536,16 +536,16 @@ class _SoftenRun:
         for length in lengths.unique().tolist():
             same = (lengths == length).nonzero().squeeze(1)
             for chunk in same.split(self._batch_size):
-                some = tokens[chunk]
-                ids = torch.stack([sample.sequences[d] for d in documents[some].tolist()])
-                rows = torch.arange(len(some)) * length + positions[some]
-                choice = path_choice(layer, some, router, share)
+                chunk_tokens = tokens[chunk]
+                ids = torch.stack([sample.sequences[d] for d in documents[chunk_tokens].tolist()])
+                rows = torch.arange(len(chunk_tokens)) * length + positions[chunk_tokens]
+                choice = path_choice(layer, chunk_tokens, router, share)
                 with (
                     only_running(self._model),
                     override_choice(router, choice_at_rows(rows, choice)),
                 ):
                     losses = next_token_losses(_output_logits(forward(self._model, ids), ids), ids)
-                changes[chunk] = losses.sum(dim=1) - sample.losses[documents[some]]
+                changes[chunk] = losses.sum(dim=1) - sample.losses[documents[chunk_tokens]]
         return changes
 
     def _levels(

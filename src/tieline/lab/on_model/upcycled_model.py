@@ -204,13 +204,13 @@ class UpcycledRouter(nn.Module):
         self, hidden_states: Tokens
     ) -> tuple[Float[Tensor, "tokens experts"], Chosen, Int[Tensor, "tokens k"]]:
         """Logits, weights and experts of each token."""
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        logits = F.linear(hidden_states.to(wide), self.weight.to(wide))
-        chosen = stable_topk(logits.detach(), self.top_k).indices
-        weights = logits.softmax(dim=-1).gather(1, chosen)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
+        experts = stable_topk(logits.detach(), self.top_k).indices
+        weights = logits.softmax(dim=-1).gather(1, experts)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights, chosen
+        return logits, weights, experts
 
 
 class UpcycledExperts(nn.Module):
@@ -267,8 +267,8 @@ class UpcycledFFN(nn.Module):
     def forward(self, hidden_states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """The mixture's output."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, chosen = self.gate(flat)
-        return self.experts(flat, chosen, weights).view_as(hidden_states)
+        _, weights, experts = self.gate(flat)
+        return self.experts(flat, experts, weights).view_as(hidden_states)
 
 
 FEATURE = "upcycle"
@@ -327,23 +327,23 @@ def upcycle_(
     _check_upcycling(n_experts, k, router_init, router_scale, noise)
     _check_dense(model)
     refuse_quantised(model, FEATURE)
-    chosen = _chosen_networks(find_dense_ffns(model), layers, type(model).__name__)
-    for ffn in chosen.values():
+    networks = _chosen_networks(find_dense_ffns(model), layers, type(model).__name__)
+    for ffn in networks.values():
         _check_copy(model, ffn)
     generator = torch.Generator().manual_seed(seed)
     before = _parameter_count(model)
     with torch.no_grad():
         mixtures = {
             name: _mixture_of_copies(ffn, n_experts, k, renormalise, noise, generator)
-            for name, ffn in chosen.items()
+            for name, ffn in networks.items()
         }
         for mixture in mixtures.values():
             _start_router(mixture.gate, router_init, router_scale, generator)
     done = _upcycling_record(model, mixtures, before, renormalise)
-    kept = ("n_experts", "k", "renormalise")
-    facts = {name: getattr(done, name) for name in kept} | {"layers": list(done.layers)}
+    names = ("n_experts", "k", "renormalise")
+    facts = {name: getattr(done, name) for name in names} | {"layers": list(done.layers)}
     record_change(model, FEATURE, facts)
-    for name, ffn in chosen.items():
+    for name, ffn in networks.items():
         _replace_network(model, ffn, mixtures[name].train(model.training))
     return done
 
@@ -384,8 +384,8 @@ def _chosen_networks(
         return networks
     require(len(layers) > 0, "layers must name at least one network, got none")
     names = list(networks)
-    chosen = {_network_name(layer, names) for layer in layers}
-    return {name: ffn for name, ffn in networks.items() if name in chosen}
+    network_names = {_network_name(layer, names) for layer in layers}
+    return {name: ffn for name, ffn in networks.items() if name in network_names}
 
 
 def _network_name(layer: int | str, names: list[str]) -> str:
@@ -476,10 +476,10 @@ def _start_router(
     router: UpcycledRouter, how: str, scale: float, generator: torch.Generator
 ) -> None:
     """Draw the router's weights, normal or orthogonal, times `scale`."""
-    drawn = torch.randn(router.weight.shape, generator=generator)
+    noise = torch.randn(router.weight.shape, generator=generator)
     if how == "orthogonal":
-        nn.init.orthogonal_(drawn, gain=math.sqrt(drawn.shape[1]), generator=generator)
-    router.weight.copy_(scale * drawn)
+        nn.init.orthogonal_(noise, gain=math.sqrt(noise.shape[1]), generator=generator)
+    router.weight.copy_(scale * noise)
 
 
 def _replace_network(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:

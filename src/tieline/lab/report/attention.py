@@ -71,7 +71,7 @@ def _attention_verdict(result: AttentionView) -> str:
     heads = result.heads
     keys, carry = fmean(head.seen for head in heads), fmean(head.effective for head in heads)
     near = fmean(head.near for head in heads)
-    few = sum(head.effective < FEW_KEYS for head in heads)
+    few_key_heads = sum(head.effective < FEW_KEYS for head in heads)
     fits = sum(abs(head.mass - 1) < NEAR_MASS for head in heads)
     change = result.sigmoid_change.value or 0.0
     advice = (
@@ -80,7 +80,7 @@ def _attention_verdict(result: AttentionView) -> str:
         else "What to do: keep softmax on these weights; sigmoid attention has to be trained in."
     )
     return (
-        f"Of a query's {keys:.0f} keys {carry:.3g} carry the mass; {few} of "
+        f"Of a query's {keys:.0f} keys {carry:.3g} carry the mass; {few_key_heads} of "
         f"{len(heads)} heads use fewer than 4. The two best keys nearly tie in {percent(near)} of "
         f"the rows. Sigmoid weights would sum to about 1 in {fits} of {len(heads)} heads. {advice}"
     )
@@ -122,10 +122,10 @@ def _attention_chart(heads: Sequence[HeadView]) -> Chart:
     """Effective keys and mass of sigmoid weights, a column per layer."""
     layers = _head_layers(heads)
     positions = [layers.index(head.layer) for head in heads]
-    left, right = [x - 0.12 for x in positions], [x + 0.12 for x in positions]
+    keys_x, mass_x = [x - 0.12 for x in positions], [x + 0.12 for x in positions]
     effective, weights = [head.effective for head in heads], [head.mass for head in heads]
-    keys = Series(left, effective, "keys that carry the mass")
-    mass = Series(right, weights, "mass of sigmoid weights", "@warn", symbol="diamond")
+    keys = Series(keys_x, effective, "keys that carry the mass")
+    mass = Series(mass_x, weights, "mass of sigmoid weights", "@warn", symbol="diamond")
     y = Axis("keys, or sum of weights", "log")
     guides = (Guide("y", 1.0, colour="@ink", dash="dash"),)
     return Chart(layer_axis(short_names(layers)), y, (keys, mass), guides=guides)

@@ -70,14 +70,14 @@ def reroute_facts(result: Rerouted) -> list[str]:
         "defined."
     )
     moved = [layer for layer in result.layers if layer.fit.steps]
-    rest = len(moved) < len(result.layers)
+    unfitted = len(moved) < len(result.layers)
     return [
         f"Loss: {significant(result.loss.value, 5)} before, changed by "
         f"{signed(result.loss_change, '.5f', '.5f')} nats per token.",
         f"The predictions moved by KL {significant(result.moved.value)}.",
         jump,
         f"Rows were fitted in {len(moved)} of {len(result.layers)} layers"
-        + ("; in the others the start already ranks all experts as before." if rest else "."),
+        + ("; in the others the start already ranks all experts as before." if unfitted else "."),
         f"kept: share of a token's experts that both models choose; fit: divergence of the new "
         f"weights from the old on {result.fit_tokens:,} tokens, in nats; t: temperature; gap: "
         f"median; flips: tokens whose experts change if bf16 rounds the scores; measured on "

@@ -182,8 +182,10 @@ def _rates_figure(result: RateStudy) -> "Figure":
     figure = styled_figure(draw, columns=3, height=3.2)
     headline = f"{result.name}: {result.repetitions} repetitions, noise {result.noise:g}"
     headline += f", {result.failed} of {result.problems} not converged" if result.failed else ""
-    few = ", ".join(f"{n:,}" for n in result.ridge.sizes)
-    figure.suptitle(headline + (f", a ridge at n = {few}" if few else ""), fontsize=8)
+    ridge_sizes = ", ".join(f"{n:,}" for n in result.ridge.sizes)
+    figure.suptitle(
+        headline + (f", a ridge at n = {ridge_sizes}" if ridge_sizes else ""), fontsize=8
+    )
     # more room below: the layout underestimates that of the legends
     figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))
     return figure

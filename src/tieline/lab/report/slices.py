@@ -186,13 +186,13 @@ def cell_colours(cut: Slice) -> list[str]:
     no earlier neighbour has, in an order that jumps around the circle.
     """
     cells = [frozenset(cell.coalition) for cell in cut.cells]
-    taken: list[int] = []
+    used_hues: list[int] = []
     for index, cell in enumerate(cells):
-        near = {taken[i] for i in range(index) if len(cells[i] - cell) == 1}
+        near = {used_hues[i] for i in range(index) if len(cells[i] - cell) == 1}
         free = [hue for hue in range(HUES) if hue not in near]
         start = index % HUES
-        taken.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
-    return [_hue_colour(hue) for hue in taken]
+        used_hues.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
+    return [_hue_colour(hue) for hue in used_hues]
 
 
 def _hue_colour(hue: int) -> str:
@@ -235,9 +235,9 @@ def _coloured_cells(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
 def _tie_walls(cut: Slice) -> list[Points]:
     """Edges where two experts tie, once for each of their two cells."""
     return [
-        [cell.corners[at], cell.corners[(at + 1) % len(cell.corners)]]
+        [cell.corners[index], cell.corners[(index + 1) % len(cell.corners)]]
         for cell in cut.cells
-        for at, tie in enumerate(cell.ties)
+        for index, tie in enumerate(cell.ties)
         if tie is not None
     ]
 
@@ -303,5 +303,5 @@ def _svg_pixel(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
 
 def _polygon_area(corners: Points) -> float:
     """Area of a polygon whose corners go round counter-clockwise."""
-    ahead = [*corners[1:], corners[0]]
-    return sum(a[0] * b[1] - a[1] * b[0] for a, b in zip(corners, ahead, strict=True)) / 2
+    next_corners = [*corners[1:], corners[0]]
+    return sum(a[0] * b[1] - a[1] * b[0] for a, b in zip(corners, next_corners, strict=True)) / 2

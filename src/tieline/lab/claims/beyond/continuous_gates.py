@@ -248,14 +248,14 @@ def trained_layer_predictions(run: ClaimRun) -> Evidence:
     laws = measured_laws(run)
     rows = [(law, point) for law in laws for point in law.points if point.inside <= INSIDE]
     ratios = [predicted_over_measured(*row) for row in rows]
-    over = [point.over.value or math.nan for _, point in rows]
+    frontier_ratios = [point.over.value or math.nan for _, point in rows]
     checks = [
         near(f"{name} predicted over measured, mean", _geometric_mean(values), 1, ERROR)
         for name, values in zip("DS", zip(*ratios, strict=True), strict=True)
     ]
     checks += [
-        at_least("D over the frontier, mean", fmean(over), 1),
-        at_most("D over the frontier, mean", fmean(over), 2),
+        at_least("D over the frontier, mean", fmean(frontier_ratios), 1),
+        at_most("D over the frontier, mean", fmean(frontier_ratios), 2),
     ]
     if not run.fast:
         checks += [
@@ -268,7 +268,7 @@ def trained_layer_predictions(run: ClaimRun) -> Evidence:
         checks,
         paper="1; 1 to 2",
         measured=f"predicted over measured {least:.2f} to {most:.2f} in {len(rows)} cases; "
-        f"over the frontier {min(over):.2f} to {max(over):.2f}",
+        f"over the frontier {min(frontier_ratios):.2f} to {max(frontier_ratios):.2f}",
     )
 
 
@@ -417,10 +417,10 @@ def hardening_bound(run: ClaimRun) -> Evidence:
             means.append(moved.mean().item())
         slopes[k] = exponent(taus[3:], means[3:])
     soft = TemperatureTopK(1, temperature=0.2)(scores)
-    apart = (soft - (6 * scores).softmax(dim=1)).abs().max().item()
+    distance = (soft - (6 * scores).softmax(dim=1)).abs().max().item()
     return Evidence.of(
         at_most("largest excess over the bound", excess, 0, 1e-6),
-        near("k = 1: distance to softmax(z(1 + 1/τ))", apart, 0, 1e-6),
+        near("k = 1: distance to softmax(z(1 + 1/τ))", distance, 0, 1e-6),
         *(near(f"power of τ, k = {k}", slope, 1, 0.2) for k, slope in slopes.items()),
         at_least("largest mean difference at τ = 3, which is soft", means[0], 0.1),
         paper="at most 0",

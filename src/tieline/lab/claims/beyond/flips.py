@@ -72,14 +72,14 @@ def least_distance(run: ClaimRun) -> Evidence:
     n = run.size(200_000, 2_000_000)
     shares = {law: least_share(noise_draws(run, law, n)) for law in CLOSED_SHARES}
     ramps = {e: ramp_share(e) for e in (0.5, 1.0, 1.3, 1.5, 1.545, 1.6, 2.0, 3.0)}
-    seen, error = simulated_share(run, n)
+    share, error = simulated_share(run, n)
     return Evidence.of(
         *(near(f"{law}: share", shares[law], CLOSED_SHARES[law], 0.01) for law in CLOSED_SHARES),
         near("straight ramp at ε = 1.5 σ", ramps[1.5], 0.7120, 5e-4),
         at_least("least of the straight ramps", min(ramps.values()), 1 / math.sqrt(2)),
-        within("simulated with r = Φ", seen, error, 1 / math.sqrt(2)),
+        within("simulated with r = Φ", share, error, 1 / math.sqrt(2)),
         paper=1 / math.sqrt(2),
-        measured=f"{seen:.4f} ± {error:.4f} with r = Φ; {ramps[1.5]:.4f} for a straight ramp",
+        measured=f"{share:.4f} ± {error:.4f} with r = Φ; {ramps[1.5]:.4f} for a straight ramp",
     )
 
 
@@ -130,11 +130,11 @@ def flip_laws(run: ClaimRun) -> Evidence:
             within(f"{law}: number of swaps", len(u), math.sqrt(expected), expected),
         ]
     grid, _ = flipped_margins(run, 0.02 * noise_draws(run, "normal", n), grid=0.02)
-    wide, _ = flipped_margins(run, noise_draws(run, "normal", n))
+    margins, _ = flipped_margins(run, noise_draws(run, "normal", n))
     return Evidence.of(
         checks,
         at_least("scores on a grid: distance of U from uniform", uniform_distance(grid), 0.05),
-        at_least("noise as wide as the density: distance", uniform_distance(wide), 0.02),
+        at_least("noise as wide as the density: distance", uniform_distance(margins), 0.02),
         paper="U uniform, D size-biased",
         measured="; ".join(shown),
     )
@@ -207,8 +207,8 @@ def changed_choices(run: ClaimRun, x: Tensor, weight: Tensor, stored: str) -> Te
         total = scores[0]
         for block in scores[1:]:
             total = total + block
-        kept = total.bfloat16().float() if stored == "bfloat16" else total
-        changed |= (topk_mask(kept, 4) != exact).any(dim=-1)
+        stored_sum = total.bfloat16().float() if stored == "bfloat16" else total
+        changed |= (topk_mask(stored_sum, 4) != exact).any(dim=-1)
     return changed
 
 

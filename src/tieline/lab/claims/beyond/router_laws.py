@@ -136,11 +136,11 @@ def cosine_lipschitz_at_zero(run: ClaimRun) -> Evidence:
     Tested: Pairs of tokens of sizes 1e-9 to 10, and the rows themselves against zero.
     Overturned by: a pair of tokens above the bound
     """
-    router, plain = cosine_router(run, TAU), cosine_router(run, (0.0, 0.0))
+    router, unperturbed = cosine_router(run, TAU), cosine_router(run, (0.0, 0.0))
     sizes = [10.0**p for p in range(-9, 2)]
     ratios = [cosine_steepness(run, router, size) for size in sizes]
-    small = 1e-9 * plain.weight
-    jump = (plain.score(small) - plain.score(-small)).diagonal().min().item()
+    small = 1e-9 * unperturbed.weight
+    jump = (unperturbed.score(small) - unperturbed.score(-small)).diagonal().min().item()
     at_zero = router.score(torch.zeros(1, DIM, dtype=torch.float64)).abs().max().item()
     return Evidence.of(
         at_most("largest change over the bound", max(ratios), 1 + 1e-6),
@@ -169,8 +169,8 @@ SHARES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def wall_expert_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of the expert that is chosen at x and of the other one; the wall is at 0."""
-    left, right = torch.cos(x), 1.5 - x.sin()
-    return torch.where(x < 0, left, right), torch.where(x < 0, right, left)
+    first, second = torch.cos(x), 1.5 - x.sin()
+    return torch.where(x < 0, first, second), torch.where(x < 0, second, first)
 
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -331,8 +331,8 @@ def _one_wall_checks(run: ClaimRun) -> list[Check]:
 
 def _worst_step_checks(run: ClaimRun, states: RouterStates, law: PerturbationLaw) -> list[Check]:
     """The stated step reaches a tie, and no shorter one of those drawn does."""
-    some = slice(0, run.size(200, 2_000))
-    x, scores = states.inputs[some], states.scores()[some]
+    rows = slice(0, run.size(200, 2_000))
+    x, scores = states.inputs[rows], states.scores()[rows]
     worst = worst_step(scores, states.k, states.weight, law)
     before = topk_mask(scores, states.k)
 
@@ -341,9 +341,9 @@ def _worst_step_checks(run: ClaimRun, states: RouterStates, law: PerturbationLaw
 
     root, shorter = law.root(), 0
     for stream in range(20):
-        drawn = run.normal(len(x), root.shape[1], stream=50 + stream)
-        drawn *= 0.999 * worst.length[:, None] / drawn.norm(dim=1, keepdim=True)
-        shorter += int(changed(drawn @ root.T).sum())
+        directions = run.normal(len(x), root.shape[1], stream=50 + stream)
+        directions *= 0.999 * worst.length[:, None] / directions.norm(dim=1, keepdim=True)
+        shorter += int(changed(directions @ root.T).sum())
     beyond, before_it = changed(1.000001 * worst.step), changed(0.999999 * worst.step)
     return [
         none_of("tokens kept by 1.000001 of the stated step", int((~beyond).sum())),
@@ -408,8 +408,8 @@ def real_noise(run: ClaimRun) -> Evidence:
 def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str, float]:
     """Share of odd tokens that flip, and that a law of the even tokens' steps makes flip."""
     law, scores = perturbation_law(steps[::2]), states.scores()[1::2]
-    after = scores + steps[1::2] @ states.weight.T
-    flips = (topk_mask(after, states.k) != topk_mask(scores, states.k)).any(dim=1).double()
+    moved_scores = scores + steps[1::2] @ states.weight.T
+    flips = (topk_mask(moved_scores, states.k) != topk_mask(scores, states.k)).any(dim=1).double()
     error = flips.std().item() / math.sqrt(len(flips))
     shares = {"measured": flips.mean().item(), "error": error}
     for name, noise in (("N(m, Σ)", law), ("isotropic", law.isotropic())):

@@ -68,8 +68,8 @@ def gauge_and_permutation_symmetry(run: ClaimRun) -> Evidence:
         for p in itertools.permutations(range(4))
     ]
     changes = [(soft_predictions(copy, TAU) - before).abs().max().item() for copy in copies]
-    alone = MoESample(sample.scores[:, [1, 0, 2, 3]], sample.outputs, sample.target)
-    broken = (soft_predictions(alone, TAU) - before).abs().max().item()
+    scores_permuted = MoESample(sample.scores[:, [1, 0, 2, 3]], sample.outputs, sample.target)
+    broken = (soft_predictions(scores_permuted, TAU) - before).abs().max().item()
     shifted = (soft_predictions(moved, TAU) - before).abs().max().item()
     checks = [
         at_most("change under a shift of all scores", shifted, 1e-12),
@@ -341,15 +341,15 @@ def coarea_expansion(run: ClaimRun) -> Evidence:
     lines = surface_integral(router, 3, lines=run.size(4_000, 40_000), seed=run.seed)
     exact, taus = 2 * KAPPA * router.profile(0.0), [0.2, 0.1, 0.05, 0.025]
     masses = [router.mass(KAPPA * tau) for tau in taus]
-    left = [mass - exact * tau for mass, tau in zip(masses, taus, strict=True)]
+    remainders = [mass - exact * tau for mass, tau in zip(masses, taus, strict=True)]
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=2))
     counted = ambiguity_mass(torch.stack([gap, torch.zeros_like(gap)], dim=1), 0.1, 0.05)
     checks = [
         sampled("C_ε from the surface", surface, exact),
         sampled("F(0) by lines through the surface", lines, router.profile(0.0)),
         within("BM at τ = 0.05 by counting", float(counted), counted.stderr.item(), masses[2]),
-        near("order of the remainder", exponent(taus, left), 3, 0.2),
-        at_most("relative remainder at τ = 0.025", abs(left[-1] / masses[-1]), 0.01),
+        near("order of the remainder", exponent(taus, remainders), 3, 0.2),
+        at_most("relative remainder at τ = 0.025", abs(remainders[-1] / masses[-1]), 0.01),
     ]
     figure = chart(
         "τ",
@@ -373,10 +373,10 @@ def wall_tube_formula(run: ClaimRun) -> Evidence:
     zero = router.profile(0.0)
     bend = (router.profile(h) - 2 * zero + router.profile(-h)) / h**2
     widths = [0.4, 0.2, 0.1, 0.05]
-    left = [router.mass(w) - 2 * w * zero for w in widths]
+    remainders = [router.mass(w) - 2 * w * zero for w in widths]
     return Evidence.of(
-        near("order of the remainder", exponent(widths, left), 3, 0.1),
-        near("remainder / w³ at w = 0.05", left[-1] / widths[-1] ** 3, bend / 3, 2e-3),
+        near("order of the remainder", exponent(widths, remainders), 3, 0.1),
+        near("remainder / w³ at w = 0.05", remainders[-1] / widths[-1] ** 3, bend / 3, 2e-3),
         near("P / 2w at w = 0.05 over F(0)", router.mass(0.05) / 0.1 / zero, 1, 1e-3),
         paper=zero,
         corrected=f"2wF(0) + w³F''(0)/3, F'' = {bend:.5f}",
@@ -511,9 +511,9 @@ def ambiguity_mass_scaling(run: ClaimRun) -> Evidence:
     """
     weight, bias = drawn_router(run, 6, 4)
     scores = gaussian_affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
-    taus, wide = [0.3, 0.1, 0.03, 0.01], KAPPA + math.log(5)
+    taus, width = [0.3, 0.1, 0.03, 0.01], KAPPA + math.log(5)
     mass = [ambiguity_mass(scores, 0.1, tau) for tau in taus]
-    bound = [pair_mass(weight, bias, wide * tau)[0].sum().item() for tau in taus]
+    bound = [pair_mass(weight, bias, width * tau)[0].sum().item() for tau in taus]
     excess = max(float(m) - b for m, b in zip(mass, bound, strict=True))
     power = exponent(taus[1:], [float(m) for m in mass[1:]])
     return Evidence.of(

@@ -85,7 +85,7 @@ def response_model(run: ClaimRun) -> Evidence:
     drift = mean_estimate(target * (x @ contrast) * (x @ V) / tau)
     modes = coupled_modes(V, D, tau, SIGMA, intercept=0.0)
     closed = (V @ modes.matrix @ contrast).item() / (2 * tau)
-    both = symmetry_breaking(V, D, tau=1.0, step_size=0.1, steps=60, covariance=SIGMA)
+    paths = symmetry_breaking(V, D, tau=1.0, step_size=0.1, steps=60, covariance=SIGMA)
     value, error = drift.value or 0.0, drift.standard_error or 0.0
     return Evidence.of(
         near("component of -∇_u L along v at u = 0", value, 0, 4 * error),
@@ -93,31 +93,31 @@ def response_model(run: ClaimRun) -> Evidence:
             sampled("the drift and M_e δ/2τ", drift, closed),
             near(
                 "growth per step and that of the coupled modes",
-                both.growth,
-                both.predicted_growth,
+                paths.growth,
+                paths.predicted_growth,
                 0.02,
             ),
             at_least(
                 "growth of the reduced model over the true one",
-                (both.paper_growth - 1) / (both.growth - 1),
+                (paths.paper_growth - 1) / (paths.growth - 1),
                 1.2,
             ),
         ),
-        paper=f"no drift; growth {both.paper_growth:.4f} per step",
-        corrected=f"drift {closed:.6f}; growth {both.predicted_growth:.4f}",
-        measured=f"drift {value:.6f}; growth {both.growth:.4f}",
-        figure=_both_models(both),
+        paper=f"no drift; growth {paths.paper_growth:.4f} per step",
+        corrected=f"drift {closed:.6f}; growth {paths.predicted_growth:.4f}",
+        measured=f"drift {value:.6f}; growth {paths.growth:.4f}",
+        figure=_both_models(paths),
         note="Router and contrast drive each other: modes ±|λ|/(√2 τ), one of them growing "
         "whatever the sign of λ.",
     )
 
 
-def _both_models(both: SymmetryBreaking) -> FigureData:
+def _both_models(paths: SymmetryBreaking) -> FigureData:
     """‖u‖ against the step, reduced and true."""
-    steps = range(len(both.norms))
+    steps = range(len(paths.norms))
     curves = [
-        line("reduced model", steps, both.reduced_norms, dashed=True),
-        line("true descent", steps, both.norms),
+        line("reduced model", steps, paths.reduced_norms, dashed=True),
+        line("true descent", steps, paths.norms),
     ]
     return chart("step", "‖u‖", *curves, log="y")
 
@@ -171,8 +171,8 @@ def _response_gradient(x: Tensor, u: Tensor, tau: float, g: Response, *, jump: b
     """
     s, t = x @ u, x @ V
     p = torch.sigmoid(2 * s / tau)
-    off = (t.abs() - 1).abs()
-    slab = s.sign() * t.sign() * ((off > 0) & (off < s.abs())) if jump else 0.0
+    deviation = (t.abs() - 1).abs()
+    slab = s.sign() * t.sign() * ((deviation > 0) & (deviation < s.abs())) if jump else 0.0
     product = (torch.sinh(s) * g(t) + slab) * (x @ D)
     return -4 / tau * ((p * (1 - p) * product)[:, None] * x).mean(dim=0)
 
@@ -234,18 +234,22 @@ def positive_drive_generality(run: ClaimRun) -> Evidence:
     d = -D
     x = gaussian_draws(run, run.size(2_000, 20_000))
     new_v, new_d = relabelled(V, d)
-    before = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ d)
-    after = torch.where(x @ new_v >= 0, 0.5, -0.5) * (x @ new_d)
+    outputs_before = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ d)
+    outputs_after = torch.where(x @ new_v >= 0, 0.5, -0.5) * (x @ new_d)
     flipped = torch.where(x @ -V >= 0, 0.5, -0.5) * (x @ d)
-    kept = (before - after).abs().max().item()
+    change = (outputs_before - outputs_after).abs().max().item()
     product = (new_d @ SIGMA @ new_v).item()
     reduced = operator(V, d, SIGMA)
     true = coupled_modes(V, d, 1.0, SIGMA)
     return Evidence.of(
         at_least("d·Σv after the relabelling that keeps the teacher", product, 0),
         corrected(
-            near("targets of the relabelled teacher", kept, 0, 1e-12),
-            at_least("targets when v alone is flipped", (before - flipped).abs().max().item(), 0.1),
+            near("targets of the relabelled teacher", change, 0, 1e-12),
+            at_least(
+                "targets when v alone is flipped",
+                (outputs_before - flipped).abs().max().item(),
+                0.1,
+            ),
             at_most("vᵀMv of the reduced model", reduced.rayleigh, -0.1),
             at_least("growth of the true model all the same", true.rates[0].item(), 0.1),
         ),
@@ -359,9 +363,9 @@ def alignment_saturation(run: ClaimRun) -> Evidence:
     rates = [alignment_rate(values, push, 1.0) for push in pushes]
     errors = [abs(r.ratio - r.ratio_first_order) for r in rates]
     order = math.log(errors[0] / errors[2]) / math.log(4)
-    both = torch.tensor([2.0, 0.5], dtype=torch.float64)
+    drives = torch.tensor([2.0, 0.5], dtype=torch.float64)
     taus = [10.0**k for k in (1, 0, -1, -2, -3, -4)]
-    curve = [alignment_rate(both, 0.1, tau).ratio for tau in taus]
+    curve = [alignment_rate(drives, 0.1, tau).ratio for tau in taus]
     checks = [
         near("order of the error of the expansion", order, 2, 0.05),
         near(

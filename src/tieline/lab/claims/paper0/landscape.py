@@ -121,13 +121,20 @@ def hard_risk_shape_derivative(run: ClaimRun) -> Evidence:
     """
     student, teacher = crossing_pair()
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    off = wall_variation(student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64))
+    variation = wall_variation(
+        student, teacher, torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64)
+    )
     on = wall_variation(teacher, teacher, shift)
     first, second = _swapped_experts_variation()
     return Evidence.of(
         near("derivative at 0⁻ is that at 0⁺, on the teacher's wall", on.left, on.right, 1e-6),
         qualified(
-            near("formula and difference at 0⁺, off", off.right, off.right_difference, 1e-5),
+            near(
+                "formula and difference at 0⁺, off",
+                variation.right,
+                variation.right_difference,
+                1e-5,
+            ),
             near("formula and difference at 0⁺, on", on.right, on.right_difference, 1e-5),
         ),
         corrected(
@@ -154,11 +161,11 @@ def _sampled_derivative(run: ClaimRun) -> Check:
     rate = sampled_wall_derivative(sample, change.expand_as(sample.scores), 0.05)
     pair = _hard_square_errors(forth) - _hard_square_errors(back)
     difference, error = pair.mean().item() / 0.04, pair.std().item() / 0.04 / len(pair) ** 0.5
-    both = math.hypot(error, rate.standard_error or 0.0)
+    joint_error = math.hypot(error, rate.standard_error or 0.0)
     return within(
         "sampled derivative of 4 experts",
         rate.value or math.nan,
-        both,
+        joint_error,
         difference,
         resolution=0.3,
         bias=0.02 * abs(difference),
@@ -237,20 +244,20 @@ def realisable_velocities(run: ClaimRun) -> Evidence:
     values = torch.linalg.svdvals(columns)
     rank = (values > 1e-10 * values[0]).sum().item()
     bent = x[:, 0].square()
-    left = bent - columns @ torch.linalg.lstsq(columns, bent[:, None]).solution.squeeze(1)
+    residual = bent - columns @ torch.linalg.lstsq(columns, bent[:, None]).solution.squeeze(1)
     joined = torch.cat([columns, x @ run.normal(width, 1, stream=3) + 1.0], dim=1)
-    again = torch.linalg.svdvals(joined)
+    joint_values = torch.linalg.svdvals(joined)
     return Evidence.of(
         near("dimension of the velocities, D = 4", rank, width, 0),
         near(
             "dimension with one more affine velocity",
-            (again > 1e-10 * again[0]).sum().item(),
+            (joint_values > 1e-10 * joint_values[0]).sum().item(),
             width,
             0,
         ),
         at_least(
             "share of a quadratic velocity that is not realised",
-            left.norm().item() / bent.norm().item(),
+            residual.norm().item() / bent.norm().item(),
             0.05,
         ),
         paper="finite",
@@ -272,17 +279,17 @@ def curvature_transfer(run: ClaimRun) -> Evidence:
     """
     student, teacher = crossing_pair()
     taus = [0.1, 0.03, 0.01, 0.003]
-    off = derivative_transfer(student, teacher, taus)
+    transfer = derivative_transfer(student, teacher, taus)
     limit = offset_curvature(teacher, teacher, taus).limit
     on = [_shift_curvature(teacher, tau) for tau in taus]
     return Evidence.of(
         at_most("∂²L_τ/∂b² at the teacher, τ = 0.003", on[-1], 10.0),
         qualified(
             at_least(
-                "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(off.gradient_gaps)), 0.9
+                "exponent of ‖∇L_τ - ∇L_0‖, off", exponent(taus, list(transfer.gradient_gaps)), 0.9
             ),
             at_least(
-                "exponent of ‖∇²L_τ - ∇²L_0‖, off", exponent(taus, list(off.hessian_gaps)), 0.9
+                "exponent of ‖∇²L_τ - ∇²L_0‖, off", exponent(taus, list(transfer.hessian_gaps)), 0.9
             ),
         ),
         corrected(near("τ ∂²L_τ/∂b² at the teacher", taus[-1] * on[-1] / limit, 1, 0.02)),
@@ -292,7 +299,7 @@ def curvature_transfer(run: ClaimRun) -> Evidence:
         figure=chart(
             "τ",
             "difference of Hessians",
-            dots("off the teacher's wall", taus, off.hessian_gaps),
+            dots("off the teacher's wall", taus, transfer.hessian_gaps),
             dots("at the teacher, ∂²/∂b²", taus, on),
             line("limit/τ", taus, [limit / t for t in taus], dashed=True),
             log="xy",
@@ -457,26 +464,26 @@ def student_can_be_teacher(run: ClaimRun) -> Evidence:
     Overturned by: a class without the teacher's experts whose best risk is 0
     Condition: the student's class holds the teacher's experts
     """
-    own = gaussian_profile(TEACHER, TEACHER).value.item()
-    missing = through_origin_risk(run, run.size(50_000, 500_000))
+    affine_risk = gaussian_profile(TEACHER, TEACHER).value.item()
+    origin_risk = through_origin_risk(run, run.size(50_000, 500_000))
     return Evidence.of(
-        at_most("class without intercepts: least risk", missing, 1e-6),
-        qualified(at_most("affine class: least risk at the teacher's wall", own, 1e-9)),
-        corrected(at_least("what a missing intercept leaves", missing, 0.05)),
+        at_most("class without intercepts: least risk", origin_risk, 1e-6),
+        qualified(at_most("affine class: least risk at the teacher's wall", affine_risk, 1e-9)),
+        corrected(at_least("what a missing intercept leaves", origin_risk, 0.05)),
         paper=0,
-        measured=f"{own:.1g} with intercepts, {missing:.3f} without",
+        measured=f"{affine_risk:.1g} with intercepts, {origin_risk:.3f} without",
     )
 
 
 def through_origin_risk(run: ClaimRun, n: int) -> float:
     """Least squares of μ by linear experts without intercept on the teacher's cells."""
     x = run.normal(n, 2, stream=42)
-    cell, target, left = TEACHER.cell(x), TEACHER.value(x), 0.0
+    cell, target, squares = TEACHER.cell(x), TEACHER.value(x), 0.0
     for index in (0, 1):
         rows, values = x[cell == index], target[cell == index]
         fit = torch.linalg.lstsq(rows, values[:, None]).solution
-        left += ((rows @ fit).squeeze(1) - values).square().sum().item()
-    return left / n
+        squares += ((rows @ fit).squeeze(1) - values).square().sum().item()
+    return squares / n
 
 
 @claim("p0-asm5.3", "the router can be the teacher's")

@@ -70,12 +70,12 @@ def softmax_tail(run: ClaimRun) -> Evidence:
         scores = 3 * run.normal(run.size(5_000, 100_000), experts, stream=experts)
         for tau in (0.1, 1.0, 10.0):
             ordered = torch.log_softmax(scores / tau, dim=1).sort(dim=1, descending=True).values
-            apart = (ordered - ordered[:, :1]).exp()
-            violations += (ordered.exp() > apart * (1 + 1e-12)).sum().item()
-            rest = ordered[:, 1:].exp().sum(dim=1)
+            decay = (ordered - ordered[:, :1]).exp()
+            violations += (ordered.exp() > decay * (1 + 1e-12)).sum().item()
+            tail = ordered[:, 1:].exp().sum(dim=1)
             bound = (experts - 1) * torch.exp(-top_gap(scores) / tau)
-            violations += (rest > bound * (1 + 1e-9)).sum().item()
-            tightest = max(tightest, (rest / bound).max().item())
+            violations += (tail > bound * (1 + 1e-9)).sum().item()
+            tightest = max(tightest, (tail / bound).max().item())
     checks = [
         none_of("violations", violations),
         *corrected(at_least("largest ratio to the bound", tightest, 0.99)),
@@ -124,18 +124,18 @@ def bounded_outputs(run: ClaimRun) -> Evidence:
     """
     n = run.size(200_000, 2_000_000)
     linear = run.normal(n, stream=1)
-    few, many = linear[: n // 1000].abs().max().item(), linear.abs().max().item()
+    small, large = linear[: n // 1000].abs().max().item(), linear.abs().max().item()
     student, teacher = crossing_pair()
     hard = gaussian_risk(student, teacher).item()
     taus = [0.01, 0.003, 0.001, 0.0003]
     gaps = [gaussian_risk(student, teacher, tau=tau).item() - hard for tau in taus]
     return Evidence.of(
-        at_most("growth of the largest affine output, n/1000 to n", many / few, 1.2),
+        at_most("growth of the largest affine output, n/1000 to n", large / small, 1.2),
         qualified(at_most("largest tanh output", torch.tanh(linear).abs().max().item(), 1.0)),
         corrected(near("exponent of L_τ - L_0, affine experts", exponent(taus, gaps), 1, 0.05)),
         paper="an assumption",
         corrected="moments are enough here",
-        measured=f"grows by {many / few:.2f}; rate stays {exponent(taus, gaps):.3f}",
+        measured=f"grows by {large / small:.2f}; rate stays {exponent(taus, gaps):.3f}",
     )
 
 

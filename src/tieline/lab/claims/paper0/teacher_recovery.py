@@ -123,10 +123,10 @@ def expert_matching(run: ClaimRun) -> Evidence:
     far = drawn_pupil(run, run.size(20_000, 200_000), 1.5)
     best = match_experts(far.sample, far.labels, TAU, CONFIDENT)
     sums = [sum(best.agreement[k, p[k]].item() for k in range(3)) for p in permutations(range(3))]
-    chosen = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
+    agreement = sum(best.agreement[k, j].item() for k, j in enumerate(best.permutation))
     checks = [
         none_of("relabellings not found", wrong),
-        near("agreement of the match is the largest", chosen, max(sums), 1e-12),
+        near("agreement of the match is the largest", agreement, max(sums), 1e-12),
     ]
     return Evidence.of(checks, paper="argmin over permutations", measured=f"{wrong} of 6 wrong")
 
@@ -294,9 +294,9 @@ def teacher_risk(run: ClaimRun) -> Evidence:
     bound, ratios = (2 * teacher.experts.abs().max().item()) ** 2, []
     for tau in (0.4, 0.1, 0.03, 0.01):
         for epsilon in (0.05, 0.2):
-            parts = risk_decomposition(teacher.sample, tau, epsilon)
-            mass = parts.mass.value or 0.0
-            ratios.append((parts.total.value or 0.0) / (bound * (mass + epsilon**2)))
+            decomposition = risk_decomposition(teacher.sample, tau, epsilon)
+            mass = decomposition.mass.value or 0.0
+            ratios.append((decomposition.total.value or 0.0) / (bound * (mass + epsilon**2)))
     return Evidence.of(at_most("largest ratio", max(ratios), 1), paper=1, measured=max(ratios))
 
 

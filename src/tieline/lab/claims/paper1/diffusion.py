@@ -173,13 +173,13 @@ def cell_boundaries_are_ties(run: ClaimRun) -> Evidence:
     away = away / away.norm(dim=2, keepdim=True)
     on = topk_mask((tie.point[:, None] + 1e-6 * away) @ weight.T + bias, 2)
     off = topk_mask((x[:, None] + 0.999 * tie.distance[:, None, None] * away) @ weight.T + bias, 2)
-    alone = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
+    single_cells = (on == on[:, :1]).all(dim=2).all(dim=1).sum().item()
     crossed = (off != off[:, :1]).any(dim=2).any(dim=1).sum().item()
     checks = [
-        none_of("ties with one cell around", alone),
+        none_of("ties with one cell around", single_cells),
         none_of("inputs with two cells within their distance", crossed),
     ]
-    return Evidence.of(checks, paper="equal sets", measured=f"{alone + crossed} exceptions")
+    return Evidence.of(checks, paper="equal sets", measured=f"{single_cells + crossed} exceptions")
 
 
 def annulus_hits(

@@ -72,8 +72,8 @@ def log_smoothstep(run: ClaimRun) -> Evidence:
     u = torch.linspace(0, 1, 2_001, dtype=torch.float64)
     s = smoothstep(u, A, B)
     ramp = [_ramp_at(share) for share in (0.1, 0.9)]
-    few, drawn = u[::10], [(A, B), (1.0, 1.0)]
-    curves = [line(f"a = {a:g}, b = {b:g}", few, smoothstep(few, a, b)) for a, b in drawn]
+    grid, exponents = u[::10], [(A, B), (1.0, 1.0)]
+    curves = [line(f"a = {a:g}, b = {b:g}", grid, smoothstep(grid, a, b)) for a, b in exponents]
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     log_form = torch.log(zero**A / (zero**A + (1 - zero) ** B))
     (slope,) = torch.autograd.grad(torch.exp(log_form), zero)
@@ -240,12 +240,12 @@ def figure_one_jump_at_tie(run: ClaimRun) -> Evidence:
     differences = {
         name: difference_by_step(layer[name], points, normals) for name in ("hard", "smooth")
     }
-    rest = {name: (d.largest[0] / d.largest[-1]).item() for name, d in differences.items()}
+    ratios = {name: (d.largest[0] / d.largest[-1]).item() for name, d in differences.items()}
     return Evidence.of(
-        at_least("hard: difference at 1e-9 over that at 1", rest["hard"], 0.01),
-        at_most("smooth: the same", rest["smooth"], 1e-5),
+        at_least("hard: difference at 1e-9 over that at 1", ratios["hard"], 0.01),
+        at_most("smooth: the same", ratios["smooth"], 1e-5),
         paper="stays; vanishes",
-        measured=f"{rest['hard']:.3f}; {rest['smooth']:.1e}",
+        measured=f"{ratios['hard']:.3f}; {ratios['smooth']:.1e}",
         figure=chart(
             "step",
             "largest difference of outputs",
@@ -345,9 +345,9 @@ class RoutingCourse:
     def between(self, first: Real, last: Real) -> slice:
         """Which measurements are from share `first` to share `last` of the run."""
         end = int(self.steps[-1])
-        kept = ((self.steps > first * end) & (self.steps <= last * end)).nonzero().flatten()
-        require(len(kept) > 0, f"no look between {first} and {last} of {end} steps")
-        return slice(int(kept[0]), int(kept[-1]) + 1)
+        looks = ((self.steps > first * end) & (self.steps <= last * end)).nonzero().flatten()
+        require(len(looks) > 0, f"no look between {first} and {last} of {end} steps")
+        return slice(int(looks[0]), int(looks[-1]) + 1)
 
 
 def routing_course(
@@ -445,13 +445,15 @@ def smoothing_course(
 def _layer_means(name: str, values: Tensor, target: float, tolerance: float) -> list[Check]:
     """The mean of each layer over some measurements against a target."""
     means = values.mean(dim=0).tolist()
-    return [near(f"{name}, layer {at}", mean, target, tolerance) for at, mean in enumerate(means)]
+    return [
+        near(f"{name}, layer {index}", mean, target, tolerance) for index, mean in enumerate(means)
+    ]
 
 
 def _layer_curves(course: "RoutingCourse") -> list[FigureSeries]:
     """A line for each layer against the steps."""
     steps = course.steps.double()
-    return [line(f"layer {at}", steps, column) for at, column in enumerate(course.experts.T)]
+    return [line(f"layer {index}", steps, column) for index, column in enumerate(course.experts.T)]
 
 
 @claim(

@@ -119,22 +119,22 @@ def cells_are_full_dimensional(run: ClaimRun) -> Evidence:
     """
     weight, bias = streamed_router(run, 6, 8)
     radii = []
-    for chosen in itertools.combinations(range(6), 3):
+    for coalition in itertools.combinations(range(6), 3):
         target = torch.zeros(6, dtype=torch.float64)
-        target[list(chosen)] = 1.0
+        target[list(coalition)] = 1.0
         x = torch.linalg.lstsq(weight, (target - bias)[:, None]).solution.T
-        same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(chosen)
+        same = topk_mask(x @ weight.T + bias, 3)[0].nonzero().flatten().tolist() == list(coalition)
         radii.append(distance_to_tie(x, weight, bias, 3).item() if same else 0.0)
     flat, shift = streamed_router(run, 6, 1, stream=2)
     line = torch.linspace(-60, 60, 200_001, dtype=torch.float64)[:, None]
-    few = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
+    line_cells = len(topk_mask(line @ flat.T + shift, 3).unique(dim=0))
     return Evidence.of(
         near("cells with a ball", sum(r > 0 for r in radii), math.comb(6, 3), 0),
         at_least("smallest radius", min(radii), 1e-6),
-        corrected(at_most("cells of 6 experts on a line", few, 19)),
+        corrected(at_most("cells of 6 experts on a line", line_cells, 19)),
         paper=math.comb(6, 3),
         corrected="only if rank [W 1] = E",
-        measured=f"{sum(r > 0 for r in radii)}; {few} on a line",
+        measured=f"{sum(r > 0 for r in radii)}; {line_cells} on a line",
     )
 
 
@@ -297,9 +297,9 @@ def one_polyhedron(run: ClaimRun) -> Evidence:
     Condition: there is at least one inequality; without any the density is 1
     """
     weight, _ = streamed_router(run, 5, 7)
-    rest = (2, 3, 4)
+    others = (2, 3, 4)
     choices: list[set[int]] = [
-        {*above} for size in range(4) for above in itertools.combinations(rest, size)
+        {*above} for size in range(4) for above in itertools.combinations(others, size)
     ]
     shares = [_choice_share(weight, (0, 1), above, run) for above in choices]
     bounds = [polyhedron_bound(weight, (0, 1), above) for above in choices]

@@ -229,10 +229,12 @@ def flat_expansion(run: ClaimRun) -> Evidence:
     for n in (1, 2, 3):
         exact = [tube_fraction(dim=9, codim=n, offset=0.5, epsilon=0.2, radius=r) for r in radii]
         lead = [tube_leading_term(dim=9, codim=n, epsilon=0.2, radius=r) for r in radii]
-        left = [1 - e / t for e, t in zip(exact, lead, strict=True)]
-        checks.append(near(f"order of the remainder, n = {n}", exponent(radii, left), -2, 0.05))
-        checks.append(at_least(f"the leading term is above, n = {n}", min(left), 0))
-        curves.append(line(f"n = {n}", radii, left))
+        remainders = [1 - e / t for e, t in zip(exact, lead, strict=True)]
+        checks.append(
+            near(f"order of the remainder, n = {n}", exponent(radii, remainders), -2, 0.05)
+        )
+        checks.append(at_least(f"the leading term is above, n = {n}", min(remainders), 0))
+        curves.append(line(f"n = {n}", radii, remainders))
     figure = chart("R", "relative remainder", *curves, log="xy")
     return Evidence.of(checks, paper="R⁻²", measured=checks[0].measured, figure=figure)
 
@@ -293,9 +295,9 @@ def order_ratio(orders: tuple[int, int], radius: float) -> float:
 def _linf_by_programmes(scores: list[float], k: int) -> float:
     """Inf over y ∈ Γ of ‖z(x) - z(y)‖_∞ by linear programmes over all facets."""
     n, best = len(scores), float("inf")
-    for chosen in itertools.combinations(range(n), k):
-        rest = [j for j in range(n) if j not in chosen]
-        for i, j in itertools.product(chosen, rest):
+    for coalition in itertools.combinations(range(n), k):
+        others = [j for j in range(n) if j not in coalition]
+        for i, j in itertools.product(coalition, others):
             rows, limits = [], []
             for m in range(n):
                 for sign in (1.0, -1.0):
@@ -306,7 +308,7 @@ def _linf_by_programmes(scores: list[float], k: int) -> float:
                 if m in (i, j):
                     continue
                 row = [0.0] * (n + 1)
-                row[m], row[i] = (-1.0, 1.0) if m in chosen else (1.0, -1.0)
+                row[m], row[i] = (-1.0, 1.0) if m in coalition else (1.0, -1.0)
                 rows.append(row)
                 limits.append(0.0)
             equal = [0.0] * (n + 1)

@@ -280,18 +280,18 @@ def entropy_brackets(run: ClaimRun) -> Evidence:
     ).clamp(-M, M)
     printed = bracket_pair(zeta, tau, M, printed=True)
     mended = bracket_pair(zeta, tau, M, printed=False)
-    wide = [(high - low).max().item() for low, high in (printed, mended)]
+    widths = [(high - low).max().item() for low, high in (printed, mended)]
     outside = [int(((f < low) | (f > high)).sum()) for low, high in (printed, mended)]
     return Evidence.of(
-        at_most("largest width as printed", wide[0], min(2 * tau, M)),
+        at_most("largest width as printed", widths[0], min(2 * tau, M)),
         near("functions outside their bracket as printed", outside[0], 0, 0),
         corrected(
-            at_most("largest width with min and -M", wide[1], 2 * tau + 1e-12),
+            at_most("largest width with min and -M", widths[1], 2 * tau + 1e-12),
             near("functions outside with min and -M", outside[1], 0, 0),
         ),
         paper=2 * tau,
-        corrected=wide[1],
-        measured=f"{wide[0]:.2f} wide, {outside[0]} of 2,000 outside",
+        corrected=widths[1],
+        measured=f"{widths[0]:.2f} wide, {outside[0]} of 2,000 outside",
     )
 
 

@@ -132,8 +132,8 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         other = MoEModel("perturbed", "softmax", expert, 2, 3)
         unsplit = drawn_mixture(run, other, stream=2)
         split = split_scale(other, unsplit, 0.4)
-        left = largest_gap(other, split, unsplit, x)
-        checks += corrected(at_most(f"{expert} split: |g - g*|", left, 1e-12))
+        split_gap = largest_gap(other, split, unsplit, x)
+        checks += corrected(at_most(f"{expert} split: |g - g*|", split_gap, 1e-12))
     ratio = split_ratio(
         model,
         drawn_mixture(run, model, stream=3, router=0.2),
@@ -142,9 +142,9 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         2,
     )
     checks += qualified(at_least("tanh: least ratio, quotient L_2", ratio, FLOOR))
-    both = [(model.scores(p, x)).softmax(dim=-1) for p in (truth, moved)]
-    apart = float((both[0] - both[1]).abs().max())
-    checks += corrected(at_most("weights of the moved rows differ by", apart, 1e-12))
+    weights = [(model.scores(p, x)).softmax(dim=-1) for p in (truth, moved)]
+    difference = float((weights[0] - weights[1]).abs().max())
+    checks += corrected(at_most("weights of the moved rows differ by", difference, 1e-12))
     return Evidence.of(
         checks,
         paper="c > 0",
@@ -352,7 +352,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
     Overturned by: an expert that the function determines in one of the three entries n^-1/4, k > k*
     """
     entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
-    over = {entry: strength_split_gap(run, softmax_plane_family(*entry)) for entry in entries}
+    split_gaps = {entry: strength_split_gap(run, softmax_plane_family(*entry)) for entry in entries}
     # the direction of a short cosine row is lost at a start radius of its length
     more = {"cosine": {"starts": 6}}
     studies = {
@@ -361,7 +361,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
         )
         for gate, expert in entries
     }
-    slowest = max(gap for entry, gap in over.items() if entry not in QUARTER)
+    slowest = max(gap for entry, gap in split_gaps.items() if entry not in QUARTER)
     rates = [study.rate("experts").slope for study in studies.values()]
     return rate_evidence(
         [
@@ -369,7 +369,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
             *(
                 at_least(
                     f"{gate}, {expert} at n^-1/4, k = k* + 1: |f - f*| of the split",
-                    over[gate, expert],
+                    split_gaps[gate, expert],
                     1e-6,
                 )
                 for gate, expert in QUARTER
@@ -380,7 +380,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
         ("experts",),
         paper="1/log^τ n six times, n^-1/4 three times",
         corrected="k = k* + 1: not determined, nine times; k = k*: n^-1/2, nine times",
-        measured=f"k = k* + 1: |f - f*| <= {max(over.values()):.1g} for all nine; k = k*: "
+        measured=f"k = k* + 1: |f - f*| <= {max(split_gaps.values()):.1g} for all nine; k = k*: "
         f"{min(rates):.2f} to {max(rates):.2f}",
         note="The six slow entries are right where more experts are fitted than there are: there "
         "the single expert is not determined at all. So it is in the three entries n^-1/4, for "

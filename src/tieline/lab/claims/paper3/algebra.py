@@ -137,8 +137,8 @@ def two_layers(first: tuple, second: tuple) -> int:
         if not cuts.any():
             total += 1
             continue
-        both = regions(*dense_layer(np.vstack([A, V[cuts]]), np.append(a, c[cuts])), 1)
-        total += int((both.patterns[:, 0, : len(a)] == active).all(axis=1).sum())
+        joint_regions = regions(*dense_layer(np.vstack([A, V[cuts]]), np.append(a, c[cuts])), 1)
+        total += int((joint_regions.patterns[:, 0, : len(a)] == active).all(axis=1).sum())
     return total
 
 
@@ -229,18 +229,18 @@ def tropical_polynomials(run: ClaimRun) -> Evidence:
     low, high = low[differ], high[differ]
     start = P.terms_at(low).argmax(1)
     low = bisect_segments(lambda x: (P.terms_at(x).argmax(1) == start)[:, None], low, high)
-    off = int((~P.on_hypersurface(low, 1e-9)).sum())
+    misses = int((~P.on_hypersurface(low, 1e-9)).sum())
     slopes = {
         tuple(P.exponents[i]) for i in P.terms_at(30 * r.standard_normal((40_000, 2))).argmax(1)
     }
-    kept = {tuple(row) for row in P.essential().exponents}
+    essential = {tuple(row) for row in P.essential().exponents}
     return Evidence.of(
         at_most("largest violation of convexity", float(convex.max()), 1e-12),
-        none_of("creases off the hypersurface", off),
+        none_of("creases off the hypersurface", misses),
         none_of("drawn points on it", int(P.on_hypersurface(x).sum())),
-        none_of("slopes met that are no essential term", len(slopes - kept)),
+        none_of("slopes met that are no essential term", len(slopes - essential)),
         paper="convex, creased on its hypersurface",
-        measured=f"{len(low)} creases, {off} off it",
+        measured=f"{len(low)} creases, {misses} off it",
         note="The paper's exponents are in N^d; a router's weights are real, and nothing changes.",
     )
 
@@ -275,12 +275,12 @@ def network_tropical_quotient(run: ClaimRun) -> Evidence:
     n = min(len(low), len(high))
     low, high = low[:n], high[:n]
     low = bisect_segments(lambda x: (forward(x) < shift)[:, None], low, high)
-    off = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
+    misses = int((~form.numerator.plus(moved).on_hypersurface(low, 1e-7)).sum())
     terms = len(form.numerator.coefficients), len(Q.coefficients)
     return Evidence.of(
         at_most("largest error of P - Q", error, 1e-9),
         at_least("zeros found", n, 100),
-        none_of("zeros off the hypersurface of P ⊕ Q", off),
+        none_of("zeros off the hypersurface of P ⊕ Q", misses),
         paper="F = P - Q",
         measured=f"error {error:.1g}; {terms[0]} and {terms[1]} terms",
         note="The set of all zeros may be larger: max(0, x) is zero on a half line, and only x = 0 "

@@ -141,8 +141,8 @@ def existing_walls(weight: np.ndarray, bias: np.ndarray) -> int:
         tie = np.append(weight[i] - weight[j], 0.0)[None]
         goal = np.append(np.zeros(weight.shape[1]), -1.0)
         spans = [(-1e6, 1e6)] * weight.shape[1] + [(None, 1.0)]
-        found = linprog(goal, rows, limits, tie, [bias[j] - bias[i]], spans)
-        count += bool(found.status == 0 and -found.fun > 1e-9)
+        programme = linprog(goal, rows, limits, tie, [bias[j] - bias[i]], spans)
+        count += bool(programme.status == 0 and -programme.fun > 1e-9)
     return count
 
 
@@ -332,11 +332,11 @@ def position_failures(V: np.ndarray, c: np.ndarray) -> int:
     n, d = V.shape
     wrong = 0
     for size in range(2, d + 1):
-        for some in itertools.combinations(range(n), size):
-            wrong += int(np.linalg.matrix_rank(V[list(some)])) < size
+        for subset in itertools.combinations(range(n), size):
+            wrong += int(np.linalg.matrix_rank(V[list(subset)])) < size
     rows = np.column_stack([V, c])
-    for some in itertools.combinations(range(n), d + 1):
-        wrong += int(np.linalg.matrix_rank(rows[list(some)])) < d + 1
+    for subset in itertools.combinations(range(n), d + 1):
+        wrong += int(np.linalg.matrix_rank(rows[list(subset)])) < d + 1
     return wrong
 
 
@@ -463,17 +463,19 @@ def zonotope_vertices(run: ClaimRun) -> Evidence:
     signs = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
     hull = len(ConvexHull(signs @ np.column_stack([V, c])).vertices)
     closed = 2 * sum(math.comb(7, j) for j in range(3))
-    wide = zonotope_counts(*(numpy_generator(run, 3).standard_normal(s) for s in ((96, 2), 96)))
+    wide_counts = zonotope_counts(
+        *(numpy_generator(run, 3).standard_normal(s) for s in ((96, 2), 96))
+    )
     return Evidence.of(
         near("vertices of the hull of 2^8 sums", hull, counts.vertices, 0),
         near("2 Σ C(H-1, j)", counts.vertices, closed, 0),
         near("upper vertices are the regions", counts.upper, zaslavsky(8, 2), 0),
         at_least("not in bijection", counts.vertices - counts.upper, 1),
-        near("vertices per region at H = 96", wide.vertices / wide.upper, 2, 0.05),
+        near("vertices per region at H = 96", wide_counts.vertices / wide_counts.upper, 2, 0.05),
         paper="Θ(H^d)",
         corrected="vertices = 2 regions - regions without biases",
         measured=f"{hull} vertices, {counts.upper} regions; "
-        f"ratio {wide.vertices / wide.upper:.3f} at H = 96",
+        f"ratio {wide_counts.vertices / wide_counts.upper:.3f} at H = 96",
     )
 
 

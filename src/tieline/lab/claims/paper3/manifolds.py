@@ -88,14 +88,14 @@ def manifold_transversality(run: ClaimRun) -> Evidence:
     met = [crossings_of(*plane) for plane in planes]
     sine = min(float(s.min()) for _, s in met if len(s))
     crossings = [t for t, _ in met if len(t)]
-    both = sum(
+    common = sum(
         bool((np.abs(a[:, None] - b) < 1e-9).any()) for a, b in itertools.combinations(crossings, 2)
     )
     touching = np.array([1.0, 0.0, 0.0])  # x = 1 touches the curve at t = 0
     side = space_curve(np.linspace(-0.1, 0.1, 201)) @ touching - 1
     return Evidence.of(
         at_least("smallest sine at a crossing", sine, 1e-9),
-        none_of("pairs of planes that meet on the curve", both),
+        none_of("pairs of planes that meet on the curve", common),
         corrected(none_of("points of the curve beyond a touching plane", int((side > 0).sum()))),
         paper="with probability one",
         corrected="of drawn weights; trained ones may touch",

@@ -247,14 +247,14 @@ def affine_carrier(run: ClaimRun) -> Evidence:
     for router in (W, np.roll(W, 1, axis=0)):
         output = shared_expert_mixture(x, (router, experts, k), shared)[0]
         carriers.append(output - shared_expert_mixture(x, (router, experts, k), None)[0])
-    apart = float(np.abs(carriers[0] - carriers[1]).max())
+    difference = float(np.abs(carriers[0] - carriers[1]).max())
     fitted = np.column_stack([x, np.ones(len(x))])
-    left = carriers[0] - fitted @ np.linalg.lstsq(fitted, carriers[0], rcond=None)[0]
+    residual = carriers[0] - fitted @ np.linalg.lstsq(fitted, carriers[0], rcond=None)[0]
     return Evidence.of(
-        at_most("carriers under two routers differ by", apart, 1e-9),
-        at_most("what an affine fit leaves of the carrier", float(np.abs(left).max()), 1e-9),
+        at_most("carriers under two routers differ by", difference, 1e-9),
+        at_most("what an affine fit leaves of the carrier", float(np.abs(residual).max()), 1e-9),
         paper="F = A + R",
-        measured=apart,
+        measured=difference,
         note="The algebra holds and is trivial, as the paper says; that training then avoids a "
         "failure is a statement about training, of which the paper has no experiment.",
     )
@@ -289,50 +289,50 @@ def _coalition_start(run: ClaimRun, mixtures: int) -> dict[str, Tensor]:
     """The start of every kind: normal weights, no shared expert."""
     shapes = {"router": (EXPERTS, DIM), "inner": (EXPERTS, DIM, HIDDEN), "outer": (EXPERTS, HIDDEN)}
     scale = {"router": DIM, "inner": DIM, "outer": HIDDEN}
-    drawn = {
+    parameters = {
         name: run.normal(mixtures, *shape, stream=70 + number).float() / math.sqrt(scale[name])
         for number, (name, shape) in enumerate(shapes.items())
     }
     zeros = {"bend": (EXPERTS, HIDDEN), "lift": (EXPERTS,), "shared": (DIM + 1, 1)}
-    return drawn | {name: torch.zeros(mixtures, *shape) for name, shape in zeros.items()}
+    return parameters | {name: torch.zeros(mixtures, *shape) for name, shape in zeros.items()}
 
 
 def _trained_coalitions(
     run: ClaimRun, x: Tensor, y: Tensor, kind: str, steps: int, rate: float = 0.03
 ) -> Float[Tensor, " mixtures"]:
     """Effective coalitions after training of all mixtures at once."""
-    wide = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
+    extended = torch.cat((x, torch.ones_like(x[..., :1])), dim=-1)
     start = _coalition_start(run, len(x))
     if kind == "fitted":
-        start["shared"] = torch.linalg.lstsq(wide, y).solution
+        start["shared"] = torch.linalg.lstsq(extended, y).solution
     parameters = {name: value.clone().requires_grad_() for name, value in start.items()}
     parameters["shared"].requires_grad_(kind != "none")
     trained = [value for value in parameters.values() if value.requires_grad]
     optimiser = torch.optim.Adam(trained, lr=rate)
     for _ in range(steps):
-        error = _mixture_outputs(parameters, x, wide) - y
+        error = _mixture_outputs(parameters, x, extended) - y
         optimiser.zero_grad()
         error.square().mean(dim=(1, 2)).sum().backward()
         optimiser.step()
     with torch.no_grad():
-        chosen = topk_mask(x @ parameters["router"].mT, CHOSEN)
-    return _effective_coalitions(chosen)
+        choices = topk_mask(x @ parameters["router"].mT, CHOSEN)
+    return _effective_coalitions(choices)
 
 
-def _mixture_outputs(parameters: dict[str, Tensor], x: Tensor, wide: Tensor) -> Tensor:
+def _mixture_outputs(parameters: dict[str, Tensor], x: Tensor, extended: Tensor) -> Tensor:
     """Σ g_e h_e + shared, for all mixtures at once."""
     scores = x @ parameters["router"].mT
-    kept = topk_mask(scores, CHOSEN)
-    gates = scores.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    choices = topk_mask(scores, CHOSEN)
+    gates = scores.masked_fill(~choices, -torch.inf).softmax(dim=-1)
     hidden = torch.einsum("sni,seih->sneh", x, parameters["inner"]) + parameters["bend"][:, None]
     values = torch.einsum("sneh,seh->sne", hidden.relu(), parameters["outer"])
     routed = (gates * (values + parameters["lift"][:, None])).sum(dim=-1, keepdim=True)
-    return routed + wide @ parameters["shared"]
+    return routed + extended @ parameters["shared"]
 
 
-def _effective_coalitions(chosen: Tensor) -> Float[Tensor, " mixtures"]:
+def _effective_coalitions(choices: Tensor) -> Float[Tensor, " mixtures"]:
     """Exp of the entropy of the coalitions of each mixture."""
-    codes = (chosen.long() << torch.arange(chosen.shape[-1])).sum(dim=-1)
+    codes = (choices.long() << torch.arange(choices.shape[-1])).sum(dim=-1)
     numbers = []
     for row in codes:
         share = torch.unique(row, return_counts=True)[1].double() / len(row)
@@ -426,13 +426,13 @@ def rank_deficiency(run: ClaimRun) -> Evidence:
     Condition: of a single expert; the active coalition has rank min(kH, d_eff), which splitting
         keeps
     """
-    alone, together = tangent_ranks(run, tangent=6, width=8, parts=2, k=2)
+    expert_rank, coalition_rank = tangent_ranks(run, tangent=6, width=8, parts=2, k=2)
     return Evidence.of(
-        at_most("rank of the active coalition", together, 5),
-        qualified(near("rank of one split expert", alone, 4, 0)),
-        corrected(near("rank of the active coalition", together, 6, 0)),
+        at_most("rank of the active coalition", coalition_rank, 5),
+        qualified(near("rank of one split expert", expert_rank, 4, 0)),
+        corrected(near("rank of the active coalition", coalition_rank, 6, 0)),
         paper="deficient",
-        measured=f"{alone} of one expert, {together} of the coalition, d_eff = 6",
+        measured=f"{expert_rank} of one expert, {coalition_rank} of the coalition, d_eff = 6",
     )
 
 
@@ -462,7 +462,7 @@ def splitting_gain(_run: ClaimRun) -> Evidence:
     """
     k, m, d = 2, 2, 3
     sizes = [10**p for p in range(2, 9)]
-    over = [
+    ratios = [
         math.comb(m * n, m * k) / math.comb(n, k) / m**d / printed_splitting_law(n, k, m, d)
         for n in sizes
     ]
@@ -472,15 +472,15 @@ def splitting_gain(_run: ClaimRun) -> Evidence:
         * m ** (m * k + 0.5)
         * (k / math.e) ** ((m - 1) * k)
     )
-    kept = capacity_bound(32, 4, 8, d) / math.comb(32, 4)
+    share = capacity_bound(32, 4, 8, d) / math.comb(32, 4)
     split = capacity_bound(64, 8, 4, d) / math.comb(64, 8)
     gain = expected_regions(64, 8, 4, d) / expected_regions(32, 4, 8, d)
     printed = printed_splitting_law(32, 4, 2, d)
     return Evidence.of(
-        near("ratio over the law at N = 10⁸, k = m = 2", over[-1], 1, 1e-3),
+        near("ratio over the law at N = 10⁸, k = m = 2", ratios[-1], 1, 1e-3),
         corrected(
-            near("the same against its limit", over[-1], constant, 1e-6),
-            near("width factor of Thm 4.26 after and before", split / kept, 1, 0),
+            near("the same against its limit", ratios[-1], constant, 1e-6),
+            near("width factor of Thm 4.26 after and before", split / share, 1, 0),
             near("law for k = 200, over the exact ratio", _limit_for_large_k(200, m), 1, 2e-3),
             at_most("gain of expected pieces, 32 experts", gain, 3),
         ),
@@ -490,7 +490,7 @@ def splitting_gain(_run: ClaimRun) -> Evidence:
         figure=chart(
             "N",
             "exact ratio / law, k = m = 2",
-            line("exact", sizes, over),
+            line("exact", sizes, ratios),
             line("the paper", sizes, [1.0] * len(sizes), dashed=True),
             log="x",
         ),

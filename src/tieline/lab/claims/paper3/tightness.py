@@ -83,18 +83,18 @@ def tight_order(_run: ClaimRun) -> Evidence:
     """
     experts = [sharp_bound(n, 4, 5, 5) / capacity_bound(n, 4, 5, 5) for n in MANY]
     many = [sharp_bound(n, 8, 5, 5) / capacity_bound(n, 8, 5, 5) for n in MANY]
-    wide = [sharp_bound(16, 4, 2**p, 2) / capacity_bound(16, 4, 2**p, 2) for p in (4, 8, 12)]
+    wide_ratios = [sharp_bound(16, 4, 2**p, 2) / capacity_bound(16, 4, 2**p, 2) for p in (4, 8, 12)]
     limit = 16**2 / (math.comb(16, 4) * 4**2)
     return Evidence.of(
         at_least("largest share, k = 8, d = 5, N = 4096", many[-1], 0.01),
-        at_least("largest share, N = 16, k = 4, d = 2, H = 4096", wide[-1], 0.5),
+        at_least("largest share, N = 16, k = 4, d = 2, H = 4096", wide_ratios[-1], 0.5),
         corrected(
-            near("the same against N^d / (C(N, k) k^d)", wide[-1], limit, 0.1 * limit),
+            near("the same against N^d / (C(N, k) k^d)", wide_ratios[-1], limit, 0.1 * limit),
             at_most("share falls with N, k = 8", many[-1] / many[0], 0.1),
         ),
         paper="Θ",
         corrected=f"at most {limit:.4f} of the bound for wide experts, N = 16, k = 4, d = 2",
-        measured=wide[-1],
+        measured=wide_ratios[-1],
         figure=chart(
             "N",
             "B* / bound, H = 5, d = 5",
@@ -263,15 +263,15 @@ def needed_inequalities(run: ClaimRun, dim: int, n_experts: int = 6, k: int = 2)
     """Number of the k(N-k) inequalities of the cell at the origin that no others imply."""
     r = numpy_generator(run, 66)
     weight, bias = r.standard_normal((n_experts, dim)), r.standard_normal(n_experts)
-    chosen = np.argsort(-bias)[:k]
-    pairs = [(u, v) for u in chosen for v in range(n_experts) if v not in chosen]
+    coalition = np.argsort(-bias)[:k]
+    pairs = [(u, v) for u in coalition for v in range(n_experts) if v not in coalition]
     rows = np.array([weight[v] - weight[u] for u, v in pairs])  # rows x <= limits
     limits = np.array([bias[u] - bias[v] for u, v in pairs])
     needed = 0
     for i in range(len(pairs)):
         others = [j for j in range(len(pairs)) if j != i]
-        found = linprog(-rows[i], rows[others], limits[others], bounds=[(-1e4, 1e4)] * dim)
-        needed += bool(found.status == 0 and -found.fun > limits[i] + 1e-7)
+        programme = linprog(-rows[i], rows[others], limits[others], bounds=[(-1e4, 1e4)] * dim)
+        needed += bool(programme.status == 0 and -programme.fun > limits[i] + 1e-7)
     return needed
 
 

@@ -525,12 +525,15 @@ def reflected_sigmoid_pair(truth: MoEParameters, row: int) -> MoEParameters:
 def _reflected_pair(model: MoEModel, truth: MoEParameters, x: Tensor, loss: str) -> list[Check]:
     """σ(q) E + σ(-q) E = E, whatever q is: with symmetric A and experts that tell apart."""
     first, other = reflected_sigmoid_pair(truth, 0), reflected_sigmoid_pair(truth, 1)
-    gap, apart = largest_gap(model, first, other, x), voronoi_loss(other, first, loss, 4).value
+    gap, loss_between = (
+        largest_gap(model, first, other, x),
+        voronoi_loss(other, first, loss, 4).value,
+    )
     return [
-        at_least("opposite scores: functions differ by", gap, 1e-6 * apart),
+        at_least("opposite scores: functions differ by", gap, 1e-6 * loss_between),
         *corrected(
             at_most("opposite scores: functions agree to", gap, 1e-12),
-            at_least("opposite scores: loss of the two", apart, 1e-3),
+            at_least("opposite scores: loss of the two", loss_between, 1e-3),
         ),
     ]
 
@@ -625,14 +628,14 @@ def partial_linear(run: ClaimRun) -> Evidence:
     truth = without_row(drawn_mixture(run, model))
     split = split_scale(model, truth, 0.3)
     gap = largest_gap(model, split, truth, uniform_inputs(run, 2000, 2))
-    apart = (split.experts[0] - truth.experts[0]).norm().item()
+    distance = (split.experts[0] - truth.experts[0]).norm().item()
     return Evidence.of(
-        at_least("|f - f*| of the split over the distance of the experts", gap / apart, 1e-6),
+        at_least("|f - f*| of the split over the distance of the experts", gap / distance, 1e-6),
         corrected(
-            at_least("distance of the experts", apart, 0.05),
+            at_least("distance of the experts", distance, 0.05),
             at_least("|β| of the expert", truth.experts[0, -1].abs().item(), 1e-3),
         ),
         paper="ε^-4",
         corrected="not determined",
-        measured=f"|f - f*| {gap:.1g} at a distance {apart:.2f}",
+        measured=f"|f - f*| {gap:.1g} at a distance {distance:.2f}",
     )

@@ -198,8 +198,8 @@ def atom_pair_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
 
     def loss(atoms: Tensor) -> Tensor:
         mass = atoms[..., 2].sigmoid().sum(-1) - truth[2].sigmoid()
-        rest = (atoms - truth)[..., [0, 1, 3, 4, 5]].square().sum((-1, -2))
-        return mass.abs() + rest
+        squares = (atoms - truth)[..., [0, 1, 3, 4, 5]].square().sum((-1, -2))
+        return mass.abs() + squares
 
     return loss
 
@@ -213,12 +213,12 @@ def best_measure_loss(truth: Tensor) -> Callable[[Tensor], Tensor]:
 
     def loss(atoms: Tensor) -> Tensor:
         change = atoms - truth
-        apart = change[..., :3].abs().sum(-1) + change[..., 3:5].norm(dim=-1)
-        shared = apart.sum(-1) + (atoms[..., 5].sum(-1) - truth[5]).abs()
-        alone = [
-            apart[..., i] + change[..., i, 5].abs() + atoms[..., 1 - i, 5].abs() for i in (0, 1)
+        distance = change[..., :3].abs().sum(-1) + change[..., 3:5].norm(dim=-1)
+        shared = distance.sum(-1) + (atoms[..., 5].sum(-1) - truth[5]).abs()
+        single_atoms = [
+            distance[..., i] + change[..., i, 5].abs() + atoms[..., 1 - i, 5].abs() for i in (0, 1)
         ]
-        return torch.stack((shared, *alone)).amin(0)
+        return torch.stack((shared, *single_atoms)).amin(0)
 
     return loss
 
@@ -246,10 +246,10 @@ def repaired_distance(activation: str, truth: Tensor, pair: Tensor) -> tuple[flo
     gap = (model.value(pair.flatten()[None], grid) - model.target(grid))[0].numpy()
     tangent = model.value_and_jacobian(truth.repeat(2)[None], grid)[1][0].numpy()
     tangent = tangent / np.linalg.norm(tangent, axis=0)
-    left, values, _ = np.linalg.svd(tangent, full_matrices=False)
-    basis = left[:, values > 1e-9]
-    rest = gap - basis @ (basis.T @ gap)
-    return tuple(float(np.sqrt(np.mean(v**2))) for v in (gap, rest))  # type: ignore[return-value]
+    directions, values, _ = np.linalg.svd(tangent, full_matrices=False)
+    basis = directions[:, values > 1e-9]
+    residual = gap - basis @ (basis.T @ gap)
+    return tuple(float(np.sqrt(np.mean(v**2))) for v in (gap, residual))  # type: ignore[return-value]
 
 
 QUANTILES = (0.5, 0.75, 0.9)
@@ -307,8 +307,8 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
     full = gate == "quadratic"
     pair = AtomPair("gelu", dense_atom(full=full), "abcλ" if full else "acλ")
     study = fit_pairs(run, pair, pair.start(λ=0.5), best_measure_loss(pair.truth))
-    whole = nearest_best(run, MoEModel(gate, "sigmoid", "tanh", 2, 1))  # type: ignore[arg-type]
-    fits = study.fits.converged + whole.fits.converged, study.fits.total + whole.fits.total
+    plane_fit = nearest_best(run, MoEModel(gate, "sigmoid", "tanh", 2, 1))  # type: ignore[arg-type]
+    fits = study.fits.converged + plane_fit.fits.converged, study.fits.total + plane_fit.fits.total
     return Evidence.of(
         falls_like("λ GELU: slope of the median", study.law(0.5), HALF),
         falls_like("λ GELU: slope of the quantile .9", study.law(0.9), HALF),
@@ -316,11 +316,11 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
             falls_like("λ GELU: n^-1/4, median", study.law(0.5), QUARTER, 0.1),
             falls_like("λ GELU: n^-1/4, quantile .9", study.law(0.9), QUARTER, 0.1),
             falls_like("λ GELU: ‖f̂ - f*‖", study.function_law, HALF, 0.1),
-            falls_like("tanh, cannot be split: n^-1/2, median", whole.law, HALF),
+            falls_like("tanh, cannot be split: n^-1/2, median", plane_fit.law, HALF),
         ),
         paper=HALF,
         corrected="n^-1/4 for experts with an outer scale; n^-1/2 for tanh",
-        measured=f"λ GELU {quantile_text(study, QUANTILES)}; tanh {whole.law}",
+        measured=f"λ GELU {quantile_text(study, QUANTILES)}; tanh {plane_fit.law}",
         note="(s* + δ, λ₁φ) and (s* - (λ₁/λ₂)δ, λ₂φ) change f by δ² (`p4-thm3`), so that noise of "
         "size n^-1/2 splits an expert by n^-1/4. A spare tanh expert ends at zero instead.",
         fits=Fits(*fits),

@@ -334,16 +334,16 @@ def dense_regression(run: ClaimRun, gate: str) -> Evidence:
         itself one of the best functions with more experts
     """
     studies = {OVER: small_study(run, single_sigmoid_expert("tanh", gate), extra=1)}
-    left = best_of_two(full=gate == "quadratic")
+    remainder = best_of_two(full=gate == "quadratic")
     return rate_evidence(
         [
-            at_most("experts e^{ηx}: distance of f* from the best of two", left, 1e-8),
+            at_most("experts e^{ηx}: distance of f* from the best of two", remainder, 1e-8),
             *qualified(*each_parametric("slope of ‖f - f*‖", studies, "function")),
         ],
         studies,
         ("function",),
         paper=-0.5,
-        measured=f"{law_of(studies[OVER], 'function')}; {left:.2g} is left for e^{{ηx}}",
+        measured=f"{law_of(studies[OVER], 'function')}; {remainder:.2g} is left for e^{{ηx}}",
         note="f* is in the fitted family, so that f̂ → f* in every regime. The paper expects f̂ to "
         "stay away from f*; where its best functions with more experts are not f*, f̂ stays away "
         "from them.",
@@ -385,8 +385,8 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     Overturned by: an expert error with a slope below -0.15
     """
     fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
-    over = small_study(run, sigmoid_plane_family("linear"), extra=1, sparse=True, **fits)
-    studies = {OVER: over, "N = N*": small_study(run, sigmoid_plane_family("linear"))}
+    overfitted = small_study(run, sigmoid_plane_family("linear"), extra=1, sparse=True, **fits)
+    studies = {OVER: overfitted, "N = N*": small_study(run, sigmoid_plane_family("linear"))}
     exact = {"N = N*": studies["N = N*"]}
     return rate_evidence(
         [
@@ -593,14 +593,14 @@ def sigmoid_data(
         name: small_study(run, sigmoid_plane_family(name), sparse=sparse, radii=RADII)
         for name in ("relu", "linear")
     }
-    over = {name: sigmoid_plane_family(name) for name in studies}
+    families = {name: sigmoid_plane_family(name) for name in studies}
     return printed_slopes(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII,
         [
             *each_parametric(f"slope of {judged}", studies, judged),
-            *over_specified(run, over, sparse=sparse),
+            *over_specified(run, families, sparse=sparse),
         ],
         corrected="both alike up to what f does not see",
         note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "
