@@ -10,6 +10,7 @@ from tests.models.tiny import VOCABULARY, lively, tiny_model
 from tieline.analysis.rollout import RolloutLimits, RolloutMismatch, RolloutWarning
 from tieline.core.errors import TraceError
 from tieline.models.capture import capture
+from tieline.models.demo import load_demo_model
 from tieline.models.emulate import emulate
 from tieline.trace.record import RoutingTrace
 
@@ -147,6 +148,63 @@ def test_the_last_pass_is_saved_for_diff(model, tmp_path):
     mismatch = compared(model, ids, routes(model, ids))
     mismatch.save(tmp_path / "mismatch")
     assert {path.name for path in (tmp_path / "mismatch").iterdir()} == {"live", "rollout"}
+
+
+def sampled_logprobs(model, ids):
+    """log p of each token after the first eight, NaN before: prompts are not sampled."""
+    with torch.no_grad():
+        scores = model(input_ids=ids).logits[:, :-1].double().log_softmax(-1)
+    logprobs = torch.full(ids.shape, torch.nan, dtype=torch.float64)
+    logprobs[:, 8:] = scores.gather(-1, ids[:, 1:, None])[:, 7:, 0]
+    return logprobs
+
+
+def test_kl_of_a_model_to_itself_is_nothing(model):
+    ids = prompts(10)
+    kl = RolloutMismatch(model).kl_split(
+        {"input_ids": ids}, routes(model, ids), sampled_logprobs(model, ids)
+    )
+    assert set(kl) == {"rollout/kl", "rollout/kl_ids_replayed", "rollout/kl_weights_replayed"}
+    assert all(0 <= value < 1e-12 for value in kl.values())
+
+
+def test_kl_splits_into_experts_and_weights():
+    """With routers in bfloat16 alone, their weights replayed leave nothing of the distance."""
+    model = load_demo_model().train()
+    ids = torch.randint(3, 500, (8, 48), generator=torch.Generator().manual_seed(0))
+    model.eval()
+    with emulate(model, "bf16", "router"):
+        record, logprobs = routes(model, ids), sampled_logprobs(model, ids)
+    expected = sampled_logprobs(model, ids)
+    model.train()
+    kl = RolloutMismatch(model).kl_split({"input_ids": ids}, record, logprobs)
+    assert model.training
+    live, with_ids, with_weights = kl.values()
+    assert live > 4 * with_ids > 100 * with_weights
+    d = (logprobs - expected)[:, 8:]
+    assert live == pytest.approx(float(((-d).exp() - 1 + d).mean()), rel=1e-4)
+
+
+def test_a_temperature_divides_the_logits(model):
+    ids = prompts(12)
+    with torch.no_grad():
+        scores = (model(input_ids=ids).logits[:, :-1].double() / 0.7).log_softmax(-1)
+    logprobs = torch.full(ids.shape, torch.nan, dtype=torch.float64)
+    logprobs[:, 1:] = scores.gather(-1, ids[:, 1:, None])[..., 0]
+    mismatch, record = RolloutMismatch(model), routes(model, ids)
+    warm = mismatch.kl_split({"input_ids": ids}, record, logprobs, temperature=0.7)
+    assert (
+        warm["rollout/kl"]
+        < 1e-12
+        < mismatch.kl_split({"input_ids": ids}, record, logprobs)["rollout/kl"]
+    )
+
+
+def test_routes_without_weights_have_no_kl_with_weights(model):
+    ids = prompts(13)
+    bare = with_rows(routes(model, ids), [], None)
+    kl = RolloutMismatch(model).kl_split({"input_ids": ids}, bare, sampled_logprobs(model, ids))
+    assert set(kl) == {"rollout/kl", "rollout/kl_ids_replayed"}
 
 
 FAULTS = ("shifted", "checkpoint", "bias")

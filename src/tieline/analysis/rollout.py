@@ -18,8 +18,8 @@ steps, and sums over ranks are those of one process, exactly.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ from torch import Tensor, nn
 
 from tieline.core.collectives import is_first_rank, message_device
 from tieline.core.errors import TraceError, require
+from tieline.core.statistics import k3_divergence
 from tieline.models.capture import capture
 from tieline.models.documents import Batch
 from tieline.models.families import find_routers
-from tieline.models.replay import MatchedRows, OrderedRows
+from tieline.models.replay import MatchedRows, OrderedRows, replay
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import save_trace
@@ -158,6 +159,50 @@ class RolloutMismatch:
             self._warn(scalars, totals, gaps)
         return scalars
 
+    @torch.no_grad()
+    def kl_split(
+        self,
+        inputs: Mapping[str, Any],
+        routes: RoutingTrace | Any,
+        logprobs: Float[Tensor, "rows length"],
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Return how far the live policy is from the rollout's, and how much of it is routing.
+
+        With d = log p_rollout - log p_live of a sampled token, the mean of e^{-d} - 1 + d over
+        tokens estimates KL(rollout ‖ live) without bias and is never negative. It is taken for the
+        live model (`kl`), with the recorded experts (`kl_ids_replayed`) and with the recorded
+        combine weights too (`kl_weights_replayed`, absent where the record has none): two or three
+        forward passes, in evaluation mode. Every rank must call it.
+
+        Args:
+            inputs: arguments of the model's forward, with `input_ids` (rows, length).
+            routes: as for `watch`.
+            logprobs: log-probability of each input token under the rollout; NaN where it was not
+                sampled, as in prompts and padding.
+            temperature: what logits are divided by, as the rollout's were.
+        """
+        record = routes if isinstance(routes, RoutingTrace) else import_trace(routes)
+        match = "tokens" if bool((record.tokens >= 0).all()) else "order"
+        runs: dict[str, Any] = {"kl": nullcontext()}
+        runs["kl_ids_replayed"] = replay(self.model, record, match=match)
+        if all(layer.weights is not None for layer in record.layers):
+            runs["kl_weights_replayed"] = replay(self.model, record, "recorded", match=match)
+        sampled = logprobs[:, 1:].isfinite()
+        sums = [sampled.sum().double().cpu()]
+        with _evaluation(self.model):
+            for run in runs.values():
+                with run:
+                    logits = self.model(**{**inputs, "use_cache": False}).logits[:, :-1]
+                live = _token_logprobs(logits / temperature, inputs["input_ids"][:, 1:])
+                terms = k3_divergence(logprobs[:, 1:].to(live), live)[sampled]
+                sums.append(terms.double().sum().cpu())
+        count, *totals = _summed_over_ranks(torch.stack(sums)).tolist()
+        return {
+            f"{PREFIX}{name}": total / max(count, 1)
+            for name, total in zip(runs, totals, strict=True)
+        }
+
     def save(self, folder: str | Path) -> None:
         """Write the traces of the last pass to `folder`/live and `folder`/rollout, for `diff`."""
         require(self._last is not None, "nothing was compared yet")
@@ -187,6 +232,26 @@ class RolloutMismatch:
             if sentence and kind not in self._warned:
                 self._warned.add(kind)
                 warnings.warn(f"{sentence}. {NEXT}", RolloutWarning, stacklevel=3)
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode until the block ends."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _token_logprobs(
+    logits: Float[Tensor, "rows length vocabulary"], ids: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows length"]:
+    """Return log p of each token, in at least float32."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    return scores.gather(-1, ids[..., None])[..., 0] - scores.logsumexp(-1)
 
 
 NEXT = (
