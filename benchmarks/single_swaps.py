@@ -132,7 +132,7 @@ def router_scores(model: Any, ids: torch.Tensor) -> dict[str, list[Scores]]:
     hooks = []
 
     def keep(router: nn.Module, args: Any, output: Any) -> None:
-        states, weight = args[0], router.weight
+        states, weight = args[0], router.get_parameter("weight")
         states = states.reshape(-1, weight.shape[1])
         rounded = nn.functional.linear(states, weight)  # as the family computes it
         inputs[0].append((states.double() @ weight.double().T).numpy())
