@@ -36,6 +36,31 @@ def test_two_of_six_requests_exchanged(seed, k):
     assert set(finding.evidence["documents"]) == {"1 → 4", "4 → 1"}
 
 
+def noisy(seed, strength, experts, k):
+    """Routes whose scores are `strength` times those of the token, and noise of size one."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.zipf(1.3, len(DOCUMENTS)) % 200
+    scores = strength * rng.normal(size=(2, 200, experts))[:, tokens]
+    scores = scores + rng.normal(size=scores.shape)
+    return np.argsort(-scores, axis=2)[..., :k].transpose(1, 0, 2), tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_requests_exchanged_where_the_token_decides_half(seed):
+    ids, tokens = noisy(seed, 1.0, 16, 2)
+    assert fit_cases(ids, tokens, DOCUMENTS) == {}
+    made = ids.copy()
+    made[DOCUMENTS == 0], made[DOCUMENTS == 3] = ids[DOCUMENTS == 3], ids[DOCUMENTS == 0]
+    finding = fit_cases(made, tokens, DOCUMENTS)["exchanged-documents"]
+    assert set(finding.evidence["documents"]) == {"0 → 3", "3 → 0"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_follow_their_tokens_a_little_are_sound(seed):
+    ids, tokens = noisy(seed, 0.8, 64, 1)
+    assert fit_cases(ids, tokens, DOCUMENTS) == {}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_one_of_six_requests_is_a_row_late(seed):
     ids, tokens = sound(480, 2, 2, seed=seed)
@@ -72,6 +97,20 @@ def test_profiles_are_those_of_a_loop():
         shares = [np.isin(ids[row, la], ids[t, la]).sum() / 4 for t in others for la in range(2)]
         expected = sum(shares) / len(others) if others else np.nan
         np.testing.assert_allclose(fits[row - 20], expected, rtol=1e-6)
+
+
+def test_profiles_of_the_remaining_documents_are_those_without_two():
+    ids, tokens = sound(60, 2, 2, words=6)
+    profiles = TokenProfiles.of(ids, tokens, np.repeat(range(4), 15))
+    vocabulary = np.unique(profiles.tokens[:30])
+    remaining = profiles.of_remaining((0, 2), vocabulary)
+    rows = np.flatnonzero(np.isin(profiles.documents, (1, 3)))
+    for place, number in enumerate(vocabulary):
+        mine = rows[profiles.tokens[rows] == number]
+        assert remaining.counts[place] == len(mine)
+        for layer in range(2):
+            expected = np.bincount(ids[mine, layer].ravel(), minlength=profiles.chosen.shape[2])
+            np.testing.assert_array_equal(remaining.chosen[layer, place], expected)
 
 
 @pytest.mark.parametrize("side", [1, -1])
