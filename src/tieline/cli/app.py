@@ -146,9 +146,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _admit_operands(arguments: Sequence[str]) -> None:
     """Refuse unfit models and files right after a command's name, before Typer loads its parser."""
     command, *words = arguments or [""]
-    most = 1 if command in TAKES_MODEL or command == "convert" else 0
-    most = len(words) if command in ("diff", "check", "merge") else most
-    for word in takewhile(lambda word: not word.startswith("-"), words[:most]):
+    operands = 1 if command in TAKES_MODEL or command == "convert" else 0
+    operands = len(words) if command in ("diff", "check", "merge") else operands
+    for word in takewhile(lambda word: not word.startswith("-"), words[:operands]):
         admit_source(word, "--trust-remote-code" in words)
 
 

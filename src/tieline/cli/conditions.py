@@ -131,8 +131,8 @@ def exit_on_exceeded_limits(limits: DiffLimits, metrics: dict[str, float]) -> No
     """Exit with 1 if a layer exceeds a limit."""
     from tieline.report.words.numbers import percent
 
-    most = {"flip": limits.max_flip, "unexplained": limits.max_unexplained}
-    exceeded = {n: share for n, share in most.items() if share is not None and metrics[n] > share}
+    shares = {"flip": limits.max_flip, "unexplained": limits.max_unexplained}
+    exceeded = {n: share for n, share in shares.items() if share is not None and metrics[n] > share}
     for name, share in exceeded.items() if is_first() else ():
         worst = percent(metrics[name])
         print_to_stderr(f"failed: --max-{name} {percent(share)} (the worst layer has {worst})")

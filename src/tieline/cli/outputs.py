@@ -71,8 +71,8 @@ class Outputs:
     def files(self) -> list[Path]:
         """Every file that is written, each of which is made in memory before."""
         data = None if self.json is None else Path(self.json)
-        every = (self.html, data, self.figure)
-        return [path for path in every if path not in (None, STDOUT)]
+        paths = (self.html, data, self.figure)
+        return [path for path in paths if path not in (None, STDOUT)]
 
     @property
     def written(self) -> list[Path]:
@@ -138,8 +138,8 @@ def _check_output_apart(output: Path, source: Path) -> None:
     """Refuse an output that is an input, or would replace a file of one."""
     clash = same_place(output, source)
     require(not clash, f"{output} is the input {source}: an output never replaces an input")
-    inside = source.is_dir() and same_place(source, output)
-    replaces = inside and output.is_file() and output.suffix not in PICTURES
+    is_inside = source.is_dir() and same_place(source, output)
+    replaces = is_inside and output.is_file() and output.suffix not in PICTURES
     require(not replaces, f"{output} is a part of the input {source}: an output never replaces one")
 
 

@@ -92,15 +92,15 @@ def open_terminal_session(ends_process: bool) -> Iterator[None]:
 @contextmanager
 def _printable_streams() -> Iterator[None]:
     """Let whatever is printed in the block, also by libraries, pass through `printable`."""
-    before = sys.stdout, sys.stderr
-    for stream in before:
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="tieline.plain")
-    sys.stdout, sys.stderr = (s and PrintableStream(s) for s in before)
+    sys.stdout, sys.stderr = (s and PrintableStream(s) for s in streams)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = streams
 
 
 @contextmanager
@@ -109,15 +109,15 @@ def _interrupts_handled(ends_process: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     _Stop.pressed = _Stop.handled = False
-    if before is not signal.SIG_IGN:  # as under nohup, or in the background of a script
+    if handler is not signal.SIG_IGN:  # as under nohup, or in the background of a script
         signal.signal(signal.SIGINT, _on_interrupt)
     sys.unraisablehook = _exit_on_interrupt
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if ends_process else before)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ends_process else handler)
         sys.unraisablehook = hook
         # `python -m` kills itself after a KeyboardInterrupt in executed text, as libraries have it,
         # even if it was caught: only the next executed text clears that note of Python
@@ -177,9 +177,9 @@ def closed_pipe_ignored() -> Iterator[None]:
 def mute_stdout() -> None:
     """Discard everything printed to stdout from now on."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
+        os.close(null_device)
 
 
 def _replace_unencodable(problem: UnicodeError) -> tuple[str, int]:

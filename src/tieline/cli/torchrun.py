@@ -74,21 +74,21 @@ def _error_when_ended() -> Iterator[None]:
             "says which); nothing was written"
         )
 
-    before = signal.signal(signal.SIGTERM, ended)
+    handler = signal.signal(signal.SIGTERM, ended)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def claims_error_report() -> bool:
     """Return whether this process reports an error: the first that asks; others wait a moment."""
     if not on_ranks():
         return True
-    first = _claims_first()
-    if not first:
+    is_reporter = _claims_first()
+    if not is_reporter:
         time.sleep(GRACE)
-    return first
+    return is_reporter
 
 
 def _claims_first() -> bool:

@@ -162,7 +162,7 @@ def ignored_router_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
 def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
     """For each rounding of the routers: format, layers to keep, what that recovers and costs."""
     labels = _audited_layer_labels(result)
-    kept = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
+    keep_lists = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
     return tuple(
         (
             str(level),
@@ -173,7 +173,7 @@ def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
             percent(keep.recovered_kl),
             f"{keep.bytes:,}",
         )
-        for level, keep in kept
+        for level, keep in keep_lists
     )
 
 
@@ -248,10 +248,10 @@ def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
         return DASH
     if remedy.kind == "float32":
         return f"{effect.bytes:,} bytes"
-    spent = "" if remedy.time is None else f", {remedy.time:.2f} × time"
+    time = "" if remedy.time is None else f", {remedy.time:.2f} × time"
     if remedy.kind == "replay":
-        return f"{remedy.bytes_per_token} B a token{spent}"
-    return f"{remedy.experts:.2f} experts{spent}"
+        return f"{remedy.bytes_per_token} B a token{time}"
+    return f"{remedy.experts:.2f} experts{time}"
 
 
 def _audited_layer_labels(result: PrecisionAudit) -> dict[str, str]:
@@ -337,8 +337,8 @@ def _predicted_flips_cell(row: PerturbationEffect) -> str:
     low, high = row.predicted_low, row.predicted
     if high is None:
         return DASH
-    same = low is None or high - low <= 0.005 * high
-    return percent(high) if same else f"{percent(low)} – {percent(high)}"
+    is_point = low is None or high - low <= 0.005 * high
+    return percent(high) if is_point else f"{percent(low)} – {percent(high)}"
 
 
 def _loss_change(row: PerturbationEffect) -> str:

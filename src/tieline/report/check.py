@@ -164,11 +164,11 @@ def _ways_grid(result: ServeCheck) -> Grid:
 def _way_row(way: ServedWay) -> tuple[str, ...]:
     """Counts of one way of sending."""
     judged = way.near_ties is not None and way.first_flips > 0
-    near = f"{way.near_ties} of {way.first_flips}" if judged else DASH
+    near_ties = f"{way.near_ties} of {way.first_flips}" if judged else DASH
     generated = DASH if way.next_tokens is None else f"{way.next_tokens:,}"
     share = percent(way.share, trim=True)
     counts = (f"{way.flipped:,}", share, f"{way.prompts:,}")
-    return (WAYS[way.way], *counts, near, generated)
+    return (WAYS[way.way], *counts, near_ties, generated)
 
 
 def _layers_grid(result: ServeCheck) -> Grid:

@@ -189,8 +189,8 @@ def _diff_side_name(provenance: object) -> str:
         name = f"{engine}:{name}"
     emulated = provenance_text(provenance, "emulated")
     precision = f"{emulated} emulated" if emulated else provenance_text(provenance, "dtype")
-    more = list(filter(None, (precision, provenance_text(provenance, "experts_implementation"))))
-    return f"{name} ({', '.join(more)})" if more else name
+    details = list(filter(None, (precision, provenance_text(provenance, "experts_implementation"))))
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def _diff_facts(result: RoutingDiff) -> str:
@@ -272,12 +272,18 @@ def _flip_causes_chart(result: RoutingDiff) -> Chart | None:
 def _flips_by_depth_chart(result: RoutingDiff) -> Chart:
     """Share of tokens flipped so far, and if layers flipped independently."""
     steps, labels = result.tokens.depth, _compared_layer_labels(result)
-    so_far = _layer_share_line(
+    cumulative_line = _layer_share_line(
         labels, [step.cumulative for step in steps], "flipped so far", "@accent"
     )
     independent = [step.independent for step in steps]
-    alone = _layer_share_line(labels, independent, "if layers were independent", "@muted")
-    return Chart(LAYER, _token_share_axis("share of tokens"), (so_far, replace(alone, dash="dash")))
+    independent_line = _layer_share_line(
+        labels, independent, "if layers were independent", "@muted"
+    )
+    return Chart(
+        LAYER,
+        _token_share_axis("share of tokens"),
+        (cumulative_line, replace(independent_line, dash="dash")),
+    )
 
 
 def _flips_after_flips_chart(result: RoutingDiff) -> Chart | None:
@@ -285,13 +291,13 @@ def _flips_after_flips_chart(result: RoutingDiff) -> Chart | None:
     steps = result.tokens.depth
     if not any(step.after.total for step in steps):
         return None
-    fresh = _flip_rate_points(
+    fresh_points = _flip_rate_points(
         result, "without an earlier flip", [step.fresh for step in steps], "@accent"
     )
-    after = _flip_rate_points(
+    later_points = _flip_rate_points(
         result, "after an earlier flip", [step.after for step in steps], "@warn"
     )
-    dots = (fresh, replace(after, symbol="diamond", size=9))
+    dots = (fresh_points, replace(later_points, symbol="diamond", size=9))
     return Chart(LAYER, _token_share_axis("flip rate"), dots)
 
 

@@ -147,14 +147,14 @@ def notebook_html(
 
 def arranged_panels(panels: Sequence[Panel]) -> list[Panel]:
     """The panels that have a chart; one that would stand alone in its row takes the whole width."""
-    charted = [panel for panel in panels if panel.figure is not None]
-    beside = 0
-    for index, panel in enumerate(charted):
-        beside = 0 if panel.wide else beside + 1
-        last = index + 1 == len(charted) or charted[index + 1].wide
-        if last and beside % 2:
-            charted[index] = replace(panel, wide=True)
-    return charted
+    panels_with_chart = [panel for panel in panels if panel.figure is not None]
+    row_length = 0
+    for index, panel in enumerate(panels_with_chart):
+        row_length = 0 if panel.wide else row_length + 1
+        ends_row = index + 1 == len(panels_with_chart) or panels_with_chart[index + 1].wide
+        if ends_row and row_length % 2:
+            panels_with_chart[index] = replace(panel, wide=True)
+    return panels_with_chart
 
 
 def compact_json(value: Any, digits: int = 4) -> Any:
@@ -247,9 +247,9 @@ def _plotly_script() -> str:
 
 def _content_policy(scripts: Sequence[str]) -> str:
     """The content policy that allows these inline scripts and no request."""
-    allowed = " ".join(map(script_hash, scripts))
+    hashes = " ".join(map(script_hash, scripts))
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 

@@ -160,15 +160,15 @@ def _inspected_labels(result: Inspection) -> tuple[str, ...]:
 def inspection_panels(result: Inspection) -> list[Panel]:
     """Every chart in the order of reading, or the reason why it cannot be drawn."""
     layers = result.measures.layers
-    gaps = [layer.gap.status for layer in layers]
-    measured = [jumps.status for jumps in result.jumps]
+    gap_statuses = [layer.gap.status for layer in layers]
+    jump_statuses = [jumps.status for jumps in result.jumps]
     charts = (
-        (QUANTILES, _gap_quantiles_chart(result), gaps),
-        (CDF, _gap_distribution_chart(result), gaps),
+        (QUANTILES, _gap_quantiles_chart(result), gap_statuses),
+        (CDF, _gap_distribution_chart(result), gap_statuses),
         (FORMATS, _format_flips_chart(result), [layer.precision.status for layer in layers]),
         (NOISE, _noise_flips_chart(result), [layer.noise.status for layer in layers]),
-        (JUMP, _gap_jump_chart(result), measured),
-        (LOSS, _jump_loss_chart(result), [NOT_ASKED] if "ok" in measured else measured),
+        (JUMP, _gap_jump_chart(result), jump_statuses),
+        (LOSS, _jump_loss_chart(result), [NOT_ASKED] if "ok" in jump_statuses else jump_statuses),
         (NEAR, _near_threshold_chart(result), [layer.near.status for layer in layers]),
         (LOAD, _expert_load_chart(result), []),
     )
@@ -199,19 +199,19 @@ def tie_orders_panel(result: Inspection) -> Panel:
 
 def _tie_orders_chart(layers: list[tuple[str, OwnNoise]]) -> Chart:
     """Stacked shares of orders 1, 2, ..., by layer."""
-    most = max(len(layer.orders) for _, layer in layers)
+    n_orders = max(len(layer.orders) for _, layer in layers)
     bars = tuple(
         Series(
             [label for label, _ in layers],
             [layer.orders[order] for _, layer in layers],
-            f"order {order}" + (" or more" if order == most - 1 else ""),
+            f"order {order}" + (" or more" if order == n_orders - 1 else ""),
             ORDER_COLOURS[min(order, len(ORDER_COLOURS)) - 1],
             "bar",
             details=[significant(layer.epsilon) for _, layer in layers],
             hover=f"layer %{{x}}: %{{y:percent}} of tokens have order {order} at "
             "ε = %{customdata}<extra></extra>",
         )
-        for order in range(1, most)
+        for order in range(1, n_orders)
         if any(layer.orders[order] for _, layer in layers)
     )
     shares = Axis("share of tokens", percent=True, from_zero=True)
@@ -405,11 +405,13 @@ def _gap_jump_chart(result: Inspection) -> Chart | None:
         return None
     gaps = [gap for _, x in rows for sample in (x.near, x.random) for gap in sample.gaps]
     floor = min((gap for gap in gaps if gap), default=1e-3) / 2
-    most = max(1, MOST_POINTS // len(rows) // 2)
+    points_per_layer = max(1, MOST_POINTS // len(rows) // 2)
     series = []
     for row, jumps in rows:
-        others, near = (_jump_series(row, x, floor, most) for x in (jumps.random, jumps.near))
-        series += [replace(others, symbol="square-open", in_legend=False), near]
+        random_points, near_points = (
+            _jump_series(row, x, floor, points_per_layer) for x in (jumps.random, jumps.near)
+        )
+        series += [replace(random_points, symbol="square-open", in_legend=False), near_points]
     limit = rows[0][1].dangerous_above
     name = f"dangerous from {percent(limit)}"
     return Chart(

@@ -87,8 +87,8 @@ class Report:
 
     def terminal(self, width: int) -> RenderableType:
         """Return the view for a terminal that is `width` characters wide."""
-        below = [grid_table(self.table())] if self.below is None else self.below(width)
-        return terminal_view(self.title, self.facts, self.verdict, *below)
+        views = [grid_table(self.table())] if self.below is None else self.below(width)
+        return terminal_view(self.title, self.facts, self.verdict, *views)
 
     def summary(self) -> str:
         """Return name, facts and verdict in plain lines."""

@@ -16,8 +16,8 @@ ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
 
 def _merged_lines(result: Merged) -> list[str]:
     """What `merge` wrote."""
-    several = "summaries" if result.kind == "summary" else "traces"
-    counts = f"{result.tokens:,} tokens of {len(result.folders)} {several}"
+    inputs = "summaries" if result.kind == "summary" else "traces"
+    counts = f"{result.tokens:,} tokens of {len(result.folders)} {inputs}"
     return [f"{result.output}: {counts}, {len(result.layers)} layers"]
 
 

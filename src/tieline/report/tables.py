@@ -111,12 +111,14 @@ def _uniform_columns(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ..
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
     """The table of some columns and rows, without the columns that no row can fill."""
-    filled = [(column, [column.cell(row) for row in rows]) for column in columns]
-    filled = [(c, cells) for c, cells in filled if any(cell != DASH for cell in cells)]
+    columns_and_cells = [(column, [column.cell(row) for row in rows]) for column in columns]
+    columns_and_cells = [
+        (c, cells) for c, cells in columns_and_cells if any(cell != DASH for cell in cells)
+    ]
     return Grid(
-        head=tuple(column.heading for column, _ in filled),
-        rows=tuple(zip(*(cells for _, cells in filled), strict=True)),
-        meanings=tuple(column.meaning for column, _ in filled),
+        head=tuple(column.heading for column, _ in columns_and_cells),
+        rows=tuple(zip(*(cells for _, cells in columns_and_cells), strict=True)),
+        meanings=tuple(column.meaning for column, _ in columns_and_cells),
     )
 
 
@@ -131,14 +133,20 @@ def rich_table(
         width: characters of the terminal.
         left: number of columns, from the first, whose text is at the left of its cell.
     """
-    filled = [(column, uniform_numbers([column.cell(row) for row in rows])) for column in columns]
-    filled = [(c, cells) for c, cells in filled if not c.optional or any(x != DASH for x in cells)]
-    fitting = _fitting_columns(filled, width)
+    columns_and_cells = [
+        (column, uniform_numbers([column.cell(row) for row in rows])) for column in columns
+    ]
+    columns_and_cells = [
+        (c, cells)
+        for c, cells in columns_and_cells
+        if not c.optional or any(x != DASH for x in cells)
+    ]
+    fitting_columns = _fitting_columns(columns_and_cells, width)
     table = _empty_terminal_table()
-    for column, _ in fitting:
+    for column, _ in fitting_columns:
         justify = "left" if column in columns[:left] else "right"
         table.add_column(column.heading, justify=justify, no_wrap=True)
-    for cells in zip(*(cells for _, cells in fitting), strict=True):
+    for cells in zip(*(cells for _, cells in fitting_columns), strict=True):
         table.add_row(*map(Text, cells))
     return table
 

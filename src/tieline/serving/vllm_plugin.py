@@ -85,14 +85,14 @@ def routing_function(rule: dict[str, Any], slots: int) -> Callable[..., tuple[Te
 
 def slots_of(rule: dict[str, Any], n_experts: int) -> int:
     """Return K, the slots of a layer."""
-    asked = os.environ.get(SLOTS_VARIABLE)
-    if asked is not None:
-        if not asked.isdigit() or not rule["k"] < int(asked) <= n_experts:
+    slots = os.environ.get(SLOTS_VARIABLE)
+    if slots is not None:
+        if not slots.isdigit() or not rule["k"] < int(slots) <= n_experts:
             raise ValueError(
                 f"{SLOTS_VARIABLE} is a number above k={rule['k']} and at most {n_experts}, "
-                f"got {asked!r}"
+                f"got {slots!r}"
             )
-        return int(asked)
+        return int(slots)
     return n_experts if n_experts <= FEW_EXPERTS else min(n_experts, rule["k"] + EXTRA_SLOTS)
 
 

@@ -345,9 +345,9 @@ def assert_router(
 
 def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict:
     """Return the verdict on one case."""
-    given = case.logits.clone()
+    logits = case.logits.clone()
     try:
-        answer = router(given, case.k, **router_keywords(rule, case))
+        answer = router(logits, case.k, **router_keywords(rule, case))
     except Exception as problem:
         name = f"{type(problem).__name__}: {first_line(problem)}"
         return _case_verdict(case, "raised", name)
@@ -357,7 +357,7 @@ def check_case(router: Router, rule: RouterRule, case: LogitCase) -> CaseVerdict
     judged = judge_case(rule, case, routed)
     if judged.verdict != "conforms":
         return judged
-    if not torch.equal(given.nan_to_num(nan=0.5), case.logits.nan_to_num(nan=0.5)):
+    if not torch.equal(logits.nan_to_num(nan=0.5), case.logits.nan_to_num(nan=0.5)):
         return replace(judged, verdict="changed input", reason="the logits were overwritten")
     return _judge_alone(router, rule, case, routed, judged)
 
@@ -407,9 +407,9 @@ def _judge_weights(
     """The verdict with that on the weights, compared for the experts that were chosen."""
     assert routed.weights is not None
     weights, expected = routed.weights.double(), rule.weights(case.logits, routed.ids)
-    allowed = rule.weight_tolerance(case.logits, routed.ids) * expected.abs()
-    allowed = allowed + SINGLE.tiny * max(1.0, abs(rule.scale))
-    error = (weights - expected).abs() / allowed
+    tolerance = rule.weight_tolerance(case.logits, routed.ids) * expected.abs()
+    tolerance = tolerance + SINGLE.tiny * max(1.0, abs(rule.scale))
+    error = (weights - expected).abs() / tolerance
     error = error.nan_to_num(nan=torch.inf)
     error[rule.undetermined(case.logits, routed.ids)] = 0.0
     worst = float(error.max()) if error.numel() else 0.0
@@ -431,14 +431,14 @@ def _judge_alone(
     if len(case.logits) < 2 or case.asks == "valid":
         return judged
     token = len(case.logits) // 2
-    alone = replace(case, logits=case.logits[token : token + 1].clone())
-    answer = read_answer(router(alone.logits, case.k, **router_keywords(rule, case)), alone)
+    single = replace(case, logits=case.logits[token : token + 1].clone())
+    answer = read_answer(router(single.logits, case.k, **router_keywords(rule, case)), single)
     if isinstance(answer, str):
         return replace(judged, verdict="invalid form", reason=f"one token alone: {answer}")
-    among = routed.ids[token].tolist()
-    if sorted(answer.ids[0].tolist()) == sorted(among):
+    batch_ids = routed.ids[token].tolist()
+    if sorted(answer.ids[0].tolist()) == sorted(batch_ids):
         return judged
-    reason = f"token {token} alone: {answer.ids[0].tolist()}, in the batch {among}"
+    reason = f"token {token} alone: {answer.ids[0].tolist()}, in the batch {batch_ids}"
     return replace(judged, verdict="depends on the batch", reason=reason)
 
 
@@ -460,15 +460,16 @@ def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, toke
     """One token whose choice is wrong, with the scores beside the threshold."""
     scores = rule.scores(case.logits, case.bias)[token]
     best = rule.choice(case.logits[token : token + 1], case.k, case.bias)[0].tolist()
-    chosen = routed.ids[token].tolist()
-    extra = sorted(set(chosen) - set(best), key=lambda e: scores[e].item())
-    missed = sorted(set(best) - set(chosen), key=lambda e: -scores[e].item())
-    if not extra:
-        return f"token {token} chose {chosen}"
+    ids = routed.ids[token].tolist()
+    wrong_experts = sorted(set(ids) - set(best), key=lambda e: scores[e].item())
+    missed_experts = sorted(set(best) - set(ids), key=lambda e: -scores[e].item())
+    if not wrong_experts:
+        return f"token {token} chose {ids}"
+    wrong, missed = wrong_experts[0], missed_experts[0]
     groups = ", by groups" if rule.groups else ""
     return (
-        f"token {token} chose expert {extra[0]} (score {scores[extra[0]].item():.9g}) and left out "
-        f"{missed[0]} ({scores[missed[0]].item():.9g}{groups})"
+        f"token {token} chose expert {wrong} (score {scores[wrong].item():.9g}) and left out "
+        f"{missed} ({scores[missed].item():.9g}{groups})"
     )
 
 
@@ -578,14 +579,16 @@ def _router_answer(router: Router, rule: RouterRule, case: LogitCase) -> RouterA
 
 def _tie_habit(rule: RouterRule, answers: list[tuple[LogitCase, RouterAnswer | None]]) -> TieHabit:
     """Which of equal scores a router takes in all of these cases."""
-    lower = higher = True
+    is_lower = is_higher = True
     for case, routed in answers:
         if routed is None:
             return "raises"
         chosen = routed.ids.sort(dim=1).values
-        lower &= torch.equal(chosen, rule.choice(case.logits, case.k, case.bias).sort(dim=1).values)
-        higher &= torch.equal(chosen, _higher_choice(rule, case).sort(dim=1).values)
-    return "lower index" if lower else "higher index" if higher else "neither"
+        is_lower &= torch.equal(
+            chosen, rule.choice(case.logits, case.k, case.bias).sort(dim=1).values
+        )
+        is_higher &= torch.equal(chosen, _higher_choice(rule, case).sort(dim=1).values)
+    return "lower index" if is_lower else "higher index" if is_higher else "neither"
 
 
 def _higher_choice(rule: RouterRule, case: LogitCase) -> Tensor:
@@ -597,16 +600,16 @@ def _higher_choice(rule: RouterRule, case: LogitCase) -> Tensor:
 
 def _has_same_bits(router: Router, rule: RouterRule, case: LogitCase) -> bool:
     """Whether every token alone gets the ids and weights that it has in the batch."""
-    together = _router_answer(router, rule, case)
+    batch_answer = _router_answer(router, rule, case)
     for token in range(len(case.logits)):
         row = replace(case, logits=case.logits[token : token + 1])
-        alone = _router_answer(router, rule, row)
-        if together is None or alone is None:
+        single_answer = _router_answer(router, rule, row)
+        if batch_answer is None or single_answer is None:
             return False
-        same = torch.equal(alone.ids[0], together.ids[token])
-        if alone.weights is not None and together.weights is not None:
-            same &= torch.equal(alone.weights[0], together.weights[token])
-        if not same:
+        is_same = torch.equal(single_answer.ids[0], batch_answer.ids[token])
+        if single_answer.weights is not None and batch_answer.weights is not None:
+            is_same &= torch.equal(single_answer.weights[0], batch_answer.weights[token])
+        if not is_same:
             return False
     return True
 

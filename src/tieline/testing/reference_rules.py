@@ -90,9 +90,11 @@ class RouterRule:
         """Return the experts of each token in order; of equal scores the lower index first."""
         scores = self.scores(logits, bias)
         if self.groups:
-            kept = topk_mask(group_scores(scores, self.groups, self.group_score), self.k_groups)
-            inside = kept.repeat_interleave(scores.shape[1] // self.groups, dim=1)
-            scores = scores.masked_fill(~inside, -torch.inf)
+            open_groups = topk_mask(
+                group_scores(scores, self.groups, self.group_score), self.k_groups
+            )
+            in_open_group = open_groups.repeat_interleave(scores.shape[1] // self.groups, dim=1)
+            scores = scores.masked_fill(~in_open_group, -torch.inf)
         return stable_topk(scores, k).indices
 
     def weights(self, logits: Logits, ids: Int[Tensor, "tokens k"]) -> Float[Tensor, "tokens k"]:
@@ -155,8 +157,8 @@ class RouterRule:
         if not self.groups:
             return regret(chosen, scores)
         open_groups, possible = self._open_groups(chosen, scores, band)
-        inside = open_groups.repeat_interleave(scores.shape[1] // self.groups, dim=1)
-        value = regret(chosen, scores.masked_fill(~inside, -torch.inf))
+        in_open_group = open_groups.repeat_interleave(scores.shape[1] // self.groups, dim=1)
+        value = regret(chosen, scores.masked_fill(~in_open_group, -torch.inf))
         return value.masked_fill(~possible, torch.inf)
 
     def _open_groups(
@@ -164,9 +166,9 @@ class RouterRule:
     ) -> tuple[Bool[Tensor, "tokens groups"], Bool[Tensor, " tokens"]]:
         """Groups that explain a choice best, and whether any do."""
         of_groups = group_scores(scores, self.groups, self.group_score)
-        last = top_values(of_groups, self.k_groups)[:, -1:]
+        threshold = top_values(of_groups, self.k_groups)[:, -1:]
         slack = 2 * band[:, None]
-        sure, able = of_groups > last + slack, of_groups >= last - slack
+        sure, able = of_groups > threshold + slack, of_groups >= threshold - slack
         used = chosen.unflatten(-1, (self.groups, -1)).any(dim=-1)
         needed = sure | used
         possible = (needed.sum(dim=1) <= self.k_groups) & ~(used & ~able).any(dim=1)

@@ -56,7 +56,7 @@ def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
     limit = group_limit(family.groups, module)
     units, scale = score_units(family, module, limit is not None), family_scale(family, module)
     combine = combine_rule(family, module)
-    stated = (
+    is_expressible = (
         units in ("logits", "softmax", "sigmoid")
         and combine != "activation"
         and family.weight is not None
@@ -67,7 +67,7 @@ def family_rule(family: RouterFamily, module: nn.Module) -> RouterRule:
         and (limit is None or limit.fill == -torch.inf)
         and not (isinstance(scale, Tensor) and scale.numel() > 1)
     )
-    if not stated:
+    if not is_expressible:
         raise UnsupportedModelError(f"the rule of family {family.name!r} is none of RouterRule's")
     ranked = "softmax" if units == "logits" and combine == "softmax" else units
     return RouterRule(

@@ -122,14 +122,14 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
     sigma, lines = result.one_percent, []
     if sigma.model is not None:
         noise, share = significant(sigma.model), percent(sigma.share)
-        does = "flips" if result.experts is None else "exchanges the experts at the threshold of"
-        lines.append(f"Noise of σ = {noise} on the logits {does} {share} of tokens.")
+        verb = "flips" if result.experts is None else "exchanges the experts at the threshold of"
+        lines.append(f"Noise of σ = {noise} on the logits {verb} {share} of tokens.")
     for never in result.never_hit:
         experts, label = never.experts, short.get(never.layer, never.layer)
-        first = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
+        numbers = ", ".join(map(str, experts[:8])) + (", …" if len(experts) > 8 else "")
         lines.append(
             f"Layer {label}: {len(experts)} of {never.n_experts} experts were never hit by the "
-            f"text ({first}), so it says nothing about them."
+            f"text ({numbers}), so it says nothing about them."
         )
     return [*lines, *audit_caveats(result)]
 
@@ -155,16 +155,16 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
         brief: write only how to read the table, and what cannot be.
     """
     best = [] if brief else [_best_remedy(table, name) for name in table.perturbations]
-    half = ""
+    second_runs = ""
     if 0 < table.half_tokens < table.tokens:
-        half = f", second runs over {table.half_tokens:,} of them"
-    how = (
-        f"KL in nats per token over {table.tokens:,} tokens{half}; σ is the noise of each layer's "
-        f"gap under {table.noise}. The second of two runs differs by the draw of the noise, or, "
+        second_runs = f", second runs over {table.half_tokens:,} of them"
+    explanation = (
+        f"KL in nats per token over {table.tokens:,} tokens{second_runs}; σ is the noise of each "
+        f"layer's gap under {table.noise}. The second of two runs differs by the draw of the noise, or, "
         "under a rounding, by noise of the size of the format's own errors."
     )
-    refused = [f"Not possible: {reason}." for reason in table.impossible]
-    return [*filter(None, best), *(() if brief else WHEN), how, *refused]
+    obstacles = [f"Not possible: {reason}." for reason in table.impossible]
+    return [*filter(None, best), *(() if brief else WHEN), explanation, *obstacles]
 
 
 def remedies_of(table: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:
@@ -178,17 +178,23 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
     pairs = [pair for pair in remedies_of(table, name) if pair[0].kind != "nothing"]
     if not pairs:
         return ""
-    near, remaining = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
-    nearest = f"{near.name} ({_remedy_kl_text(remaining.to_original)})"
+    nearest_remedy, remaining = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
+    nearest = f"{nearest_remedy.name} ({_remedy_kl_text(remaining.to_original)})"
     sentence = f"Under {name}, nearest to the original: {nearest}"
     independent = [pair for pair in pairs if pair[0].kind != "replay"]
     if not independent:
         return f"{sentence}."
-    agreeing, between = min(independent, key=lambda pair: _kl_or_infinity(pair[1].two_runs))
-    moved = f"moved by {_remedy_kl_text(agreeing.moved)}" if agreeing.moved.value else "not moved"
+    agreeing_remedy, agreement = min(
+        independent, key=lambda pair: _kl_or_infinity(pair[1].two_runs)
+    )
+    moved = (
+        f"moved by {_remedy_kl_text(agreeing_remedy.moved)}"
+        if agreeing_remedy.moved.value
+        else "not moved"
+    )
     return (
-        f"{sentence}; two runs without replay agree best with {agreeing.name} "
-        f"({_remedy_kl_text(between.two_runs)}, the model {moved})."
+        f"{sentence}; two runs without replay agree best with {agreeing_remedy.name} "
+        f"({_remedy_kl_text(agreement.two_runs)}, the model {moved})."
     )
 
 

@@ -351,12 +351,12 @@ def near_tie_sentence(result: ServeCheck) -> str:
             "Whether these are near-ties is not known without scores: name the model that is "
             "served with --model."
         )
-    near = sum(way.near_ties or 0 for way in result.ways)
-    if near == firsts:
+    near_ties = sum(way.near_ties or 0 for way in result.ways)
+    if near_ties == firsts:
         return f"All {firsts} first flips are near-ties, as {result.precision} rounding explains."
     return (
-        f"{firsts - near} of {firsts} first flips are no near-ties: {result.precision} rounding "
-        "does not explain them; look for a bug."
+        f"{firsts - near_ties} of {firsts} first flips are no near-ties: {result.precision} "
+        "rounding does not explain them; look for a bug."
     )
 
 

@@ -39,19 +39,19 @@ def diff_verdict(result: RoutingDiff) -> str:
     size = f"{tokens:,} tokens in {len(layers)} layers"
     aligned = " once aligned" if result.alignment.differences else ""
     if flips == 0:
-        first = f"A and B choose the same experts for all {size}{aligned}."
+        summary = f"A and B choose the same experts for all {size}{aligned}."
     else:
         worst = max(layer.flip.value or 0.0 for layer in layers)
-        first = (
+        summary = (
             f"A and B choose other experts in {_share_text(flips / (tokens * len(layers)))} of the "
             f"choices of {size}{aligned} (worst layer: {_share_text(worst)}); "
             f"{_share_text(result.tokens.anywhere.value)} of the tokens differ somewhere."
         )
     causes = result.causes
     if causes is None:
-        return first
+        return summary
     sentences = [
-        first,
+        summary,
         CONCLUSIONS[causes.conclusion](causes),
         *_advice_on_ties(result, causes),
     ]
@@ -69,10 +69,12 @@ def _advice_on_ties(result: RoutingDiff, causes: Causes) -> list[str]:
 
 def _near_ties_text(answer: FlipAnswer, expected: str | None = None) -> str:
     """How many first flips are near-ties, and the format whose rounding has their size."""
-    near = answer.first - answer.unexplained
-    which = f"All {near:,}" if near == answer.first else f"{near:,} of {answer.first:,}"
+    near_ties = answer.first - answer.unexplained
+    count = (
+        f"All {near_ties:,}" if near_ties == answer.first else f"{near_ties:,} of {answer.first:,}"
+    )
     size = "" if expected is None else f", as large as {expected} rounding explains"
-    return f"{which} first flips are near-ties{size}{later_flips(answer)}"
+    return f"{count} first flips are near-ties{size}{later_flips(answer)}"
 
 
 CONCLUSIONS: dict[str, Callable[[Causes], str]] = {

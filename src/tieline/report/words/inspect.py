@@ -30,15 +30,20 @@ def inspection_verdict(result: Inspection) -> str:
             "known. Inspect the model itself, or a trace with scores, to see its ties."
         )
     smoothed = judgement.kind == "smoothed"
-    lead = [_smoothed_sentence(layers, judgement.experts or 0.0)] if smoothed else []
-    alone = [_routers_alone_sentence(result)] if judgement.share is not None else []
+    smoothing_note = [_smoothed_sentence(layers, judgement.experts or 0.0)] if smoothed else []
+    routers_note = [_routers_alone_sentence(result)] if judgement.share is not None else []
     if result.serving is None or judgement.recommendation is None:
         reason = result.noise.status.removeprefix("not measured: ")
         if reason == "ok":  # the scores showed it, the predictions could not
             reason = "the model gives no logits for its tokens"
         unserved = f"What the precision served does was not measured: {reason}."
-        return " ".join([*lead, *alone, unserved])
-    return " ".join([*lead, *served_sentences(result.serving, judgement.recommendation, *alone)])
+        return " ".join([*smoothing_note, *routers_note, unserved])
+    return " ".join(
+        [
+            *smoothing_note,
+            *served_sentences(result.serving, judgement.recommendation, *routers_note),
+        ]
+    )
 
 
 def _routers_alone_sentence(result: Inspection) -> str:
@@ -47,11 +52,11 @@ def _routers_alone_sentence(result: Inspection) -> str:
     assert judgement.share is not None
     verb = "exchange two experts" if judgement.kind == "smoothed" else "change an expert"
     cause = _flip_cause(judgement.cause)
-    lead = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
+    sentence = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
     if judgement.jump is None:
-        return f"{lead}."
+        return f"{sentence}."
     median = percent(judgement.jump, trim=True)
-    return f"{lead}; such a change moves the output of its layer by {median} (median)."
+    return f"{sentence}; such a change moves the output of its layer by {median} (median)."
 
 
 def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
@@ -151,9 +156,9 @@ def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
     def share(name: str) -> str:
         return percent(layers.jumps[name].dangerous.value or 0.0, trim=True)
 
-    above = percent(layers.jumps[fact.layers[0]].dangerous_above, trim=True)
+    limit = percent(layers.jumps[fact.layers[0]].dangerous_above, trim=True)
     return (
-        f"too few near-ties to tell whether most change the output by at least {above}: "
+        f"too few near-ties to tell whether most change the output by at least {limit}: "
         f"{layers.by_layer(fact.layers, share)} do"
     )
 
@@ -211,9 +216,9 @@ def _cold_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
     def count(name: str) -> str:
         return f"{len(layers.layer[name].load.cold)} of {layers.layer[name].n_experts}"
 
-    below = percent(layers.measures.layers[0].load.cold_below, trim=True)
+    limit = percent(layers.measures.layers[0].load.cold_below, trim=True)
     where = layers.by_layer(fact.layers, count)
-    return f"experts with less than {below} of an even load: {where}"
+    return f"experts with less than {limit} of an even load: {where}"
 
 
 def _overloaded_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
@@ -264,12 +269,12 @@ def calibration_sentence(result: Inspection) -> str:
     """Write how many tokens calibration needs, by the layer that needs most; empty if unknown."""
     if not result.calibration:
         return ""
-    most = result.calibration[0]
-    if most.needed is None:
-        least = f"at least {tokens_needed(most.low)}"
+    need = result.calibration[0]
+    if need.needed is None:
+        tokens = f"at least {tokens_needed(need.low)}"
     else:
-        least = f"about {tokens_needed(most.needed)}"
+        tokens = f"about {tokens_needed(need.needed)}"
     return (
-        f"Calibrating a quantised model takes {least} tokens of such text, until every expert has "
-        f"{most.least:,}."
+        f"Calibrating a quantised model takes {tokens} tokens of such text, until every expert has "
+        f"{need.least:,}."
     )

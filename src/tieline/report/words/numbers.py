@@ -147,6 +147,6 @@ def list_with_and(entries: Sequence[str]) -> str:
 
 def list_with_commas(entries: Sequence[str]) -> str:
     """Return a list with commas; entries beyond `MOST_NAMED` are counted."""
-    named = ", ".join(entries[:MOST_NAMED])
-    more = len(entries) - MOST_NAMED
-    return named if more <= 0 else f"{named} and {more} more"
+    names = ", ".join(entries[:MOST_NAMED])
+    uncounted = len(entries) - MOST_NAMED
+    return names if uncounted <= 0 else f"{names} and {uncounted} more"

@@ -131,9 +131,9 @@ def _replay_price(serving: Serving) -> str:
     """What a replay leaves, and its bytes per token."""
     if serving.replayed.value is None:
         return ""
-    left = f"leaves {decimal(serving.replayed.value)} nats"
-    sent = f", {serving.replay_bytes:,} bytes a token" if serving.replay_bytes else ""
-    return f" ({left}{sent})"
+    remaining = f"leaves {decimal(serving.replayed.value)} nats"
+    size = f", {serving.replay_bytes:,} bytes a token" if serving.replay_bytes else ""
+    return f" ({remaining}{size})"
 
 
 def _changed_share_text(serving: Serving) -> str:

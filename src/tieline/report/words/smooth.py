@@ -96,10 +96,14 @@ def _price_sentence(row: RepairRow) -> str:
 
 def _latency_text(latency: Latency) -> str:
     """How long a pass takes, relative to the original."""
-    ran, before = latency.implementation, latency.original
-    how = f"{ran} experts" if ran == before else f"{ran} experts, {before} before"
+    kernel, original_kernel = latency.implementation, latency.original
+    kernels = (
+        f"{kernel} experts"
+        if kernel == original_kernel
+        else f"{kernel} experts, {original_kernel} before"
+    )
     interval = f"{latency.low:.2f} to {latency.high:.2f}"
-    return f"{latency.ratio:.2f} times the original ({interval}, {how})"
+    return f"{latency.ratio:.2f} times the original ({interval}, {kernels})"
 
 
 def _flips_before_and_after(row: RepairRow) -> str:
