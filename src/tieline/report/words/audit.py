@@ -160,8 +160,8 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
         second_runs = f", second runs over {table.half_tokens:,} of them"
     explanation = (
         f"KL in nats per token over {table.tokens:,} tokens{second_runs}; σ is the noise of each "
-        f"layer's gap under {table.noise}. The second of two runs differs by the draw of the noise, or, "
-        "under a rounding, by noise of the size of the format's own errors."
+        f"layer's gap under {table.noise}. The second of two runs differs by the draw of the "
+        "noise, or, under a rounding, by noise of the size of the format's own errors."
     )
     obstacles = [f"Not possible: {reason}." for reason in table.impossible]
     return [*filter(None, best), *(() if brief else WHEN), explanation, *obstacles]
