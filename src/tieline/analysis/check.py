@@ -50,6 +50,7 @@ class CheckedFile:
         n_experts: number of experts that was given, or that the ids show.
         dtype: type of the ids.
         said: what the reader found and assumed.
+        has_tokens: whether the token ids of the rows are known.
     """
 
     name: str
@@ -62,6 +63,7 @@ class CheckedFile:
     n_experts: int
     dtype: str
     said: tuple[str, ...]
+    has_tokens: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,6 +195,7 @@ def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
         n_experts=table.n_experts or int(routes.experts.max()) + 1,
         dtype=str(routes.experts.dtype),
         said=routes.notes,
+        has_tokens=routes.tokens is not None,
     )
 
 

@@ -71,9 +71,9 @@ def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
 
 def terminal(result: Any, width: int) -> "RenderableType":
     """Return a result for a terminal that is `width` characters wide; its texts are printable."""
-    from tieline.report.result_views import printable_view
+    from tieline.report.result_views import UnbrokenView, printable_view
 
-    return printable_view(_result_drawing(result).terminal(result, width))
+    return UnbrokenView(printable_view(_result_drawing(result).terminal(result, width)))
 
 
 def summary(result: Any) -> str:

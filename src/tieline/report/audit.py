@@ -1,5 +1,6 @@
 """A precision audit: its report, charts, tables and the remedies side by side."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,8 @@ from tieline.analysis.audit_records import (
     RemedyEffect,
     RemedyTable,
 )
-from tieline.core.statistics import Estimate
+from tieline.analysis.served_precision import HARMLESS
+from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero, layer_colour
 from tieline.report.html_page import Panel
@@ -31,8 +33,15 @@ from tieline.report.tables import (
     rich_table,
     text_table,
 )
-from tieline.report.words.audit import audit_caveats, audit_notes, remedies_of, remedy_sentences
+from tieline.report.words.audit import (
+    audit_caveats,
+    audit_notes,
+    remedies_of,
+    remedy_sentences,
+    served_table_sentence,
+)
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
+from tieline.report.words.serving import tolerance_word
 
 FLIPS = Panel(
     "audit-flips",
@@ -68,7 +77,7 @@ EstimateOf = Callable[[PerturbationEffect], Estimate]
 MOST_LEVEL = 8
 """Perturbations whose names stand level below a chart."""
 
-MORE = Text("--all runs every format, noise and remedy; the page and the JSON have every number.")
+MORE = Text("--all runs every format, noise and remedy; page and JSON have every number.")
 IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
 
@@ -100,7 +109,7 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
         "template": "audit.html",
         "style": "",
         "panels": audit_panels(result),
-        "table": grid(COLUMNS, result.effects),
+        "table": grid(_all_columns(result), result.effects),
         "notes": audit_notes(result, _audited_layer_labels(result)),
         "keeps": Grid(KEEP_HEADINGS, kept_router_rows(result)),
         "remedies": [] if table is None else remedy_grids(table),
@@ -114,10 +123,11 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
 
 def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[RenderableType]:
     """One row per perturbation, the remedies and what was left out; everything if all was run."""
-    columns = COLUMNS if result.is_full else SERVED_COLUMNS
+    columns = _all_columns(result) if result.is_full else _served_columns(result.sequences)
     below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
     keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
+        below += [Text(served_table_sentence()), Text()]
         below += [] if table is None else remedies_terminal_view(table, brief=True)
         return [*below, *map(Text, audit_caveats(result)), MORE]
     if keeps:
@@ -227,7 +237,7 @@ def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[Rend
         ]
         title = Text(f"Remedies under {name}", style="bold")
         below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left=1), Text()]
-    return [*below, *map(Text, remedy_sentences(table, brief)), Text()]
+    return [*below, *map(Text, remedy_sentences(table, brief)), *([] if brief else [Text()])]
 
 
 def _remedy_rows(
@@ -395,9 +405,32 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
     Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
 )
 
-SERVED_COLUMNS = (
-    COLUMNS[0],
-    Column("tokens that change", "in a layer at least", _share_cell(lambda row: row.any_layer), 1),
-    *(replace(column, rank=2) for column in COLUMNS if column.heading in ("KL", "floor", "Δ loss")),
-)
-"""Columns of an audit of the precision served."""
+
+def _all_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect], ...]:
+    """Every column, and the verdict at the end."""
+    return (*COLUMNS, _verdict_column(result.sequences))
+
+
+def _served_columns(sequences: int) -> tuple[Column[PerturbationEffect], ...]:
+    """Columns of an audit of the precision served, all of which a terminal has room for."""
+
+    def loss_interval(row: PerturbationEffect) -> str:
+        low, high = mean_limits(row.loss, sequences)
+        ends = f"{significant(low, 2)} to {significant(high, 2)}"
+        return ends if math.isfinite(high) else significant(row.loss.value, 2)
+
+    kl, floor = (column for column in COLUMNS if column.heading in ("KL", "floor"))
+    return (
+        COLUMNS[0],
+        Column("changed", "in a layer at least", _share_cell(lambda row: row.any_layer), 0),
+        replace(kl, rank=0),
+        replace(floor, rank=0),
+        Column("Δ loss (95 %)", "interval of the change of the loss", loss_interval, 0),
+        _verdict_column(sequences),
+    )
+
+
+def _verdict_column(sequences: int) -> Column[PerturbationEffect]:
+    """Whether each perturbation is harmless, as far as its interval tells."""
+    meaning = f"whether the KL is below {HARMLESS:g} nats, by its 95 % interval"
+    return Column("verdict", meaning, lambda row: tolerance_word(row.kl, row.loss, sequences), 2)

@@ -16,6 +16,7 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, text_table
 from tieline.report.words.check import (
     WAYS,
+    checks_sentences,
     first_flip_sentence,
     invariance_sentence,
     near_tie_sentence,
@@ -32,21 +33,16 @@ STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
 def _check_report(result: RouteCheck) -> Report:
     """Verdict, findings and files."""
     several = len(result.files) > 1
-    nothing = Section("Findings", notes=["Nothing was found."])
-    findings = (
-        Section("Findings", _route_findings_grid(result), prose=True)
-        if result.findings
-        else nothing
-    )
+    notes = [*([] if result.findings else ["Nothing was found."]), *checks_sentences(result)]
+    table = _route_findings_grid(result) if result.findings else None
+    findings = Section("Findings", table, notes=notes, prose=True)
     files = Section("Files", _route_files_grid(result), notes=_route_reader_notes(result))
     return Report(
         kind="check",
         title=f"{len(result.files)} files" if several else result.files[0].name,
         facts=_check_subtitle(result),
         verdict=result.verdict,
-        table=lambda: (
-            _route_findings_grid(result) if result.findings else _route_files_grid(result)
-        ),
+        table=lambda: table or _route_files_grid(result),
         body=lambda: {"sections": [findings, files]},
         below=partial(_check_terminal, result),
     )
@@ -57,7 +53,8 @@ def _check_terminal(result: RouteCheck, width: int) -> list[RenderableType]:
     rows = [(Path(name).name, *others) for name, *others in _route_files_grid(result).rows]
     lines = [_route_finding_line(finding, len(result.files) > 1) for finding in result.findings]
     notes = [Text(note, "dim") for note in _route_reader_notes(result)]
-    return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines]
+    checks = map(Text, checks_sentences(result))
+    return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines, *checks]
 
 
 def _check_summary(result: RouteCheck) -> str:

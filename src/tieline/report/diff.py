@@ -380,7 +380,12 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
         _cause_cell(lambda x: f"{x.unexplained:,}"),
         3,
     ),
-    Column("later", "flips after an earlier one", _cause_cell(lambda x: f"{x.later:,}"), 9),
+    Column(
+        "later",
+        "flips that follow from one in an earlier layer",
+        _cause_cell(lambda x: f"{x.later:,}"),
+        4,
+    ),
     Column(
         "noise",
         "difference of a token's scores",

@@ -6,12 +6,14 @@ Section           a table, a drawing and notes of a page
 terminal_view     title, verdict and tables for a terminal; `printable_view` makes texts safe
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +24,12 @@ from tieline.report.tables import Grid, grid_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+UNBROKEN = "\ue000"
+"""A character of the private use area, one cell wide, for a space at which no line may end."""
+
+_UNIT = re.compile(r"(?<=\d) (?=[%×±])|(?<=±) (?=\d)")
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ def printable_view(view: RenderableType) -> RenderableType:
     its columns stay straight.
     """
     if isinstance(view, str):
-        return Text(printable(view))
+        return _printable_text(Text(view))
     if isinstance(view, Text):
         return _printable_text(view)
     if isinstance(view, Group):
@@ -213,9 +221,23 @@ def printable_view(view: RenderableType) -> RenderableType:
 
 
 def _printable_text(text: Text) -> Text:
-    """The printable form of a text, each piece in its style."""
-    copy = text.blank_copy(printable(text.plain))
+    """The printable form of a text, each piece in its style, units marked (`UnbrokenView`)."""
+    copy = text.blank_copy(_UNIT.sub(UNBROKEN, printable(text.plain)))
     for start, end, style in text.spans:
         offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
         copy.stylize(style, *offsets)
     return copy
+
+
+@dataclass(frozen=True)
+class UnbrokenView:
+    """A view in which no line ends between a number and its unit, as in "4.4 %".
+
+    Rich breaks lines at every kind of space, so a mark stands for these spaces while it does.
+    """
+
+    view: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.view, options):
+            yield Segment(text.replace(UNBROKEN, " "), style, control)

@@ -12,17 +12,24 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.smooth_repair import Repair, RepairRow
+from tieline.core.statistics import mean_limits
 from tieline.core.text import short_names
 from tieline.report.charts import Axis, Chart, Series, Symbol, above_zero
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
-from tieline.report.tables import Grid, dotted_rows, grid_table
-from tieline.report.words.numbers import finite, significant, with_error
+from tieline.report.tables import Grid, dotted_rows, grid_table, text_table
+from tieline.report.words.numbers import finite, significant
+from tieline.report.words.serving import tolerance_word
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
-REPAIRS = ("precision", "KL before", "floor", "KL after", "floor", "lower by (×)")
+REPAIRS = (
+    *("precision", "KL before", "floor", "verdict", "KL after", "floor", "verdict"),
+    *("times lower", "95 % interval"),
+)
+TERMINAL_REPAIRS = (0, 1, 2, 3, 4, 6, 7)
+"""Columns that a terminal of 80 characters has room for."""
 KL = Panel(
     "smooth-kl",
     "What low precision does to the predictions, before and after",
@@ -63,7 +70,8 @@ def _smoothing_report(result: Repair) -> Report:
 
 def _smoothing_terminal_views(result: Repair, width: int) -> list[RenderableType]:
     """One row per layer, one row per precision, and the facts."""
-    repairs = Padding(grid_table(_repair_table(result)), (0, 0, 1, 0))
+    table = [[row[i] for i in TERMINAL_REPAIRS] for row in (REPAIRS, *_repair_table(result).rows)]
+    repairs = Padding(text_table(table[0], table[1:], left=1), (0, 0, 1, 0))
     return [grid_table(_epsilon_table(result)), repairs, *map(Text, smoothing_facts(result))]
 
 
@@ -89,18 +97,20 @@ def _epsilon_table(result: Repair) -> Grid:
 
 
 def _repair_table(result: Repair) -> Grid:
-    """KL before and after smoothing, by precision."""
-    rows = (
-        (
-            row.name,
-            with_error(row.before, 2),
-            significant(row.before_floor.value, 2),
-            with_error(row.after, 2),
-            significant(row.after_floor.value, 2),
-            with_error(row.factor, 3),
+    """KL before and after smoothing with its verdicts, by precision."""
+    sequences, rows = result.repair.sequences, []
+    for row in result.repair.rows:
+        sides = (
+            (row.before, row.before_floor, row.loss_before),
+            (row.after, row.after_floor, row.loss_after),
         )
-        for row in result.repair.rows
-    )
+        cells: list[str] = []
+        for kl, floor, loss in sides:
+            verdict = tolerance_word(kl, loss, sequences)
+            cells += [significant(kl.value, 2), significant(floor.value, 2), verdict]
+        low, high = mean_limits(row.factor, sequences, positive=True)
+        interval = f"{significant(low, 2)} to {significant(high, 2)}"
+        rows.append((row.name, *cells, significant(row.factor.value, 2), interval))
     return Grid(REPAIRS, tuple(rows))
 
 

@@ -19,7 +19,7 @@ from tieline.analysis.audit_records import (
 from tieline.analysis.job_settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
-from tieline.report.words.serving import served_sentences
+from tieline.report.words.serving import FLOOR, HARMLESS_MEANING, ROUTERS_RUN, served_sentences
 
 WHEN = (
     "Routers in float32 win where only the routers' own precision is at fault: the model is not "
@@ -134,6 +134,14 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
     return [*lines, *audit_caveats(result)]
 
 
+def served_table_sentence() -> str:
+    """Write how to read the table of the precision served."""
+    return (
+        f"“changed” counts tokens with another expert in some layer; {FLOOR}. {HARMLESS_MEANING}; "
+        f"{ROUTERS_RUN}."
+    )
+
+
 def audit_caveats(result: PrecisionAudit) -> list[str]:
     """Write what a flip of a smoothed model is, and what was impossible or left out."""
     lines = []
@@ -160,8 +168,8 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
         second_runs = f", second runs over {table.half_tokens:,} of them"
     explanation = (
         f"KL in nats per token over {table.tokens:,} tokens{second_runs}; σ is the noise of each "
-        f"layer's gap under {table.noise}. The second of two runs differs by the draw of the "
-        "noise, or, under a rounding, by noise of the size of the format's own errors."
+        f"layer's gap under {table.noise}. Two runs differ by the draw of the noise, or by noise "
+        "of the size of the format's own errors."
     )
     obstacles = [f"Not possible: {reason}." for reason in table.impossible]
     return [*filter(None, best), *(() if brief else WHEN), explanation, *obstacles]

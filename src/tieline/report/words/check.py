@@ -224,6 +224,15 @@ REASONS = {
 """Likely causes by the reason of a finding."""
 
 
+OF_ROUTES = (
+    "ids in range, no expert twice in a token, rows that were never written, repeated rows, "
+    "constant and copied layers, dead experts"
+)
+OF_TOKENS = "number of rows and shift of rows against the token ids"
+OF_REFERENCE = "order of layers, shift of rows and numbers of experts"
+"""What `check` looks for in routes alone, with token ids, and with a model or a second file."""
+
+
 class _FindingTemplate(Formatter):
     """Templates whose values may have the formats "list", "layers", "layer" and "percent"."""
 
@@ -293,6 +302,29 @@ INVARIANCE = {
     "sglang": "--enable-deterministic-inference",
 }
 """What makes an engine batch-invariant."""
+
+
+def checks_sentences(result: RouteCheck) -> list[str]:
+    """Write what was checked, and what was not for want of tokens, a model or a second file.
+
+    Empty where the files hold no routes at all, since nothing else is looked at then.
+    """
+    if any(finding.case in ("all-ids", "no-layer") for finding in result.findings):
+        return []
+    checked, unchecked = [OF_ROUTES], []
+    with_tokens = sum(file.has_tokens for file in result.files)
+    where = "" if with_tokens in (0, len(result.files)) else f" of {with_tokens} files"
+    if with_tokens:
+        checked.append(f"{OF_TOKENS}{where}")
+    if with_tokens < len(result.files):
+        unchecked.append(f"{OF_TOKENS} (--ids FILE)")
+    model = None if result.model is None else f"the model {result.model}"
+    if references := list(filter(None, (model, result.reference))):
+        checked.append(f"{OF_REFERENCE} against {' and '.join(references)}")
+    else:
+        unchecked.append(f"{OF_REFERENCE} (--model MODEL or --against FILE)")
+    sentences = [f"Checked: {'; '.join(checked)}."]
+    return sentences + [f"Not checked: {'; '.join(unchecked)}."] * bool(unchecked)
 
 
 def serve_check_verdict(result: ServeCheck) -> str:

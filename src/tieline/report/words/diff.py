@@ -22,8 +22,8 @@ from tieline.report.words.numbers import percent
 from tieline.report.words.serving import served_sentences
 
 REPLAY = (
-    "What to do: replay the routes of A in B where they must agree; `tieline audit` compares the "
-    "remedies."
+    "What to do: replay the routes of A in B with `tieline.replay` where they must agree; `tieline "
+    "audit` compares the remedies."
 )
 NAME_FORMAT = "What to do: name the precision with --expect, or give the model, and compare again."
 NOTHING = "What to do: nothing."

@@ -73,7 +73,7 @@ def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
 def _flip_cause(source: str) -> str:
     """What makes tokens flip: the format "bf16", or σ of noise."""
     if source == "bf16":
-        return "with the logits of the routers alone rounded to bf16"
+        return "with only the logits of the routers rounded to bf16, not their products"
     return f"under noise of {source} on the logits of the routers alone"
 
 
@@ -118,7 +118,10 @@ def _format_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
         for rate in layers.measures.model.precision
         if rate.name != "bf16"
     )
-    return f"tokens that change experts with the logits alone in other formats: {shares}"
+    return (
+        f"tokens that change experts with the logits alone in other formats: {shares}; `tieline "
+        "audit --serve FORMAT` says whether that is harmless"
+    )
 
 
 def _product_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:

@@ -3,14 +3,25 @@
 served_sentences    both of the following, with others between them
 serving_headline    share of tokens that change an expert, what that does to predictions and loss
 serving_advice      the recommendation, with the price of what it recommends
+loss_change_text    a change of the loss with its interval; `tolerance_word` the verdict on a row
 """
 
 import math
 
-from tieline.analysis.served_precision import Recommendation, Serving
+from tieline.analysis.served_precision import HARMLESS, Recommendation, Serving, tolerated
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import layer_labels
-from tieline.report.words.numbers import decimal, list_with_commas, percent, signed
+from tieline.report.words.numbers import DASH, decimal, list_with_commas, percent
+
+TOLERANCE = {"yes": "harmless", "no": "harmful", "unclear": "unsure"}
+"""Words of the answers of `tolerated`."""
+
+ROUTERS_RUN = (
+    "“router bf16” runs the routers in bf16: inputs, weights and logits (`inspect` rounds the "
+    "logits alone)"
+)
+HARMLESS_MEANING = f"“harmless” is a KL below {HARMLESS:g} nats per token, by its 95 % interval"
+FLOOR = "the floor is the KL that stays with the clean run's experts forced, so not by flips"
 
 FRAGILE = 0.1
 """Share of a layer's tokens that tie exactly from which the choice is called fragile."""
@@ -40,7 +51,7 @@ def serving_headline(serving: Serving) -> str:
         f"{_served_kl_text(serving.kl, serving.sequences)} per token (KL)"
     )
     if serving.loss.value is not None:
-        sentence += f" and the loss by {signed(serving.loss, '.5f', '.5f')}"
+        sentence += f" and the loss by {loss_change_text(serving.loss, serving.sequences)}"
     return f"{sentence}."
 
 
@@ -74,8 +85,8 @@ def _harmless_advice(serving: Serving, recommendation: Recommendation) -> tuple[
     if not recommendation.is_sure:
         small = f"That is small, though too few tokens to be sure that it is below {limit}."
     return small, (
-        "nothing, unless runs must choose the same experts exactly; then replay the "
-        f"routes{_replay_price(serving)}."
+        "nothing, unless runs must choose the same experts exactly; then replay the routes with "
+        f"`tieline.replay`{_replay_price(serving)}."
     )
 
 
@@ -84,8 +95,9 @@ def _repair_advice(serving: Serving, recommendation: Recommendation) -> tuple[st
     share = serving.by_routing
     cause = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
     return f"{cause}{_uncertainty_note(recommendation)}".strip(), (
-        f"replay the routes where one run must follow another{_replay_price(serving)}; where "
-        "independent runs must agree, compare smoothing with a finer precision (`tieline audit`)."
+        "replay the routes with `tieline.replay` where one run must follow another"
+        f"{_replay_price(serving)}; where independent runs must agree, compare smoothing with a "
+        "finer precision (`tieline audit`)."
     )
 
 
@@ -144,6 +156,20 @@ def _changed_share_text(serving: Serving) -> str:
         return value
     interval = f"{percent(low, trim=True)} to {percent(min(1.0, high), trim=True)}"
     return f"{value} (95 % interval {interval})"
+
+
+def loss_change_text(loss: Estimate, sequences: int) -> str:
+    """Write a change of the loss with its 95 % interval: "+0.00077 (-0.00003 to +0.00157)"."""
+    if loss.value is None:
+        return DASH
+    low, high = mean_limits(loss, sequences)
+    value = f"{loss.value:+.5f}"
+    return value if not math.isfinite(high) else f"{value} ({low:+.5f} to {high:+.5f})"
+
+
+def tolerance_word(kl: Estimate, loss: Estimate, sequences: int) -> str:
+    """Write whether a precision is "harmless" or "harmful", "unsure" with too few tokens."""
+    return TOLERANCE[tolerated(kl, loss, sequences)]
 
 
 def _served_kl_text(kl: Estimate, sequences: int) -> str:

@@ -1,9 +1,20 @@
 """Sentences of a smoothed model: its verdict, and what smoothing repairs and costs."""
 
+import math
+
 from tieline.analysis.job_settings import SERVED
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
-from tieline.report.words.numbers import decimal, finite, percent, signed, significant
-from tieline.report.words.serving import fragile_sentence, serving_advice, serving_headline
+from tieline.core.statistics import mean_limits
+from tieline.report.words.numbers import decimal, finite, percent, significant
+from tieline.report.words.serving import (
+    FLOOR,
+    HARMLESS_MEANING,
+    ROUTERS_RUN,
+    fragile_sentence,
+    loss_change_text,
+    serving_advice,
+    serving_headline,
+)
 
 
 def smoothing_facts(result: Repair) -> list[str]:
@@ -15,12 +26,12 @@ def smoothing_facts(result: Repair) -> list[str]:
     sentences = [
         f"Experts per token: {significant(before)} before, {significant(after)} after. "
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
-        f"{signed(repair.loss_change, '.5f', '.5f')} nats per token.",
+        f"{loss_change_text(repair.loss_change, repair.sequences)} nats per token.",
         f"Tokens whose experts change in some layer: {flips}.",
         f"Time of a forward pass: {times or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
-        f"{repair.sequences} sequences that ε was not calibrated on; ± is the standard error, "
-        "clustered by sequence.",
+        f"{repair.sequences} sequences that ε was not calibrated on; {FLOOR}. "
+        f"{HARMLESS_MEANING}; {ROUTERS_RUN}.",
     ]
     refused = result.smoothing.refused
     return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
@@ -60,9 +71,11 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
     if (row.factor.value or 0.0) <= 1:
         return "Smoothing repairs nothing there: the smoothed model comes no nearer to itself."
     times = "" if cost <= 0 else f", {significant(moved / cost, 2)} × what that precision costs it"
+    low, high = mean_limits(row.factor, result.repair.sequences, positive=True)
+    interval = f" ({significant(low, 2)} to {significant(high, 2)})" * math.isfinite(high)
     return (
-        f"There the smoothed model stays {significant(row.factor.value, 2)} × nearer to itself in "
-        f"float32, but smoothing moved the model by {decimal(moved)} nats{times}."
+        f"There the smoothed model stays {significant(row.factor.value, 2)} ×{interval} nearer to "
+        f"itself in float32, but smoothing moved the model by {decimal(moved)} nats{times}."
     )
 
 
@@ -74,13 +87,14 @@ def _smoothing_advice(result: Repair, row: RepairRow) -> str:
     if action == "nothing":
         return (
             "What to do: keep the original, to which that precision does little; replay its routes "
-            "where runs must choose the same experts exactly."
+            "with `tieline.replay` where runs must choose the same experts exactly."
         )
     if action == "finer precision" or not repaired:
         return "What to do: keep the original, and serve it in a finer precision."
     return (
         "What to do: take the smoothed model where independent runs must agree and a model this "
-        "near will do; where one run must follow another, replay the routes of the original."
+        "near will do; where one run must follow another, replay the routes of the original with "
+        "`tieline.replay`."
     )
 
 
