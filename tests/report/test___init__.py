@@ -13,7 +13,7 @@ from tests.report.zoo import make_inspection
 from tieline import report
 from tieline.core.errors import ParameterError
 from tieline.core.plugins import result_formats
-from tieline.report.result_views import printable_view
+from tieline.report.result_views import UnbrokenView, printable_view
 from tieline.report.tables import text_table
 
 
@@ -79,6 +79,16 @@ def test_styles_stay_where_they_were():
         (0, 5, "bold"),
         (5, 6, "dim"),
     ]
+
+
+@pytest.mark.parametrize("width", range(12, 40))
+def test_no_line_ends_between_a_number_and_its_unit(width):
+    text = "up to 4.4 % of tokens, 3.1 × as many, 0.21 ± 0.03 nats"
+    console = Console(file=io.StringIO(), width=width)
+    console.print(UnbrokenView(printable_view(Text(text))))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert " ".join(lines) == text
+    assert not any(line.startswith(("%", "×", "±", "0.03")) for line in lines)
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():

@@ -9,6 +9,7 @@ import tieline as tl
 from tieline import report
 from tieline.analysis.check import RouteCheck
 from tieline.core.errors import TraceError
+from tieline.report.words.check import checks_sentences
 
 
 def made():
@@ -40,6 +41,25 @@ def test_a_file_without_findings_says_so():
     page = tl.check(made()).to_html()
     assert "Nothing was found." in page
     assert "No problems found." in page
+
+
+def test_what_was_checked_and_what_was_not_is_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = tl.check(made())
+    checked, unchecked = checks_sentences(result)
+    assert checked.startswith("Checked: ids in range")
+    assert "--ids FILE" in unchecked
+    assert "--model MODEL" in unchecked
+    assert checked in result.to_html()
+    assert "<code>--ids FILE</code>" in result.to_html()
+    tokens = np.arange(100)
+    (checked, unchecked) = checks_sentences(tl.check(made(), tokens=tokens))
+    assert "against the token ids" in checked
+    assert "--ids" not in unchecked
+    np.save("routes.npy", made())
+    (checked,) = checks_sentences(tl.check(made(), tokens=tokens, against="routes.npy"))
+    assert "against routes.npy" in checked
+    assert checks_sentences(tl.check(np.zeros((40, 2, 2), int))) == []
 
 
 @pytest.mark.parametrize("change", [{"case": "x"}, {"evidence": {}}])

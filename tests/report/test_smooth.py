@@ -1,6 +1,7 @@
 """What `tieline smooth` says is what its result holds."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,7 +11,7 @@ from tieline.analysis.served_precision import recommend
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow, RepairTable, original_serving
 from tieline.core.statistics import Estimate
 from tieline.models.smoothed_model import LayerSmoothing, Smoothing
-from tieline.report.smooth import figures, notebook, page, terminal
+from tieline.report.smooth import _repair_table, figures, notebook, page, terminal
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason=f"no browser: none of {', '.join(BROWSERS)} is in PATH"
@@ -61,10 +62,26 @@ def test_every_number_of_the_result_is_shown_in_eighty_columns():
         "0.250",
         "0, as it was",
         "2.62",
-        "4.50 ± 0.10",
+        "4.5 × (4.3 to 4.7) nearer",
+        "-0.00100 (-0.00202 to +0.00002) nats",
     ):
-        assert words in shown
+        assert " ".join(words.split()) in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
+    assert len(shown.splitlines()) <= 40
+
+
+def test_every_precision_has_a_verdict_before_and_after():
+    made = result()
+    small, large = estimate(1e-4, 1e-6), estimate(1e-2, 1e-4)
+    row = replace(
+        made.repair.rows[1], before=large, after=small, loss_before=small, loss_after=small
+    )
+    table = _repair_table(replace(made, repair=replace(made.repair, rows=(row,))))
+    verdicts = [i for i, heading in enumerate(table.head) if heading == "verdict"]
+    assert [table.rows[0][i] for i in verdicts] == ["harmful", "harmless"]
+    unsure = replace(row, before=estimate(1e-3, 5e-4))
+    table = _repair_table(replace(made, repair=replace(made.repair, rows=(unsure,))))
+    assert table.rows[0][verdicts[0]] == "unsure"
 
 
 def test_the_page_has_every_table_and_names_are_text():

@@ -317,12 +317,12 @@ def checks_sentences(result: RouteCheck) -> list[str]:
     if with_tokens:
         checked.append(f"{OF_TOKENS}{where}")
     if with_tokens < len(result.files):
-        unchecked.append(f"{OF_TOKENS} (--ids FILE)")
+        unchecked.append(f"{OF_TOKENS} (`--ids FILE`)")
     model = None if result.model is None else f"the model {result.model}"
     if references := list(filter(None, (model, result.reference))):
         checked.append(f"{OF_REFERENCE} against {' and '.join(references)}")
     else:
-        unchecked.append(f"{OF_REFERENCE} (--model MODEL or --against FILE)")
+        unchecked.append(f"{OF_REFERENCE} (`--model MODEL` or `--against FILE`)")
     sentences = [f"Checked: {'; '.join(checked)}."]
     return sentences + [f"Not checked: {'; '.join(unchecked)}."] * bool(unchecked)
 
