@@ -630,8 +630,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "report-words-3",
-        'return named if more <= 0 else f"{named} and {more} more"',
-        "return named",
+        'return names if unnamed <= 0 else f"{names} and {unnamed} more"',
+        "return names",
         "report/words/test_numbers.py",
         "entries that are not named are counted",
     ),

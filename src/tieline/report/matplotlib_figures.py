@@ -124,6 +124,9 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
         _draw_series(series, axes, chart, bottom if chart.stacked else {})
     _set_paper_axis(axes, "x", chart.x)
     _set_paper_axis(axes, "y", chart.y)
+    values = [x for series in chart.series for x in series.x]
+    if chart.x.scale == "linear" and not chart.x.ticks and all(type(x) is int for x in values):
+        axes.locator_params(axis="x", integer=True)  # no step 7.5
     names = [series.name for series in chart.series if series.in_legend and series.name]
     if legend and chart.layers:
         _draw_layer_legend(axes, chart.layers)

@@ -1,6 +1,7 @@
 """A training run, its plan and the recipes, drawn from their records."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -44,6 +45,16 @@ def test_the_terminal_tells_size_time_scores_and_folder(result):
         "  windows  16",
         "in    run",
     ]
+
+
+def test_scores_of_both_splits_stand_side_by_side(result):
+    splits = {"validation": {"bpc": 6.1779, "windows": 16}, "test": {"bpc": 5.25, "windows": 17}}
+    both = replace(result, scores={**splits, "smoothing": {"k": 2}})
+    page = " ".join(training.page(both).split())
+    assert '<th scope="row">bpc</th><td>6.1779</td><td>5.2500</td>' in page
+    assert page.index("Training loss") < page.index("Other scores") < page.index("Configuration")
+    assert '<th scope="row">smoothing.k</th><td>2</td>' in page
+    assert "Other scores" not in training.page(result)
 
 
 def test_curves_are_drawn_where_something_was_logged(result):

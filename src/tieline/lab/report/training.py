@@ -44,18 +44,19 @@ TITLES = {"loss": "Training loss", "routing": "Gaps and flips of the routing dur
 def _training_report(result: "TrainingResult") -> Report:
     """Scores, curves of losses and routing, configuration."""
     figures = _training_figures(result)
-    scores = _field_table("score", result.scores)
+    scores, sections = _field_table("score", result.scores), _score_sections(result.scores)
     curves = [
         Section(TITLES[name], draw=draw, caption=f"{TITLES[name]} against the step")
         for name, draw in figures.items()
     ]
+    main, others = sections[:1], sections[1:]
     settings = Section("Configuration", _field_table("setting", result.config), prose=True)
     return Report(
         kind="training",
         title=result.recipe,
         facts=f"{_run_size_text(result)} · {result.data}",
         table=lambda: scores,
-        body=lambda: {"sections": [Section("Scores", scores), *curves, settings]},
+        body=lambda: {"sections": [*main, *curves, *others, settings]},
         figures=figures,
     )
 
@@ -81,6 +82,23 @@ def _indented_fields(record: Mapping[str, Any], indent: str = "") -> Iterator[st
             yield from _indented_fields(value, indent + "  ")
         elif not _is_empty_field(value):
             yield f"{indent}{name}  {_field_text(value)}"
+
+
+def _score_sections(scores: Mapping[str, Any]) -> list[Section]:
+    """Scores side by side for splits of the data that have the same ones; others one by one."""
+    groups = {name: value for name, value in scores.items() if isinstance(value, Mapping)}
+    splits = [name for name in groups if list(groups[name]) == list(next(iter(groups.values())))]
+    others = {name: value for name, value in scores.items() if name not in splits}
+    sections = []
+    if splits:
+        rows = tuple(
+            (score, *(_field_text(groups[name][score]) for name in splits))
+            for score in groups[splits[0]]
+        )
+        sections.append(Section("Scores", Grid(("score", *splits), rows)))
+    if (table := _field_table("score", others)).rows:
+        sections.append(Section("Other scores" if splits else "Scores", table))
+    return sections
 
 
 def _field_table(heading: str, record: Mapping[str, Any]) -> Grid:

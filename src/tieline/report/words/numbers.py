@@ -148,5 +148,5 @@ def list_with_and(entries: Sequence[str]) -> str:
 def list_with_commas(entries: Sequence[str]) -> str:
     """Return a list with commas; entries beyond `MOST_NAMED` are counted."""
     names = ", ".join(entries[:MOST_NAMED])
-    uncounted = len(entries) - MOST_NAMED
-    return names if uncounted <= 0 else f"{names} and {uncounted} more"
+    unnamed = len(entries) - MOST_NAMED
+    return names if unnamed <= 0 else f"{names} and {unnamed} more"
