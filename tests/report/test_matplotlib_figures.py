@@ -77,3 +77,12 @@ def test_names_from_outside_are_shown_as_text(name):
             drawn.canvas.draw()
         texts = [text.get_text() for text in drawn.findobj(Text)]
         assert all(text == printable_line(text) for text in texts)
+
+
+def test_an_axis_of_whole_numbers_has_ticks_at_whole_numbers():
+    def ticks(numbers):
+        chart = Chart(Axis("step"), Axis("loss"), (Series(numbers, [0.0] * len(numbers)),))
+        return chart_figure(chart, width=6.75, height=2.6).axes[0].get_xticks()
+
+    assert all(float(tick).is_integer() for tick in ticks([0, 1, 2]))
+    assert not all(float(tick).is_integer() for tick in ticks([0.0, 1.0, 2.0]))

@@ -71,7 +71,7 @@ def test_the_page_holds_scores_and_configuration_and_runs_nothing(result):
     page = training.page(result)
     assert "<script" not in page
     assert "a-&lt;b&gt;recipe&lt;/b&gt;" in page
-    for words in ("validation.bpc", "6.1779", "optim.betas", "0.90000, 0.98000"):
+    for words in ("validation</th>", "bpc</th>", "6.1779", "optim.betas", "0.90000, 0.98000"):
         assert words in page
     assert "note" not in page
     assert result._repr_html_().count("<img") == 2
