@@ -16,7 +16,7 @@ Standard errors are clustered by sequence throughout.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tieline.analysis.served_precision import Recommendation, Serving
+from tieline.analysis.served_precision import Recommendation, Serving, Tolerance, tolerated
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 
@@ -313,3 +313,7 @@ class PrecisionAudit(Result):
     def effect(self, name: str) -> PerturbationEffect:
         """The row of that name."""
         return next(row for row in self.effects if row.name == name)
+
+    def tolerance(self, row: PerturbationEffect) -> Tolerance:
+        """Whether a perturbation is harmless, as far as its intervals tell."""
+        return tolerated(row.kl, row.loss, self.sequences)

@@ -23,7 +23,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.served_precision import Recommendation, Serving, served_rounding
+from tieline.analysis.served_precision import (
+    Recommendation,
+    Serving,
+    Tolerance,
+    served_rounding,
+    tolerated,
+)
 from tieline.core.errors import ShapeError, require
 from tieline.core.records import Result
 from tieline.core.statistics import (
@@ -127,6 +133,11 @@ class RepairTable:
     def row(self, name: str) -> RepairRow:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
+
+    def tolerances(self, row: RepairRow) -> tuple[Tolerance, Tolerance]:
+        """Whether a perturbation is harmless before and after, as far as its intervals tell."""
+        before = tolerated(row.before, row.loss_before, self.sequences)
+        return before, tolerated(row.after, row.loss_after, self.sequences)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from tieline.report.words.audit import (
     served_table_sentence,
 )
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
-from tieline.report.words.serving import tolerance_word
+from tieline.report.words.serving import TOLERANCE
 
 FLIPS = Panel(
     "audit-flips",
@@ -123,7 +123,7 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
 
 def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[RenderableType]:
     """One row per perturbation, the remedies and what was left out; everything if all was run."""
-    columns = _all_columns(result) if result.is_full else _served_columns(result.sequences)
+    columns = _all_columns(result) if result.is_full else _served_columns(result)
     below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
     keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
@@ -408,14 +408,14 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
 
 def _all_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect], ...]:
     """Every column, and the verdict at the end."""
-    return (*COLUMNS, _verdict_column(result.sequences))
+    return (*COLUMNS, _verdict_column(result))
 
 
-def _served_columns(sequences: int) -> tuple[Column[PerturbationEffect], ...]:
+def _served_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect], ...]:
     """Columns of an audit of the precision served, all of which a terminal has room for."""
 
     def loss_interval(row: PerturbationEffect) -> str:
-        low, high = mean_limits(row.loss, sequences)
+        low, high = mean_limits(row.loss, result.sequences)
         ends = f"{significant(low, 2)} to {significant(high, 2)}"
         return ends if math.isfinite(high) else significant(row.loss.value, 2)
 
@@ -426,11 +426,11 @@ def _served_columns(sequences: int) -> tuple[Column[PerturbationEffect], ...]:
         replace(kl, rank=0),
         replace(floor, rank=0),
         Column("Δ loss (95 %)", "interval of the change of the loss", loss_interval, 0),
-        _verdict_column(sequences),
+        _verdict_column(result),
     )
 
 
-def _verdict_column(sequences: int) -> Column[PerturbationEffect]:
+def _verdict_column(result: PrecisionAudit) -> Column[PerturbationEffect]:
     """Whether each perturbation is harmless, as far as its interval tells."""
     meaning = f"whether the KL is below {HARMLESS:g} nats, by its 95 % interval"
-    return Column("verdict", meaning, lambda row: tolerance_word(row.kl, row.loss, sequences), 2)
+    return Column("verdict", meaning, lambda row: TOLERANCE[result.tolerance(row)], 2)

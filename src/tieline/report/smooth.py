@@ -20,7 +20,7 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table, text_table
 from tieline.report.words.numbers import finite, significant
-from tieline.report.words.serving import tolerance_word
+from tieline.report.words.serving import TOLERANCE
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
@@ -98,17 +98,19 @@ def _epsilon_table(result: Repair) -> Grid:
 
 def _repair_table(result: Repair) -> Grid:
     """KL before and after smoothing with its verdicts, by precision."""
-    sequences, rows = result.repair.sequences, []
-    for row in result.repair.rows:
-        sides = (
-            (row.before, row.before_floor, row.loss_before),
-            (row.after, row.after_floor, row.loss_after),
-        )
-        cells: list[str] = []
-        for kl, floor, loss in sides:
-            verdict = tolerance_word(kl, loss, sequences)
-            cells += [significant(kl.value, 2), significant(floor.value, 2), verdict]
-        low, high = mean_limits(row.factor, sequences, positive=True)
+    repair, rows = result.repair, []
+    for row in repair.rows:
+        sides = ((row.before, row.before_floor), (row.after, row.after_floor))
+        cells = [
+            text
+            for (kl, floor), tolerance in zip(sides, repair.tolerances(row), strict=True)
+            for text in (
+                significant(kl.value, 2),
+                significant(floor.value, 2),
+                TOLERANCE[tolerance],
+            )
+        ]
+        low, high = mean_limits(row.factor, repair.sequences, positive=True)
         interval = f"{significant(low, 2)} to {significant(high, 2)}"
         rows.append((row.name, *cells, significant(row.factor.value, 2), interval))
     return Grid(REPAIRS, tuple(rows))

@@ -11,9 +11,11 @@ from rich.console import Console
 from tests.analysis.zoo import small_audit
 from tests.report.browser import BROWSERS, find_browser, look_at
 from tieline.analysis.audit_records import PrecisionJudgement
+from tieline.core.statistics import Estimate
 from tieline.report.audit import (
     COLUMNS,
     IGNORE_TITLE,
+    _served_columns,
     audit_panels,
     figures,
     kept_router_rows,
@@ -21,6 +23,7 @@ from tieline.report.audit import (
     page,
     terminal,
 )
+from tieline.report.tables import grid
 from tieline.report.words.numbers import significant
 
 needs_browser = pytest.mark.skipif(
@@ -137,3 +140,17 @@ def test_the_remedies_stand_side_by_side_with_what_they_leave(audit):
         assert left in flat
         assert all(remedy.name.split(",")[0] in flat for remedy in audit.remedies.remedies)
     assert all(len(line) <= 80 for line in shown(audit, 80).splitlines())
+
+
+def test_every_perturbation_has_a_verdict_on_a_brief_screen_and_on_the_page(audit):
+    harmless = replace(audit.effects[0], kl=Estimate(1e-4, 1e-6), loss=Estimate(0.0, 1e-6))
+    harmful = replace(harmless, kl=Estimate(1e-2, 1e-4))
+    unsure = replace(harmless, kl=Estimate(1e-3, 5e-4))
+    brief = replace(audit, effects=(harmless, harmful, unsure), remedies=None)
+    assert [brief.tolerance(row) for row in brief.effects] == ["yes", "no", "unclear"]
+    table = grid(_served_columns(brief), brief.effects)
+    assert [row[-1] for row in table.rows] == ["harmless", "harmful", "unsure"]
+    assert table.head == ("perturbation", "changed", "KL", "floor", "Δ loss (95 %)", "verdict")
+    assert page(audit).count("</td><td>harm") + page(audit).count("</td><td>unsure") == len(
+        audit.effects
+    )

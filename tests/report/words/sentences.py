@@ -5,8 +5,14 @@ from dataclasses import replace
 import torch
 
 from tests.analysis.attribution import test_attribution as runs
+from tests.analysis.inspect.test_inspect_records import (
+    HIGH,
+    LOW,
+    busy_trace,
+    jump_record,
+    softmax_trace,
+)
 from tests.analysis.planted import renumbered, without_scores
-from tests.analysis.test_inspection import HIGH, LOW, busy_trace, jump_record, softmax_trace
 from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_serving, make_trace

@@ -3,18 +3,18 @@
 served_sentences    both of the following, with others between them
 serving_headline    share of tokens that change an expert, what that does to predictions and loss
 serving_advice      the recommendation, with the price of what it recommends
-loss_change_text    a change of the loss with its interval; `tolerance_word` the verdict on a row
+loss_change_text    a change of the loss with its interval; `TOLERANCE` has the verdicts on rows
 """
 
 import math
 
-from tieline.analysis.served_precision import HARMLESS, Recommendation, Serving, tolerated
+from tieline.analysis.served_precision import HARMLESS, Recommendation, Serving
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import layer_labels
 from tieline.report.words.numbers import DASH, decimal, list_with_commas, percent
 
 TOLERANCE = {"yes": "harmless", "no": "harmful", "unclear": "unsure"}
-"""Words of the answers of `tolerated`."""
+"""The verdict on a precision: whether it is harmless, "unsure" with too few tokens."""
 
 ROUTERS_RUN = (
     "“router bf16” runs the routers in bf16: inputs, weights and logits (`inspect` rounds the "
@@ -165,11 +165,6 @@ def loss_change_text(loss: Estimate, sequences: int) -> str:
     low, high = mean_limits(loss, sequences)
     value = f"{loss.value:+.5f}"
     return value if not math.isfinite(high) else f"{value} ({low:+.5f} to {high:+.5f})"
-
-
-def tolerance_word(kl: Estimate, loss: Estimate, sequences: int) -> str:
-    """Write whether a precision is "harmless" or "harmful", "unsure" with too few tokens."""
-    return TOLERANCE[tolerated(kl, loss, sequences)]
 
 
 def _served_kl_text(kl: Estimate, sequences: int) -> str:
