@@ -227,13 +227,18 @@ class ModelStream:
         groups: experts that are read in groups, by unit.
         first: name of the unit of the embeddings; None without one.
         head: name of the unit of the output head; None without one.
+        ahead: most bytes of the next layer that are read while one computes.
     """
 
     def __init__(
-        self, model: PreTrainedModel, weights: Weights, groups: dict[str, ExpertGroups]
+        self,
+        model: PreTrainedModel,
+        weights: Weights,
+        groups: dict[str, ExpertGroups],
+        ahead: int = 0,
     ) -> None:
         """Stream `model` from `weights`, the experts of some units in groups."""
-        self.model, self.weights, self.groups = model, weights, groups
+        self.model, self.weights, self.groups, self.ahead = model, weights, groups, ahead
         self.first = self._unit_named(model.get_input_embeddings())
         self.head = self._unit_named(model.get_output_embeddings())
 
@@ -246,6 +251,11 @@ class ModelStream:
         """Bytes on disk that a run without the head reads, as far as can be told before."""
         names = [name for name in self.weights.units if name != self.head]
         return sum(self.weights.stored(name) for name in names)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of memory that the largest unit takes."""
+        return max(map(self.resident, self.weights.units))
 
     def resident(self, unit: str) -> int:
         """Bytes of memory that the weights of a unit take while they are there."""
@@ -282,10 +292,10 @@ def _file_lines(path: Path) -> list[str]:
         return []
 
 
-def resident_memory() -> int:
-    """Bytes of memory that this process takes; 0 where nothing tells."""
+def resident_memory(peak: bool = False) -> int:
+    """Bytes of memory that this process takes, or has taken at most; 0 where nothing tells."""
     for line in _file_lines(Path("/proc/self/status")):
-        if line.startswith("VmRSS:"):
+        if line.startswith("VmHWM:" if peak else "VmRSS:"):
             return int(line.split()[1]) << 10
     return 0
 
@@ -357,7 +367,9 @@ def open_stream(
         )
     taken = resident_memory()
     budget = taken + free_memory() if memory is None else memory
-    return ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
+    stream = ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
+    stream.ahead = max(0, int(USED * budget) - taken - copies * stream.largest)
+    return stream
 
 
 class StreamedModel:
