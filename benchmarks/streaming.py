@@ -4,6 +4,7 @@
     python benchmarks/streaming.py make deepseek-v3 /tmp/big
     python benchmarks/streaming.py inspect /tmp/big --tokens 4096 [--memory 8G] [--no-jumps]
     python benchmarks/streaming.py audit /tmp/big --tokens 4096
+    python benchmarks/streaming.py compare /tmp/big --tokens 2048 --batch-size 1 --rounds 3
 
 The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
@@ -13,13 +14,23 @@ format. A second limit of the audit takes the time of a plain streamed pass inst
 it: reading once, what its forward passes took 17 times, and the rounding. All are measured first,
 in the same process. Files have the tensors of the published checkpoint, one per expert; values are
 random.
+
+`compare` records the routes of the same batches with accelerate's disk offload as well, its decoder
+layers on disk and all else in memory, in turns, each in a process of its own with cold files. Both
+compute in float32 without the output head, and their experts must be equal. Opening stands apart:
+accelerate writes a second copy of the layers then. Peaks and what was read from disk are in GB.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import resource
+import statistics
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,18 +40,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from tieline.analysis.audit import audit
 from tieline.analysis.inspect import inspect
 from tieline.core.setting_fields import read_memory
+from tieline.models import capture
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model, read_shape
 from tieline.models.number_formats import RoundingBuffers, format_named, rounded_in_pieces
 from tieline.models.shards import open_shards
 from tieline.run.condition import Perturbation
 from tieline.run.forward import forward, only_running
+from tieline.run.ranks import Ranks
+from tieline.run.runner import recorded_routes
 from tieline.run.streamed_passes import ParkedPass, PassJob, lead_passes
+from tieline.trace.record import RoutingTrace
 
 Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
@@ -248,10 +264,10 @@ def _disk_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def forget(folder: Path) -> None:
+def forget(folder: Path, files: str = "*.safetensors") -> None:
     """Have the operating system drop the files from its cache."""
     os.sync()
-    for file in folder.glob("*.safetensors"):
+    for file in folder.glob(files):
         handle = os.open(file, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
@@ -433,6 +449,81 @@ def measure(command: str, folder: Path, options: argparse.Namespace) -> dict[str
     }
 
 
+def offloaded_model(folder: Path, copy: Path) -> nn.Module:
+    """The model with its layers offloaded to disk by accelerate, without its head."""
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    places: dict[str, Any] = {f"model.layers.{layer}": "disk" for layer in range(layers)}
+    names = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        device_map=places | dict.fromkeys(names, "cpu"),
+        offload_folder=copy,
+    )
+    return model.eval().model
+
+
+def offloaded_routes(model: nn.Module, batches: list[torch.Tensor]) -> RoutingTrace:
+    """Routes of batches, for each of which accelerate reads every layer."""
+    with only_running(model), capture(model) as recorder:
+        for ids in batches:
+            model(input_ids=ids, use_cache=False)
+    return recorder.trace()
+
+
+def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Record the routes of random batches by streaming or by accelerate, in this process."""
+    rows, generator = options.tokens // options.length, torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 500, (rows, options.length), generator=generator)
+    batches = list(ids.split(options.batch_size))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
+        with Watched() as opening:
+            if options.side == "streamed":
+                loaded = Model.open(folder, dtype="fp32", stream=True)
+                run = partial(recorded_routes, loaded, Ranks.of(None, batches))
+            else:
+                run = partial(offloaded_routes, offloaded_model(folder, Path(copy)), batches)
+        forget(folder)
+        forget(Path(copy), "*")
+        with Watched() as watch:
+            trace = run()
+    experts = torch.stack([layer.experts for layer in trace.layers])
+    return {
+        "seconds": watch.seconds,
+        "opening": opening.seconds,
+        "peak": watch.peak,
+        "read": watch.read,
+        "digest": hashlib.sha256(experts.long().numpy().tobytes()).hexdigest(),
+        "batches": len(batches),
+    }
+
+
+def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Streaming against accelerate's disk offload, in turns and in processes of their own."""
+    sides: dict[str, list[dict[str, Any]]] = {"streamed": [], "accelerate": []}
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "length")]
+    sizes.append(f"--batch-size={options.batch_size}")
+    for _ in range(options.rounds):
+        for side, runs in sides.items():
+            command = [sys.executable, __file__, "routes", str(folder), f"--side={side}", *sizes]
+            runs.append(json.loads(subprocess.check_output(command, text=True)))
+    digests = {run["digest"] for runs in sides.values() for run in runs}
+    assert len(digests) == 1, "the routes differ"
+    ratios = [a["seconds"] / s["seconds"] for s, a in zip(*sides.values(), strict=True)]
+    return {
+        "accelerate / streamed": [round(ratio, 2) for ratio in sorted(ratios)],
+        "median": round(statistics.median(ratios), 2),
+        **{
+            f"{name} {side}": [round(run[name], 2) for run in runs]
+            for side, runs in sides.items()
+            for name in ("seconds", "opening", "peak", "read")
+        },
+        "file GB": round(open_shards(folder).size / 1e9, 2),
+        "batches": sides["streamed"][0]["batches"],
+        "threads": torch.get_num_threads(),
+    }
+
+
 def main() -> None:
     """Make a checkpoint or measure one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -441,7 +532,7 @@ def main() -> None:
     making.add_argument("layout", choices=LAYOUTS)
     making.add_argument("folder", type=Path)
     making.add_argument("--layers", type=int)
-    for command in ("inspect", "audit"):
+    for command in ("inspect", "audit", "compare", "routes"):
         running = parts.add_parser(command)
         running.add_argument("folder", type=Path)
         running.add_argument("--tokens", type=int, default=4096)
@@ -450,9 +541,17 @@ def main() -> None:
         running.add_argument("--memory", type=read_memory)
         if command == "inspect":
             running.add_argument("--no-jumps", action="store_true")
+        if command == "compare":
+            running.add_argument("--rounds", type=int, default=3)
+        if command == "routes":
+            running.add_argument("--side", choices=("streamed", "accelerate"), required=True)
     options = parser.parse_args()
     if options.command == "make":
         make(options.layout, options.folder, options.layers)
+    elif options.command == "routes":
+        print(json.dumps(measure_routes(options.folder, options)))
+    elif options.command == "compare":
+        print(json.dumps(compare(options.folder, options), indent=1))
     else:
         print(json.dumps(measure(options.command, options.folder, options), indent=1))
 
