@@ -807,7 +807,7 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "device-22",
-        "return torch.randn(like.shape, generator=generator).to(like)",
+        "return torch.randn(like.shape, generator=generator, device=generator.device).to(like)",
         "return torch.randn(like.shape, generator=generator, device=like.device).to(like)",
         "device/test_front_door.py",
         "a generator of the CPU draws on the device",

@@ -83,7 +83,8 @@ class TokenDocuments:
 
     def numbered(self, trace: RoutingTrace) -> RoutingTrace:
         """Return a trace of the documents, which it calls 0, 1, ..., with their numbers."""
-        return replace(trace, documents=torch.tensor(self.numbers)[trace.documents.long()])
+        numbers = torch.tensor(self.numbers, device="cpu")
+        return replace(trace, documents=numbers[trace.documents.long()])
 
 
 def vocabulary_sample(tokenizer: Any) -> dict[int, str]:

@@ -153,7 +153,8 @@ def _trial_is_single(router: nn.Module) -> bool:
         trial = copy.deepcopy(router).to(torch.bfloat16)
         trial._forward_hooks.clear()
         trial._forward_pre_hooks.clear()
-        token = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+        draw = torch.Generator("cpu").manual_seed(0)
+        token = torch.randn(1, matrix.shape[1], generator=draw, device="cpu")
         token = token.to(matrix.device, torch.bfloat16)
         name = family.bias_argument
         bias = {} if name is None else {name: torch.zeros(len(matrix), device=matrix.device)}
@@ -270,7 +271,7 @@ def _with_state_noise(states: Tensor, ratio: float, generator: torch.Generator) 
 
 def _normal_noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Normal numbers of the shape, type and device of a tensor."""
-    return torch.randn(like.shape, generator=generator).to(like)
+    return torch.randn(like.shape, generator=generator, device=generator.device).to(like)
 
 
 Region = Literal["router", "all", "others"]

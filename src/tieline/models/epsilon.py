@@ -208,7 +208,7 @@ def ramp_width(a: float, b: float) -> float:
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
-            share = smoothstep(torch.tensor(middle, dtype=torch.float64), a, b).item()
+            share = smoothstep(torch.tensor(middle, dtype=torch.float64, device="cpu"), a, b).item()
             low, high = (middle, high) if share < height else (low, middle)
         ends.append(high)
     return ends[1] - ends[0]

@@ -156,7 +156,7 @@ class ExpertGroups:
     def _room(self, stack: Stack) -> Tensor:
         meta = self._weights.meta[stack.target]
         shape = (min(self.count, len(meta)), *meta.shape[1:])
-        return torch.empty(shape, dtype=self._weights.dtype(stack.target))
+        return torch.empty(shape, dtype=self._weights.dtype(stack.target), device="cpu")
 
 
 def can_group_experts(weights: Weights, stack: Stack) -> bool:

@@ -287,8 +287,8 @@ class RoundingBuffers:
 
 
 def allocate_buffer(layout: MemoryLayout) -> Tensor:
-    """Return new memory of a layout."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+    """Return new memory of a layout on the CPU."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
 
 
 @lru_cache(maxsize=4096)

@@ -198,7 +198,7 @@ def _saving_model(cls: Any) -> type:
         state = kwargs.get("state_dict")
         tensors = self.state_dict() if state is None else state
         on_disk = any(isinstance(t, Tensor) and t.is_meta for t in tensors.values())
-        kwargs["state_dict"] = None if on_disk else {**tensors, MARKER: torch.ones(1)}
+        kwargs["state_dict"] = None if on_disk else {**tensors, MARKER: torch.ones(1, device="cpu")}
         done = cls.save_pretrained(self, save_directory, *args, **kwargs)
         for feature in changes_of(self.config) if kwargs.get("is_main_process", True) else ():
             restorer = restorer_of(feature)

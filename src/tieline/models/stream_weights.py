@@ -437,7 +437,8 @@ class Weights:
         stored = None if key is None else self.shards.tensors[key]
         start = stored.start if stored is not None and stored.dtype == dtype else 0
         free_rooms = self._pool.get(size + LINE, []) if reuse and size >= REUSED else []
-        room = free_rooms.pop() if free_rooms else torch.empty(size + LINE, dtype=torch.uint8)
+        new_room = {"dtype": torch.uint8, "device": "cpu"}
+        room = free_rooms.pop() if free_rooms else torch.empty(size + LINE, **new_room)
         if reuse and size >= REUSED:
             self._pooled.setdefault(self.unit_of(target) or "", []).append(room)
         return aligned_bytes(size, start, dtype, room).view(dtype).view(meta.shape)

@@ -159,7 +159,7 @@ def tokenise(tokenizer: Any, text: str, tokens: int, length: int) -> TokenisedTe
         f"every token of the text is padding (token {padding}): there is nothing to route",
     )
     rows = [[*prefix, *ids[start : start + body]] for start in range(0, len(ids), body)]
-    sequences = tuple(torch.tensor(row) for row in rows)
+    sequences = tuple(torch.tensor(row, device="cpu") for row in rows)
     return TokenisedText(sequences, prefix, tuple(pieces), sum(map(len, pieces)))
 
 

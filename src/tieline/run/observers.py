@@ -353,9 +353,9 @@ class RouteRecorder(Observer):
             return
         self._provenance = self._provenance or model_facts(self._model) | self._added
         rows, length = ids.shape
-        numbers = torch.arange(self._documents, self._documents + rows)
+        numbers = torch.arange(self._documents, self._documents + rows, device="cpu")
         documents = numbers[:, None].expand(rows, length).flatten()
-        positions = torch.arange(length).expand(rows, length).flatten()
+        positions = torch.arange(length, device="cpu").expand(rows, length).flatten()
         batch = Batch(ids.detach().cpu().long().flatten(), documents, positions, None, ids.numel())
         self._passes[run] = _OpenPass(batch, self._tokens)
         self._documents, self._tokens = self._documents + rows, self._tokens + ids.numel()

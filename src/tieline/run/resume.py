@@ -174,7 +174,8 @@ class Replay:
         names = [n for n in self._weights.meta if self._weights.unit_of(n) == unit]
         for name in names:
             meta = self._weights.meta[name]
-            self._weights.put(name, torch.zeros((), dtype=meta.dtype).expand(meta.shape))
+            stand_in = torch.zeros((), dtype=meta.dtype, device="cpu").expand(meta.shape)
+            self._weights.put(name, stand_in)
         try:
             yield
         finally:
