@@ -34,7 +34,7 @@ of the first model while the second one is read.
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -222,8 +222,10 @@ def _result_or_problem(
     job: Callable[..., Any], sources: tuple[Any, ...], settings: Any, progress: Any
 ) -> str | tuple[Any]:
     """The result of the job in a tuple, or what a full device said; its frames are freed then."""
+    on_host = torch.get_default_device().type == "cpu"  # where a mode would only cost time
     try:
-        with torch.device("cpu"):  # jobs name the device of the model; all else is on the host
+        # jobs name the device of the model; all else is on the host
+        with nullcontext() if on_host else torch.device("cpu"):
             return (job(*sources, settings=settings, progress=progress),)
     except RuntimeError as problem:
         if not is_out_of_memory(problem):

@@ -26,6 +26,7 @@ from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
 from tieline.models.documents import Batch
 from tieline.models.families import HANDLER
+from tieline.models.layouts import NewChoice
 from tieline.models.model import Model
 from tieline.models.replay import LayerReplay
 from tieline.models.router_output import (
@@ -105,14 +106,20 @@ def chosen_output(
     choice = Choice(routed.weights, routed.ids)
     if recorded[0]:
         state.choices[site.name] = choice
-    if clean is not None:
-        forced = state.run.condition.choice == "forced"
-        lost, choice = compared_choice(clean, routed, forced)
-        state.lost[site.name] = lost
-    resize = getattr(getattr(site.module, HANDLER, None), "resize", None)
+    if clean is None:
+        return output
+    forced = state.run.condition.choice == "forced"
+    state.lost[site.name], choice = compared_choice(clean, routed, forced)
+    if not forced:
+        return output
+    handler = getattr(site.module, HANDLER, None)
+    resize, skip = (getattr(handler, name, None) for name in ("resize", "skip"))
     if resize is not None:  # what counts the columns of a smoothed router
         resize(choice.ids.shape[1])
-    return write_output(site.family, output, routed, choice)
+    if skip is None:
+        return write_output(site.family, output, routed, choice)
+    ids = skip.applied(choice.ids, choice.weights)
+    return site.family.layout.with_choice(output, NewChoice(*choice, ids, choice.weights > 0))
 
 
 def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
