@@ -9,6 +9,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.smooth_repair import (
     REPAIR_PERTURBATIONS,
     ModelForm,
+    measure_repair,
     repair_phase,
     repair_table,
     smoothing_latency,
@@ -18,7 +19,11 @@ from tieline.core.records import to_plain
 from tieline.core.statistics import kl_divergence, next_token_losses
 from tieline.models import find_routers, smooth_
 from tieline.models.emulate import emulate
+from tieline.models.model import Model
+from tieline.models.smoothed_model import recorded_smoothing
 from tieline.run.condition import Perturbation
+from tieline.run.ranks import Ranks
+from tieline.run.runner import Runner
 
 IDS = batch(4, 24)
 COARSE = Perturbation("rounding", "fp8_e5m2")
@@ -133,3 +138,20 @@ def test_the_floor_of_the_form_is_that_of_every_other_batch(pair):
     first = repair_table(*pair, list(IDS[:2]), perturbations=[COARSE], batch_size=2).rows[0]
     assert every.after_floor.value == pytest.approx(first.after_floor.value, rel=1e-9)
     assert every.before_floor.value != pytest.approx(first.before_floor.value, rel=1e-3)
+
+
+def test_experts_skip_unused_slots_in_free_and_forced_passes(pair):
+    model, smoothed = pair
+    record, experts = recorded_smoothing(smoothed), model.model.layers[0].mlp.experts
+    calls = []
+    hook = experts.register_forward_pre_hook(lambda module, args: calls.append(args[1:]))
+    runner = Runner(Model(model), ranks=Ranks.of(None, [IDS, IDS]))
+    measure_repair(runner, [ModelForm(record)], [COARSE])
+    hook.remove()
+    wide = [
+        (ids, weights) for ids, weights in calls if ids.shape[1] > model.config.num_experts_per_tok
+    ]
+    assert len(wide) == 2 + 3  # clean and free passes of both batches, a forced one of every other
+    for ids, weights in wide:
+        assert torch.equal(ids == experts.num_experts, weights == 0)
+        assert bool((weights == 0).any())
