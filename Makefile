@@ -71,6 +71,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/experts_kernel.py --json $(RESULTS)/experts_kernel.json
 	$(BIN)/python benchmarks/estimation.py --json $(RESULTS)/estimation.json
 	$(BIN)/python benchmarks/regressor.py --json $(RESULTS)/regressor.json
+	$(BIN)/python benchmarks/peers.py --json $(RESULTS)/peers.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses auto
 
 clean:
