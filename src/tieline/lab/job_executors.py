@@ -4,12 +4,14 @@
 values that a worker can import; results come back in the order in which they end.
 """
 
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from tieline.core.errors import ParameterError, require
 
@@ -87,14 +89,20 @@ def _interrupts_kept_from_workers() -> Iterator[None]:
 
 @contextmanager
 def _loky_backend() -> Iterator[None]:
-    """Use single-threaded loky workers and silence worker-restart warnings."""
+    """Use single-threaded loky workers; silence restarts of workers and the clean-up after Ctrl-C.
+
+    The trackers are processes of their own, which remove what a stopped run has left and warn that
+    they do.
+    """
     from multiprocessing import resource_tracker as multiprocessing_tracker
 
     from joblib import parallel_config
     from joblib.externals.loky.backend import resource_tracker
 
-    for tracker in (resource_tracker, multiprocessing_tracker):
-        tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
+    filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
+    with patch.dict(os.environ, PYTHONWARNINGS=",".join(filters)):
+        for tracker in (resource_tracker, multiprocessing_tracker):
+            tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
     with warnings.catch_warnings(), parallel_config(backend="loky", inner_max_num_threads=1):
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
         yield
