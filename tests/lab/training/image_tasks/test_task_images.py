@@ -237,6 +237,9 @@ def test_images_of_another_size_than_the_models_are_refused(monkeypatch):
         DomainTask().data(pacs_small("cosine", "photo").replace(model=TINY))
 
 
+RUNS = ("whole", "cut")
+
+
 def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
     scores = iter([0.2, 0.9, 0.4, 0.4, 0.4])
@@ -252,6 +255,37 @@ def test_the_best_model_on_the_training_domains_is_kept(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] == 4
     assert all(torch.equal(kept[name], seen[4][name]) for name in kept)
     assert not all(torch.equal(kept[name], seen[6][name]) for name in kept)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 9])
+def test_a_stopped_run_selects_the_model_of_the_whole_one(stop, tmp_path, monkeypatch):
+    """Checkpoints at steps 4 and 8; looks at 2, 4, ..., 10, of which the third is the best."""
+    monkeypatch.setattr(task_images, "load_pacs", lambda *_, **__: domains())
+    scores = {}
+
+    def score_by_weights(_task, model, _data):
+        digest = float(sum(p.detach().double().sum() for p in model.parameters()))
+        return scores.setdefault(digest, [0.2, 0.3, 0.9, 0.5, 0.4][len(scores) % 5])
+
+    monkeypatch.setattr(DomainTask, "selection_score", score_by_weights)
+    small = {"model": TINY, "optim__steps": 10, "optim__batch": 8, "select_every": 2}
+    config = pacs_selected("linear", "photo").replace(checkpoint_every=4, **small)
+    whole = run_training(config, tmp_path / "whole")
+
+    def interrupt(_model, step):
+        if step == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(config, tmp_path / "cut", watch=interrupt)
+    resumed = run_training(config, tmp_path / "cut", resume=True)
+    assert resumed.resumed_from == stop // 4 * 4
+    assert len(scores) == 5  # every look saw the weights of the whole run
+    assert resumed.scores == whole.scores
+    best = [json.loads((tmp_path / run / "best" / "best.json").read_text()) for run in RUNS]
+    assert best[0] == best[1] == {"step": 6, "score": 0.9}
+    weights = [load_file(tmp_path / run / "model" / "model.safetensors") for run in RUNS]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_only_tasks_with_held_out_training_data_select(tmp_path):
