@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from tieline.core.errors import TielineError
 from tieline.lab.training.config import GATE_NAMES, GateConfig, OptimConfig, gate_config
@@ -39,6 +40,18 @@ def test_the_small_setup_of_paper_two_has_its_sizes():
     assert total == pytest.approx(15e6, rel=0.01)
     assert (shape.layers, shape.n_experts, config.gate.k) == (6, 16, 2)
     assert (config.optim.steps, config.gate.router_options["d_proj"]) == (60_000, 8)
+
+
+def test_the_model_of_the_small_setup_of_paper_two_runs():
+    config = recipe_config("text8-paper2-small-perturbed").replace(model__layers=1)
+    model = task_of(config).model(config)
+    ids = torch.randint(config.model.vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
+    assert model(input_ids=ids).logits.shape == (1, 8, config.model.vocabulary)
+
+
+def test_heads_of_an_odd_width_are_refused():
+    with pytest.raises(TielineError, match="8 heads of a width of 216 have no even width"):
+        recipe_config("enwik8-paper2-small-smoe").replace(model__heads=8)
 
 
 def test_eleven_gates_are_compared():

@@ -130,6 +130,8 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         kinds = ("softmax", "sigmoid")
         require(self.attention in kinds, f"attention={self.attention!r} is not one of {kinds}")
+        even = self.d_model % (2 * self.heads) == 0  # rotary positions turn pairs of coordinates
+        require(even, f"{self.heads} heads of a width of {self.d_model} have no even width each")
 
 
 @dataclass(frozen=True, kw_only=True)

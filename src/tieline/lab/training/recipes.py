@@ -180,7 +180,7 @@ def paper2_small(data: str, gate: str) -> TrainConfig:
         recipe=f"{data}-paper2-small-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=6, d_model=216, d_hidden=224, heads=8, vocabulary=VOCABULARY[data], context=512
+            layers=6, d_model=216, d_hidden=224, heads=6, vocabulary=VOCABULARY[data], context=512
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -188,7 +188,7 @@ def paper2_small(data: str, gate: str) -> TrainConfig:
         checkpoint_every=1000,
         evaluate_items=4096,
         note="layers, parameters, experts, d_e = 8, Adam and steps are the paper's; it gives no "
-        "width, span, batch or rate: these are ours, so that parameters are 15 M",
+        "width, heads, span, batch or rate: these are ours, so that parameters are 15 M",
     )
 
 
