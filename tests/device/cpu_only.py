@@ -4,7 +4,20 @@ A test carries `@pytest.mark.cpu("reason")`, or stands in the table below, by th
 and, where only some tests of the file are meant, a part of their names.
 """
 
-REASONS: dict[tuple[str, str], str] = {}
+_NO_BACKEND = "torch's processes and compilers know no device that is registered in Python"
+_ONE_FILE = "transformers writes all tensors of the pretended device to one file"
+
+REASONS: dict[tuple[str, str], str] = {
+    ("tests/models/documents/test_wrapped.py", "compile"): _NO_BACKEND,
+    ("tests/models/documents/test_wrapped.py", "DataParallel"): _NO_BACKEND,
+    ("tests/models/documents/test_wrapped.py", "both"): _NO_BACKEND,
+    ("tests/models/documents/test_wrapped.py", "FSDP"): _NO_BACKEND,
+    ("tests/models/documents/test_wrapped.py", "auxiliary_loss"): _NO_BACKEND,
+    ("tests/models/model/test_damaged.py", "cut_off"): _ONE_FILE,
+    ("tests/models/model/test_damaged.py", "absent"): _ONE_FILE,
+    ("tests/models/model/test_model.py", "pickled"): "torch.save writes no tensors of the device",
+    ("tests/models/experts/test_used_slots.py", "rows"): "an accelerator gathers all slots",
+}
 
 
 def reason(item) -> str | None:

@@ -127,9 +127,9 @@ class _Tables:
         storage = tensor.untyped_storage()
         self.data[storage._cdata] = data, StorageWeakRef(storage)
         if len(self.data) > self.limit:
-            gone = [key for key, (_, ref) in self.data.items() if ref.expired()]
+            gone = [key for key, (_, ref) in list(self.data.items()) if ref.expired()]
             for key in gone:
-                del self.data[key]
+                self.data.pop(key, None)  # threads that load weights add tensors too
             self.limit = 2 * len(self.data) + 256
 
 

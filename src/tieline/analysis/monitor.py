@@ -668,7 +668,7 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
     step = _logit_spacing(view.logits, precision)[:, rank]
     reach = (step * view.slope[:, rank]).clamp(min=TINY)
     gaps = view.scores[:, rank] - view.scores[:, rank + 1]
-    mass = boundary_mass(gaps / reach, torch.ones(1, dtype=torch.float64))
+    mass = boundary_mass(gaps / reach, torch.ones(1, dtype=torch.float64, device=gaps.device))
     return LayerTies(
         name=layer.name,
         status="ok",

@@ -154,7 +154,7 @@ def quantile_bands(
     """
     n = samples.numel()
     require(n > 0, "quantiles need at least one sample, got none", ShapeError)
-    p = torch.tensor(probabilities, dtype=torch.float64)
+    p = torch.tensor(probabilities, dtype=torch.float64, device=samples.device)
     require(bool(((p >= 0) & (p <= 1)).all()), f"need 0 <= p <= 1, got {list(probabilities)}")
     ordered = samples.double().sort().values
     # n p in floating point may exceed the integer it stands for, and ceil would go one too far
@@ -271,7 +271,7 @@ def _document_clusters(documents: Int[Tensor, " tokens"]) -> tuple[Int[Tensor, "
     stretches = torch.zeros_like(documents)
     for document in range(int(documents.max()) + 1):
         here = documents == document
-        stretches[here] = torch.arange(int(here.sum())) // length
+        stretches[here] = torch.arange(int(here.sum()), device=here.device) // length
     pairs = torch.stack((documents, stretches), dim=1)
     return pairs.unique(dim=0, return_inverse=True)[1], FEW_DOCUMENTS
 
@@ -326,7 +326,7 @@ def clustered_error(
     if groups < 2:
         return None
     centred = values.double() - values.double().mean()
-    sums = torch.zeros(groups, dtype=torch.float64).index_add_(0, clusters, centred)
+    sums = centred.new_zeros(groups).index_add_(0, clusters, centred)
     return math.sqrt(groups / (groups - 1) * sums.square().sum().item()) / len(values)
 
 

@@ -210,7 +210,7 @@ def gaussian_gap_density(n_experts: int, k: int) -> float:
     accurate to 12 digits. P(Δ <= w) = f_gap(0) w + O(w²). Equal for k and E - k.
     """
     require(1 <= k < n_experts, f"need 1 <= k < E, got {k=}, E={n_experts}")
-    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64), 1 / 64
+    t, step = torch.linspace(-14, 14, 28 * 64 + 1, dtype=torch.float64, device="cpu"), 1 / 64
     log_phi = -t.square() / 2 - math.log(2 * math.pi) / 2
     log_integrand = 2 * log_phi + (k - 1) * log_ndtr(-t) + (n_experts - k - 1) * log_ndtr(t)
     log_ways = math.lgamma(n_experts + 1) - math.lgamma(k) - math.lgamma(n_experts - k)
@@ -343,7 +343,7 @@ def _below_threshold(scores: Scores, k: int) -> Float[Tensor, "tokens experts"]:
 
 def gap_section(gaps: Gaps, settings: MeasureSettings) -> GapMeasures:
     """Quantiles, boundary mass, density and tail of gaps (Def. 2.1, 2.4, 3.2, 3.3)."""
-    widths = torch.tensor(settings.widths, dtype=torch.float64)
+    widths = torch.tensor(settings.widths, dtype=torch.float64, device=gaps.device)
     gaps = gaps.double().sort().values  # once: what is in order sorts faster
     return GapMeasures(
         quantiles=quantile_record(gaps, settings.probabilities, settings.confidence),

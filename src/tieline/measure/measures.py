@@ -517,7 +517,7 @@ def _counted_gap(
     if histogram is None or sampled.value is None:
         return sampled
     points = grid_points()
-    widths = torch.tensor(settings.widths, dtype=torch.float64)
+    widths = torch.tensor(settings.widths, dtype=torch.float64, device=points.device)
     nearest = torch.searchsorted(points, widths).clamp(max=len(points) - 1).unique()
     counts, n = histogram.at_most()[nearest], histogram.total
     return Measurement(
@@ -561,7 +561,7 @@ def _counted_near(
 
 def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
     """Mean of a number that was v in `counts[v]` cases."""
-    n, values = int(counts.sum()), torch.arange(len(counts), dtype=torch.float64)
+    n, values = int(counts.sum()), torch.arange(len(counts)).to(counts.device, torch.float64)
     share = counts.double() / n
     mean = (share @ values).item()
     variance = (share @ (values - mean).square()).item()

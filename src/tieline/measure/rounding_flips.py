@@ -149,7 +149,7 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
     z, q = ranked.double(), step.double()
     tie = shared_cell(z[:, k - 1] - z[:, k], step)
     flips = tie / 2
-    binomials = _binomial_coefficients(z.shape[1])
+    binomials = _binomial_coefficients(z.shape[1]).to(z.device)
     with one_thread():
         # cells that ranks k and k + 1 share can contain a third one
         crowded = torch.zeros(len(z), dtype=torch.bool, device=z.device)
@@ -185,7 +185,7 @@ def _mean_over_offsets(z: Scores, k: int, q: PerToken, binomials: Tensor) -> Per
 
 def _binomial_coefficients(most: int) -> Float[Tensor, "n n"]:
     """Binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
-    n = torch.arange(most + 1, dtype=torch.float64)
+    n = torch.arange(most + 1, dtype=torch.float64, device="cpu")
     logs = torch.lgamma(n + 1)
     inside = (logs[:, None] - logs - torch.lgamma((n[:, None] - n).clamp(min=0) + 1)).exp()
     return torch.where(n[:, None] >= n, inside, 1.0)

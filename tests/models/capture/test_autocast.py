@@ -45,7 +45,7 @@ def test_distances_are_not_rounded_by_autocast():
     with capture(model, ranks="all") as recorder:
         states(model)
     for layer in recorder.trace().layers:
-        weight = model.get_submodule(layer.name).weight.double()
+        weight = model.get_submodule(layer.name).weight.double().cpu()
         k, scores, experts = layer.facts.k, layer.scores.double(), layer.experts.long()
         inside, outside = weight[experts[:, :k]], weight[experts[:, k:]]
         length = (inside[:, :, None] - outside[:, None]).norm(dim=-1)

@@ -37,7 +37,7 @@ def _router_calls(model, call):
     """Inputs and logits of each router, by ordinary hooks."""
     seen, handles = {}, []
     for name, router in find_routers(model).items():
-        note = lambda _, args, out, name=name: seen.update({name: (args[0], out[0])})  # noqa: E731
+        note = lambda _, args, out, name=name: seen.update({name: (args[0].cpu(), out[0].cpu())})  # noqa: E731
         handles.append(router.register_forward_hook(note))
     with torch.no_grad():
         model(**call)
@@ -59,7 +59,7 @@ def test_ranks_counts_distances_and_inputs_follow_from_the_logits_of_all_experts
         below = layer.scores[:, 1:2].double() - logits.double()
         near = [(below < epsilon).sum(dim=1) for epsilon in EPSILONS]
         assert torch.equal(layer.near.long(), torch.stack(near, dim=1))
-        walls = expert_distances(routers[layer.name].weight)
+        walls = expert_distances(routers[layer.name].weight.cpu())
         assert torch.equal(layer.distance, nearest_tie(logits, 2, walls).distance)
 
 
@@ -75,6 +75,7 @@ def test_padding_changes_nothing_but_the_tokens_that_are_left_out(model):
     mask[1, :5] = 0
     trace = _captured(model, {"input_ids": ids, "attention_mask": mask}, keep="inputs")
     seen = _router_calls(model, {"input_ids": ids, "attention_mask": mask})
+    ids, mask = ids.cpu(), mask.cpu()
     assert torch.equal(trace.tokens, ids[mask.bool()])
     assert trace.positions.tolist() == [*range(12), *range(7)]
     for layer in trace.layers:
@@ -101,7 +102,7 @@ def test_where_experts_tie_the_models_own_choice_is_recorded(family):
     ties = 0
     for layer in trace.layers:
         k = layer.facts.k
-        weights, ids = (x.reshape(24, k) for x in chosen[layer.name])
+        weights, ids = (x.reshape(24, k).cpu() for x in chosen[layer.name])
         ids = ids.masked_fill(weights == 0, 8) if family == "zaya" else ids
         assert torch.equal(layer.experts[:, :k].long().sort().values, ids.sort().values)
         ties += int((layer.gap == 0).sum())

@@ -49,7 +49,7 @@ def test_the_ranks_are_those_of_top_k_and_the_weights_those_in_use(family):
     k = first.facts.k
     same = first.experts[:, :k].sort(dim=1).values == before.experts[:, :k].sort(dim=1).values
     assert bool(same.all())
-    found = seen[first.name]
+    found = seen[first.name]._make(x.cpu() for x in seen[first.name])
     assert torch.equal(first.used.long(), (found.weights != 0).sum(dim=1))
     assert first.used.max() > k
     weights, experts = first.combined()

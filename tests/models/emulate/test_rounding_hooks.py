@@ -160,6 +160,7 @@ def test_unknown_formats_parts_and_layers_are_refused():
         pass
 
 
+@pytest.mark.cpu("an accelerator rounds a tensor as one, not in pieces of a cache")
 def test_layouts_of_rounded_tensors_are_asked_of_torch_once(monkeypatch):
     calls = []
     snapped = number_formats.Rounding._snapped_values

@@ -101,7 +101,7 @@ def test_the_demo_model_computes_in_float32_on_every_cpu(no_units):
 
 
 def test_the_demo_model_in_bf16_is_that_of_its_folder():
-    ids = torch.arange(1, 65)[None]
+    ids = torch.arange(1, 65, device="cpu")[None]
     named, folder = Model.open("demo", dtype="bf16"), Model.open(DEMO_FOLDER, dtype="bf16")
     with torch.no_grad():
         assert torch.equal(named.module(ids).logits, folder.module(ids).logits)

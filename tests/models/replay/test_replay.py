@@ -46,7 +46,7 @@ def used(model, trace):
 
         def note(router, call, output, name=layer.name, family=family, experts=experts):
             choice = live_choice(family, output, trace.layers[0].facts.k, experts)
-            notes[name] = choice.ids.sort(dim=1).values
+            notes[name] = choice.ids.sort(dim=1).values.cpu()
             return output
 
         stack.enter_context(swapped_class(router, wrapped_class(type(router), family.method, note)))
