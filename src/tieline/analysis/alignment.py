@@ -581,7 +581,9 @@ def align(a: RoutingTrace, b: RoutingTrace, *, partial: bool = False) -> Aligned
     base = token_id_shift(a, b, common, ids)
     common = {shift: tokens for shift, tokens in common.items() if len(tokens.in_a)}
     candidates = layer_pairings([x.name for x in a.layers], [x.name for x in b.layers])
-    best = best_alignment(sample_choices(a, b, common), candidates, base)
+    best = best_alignment(sample_choices(a, b, {base: common[base]}), candidates[:1], base)
+    if best.agreement < CLEAR:
+        best = best_alignment(sample_choices(a, b, common), candidates, base)
     verified = ids[base].checked > 0
     tokens = common[best.shift]
     require_paired_layers(a, b, best.pairing)
