@@ -37,6 +37,7 @@ from tieline.models.capture import capture
 from tieline.models.documents import Batch
 from tieline.models.families import find_routers
 from tieline.models.replay import MatchedRows, OrderedRows, replay
+from tieline.run.forward import next_token_logprobs
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import save_trace
@@ -193,8 +194,7 @@ class RolloutMismatch:
         with _evaluation(self.model):
             for run in runs.values():
                 with run:
-                    logits = self.model(**{**inputs, "use_cache": False}).logits[:, :-1]
-                live = _token_logprobs(logits / temperature, inputs["input_ids"][:, 1:])
+                    live = next_token_logprobs(self.model, inputs, temperature)
                 terms = k3_divergence(logprobs[:, 1:].to(live), live)[sampled]
                 sums.append(terms.double().sum().cpu())
         count, *totals = _summed_over_ranks(torch.stack(sums)).tolist()
@@ -244,14 +244,6 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _token_logprobs(
-    logits: Float[Tensor, "rows length vocabulary"], ids: Int[Tensor, "rows length"]
-) -> Float[Tensor, "rows length"]:
-    """Return log p of each token, in at least float32."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    return scores.gather(-1, ids[..., None])[..., 0] - scores.logsumexp(-1)
 
 
 NEXT = (

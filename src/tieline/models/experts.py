@@ -300,7 +300,7 @@ def used_slots_only(experts: nn.Module | None) -> Iterator[None]:
 
 def _used_slots(
     experts: nn.Module,
-    forward: Callable[..., Tensor],
+    sparse_experts: Callable[..., Tensor],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -311,13 +311,15 @@ def _used_slots(
     used = (ids < attrgetter("num_experts")(experts)).nonzero().squeeze(1)
     on_cpu = hidden_states.device.type == "cpu" and not torch.is_grad_enabled()
     if name != "grouped_mm" or not on_cpu or len(used) in (0, len(ids)):
-        return forward(experts, hidden_states, top_k_index, top_k_weights)
+        return sparse_experts(experts, hidden_states, top_k_index, top_k_weights)
     tokens, columns = top_k_index.shape
     rows = hidden_states[used // columns]
     flag = getattr(experts, FLAG)
     setattr(experts, FLAG, False)  # no index E is given: nothing to mask
     try:
-        outputs = forward(experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None])
+        outputs = sparse_experts(
+            experts, rows, ids[used, None], top_k_weights.reshape(-1)[used, None]
+        )
     finally:
         setattr(experts, FLAG, flag)
     slots = outputs.new_zeros(tokens * columns, outputs.shape[-1]).index_copy_(0, used, outputs)

@@ -1,17 +1,18 @@
 """One forward pass: the call of the model and its logits.
 
-forward            calls a model in evaluation mode, without gradients or cache
-finite_logits      its logits, refused where they are no numbers
-overridden_output  a model's output with one router's choice replaced by a rule
+forward              calls a model in evaluation mode, without gradients or cache
+next_token_logprobs  log-probabilities of a batch's own tokens
+finite_logits        its logits, refused where they are no numbers
+overridden_output    a model's output with one router's choice replaced by a rule
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tieline.core.errors import NoLogitsError, TielineError, UnsupportedModelError, require
@@ -29,6 +30,22 @@ def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False
     return model(input_ids=ids.to(model_device(model)), **options)
+
+
+def next_token_logprobs(
+    model: nn.Module, inputs: Mapping[str, Any], temperature: float = 1.0
+) -> Float[Tensor, "rows length-1"]:
+    """Return log p(token t + 1 | tokens up to t) of the tokens of a batch, in at least float32.
+
+    Args:
+        model: a causal language model, run in its present mode.
+        inputs: arguments of its forward, with `input_ids` (rows, length).
+        temperature: what logits are divided by.
+    """
+    logits = model(**{**inputs, "use_cache": False}).logits[:, :-1] / temperature
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    ids = inputs["input_ids"][:, 1:, None]
+    return scores.gather(-1, ids)[..., 0] - scores.logsumexp(-1)
 
 
 def model_device(model: nn.Module) -> torch.device:
