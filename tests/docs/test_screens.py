@@ -13,6 +13,7 @@ README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(r"^```console\n\$ tieline (.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 SCREENS = BLOCK.findall(README.read_text(encoding="utf-8"))
 TIMES = re.compile(r"[\d.]+ times the original \([\d.]+ to [\d.]+|[\d.]+ ×(?= time)|[\d.]+ s\b")
+PAGES = sorted((README.parent / "docs").glob("*.md"))
 MOST_LINES = 40
 
 
@@ -39,6 +40,16 @@ def test_the_readme_shows_three_screens_that_fit_a_terminal():
     assert [command.split()[0] for command, _ in SCREENS] == ["inspect", "diff", "smooth"]
     for _, text in SCREENS:
         assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_pages_that_show_the_same_command_show_the_same_screen():
+    screens = dict(SCREENS)
+    others = [(page, BLOCK.findall(page.read_text(encoding="utf-8"))) for page in PAGES]
+    repeated = [(page.name, command) for page, blocks in others for command, _ in blocks]
+    assert ("start.md", "inspect --html report.html") in repeated
+    for page, blocks in others:
+        for command, text in blocks:
+            assert text == screens.get(command, text), page
 
 
 @pytest.mark.slow  # 20 s to a minute each
