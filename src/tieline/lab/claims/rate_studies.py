@@ -49,7 +49,7 @@ from tieline.lab.claims.evidence import (
     unmeasured,
     within,
 )
-from tieline.lab.estimation.fit import lift, population_minimiser
+from tieline.lab.estimation.fit import lift_truth, population_minimiser
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.model import MoEModel, MoEParameters
 from tieline.lab.estimation.rate_plan import RatePlan, as_case, plan_blocks
@@ -179,7 +179,7 @@ def _population_measure(run: ClaimRun, plan: RatePlan) -> MoEParameters:
     return population_minimiser(
         plan.model,
         lambda x: plan.source.regression(plan.truth, x),
-        near=lift(plan.model, plan.truth),
+        near=lift_truth(plan.model, plan.truth),
         n=4000,
         starts=3,
         refine=run.size(60_000, 1_000_000),

@@ -286,7 +286,7 @@ def kmeans_start(
     return model.unflatten(torch.stack(vectors))
 
 
-def lift(model: MoEModel, truth: MoEParameters) -> MoEParameters:
+def lift_truth(model: MoEModel, truth: MoEParameters) -> MoEParameters:
     """The truth as a measure with the model's number of atoms, the last ones repeated.
 
     Under softmax, masses exp β_0 are shared equally and f does not change. Under the sigmoid that

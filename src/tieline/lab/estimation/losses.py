@@ -84,7 +84,7 @@ class Assignment:
         return torch.where(self.member, pairs, 0.0).sum(dim=-2)
 
 
-def assign(fit: MoEParameters, truth: MoEParameters) -> Assignment:
+def assign_cells(fit: MoEParameters, truth: MoEParameters) -> Assignment:
     """Cells by the distance of (router row, expert row)."""
     for name, fit_rows, truth_rows in (
         ("router", fit.router, truth.router),
@@ -97,7 +97,7 @@ def assign(fit: MoEParameters, truth: MoEParameters) -> Assignment:
             bool(fit_rows.isfinite().all()), f"{name} rows of the fit must be finite", ShapeError
         )
     rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
-    distance = norms(pair_differences(rows, references))
+    distance = pair_norms(pair_differences(rows, references))
     cell = distance.argmin(dim=-1)
     return Assignment(cell, torch.nn.functional.one_hot(cell, distance.shape[-1]).bool())
 
@@ -109,7 +109,7 @@ def pair_differences(
     return rows.unsqueeze(-2) - references.unsqueeze(-3)
 
 
-def norms(differences: Float[Tensor, "*batch fitted true w"]) -> Pairs:
+def pair_norms(differences: Float[Tensor, "*batch fitted true w"]) -> Pairs:
     """‖Δ_ij‖."""
     return torch.linalg.vector_norm(differences, dim=-1)
 
@@ -123,8 +123,8 @@ def _paper2_charges(
         exponent = torch.where(cells.size > 1, 2.0, 1.0).double().unsqueeze(-2)
     mass = fit.bias.exp().unsqueeze(-1).expand(cells.member.shape)
     mass_error = (cells.total(mass) - truth.bias.exp()).abs()
-    router = norms(pair_differences(fit.router, truth.router)) ** exponent
-    experts = norms(pair_differences(fit.experts, truth.experts)) ** exponent
+    router = pair_norms(pair_differences(fit.router, truth.router)) ** exponent
+    experts = pair_norms(pair_differences(fit.experts, truth.experts)) ** exponent
     return mass_error + cells.total(mass * (router + experts))
 
 
@@ -135,22 +135,22 @@ def _paper4_charges(
     full = kind in ("L1", "L2", "L3")
     d = quadratic_dim(fit.router.shape[-1], full=full)
     difference = pair_differences(fit.router, truth.router)
-    rows = [norms(difference[..., : d * d])]
+    rows = [pair_norms(difference[..., : d * d])]
     if full:
-        rows.append(norms(difference[..., d * d :]))
+        rows.append(pair_norms(difference[..., d * d :]))
     bias = (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs()
     experts = pair_differences(fit.experts, truth.experts)
     if kind in ("L3", "L5"):
-        return cells.total(sum(rows, bias + norms(experts)))
+        return cells.total(sum(rows, bias + pair_norms(experts)))
     if kind != "L2":
-        return _mixed_powers(fit, truth, cells, [*rows, norms(experts)], bias, (2.0, 1.0))
+        return _mixed_powers(fit, truth, cells, [*rows, pair_norms(experts)], bias, (2.0, 1.0))
     require(
         fit.experts.shape[-1] == d + 1,
         f"L2 of paper 4 is for polynomial experts (α, β) of d + 1 = {d + 1} numbers, "
         f"got {fit.experts.shape[-1]}",
         ShapeError,
     )
-    errors = [*rows, norms(experts[..., :d]), experts[..., d].abs()]
+    errors = [*rows, pair_norms(experts[..., :d]), experts[..., d].abs()]
     return _mixed_powers(fit, truth, cells, errors, bias, (r, r))
 
 
@@ -232,7 +232,7 @@ def voronoi_losses(
     fit: MoEParameters, truth: MoEParameters, kind: str = "L1", paper: int = 2, r: float | int = 1
 ) -> VoronoiLosses:
     """`voronoi_loss` of every fit of a batch, against one truth or a truth for each."""
-    cells = assign(fit, truth)
+    cells = assign_cells(fit, truth)
     charges = _cell_charges(fit, truth, cells, kind, paper, r)
     return VoronoiLosses(charges.sum(dim=-1), cells.cell, cells.empty_count)
 
@@ -280,7 +280,7 @@ def quotient_losses(
     fitted = canonical(model.with_experts(fit.n_experts), fit)
     if has_signs(model):
         fitted = _nearest_signs(fitted, reference)
-    cells = assign(fitted, reference)
+    cells = assign_cells(fitted, reference)
     charges = _cell_charges(fitted, reference, cells, kind, paper, r)
     if cone and (model.ridge.degree is not None or model.expert == "two_layer"):
         power = torch.ones(cells.size.shape, dtype=torch.float64)  # of the parameter errors
@@ -302,7 +302,7 @@ def _nearest_signs(fit: MoEParameters, truth: MoEParameters) -> MoEParameters:
 
     def nearest(experts: Tensor) -> Tensor:
         rows = torch.cat((fit.router, experts), dim=-1)
-        return norms(pair_differences(rows, references)).amin(dim=-1, keepdim=True)
+        return pair_norms(pair_differences(rows, references)).amin(dim=-1, keepdim=True)
 
     flip = nearest(-fit.experts) < nearest(fit.experts)
     return MoEParameters(fit.router, fit.bias, torch.where(flip, -fit.experts, fit.experts))
@@ -321,8 +321,8 @@ def _cone_charges(
     mass, mass_true = (p.bias.exp() if softmax else p.bias.sigmoid() for p in (fit, truth))
     moment = cells.total((mass * strength).unsqueeze(-1).expand(shape)) - mass_true * strength_true
     exponent = power.unsqueeze(-2)
-    rows = norms(pair_differences(fit.router, truth.router)) ** exponent
-    turns = norms(pair_differences(unit, unit_true)) ** exponent
+    rows = pair_norms(pair_differences(fit.router, truth.router)) ** exponent
+    turns = pair_norms(pair_differences(unit, unit_true)) ** exponent
     if not softmax:
         return moment.abs() + cells.total(rows + turns)
     weights = mass.unsqueeze(-1).expand(shape)
@@ -416,14 +416,14 @@ def matched_errors(fit: MoEParameters, truth: MoEParameters) -> MatchedErrors:
         ShapeError,
     )
     rows, references = (torch.cat((p.router, p.experts), dim=-1) for p in (fit, truth))
-    cost = norms(pair_differences(rows, references)).detach()
+    cost = pair_norms(pair_differences(rows, references)).detach()
     flat = cost.reshape(-1, *cost.shape[-2:]).mT
     partners = [linear_sum_assignment(costs.numpy())[1].tolist() for costs in flat]
     partner = torch.tensor(partners).reshape(*cost.shape[:-2], cost.shape[-1])
     pairs = (
-        norms(pair_differences(fit.router, truth.router)),
+        pair_norms(pair_differences(fit.router, truth.router)),
         (fit.bias.unsqueeze(-1) - truth.bias.unsqueeze(-2)).abs(),
-        norms(pair_differences(fit.experts, truth.experts)),
+        pair_norms(pair_differences(fit.experts, truth.experts)),
     )
     picked = [values.gather(-2, partner.unsqueeze(-2)).squeeze(-2) for values in pairs]
     return MatchedErrors(partner, *picked)

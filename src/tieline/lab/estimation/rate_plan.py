@@ -49,7 +49,13 @@ from torch import Tensor
 
 from tieline.core.errors import require
 from tieline.core.records import canonical_json
-from tieline.lab.estimation.fit import METHODS, Method, ModelRegression, lift, population_minimiser
+from tieline.lab.estimation.fit import (
+    METHODS,
+    Method,
+    ModelRegression,
+    lift_truth,
+    population_minimiser,
+)
 from tieline.lab.estimation.identifiability import information, null_dimension
 from tieline.lab.estimation.model import (
     GateName,
@@ -339,7 +345,7 @@ class RatePlan:
     @property
     def centre(self) -> MoEParameters:
         """The reference with as many atoms as the model has, near which fits start."""
-        return lift(self.model, self.reference)
+        return lift_truth(self.model, self.reference)
 
     def drawn(self, n: int) -> tuple[int, float]:
         """Samples that are drawn for the sample size n, and the noise in them."""
@@ -524,7 +530,7 @@ def _published_case(setting: Setting, seed: int, grid: Mapping[str, Any]) -> Cas
         minimiser = population_minimiser(
             setting.fitted,
             lambda x: setting.truth.regression(truth, x),
-            near=lift(setting.fitted, truth),
+            near=lift_truth(setting.fitted, truth),
             n=POPULATION,
             starts=POPULATION_STARTS,
             refine=REFINED,

@@ -211,7 +211,7 @@ class DomainTask(ImageTask):
         if pretrained := getattr(config.model, "pretrained", None):
             fetch_checkpoint(pretrained)  # before anything is built
         out, share = options["out"], options.get("held_out", 0.2)
-        train, validation, test = left_out(pacs, out, share, config.seed)
+        train, validation, test = leave_out_domain(pacs, out, share, config.seed)
         items = image_order(train, config.optim.steps * config.optim.batch, config.seed)
         about = f"{len(train)} images of {pacs.images.source} without {out}"
         return ImageData(items, about, {"out": test, "validation": validation})
@@ -221,7 +221,7 @@ class DomainTask(ImageTask):
         return score_images(model, data.scored_on["validation"])["accuracy"]
 
 
-def left_out(
+def leave_out_domain(
     pacs: DomainImages, out: str, share: float, seed: int
 ) -> tuple[Images, Images, Images]:
     """Return training images, held-out images of the same domains, and the domain left out.

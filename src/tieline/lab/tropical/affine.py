@@ -120,7 +120,7 @@ def captured_inputs(layer: LayerTrace) -> Tensor:
     return layer.inputs
 
 
-def chosen(scores: np.ndarray, k: int) -> Bool[np.ndarray, "points experts"]:
+def chosen_experts(scores: np.ndarray, k: int) -> Bool[np.ndarray, "points experts"]:
     """Which experts the router chooses; ties go to the lower index."""
     return topk_mask(torch.from_numpy(np.ascontiguousarray(scores)), k).numpy()
 

@@ -18,7 +18,13 @@ import torch
 from scipy import special
 
 from tieline.core.errors import require
-from tieline.lab.tropical.affine import AffineRouter, as_points, as_router, captured_inputs, chosen
+from tieline.lab.tropical.affine import (
+    AffineRouter,
+    as_points,
+    as_router,
+    captured_inputs,
+    chosen_experts,
+)
 from tieline.lab.tropical.capacity import wall_density
 from tieline.lab.tropical.curve_pieces import Crossings, crossings, token_pairs
 from tieline.measure.distance import expert_distances, nearest_tie
@@ -115,7 +121,7 @@ def _saturation_of_data(data: np.ndarray, router: AffineRouter) -> Saturation:
     scores = router.scores(data)
     apart = expert_distances(torch.from_numpy(router.weight))
     distance = nearest_tie(torch.from_numpy(scores), router.k, apart).distance.numpy()
-    rows = np.packbits(chosen(scores, router.k), axis=1)
+    rows = np.packbits(chosen_experts(scores, router.k), axis=1)
     shares = np.unique(rows, axis=0, return_counts=True)[1] / len(rows)
     mean = data.mean(axis=0)
     spread = math.sqrt(float(((data - mean) ** 2).sum(axis=1).mean()))

@@ -30,7 +30,7 @@ from tieline.lab.tropical.affine import (
     as_points,
     as_router,
     captured_inputs,
-    chosen,
+    chosen_experts,
 )
 from tieline.lab.tropical.capacity import capacity_bound, wall_density
 from tieline.trace.record import LayerTrace, RoutingTrace
@@ -52,7 +52,7 @@ class CoalitionWalk(NamedTuple):
         return np.bincount(self.segment, minlength=len(self.first))
 
 
-def walk(
+def walk_coalitions(
     starts: Float[np.ndarray, "segments dim"],
     ends: Float[np.ndarray, "segments dim"],
     router: AffineRouter,
@@ -74,7 +74,7 @@ def walk(
 
 def _walk_segments(start: np.ndarray, end: np.ndarray, k: int) -> CoalitionWalk:
     """The changes of coalition along a chunk of segments of scores."""
-    first = chosen(start, k)
+    first = chosen_experts(start, k)
     slope = end - start
     closing = slope[:, None, :] - slope[:, :, None]
     lead = start[:, :, None] - start[:, None, :]
@@ -131,7 +131,7 @@ def pieces_along(
         f"points {int(steps.argmin())} and {int(steps.argmin()) + 1} of the curve are equal: "
         "leave repeated points out",
     )
-    walked = walk(path[:-1], path[1:], router)
+    walked = walk_coalitions(path[:-1], path[1:], router)
     angle = spherical_length(path, lift=bias_scale(router))
     kinks = 0 if neurons is None else _count_kinks(path, walked, neurons)
     switches = len(walked.segment)
@@ -308,8 +308,8 @@ def crossings(
     keep = length > 0  # the same input twice, as the first tokens of two texts, is no line
     require(bool(keep.any()), "every pair has the same input at both ends", TraceError)
     ends, length = ends[keep], length[keep]
-    counts = walk(ends[:, 0], ends[:, 1], router).per_segment()
-    sets = [chosen(router.scores(ends[:, side]), router.k) for side in (0, 1)]
+    counts = walk_coalitions(ends[:, 0], ends[:, 1], router).per_segment()
+    sets = [chosen_experts(router.scores(ends[:, side]), router.k) for side in (0, 1)]
     traced = layer.experts[:, : layer.facts.k].long()[pairs[torch.from_numpy(keep)]]
     traced_sets = np.zeros((2, *sets[0].shape), dtype=bool)
     np.put_along_axis(traced_sets, traced.transpose(0, 1).numpy(), True, axis=2)

@@ -24,7 +24,7 @@ from tieline.lab.tropical.affine import (
     as_points,
     as_router,
     captured_inputs,
-    chosen,
+    chosen_experts,
 )
 from tieline.trace.record import LayerTrace
 
@@ -82,7 +82,7 @@ def cells_within(corners: Float[np.ndarray, "corners 2"], router: AffineRouter) 
     require(least > 0, "the polygon has no area")
     # off the centre: pictures put their points there, and a router without bias ties at the origin
     start = corners.mean(axis=0) + 0.0137 * (corners[0] - corners.mean(axis=0))
-    first = np.flatnonzero(chosen(router.scores(start[None]), router.k)[0])
+    first = np.flatnonzero(chosen_experts(router.scores(start[None]), router.k)[0])
     queue, visited = deque([tuple(first.tolist())]), {tuple(first.tolist())}
     cells = []
     while queue:

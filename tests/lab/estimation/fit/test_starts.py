@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.fit import fit, kmeans_start, lift, near_truth, radius_at, random_start
+from tieline.lab.estimation.fit import (
+    fit,
+    kmeans_start,
+    lift_truth,
+    near_truth,
+    radius_at,
+    random_start,
+)
 from tieline.lab.estimation.model import MoEModel, MoEParameters
 
 
@@ -47,7 +54,7 @@ def test_random_starts_have_the_scale():
 def test_a_split_truth_keeps_its_masses_and_its_function():
     family = model()
     centre = truth(family)
-    lifted = lift(family.with_experts(5), centre)
+    lifted = lift_truth(family.with_experts(5), centre)
     assert lifted.n_experts == 5
     torch.testing.assert_close(lifted.bias.exp().sum(), centre.bias.exp().sum())
     torch.testing.assert_close(lifted.bias[0], centre.bias[0])
@@ -55,14 +62,14 @@ def test_a_split_truth_keeps_its_masses_and_its_function():
     values = [family.regression(centre, x), family.with_experts(5).regression(lifted, x)]
     torch.testing.assert_close(*values)
     with pytest.raises(TielineError, match="5 atoms do not fit into 3"):
-        lift(family, lifted)
-    torch.testing.assert_close(lift(family, centre).flatten(), centre.flatten())
+        lift_truth(family, lifted)
+    torch.testing.assert_close(lift_truth(family, centre).flatten(), centre.flatten())
 
 
 def test_a_copy_of_a_sigmoid_atom_with_a_gate_is_switched_off():
     family = model(link="sigmoid")
     centre = truth(family)
-    lifted = lift(family.with_experts(4), centre)
+    lifted = lift_truth(family.with_experts(4), centre)
     torch.testing.assert_close(lifted.bias[:3], centre.bias)
     assert lifted.bias[3] == -6.0
     x = torch.rand(50, 2).double()
@@ -107,7 +114,7 @@ def test_identical_samples_do_not_break_the_clusters():
 def test_a_lifted_sigmoid_truth_has_the_same_parameters_otherwise():
     family = model(link="sigmoid")
     centre = MoEParameters([[1.0, 0], [0, 0], [0, 0]], [0.5, -0.2, 0.1], torch.ones(3, 3))
-    lifted = lift(family.with_experts(4), centre)
+    lifted = lift_truth(family.with_experts(4), centre)
     torch.testing.assert_close(lifted.router[3], centre.router[2])
     assert lifted.bias[2] == lifted.bias[3]
     torch.testing.assert_close(2 * lifted.bias[3].sigmoid(), centre.bias[2].sigmoid())

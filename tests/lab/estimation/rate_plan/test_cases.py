@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.lab.estimation.fit import lift
+from tieline.lab.estimation.fit import lift_truth
 from tieline.lab.estimation.model import MoEModel
 from tieline.lab.estimation.rate_plan import (
     SETTINGS,
@@ -47,7 +47,7 @@ def test_a_free_combination_may_have_more_experts_than_the_truth():
     case = case_of(gate="quadratic", link="sigmoid", d=1, n_experts=2, fitted=3, draws=20)
     assert (case.plan.model.n_experts, case.plan.truth.n_experts) == (3, 2)
     assert (case.plan.loss, case.plan.paper) == ("L1", 4)
-    same = lift(case.plan.model, case.plan.truth)
+    same = lift_truth(case.plan.model, case.plan.truth)
     torch.testing.assert_close(case.plan.centre.flatten(), same.flatten())
     with pytest.raises(TielineError, match="at least the 2 true experts: 1"):
         case_of(d=1, n_experts=2, fitted=1)

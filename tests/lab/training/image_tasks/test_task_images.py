@@ -23,7 +23,7 @@ from tieline.lab.training.image_tasks import (
     MixtureClassifier,
     collect_work,
     image_model,
-    left_out,
+    leave_out_domain,
     score_images,
 )
 from tieline.lab.training.recipes import (
@@ -57,21 +57,21 @@ def places(images):
 @pytest.mark.parametrize("out", DOMAINS)
 def test_a_domain_is_left_out_and_the_others_are_split_without_overlap(out):
     every = domains()
-    train, held, test = left_out(every, out, 0.2, seed=0)
+    train, held, test = leave_out_domain(every, out, 0.2, seed=0)
     number = DOMAINS.index(out)
     assert places(test) == {place for place in range(40) if place % 4 == number}
     assert len(held) == 6  # a fifth of ten, three times
     assert not places(train) & places(held)
     assert places(train) | places(held) == set(range(40)) - places(test)
-    assert places(left_out(every, out, 0.2, seed=0)[1]) == places(held)
-    assert places(left_out(every, out, 0.2, seed=1)[1]) != places(held)
+    assert places(leave_out_domain(every, out, 0.2, seed=0)[1]) == places(held)
+    assert places(leave_out_domain(every, out, 0.2, seed=1)[1]) != places(held)
 
 
 def test_unknown_domains_shares_gates_data_and_shapes_are_refused():
     with pytest.raises(TielineError, match="'attic' is not one of"):
-        left_out(domains(), "attic", 0.2, 0)
+        leave_out_domain(domains(), "attic", 0.2, 0)
     with pytest.raises(TielineError, match=r"in \(0, 1\), got 1"):
-        left_out(domains(), "photo", 1.0, 0)
+        leave_out_domain(domains(), "photo", 1.0, 0)
     with pytest.raises(TielineError, match="'softer' is not one of"):
         domain_gate("softer", TINY)
     with pytest.raises(TielineError, match="'attic'"):

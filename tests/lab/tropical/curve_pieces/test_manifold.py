@@ -24,7 +24,7 @@ from tieline.lab.tropical import (
     wall_density,
 )
 from tieline.lab.tropical.affine import AffineRouter
-from tieline.lab.tropical.curve_pieces import walk
+from tieline.lab.tropical.curve_pieces import walk_coalitions
 
 
 def random_layer(seed, n=5, width=2, dim=3):
@@ -73,7 +73,7 @@ def test_walks_end_at_the_choice_of_their_end(seed, k):
     r = np.random.default_rng(seed)
     router = AffineRouter(r.standard_normal((6, 4)), r.standard_normal(6), k)
     a, b = r.standard_normal((2, 20, 4))
-    walked = walk(a, b, router)
+    walked = walk_coalitions(a, b, router)
     now = walked.first.copy()
     for segment, out, new in zip(walked.segment, walked.leaving, walked.entering, strict=True):
         assert now[segment, out]
@@ -91,9 +91,9 @@ def test_walks_in_chunks_are_the_walk(monkeypatch):
     r = np.random.default_rng(0)
     router = AffineRouter(r.standard_normal((6, 3)), r.standard_normal(6), 2)
     a, b = r.standard_normal((2, 11, 3))
-    whole = walk(a, b, router)
+    whole = walk_coalitions(a, b, router)
     monkeypatch.setattr("tieline.lab.tropical.curve_pieces.CHUNK", 36 * 4)
-    for x, y in zip(whole, walk(a, b, router), strict=True):
+    for x, y in zip(whole, walk_coalitions(a, b, router), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

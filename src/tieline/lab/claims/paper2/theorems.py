@@ -48,7 +48,7 @@ from tieline.lab.claims.rate_studies import (
     up_to_symmetry,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
-from tieline.lab.estimation.fit import lift, population_minimiser
+from tieline.lab.estimation.fit import lift_truth, population_minimiser
 from tieline.lab.estimation.rates import RateStudy
 
 
@@ -416,7 +416,7 @@ def population_minimiser_uses_all(run: ClaimRun) -> Evidence:
         population_minimiser(
             softmax_plane_family("perturbed").with_experts(k),
             lambda x: case.source.regression(case.truth, x),
-            near=lift(softmax_plane_family("perturbed").with_experts(k), case.truth),
+            near=lift_truth(softmax_plane_family("perturbed").with_experts(k), case.truth),
             n=run.size(3000, 20_000),
             starts=4,
             seed=run.seed,

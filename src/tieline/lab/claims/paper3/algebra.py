@@ -32,7 +32,7 @@ from tieline.lab.tropical import (
     symmetric_polynomial,
     zaslavsky,
 )
-from tieline.lab.tropical.affine import chosen
+from tieline.lab.tropical.affine import chosen_experts
 from tieline.lab.tropical.algebra import ONE, ZERO, plus, power, times
 
 
@@ -44,7 +44,7 @@ def bend_inside_pieces(points: np.ndarray, margins: np.ndarray, net: tuple, soft
 
     def layer_output(x: np.ndarray) -> np.ndarray:
         scores = x @ W.T + b
-        gates = chosen(scores, k) * (
+        gates = chosen_experts(scores, k) * (
             np.exp(scores - scores.max(axis=1, keepdims=True)) if softmax else 1.0
         )
         gates /= gates.sum(axis=1, keepdims=True)

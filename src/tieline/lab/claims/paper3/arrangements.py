@@ -45,7 +45,7 @@ from tieline.lab.tropical import (
     zaslavsky,
     zonotope_counts,
 )
-from tieline.lab.tropical.affine import chosen
+from tieline.lab.tropical.affine import chosen_experts
 
 
 @claim("p3-prop4.2", "top-1 cells")
@@ -165,7 +165,7 @@ def order_k(run: ClaimRun) -> Evidence:
         swaps += expected != set(listed.coalitions[other])
     x = 2 * numpy_generator(run, 2).standard_normal((run.size(3_000, 30_000), 2))
     y = x + 0.7 * numpy_generator(run, 3).standard_normal(x.shape)
-    first, other, middle = (chosen(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
+    first, other, middle = (chosen_experts(p @ W.T + b, 3) for p in (x, y, (x + y) / 2))
     same = (first == other).all(axis=1)
     broken = int((middle != first).any(axis=1)[same].sum())
     return Evidence.of(
@@ -232,7 +232,7 @@ def bent_supports(W: np.ndarray, b: np.ndarray) -> int:
         leads = np.full((2, len(others)), -9.0)
         leads[:, :2] = [[3.0, -1.0], [-1.0, 3.0]]
         x = np.linalg.solve(W[others] - W[expert], (leads - b[others] + b[expert]).T).T
-        mask = chosen(np.vstack([x, x.mean(axis=0)]) @ W.T + b, 2)[:, expert]
+        mask = chosen_experts(np.vstack([x, x.mean(axis=0)]) @ W.T + b, 2)[:, expert]
         bent += mask.tolist() == [True, True, False]
     return bent
 
@@ -249,7 +249,7 @@ def single_expert_supports(run: ClaimRun) -> Evidence:
     """
     bent = bent_supports(*numpy_router(run, 2, 5, 4))
     ramp = np.linspace(-40, 40, 4_001)[:, None]
-    mask = chosen(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
+    mask = chosen_experts(ramp @ np.array([[1.0, -1.0, 0.0]]) + np.array([0.0, 0.0, -10.0]), 2)
     ends = [int(np.abs(np.diff(mask[:, e].astype(int))).sum()) for e in range(3)]
     return Evidence.of(
         at_least("fewest ends of a support on the line", min(ends), 2),
@@ -299,7 +299,7 @@ def softmax_keeps(run: ClaimRun) -> Evidence:
     scores = numpy_generator(run, 1).standard_normal((run.size(20_000, 200_000), 16))
     soft = np.exp(scores - scores.max(axis=1, keepdims=True))
     soft /= soft.sum(axis=1, keepdims=True)
-    wrong = int((chosen(scores, 4) != chosen(soft, 4)).any(axis=1).sum())
+    wrong = int((chosen_experts(scores, 4) != chosen_experts(soft, 4)).any(axis=1).sum())
     far = np.array([[0.0, -120.0, -110.0]], dtype=np.float32)
     ties = float(np.exp(far)[0, 1] == np.exp(far)[0, 2])
     checks = [

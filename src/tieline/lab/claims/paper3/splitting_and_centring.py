@@ -52,7 +52,7 @@ from tieline.lab.tropical import (
     walls_in_ball,
     zaslavsky,
 )
-from tieline.lab.tropical.affine import chosen
+from tieline.lab.tropical.affine import chosen_experts
 
 
 def numpy_ball_points(r: np.random.Generator, n: int, dim: int) -> np.ndarray:
@@ -74,12 +74,16 @@ def tropical_saturation(run: ClaimRun) -> Evidence:
     r = numpy_generator(run, 1)
     W, b, x = r.standard_normal((8, 3)), r.standard_normal(8), r.standard_normal((200, 3))
     distances = saturation(x, W, b, 2)
-    before = chosen(x @ W.T + b, 2)
+    before = chosen_experts(x @ W.T + b, 2)
     steps = r.standard_normal((run.size(300, 3_000), 1, 3))
     steps *= distances.smallest / np.linalg.norm(steps, axis=2, keepdims=True)
     inside, out = ((x + f * steps) @ W.T + b for f in (0.999, 1.2))
-    moved = int((chosen(inside.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum())
-    beyond = int((chosen(out.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum())
+    moved = int(
+        (chosen_experts(inside.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum()
+    )
+    beyond = int(
+        (chosen_experts(out.reshape(-1, 8), 2).reshape(-1, 200, 8) != before).any(axis=2).sum()
+    )
     checks = [
         none_of("inputs moved by less than ε that change", moved),
         at_least("inputs moved by 1.2 ε that change", beyond, 1),
@@ -192,7 +196,7 @@ def shared_expert_mixture(
     """Output and coalition of a top-k layer with affine experts, and a shared expert if given."""
     W, experts, k = layer
     scores = x @ W.T
-    mask = chosen(scores, k)
+    mask = chosen_experts(scores, k)
     gates = mask * np.exp(scores - scores.max(axis=1, keepdims=True))
     gates /= gates.sum(axis=1, keepdims=True)
     routed = np.einsum("pe,edo,pd->po", gates, experts, x)

@@ -34,7 +34,7 @@ from tieline.lab.tropical import (
     sharp_bound,
     zaslavsky,
 )
-from tieline.lab.tropical.affine import chosen
+from tieline.lab.tropical.affine import chosen_experts
 
 MANY = [64, 256, 1024, 4096]
 """Numbers of experts at which shares are computed."""
@@ -217,7 +217,7 @@ def coalition_reachability(run: ClaimRun) -> Evidence:
     W, reached = numpy_generator(run, 1).standard_normal((6, 6)), 0
     for coalition in itertools.combinations(range(6), 3):
         target = np.isin(np.arange(6), coalition).astype(float)
-        mask = chosen((W @ np.linalg.solve(W, target))[None], 3)[0]
+        mask = chosen_experts((W @ np.linalg.solve(W, target))[None], 3)[0]
         reached += bool((mask == target.astype(bool)).all())
     t = np.linspace(-1, 1, 9)
     curve = np.column_stack([t, t**2, t**3])
