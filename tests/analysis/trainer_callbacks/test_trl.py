@@ -1,5 +1,9 @@
 """The door of TRL, with the real package: rollouts are recorded, replayed and compared."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -188,3 +192,12 @@ def test_sft_replays_other_experts(tmp_path, packing):
     plain.train()
     losses = [t.state.log_history[0]["loss"] for t in (trainer, plain)]
     assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_the_example_prints_its_steps(tmp_path):
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "examples/trl_grpo.py", "2"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2
+    assert all("0.00% unexplained, 0.00% without a record" in line for line in lines)
