@@ -141,10 +141,9 @@ def _choice_counts(
 ) -> np.ndarray:
     """Rows of each token that chose each expert (layers, tokens, E)."""
     experts = int(ids.max()) + 1 if like is None else like.shape[2]
-    counts = np.zeros((ids.shape[1], size, experts), np.float32)
-    for layer in range(ids.shape[1]):
-        np.add.at(counts[layer], (tokens[:, None], ids[:, layer]), 1)
-    return counts
+    cells = tokens[:, None, None] * experts + ids
+    counts = [np.bincount(x.ravel(), minlength=size * experts) for x in cells.swapaxes(0, 1)]
+    return np.stack(counts).reshape(-1, size, experts).astype(np.float32)
 
 
 def _misfit_findings(table: RouteTable, tokens: np.ndarray) -> Iterator[RouteFinding]:
