@@ -34,7 +34,7 @@ def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
 
 def next_token_logprobs(
     model: nn.Module, inputs: Mapping[str, Any], temperature: float = 1.0
-) -> Float[Tensor, "rows length-1"]:
+) -> Float[Tensor, "rows targets"]:
     """Return log p(token t + 1 | tokens up to t) of the tokens of a batch, in at least float32.
 
     Args:
