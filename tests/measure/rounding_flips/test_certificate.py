@@ -51,6 +51,32 @@ def test_certified_choices_are_those_of_every_score_within_the_bound():
     assert 0 < sure.sum() < len(sure)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("units", [(2.0**-24, 0.0), (2.0**-24, 2.0**-8), (2.0**-11, 2.0**-11)])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_the_short_cut_certifies_no_token_that_the_bound_does_not(kind, units, size):
+    unit, output = units
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(6, 48, generator=generator).to(kind)
+    x = size * torch.randn(400, 48, generator=generator)
+    # half of the tokens are moved to where two experts are within a few units of each other
+    scores, rise = x[:200] @ weight.T.float(), weight.float()
+    top = scores.topk(3, dim=1)
+    between = rise[top.indices[:, 1]] - rise[top.indices[:, 2]]
+    gaps = top.values[:, 1] - top.values[:, 2]
+    nearness = torch.logspace(-8, 0, 200)
+    x[:200] -= ((1 - nearness) * gaps / between.square().sum(1))[:, None] * between
+    x = x.to(kind)
+    exact, bound = score_error_bound(x, weight, unit=unit, output_unit=output)
+    chosen = topk_mask(exact, 2)
+    low = (exact - bound).masked_fill(~chosen, torch.inf).amin(1)
+    high = (exact + bound).masked_fill(chosen, -torch.inf).amax(1)
+    certified = certified_choices(x, weight, 2, unit=unit, output_unit=output)
+    assert torch.equal(certified, low > high)
+    assert certified.any()
+    assert kind == torch.bfloat16 or not certified.all()  # whose numbers are too far apart for ties
+
+
 def test_nothing_is_certified_where_the_bound_ends():
     x, weight = drawn(dim=256)
     assert not certified_choices(x, weight, 2, unit=UNIT_ROUNDOFF["bfloat16"]).any()
