@@ -111,8 +111,8 @@ PLANTED = {
     "p3-prop4.2": ("arrangements.expected_cells", scaled(1.2)),
     "p3-thm4.5": ("arrangements.count_cells", one_more),
     "p3-thm4.5-cells": ("arrangements.count_cells", every_coalition),
-    "p3-thm4.5-supports": ("arrangements.chosen", of_one),
-    "p3-ex4.6": ("arrangements.chosen", of_one),
+    "p3-thm4.5-supports": ("arrangements.chosen_experts", of_one),
+    "p3-ex4.6": ("arrangements.chosen_experts", of_one),
     "p3-rem4.7": ("arrangements.np.exp", in_half_precision),
     # offsets that were not looked at
     "p3-def4.8": ("arrangements.position_failures", lambda real: lambda V, c: (
