@@ -55,7 +55,7 @@ def random_ramps(run: ClaimRun, count: int) -> list[tuple[Tensor, Tensor]]:
     return ramps
 
 
-@claim("p5-law", "moved times sensitivity", number="law", seconds=1)
+@claim("p5-law", "moved times sensitivity", number="law")
 def moved_times_sensitivity(run: ClaimRun) -> Evidence:
     """D·S >= f²J⁴σ²/16 for every ramp between two experts, S linearised in σ; the Laplace ramp
     attains it and a straight ramp has 4/3 of it.
@@ -76,7 +76,7 @@ def moved_times_sensitivity(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p5-frontier", "the frontier at finite noise", number="frontier", seconds=6)
+@claim("p5-frontier", "the frontier at finite noise", number="frontier", seconds=0.5)
 def finite_noise_frontier(run: ClaimRun) -> Evidence:
     """To make flips R times cheaper a gate must move the model by at least π/32·R times their cost
     for large R, and by the Fourier frontier for every R.
@@ -115,7 +115,7 @@ def finite_noise_frontier(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p5-gates", "two gates and the bound", number="gates", seconds=2)
+@claim("p5-gates", "two gates and the bound", number="gates")
 def gates_against_bound(run: ClaimRun) -> Evidence:
     """Projected top-k has 4/3 of the bound, at equal ε half the D and half the S of paper 1's ramp;
     that has 16/3 of the bound for b = 1 and more for b = 50.
@@ -330,12 +330,7 @@ def scaled_product(
     return (moved * cost.sensitivity * (square * sigmas.square() / scales).mean()).item()
 
 
-@claim(
-    "p5-off-segment",
-    "outputs off the segment between two experts",
-    number="off the segment",
-    seconds=1.5,
-)
+@claim("p5-off-segment", "outputs off the segment between two experts", number="off the segment")
 def off_segment_law(run: ClaimRun) -> Evidence:
     """An output that is a function of the noisy margin and not between the outputs of the two
     experts is at least as far from top-k as its projection on their segment, so that the least

@@ -212,12 +212,7 @@ def changed_choices(run: ClaimRun, x: Tensor, weight: Tensor, stored: str) -> Te
     return changed
 
 
-@claim(
-    "p5-lojasiewicz",
-    "no analytic expert is slower than every power",
-    number="Łojasiewicz",
-    seconds=1,
-)
+@claim("p5-lojasiewicz", "no analytic expert is slower than every power", number="Łojasiewicz")
 def analytic_exponent(_run: ClaimRun) -> Evidence:
     """For experts analytic near a compact set, at a fixed truth, ‖f - f*‖ >= c dist(G, fibre)^p for
     some p, the fibre being the measures of f*, so that least squares reach it at a power of n.

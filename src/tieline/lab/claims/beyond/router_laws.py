@@ -460,7 +460,7 @@ MANY, HUGE = [2**p for p in (10, 12, 14, 16, 18)], [2**p for p in (24, 26, 28, 3
 """Numbers of experts at which the bounds are compared, and those that show their order."""
 
 
-@claim("p5-levels", "the combinatorial gain ends at k = (d+1)/2", number="levels", seconds=1)
+@claim("p5-levels", "the combinatorial gain ends at k = (d+1)/2", number="levels")
 def combinatorial_gain_ends(run: ClaimRun) -> Evidence:
     """For k > (d+1)/2 the cells of every top-k router are O(N^⌊(d+1)/2⌋), a vanishing share of C(N,
     k), so that Thm 4.19 of paper 3 fails for each such k and not only for k > d + 1; for k <=

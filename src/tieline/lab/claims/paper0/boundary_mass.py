@@ -326,7 +326,7 @@ def level_set_profile(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=router.mass(width), measured=float(inside), figure=figure)
 
 
-@claim("p0-prop3.5", "coarea expansion for two experts", seconds=0.5)
+@claim("p0-prop3.5", "coarea expansion for two experts")
 def coarea_expansion(run: ClaimRun) -> Evidence:
     """BM_ε(τ) = C_ε τ + o(τ) with C_ε = 2κ_ε times the surface integral of p/‖∇S‖.
 

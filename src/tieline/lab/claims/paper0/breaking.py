@@ -67,7 +67,7 @@ def router_gradient(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="equal", measured=difference)
 
 
-@claim("p0-eq6.3", "response model, an assumption", expected=Verdict.FAILS, seconds=2)
+@claim("p0-eq6.3", "response model, an assumption", expected=Verdict.FAILS)
 def response_model(run: ClaimRun) -> Evidence:
     """Assumed, as a reduced model and not as a theorem: near u = 0 the product of residual and
     contrast is odd in u·x to first order, so that the update of the router is linear in u, without
@@ -221,7 +221,7 @@ def sign_response(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=stated, measured=values[1])
 
 
-@claim("p0-eq6.7", "without loss of generality d·Σv > 0", expected=Verdict.FAILS, seconds=2)
+@claim("p0-eq6.7", "without loss of generality d·Σv > 0", expected=Verdict.FAILS)
 def positive_drive_generality(run: ClaimRun) -> Evidence:
     """Replacing v by -v and swapping the sides leaves the teacher as it is, so d·Σv may be taken
     positive.

@@ -24,26 +24,10 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.claims.paper0.limit import crossing_pair
 from tieline.lab.claims.paper0.teacher_recovery import TEACHER
 from tieline.lab.claims.routing_problems import bounded_mixture, drawn_pupil
-from tieline.lab.limits.recovery import (
-    specialisation_gap,
-)
-from tieline.lab.limits.risk import (
-    MoESample,
-    cell_control,
-    hard_predictions,
-    risk_decomposition,
-)
-from tieline.lab.limits.saddle import (
-    derivative_transfer,
-    offset_curvature,
-    perturbed_curvature,
-)
-from tieline.lab.limits.two_cells import (
-    TwoCells,
-    gaussian_profile,
-    gaussian_risk,
-    two_cells,
-)
+from tieline.lab.limits.recovery import specialisation_gap
+from tieline.lab.limits.risk import MoESample, cell_control, hard_predictions, risk_decomposition
+from tieline.lab.limits.saddle import derivative_transfer, offset_curvature, perturbed_curvature
+from tieline.lab.limits.two_cells import TwoCells, gaussian_profile, gaussian_risk, two_cells
 from tieline.lab.limits.wall_integrals import moved_wall, sampled_wall_derivative, wall_variation
 from tieline.lab.power_law import exponent
 
@@ -266,7 +250,7 @@ def realisable_velocities(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p0-asm5.13", "gradient and Hessian transfer", seconds=1)
+@claim("p0-asm5.13", "gradient and Hessian transfer")
 def curvature_transfer(run: ClaimRun) -> Evidence:
     """∇L_τ and ∇²L_τ tend to those of L_0 near every critical point.
 

@@ -196,7 +196,7 @@ def _quadrature_checks() -> list[Check]:
     return checks
 
 
-@claim("p0-thm4.5", "uniform soft-to-hard bound", seconds=1.5)
+@claim("p0-thm4.5", "uniform soft-to-hard bound", seconds=0.5)
 def uniform_soft_to_hard_bound(run: ClaimRun) -> Evidence:
     """|L_τ - L_0| <= C_sh τ^α for all τ in (0, 1] and all parameters, C_sh = 4 B_f (B_Y + B_f)(E-1)
     C Γ(α+1).
@@ -262,7 +262,7 @@ def _rooted_gap(tau: float) -> float:
     return -(lost * normal_density(x)).sum().item() * 24 / 20_000 * math.sqrt(tau)
 
 
-@claim("p0-thm4.7", "Γ-convergence of the soft risks", seconds=3)
+@claim("p0-thm4.7", "Γ-convergence of the soft risks", seconds=1.0)
 def gamma_limit(run: ClaimRun) -> Evidence:
     """L_τ Γ-converges to L_0 on compact parameter spaces whose routers share one margin tail:
     infima and almost minimisers converge.

@@ -247,7 +247,7 @@ def strict_saddles(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p0-rem5.18", "generic descent escapes the saddles", seconds=1)
+@claim("p0-rem5.18", "generic descent escapes the saddles", seconds=3)
 def descent_escapes_saddles(_run: ClaimRun) -> Evidence:
     """Descent from generic points approaches the minimising set or escapes by negative curvature.
 

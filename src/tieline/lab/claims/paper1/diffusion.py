@@ -105,7 +105,7 @@ def _exits_between_bounds(run: ClaimRun, cell: TopKCell, horizon: float) -> Evid
     )
 
 
-@claim("p1-thmA.22", "lower bound of the exit probability", seconds=2)
+@claim("p1-thmA.22", "lower bound of the exit probability", seconds=0.5)
 def exit_lower_bound(run: ClaimRun) -> Evidence:
     """P(exit by t) >= 2(1 - Φ(r_min/√t)).
 
@@ -212,7 +212,7 @@ def annulus_law(dim: int, start: float, inner: float, outer: float) -> float:
     return (start**power - outer**power) / (inner**power - outer**power)
 
 
-@claim("p1-lemA.27", "Brownian motion misses points", seconds=1.5)
+@claim("p1-lemA.27", "Brownian motion misses points")
 def brownian_misses_points(run: ClaimRun) -> Evidence:
     """In two or more dimensions a Brownian path never meets a given point a ≠ 0.
 
@@ -303,7 +303,7 @@ def _largest_covariance_deviation(x: Tensor, y: Tensor, covariance: Tensor) -> f
     return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
 
 
-@claim("p1-thmA.30", "exits are of order 1", seconds=1.5)
+@claim("p1-thmA.30", "exits are of order 1", seconds=0.5)
 def exits_are_order_one(run: ClaimRun) -> Evidence:
     """A path leaves its cell through an order-1 tie, and through none of higher order, almost
     surely.
@@ -329,7 +329,7 @@ def exits_are_order_one(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p1-thm5.1", "exit through order-1 ties, with a bound on the time", seconds=3)
+@claim("p1-thm5.1", "exit through order-1 ties, with a bound on the time", seconds=1.0)
 def exit_theorem(run: ClaimRun) -> Evidence:
     """The exit point is an order-1 tie almost surely, and P(exit by t) >= 2(1 - Φ(r_min/√t)), r_min
     the smallest normalised distance.
@@ -431,7 +431,7 @@ def _bounded_time_near_ties(
     return checks, row
 
 
-@claim("p1-thm5.3", "time near order-n ties", number="Thm 5.3, A.32", seconds=3)
+@claim("p1-thm5.3", "time near order-n ties", number="Thm 5.3, A.32", seconds=1.0)
 def many_flats(run: ClaimRun) -> Evidence:
     """The expected time within ε of Γ^(n) is at most the sum over flats of the bounds of Prop.
     A.31: 2ΣKε√T for n = 1, ΣKε²E_1(b/T) for n = 2.

@@ -186,7 +186,7 @@ def _nearest_tie_points(run: ClaimRun, weight: Tensor, k: int, n: int) -> tuple[
     return nearest.point, nearest.normal
 
 
-@claim("p1-propA.7", "the smoothed layer is continuous", seconds=2)
+@claim("p1-propA.7", "the smoothed layer is continuous", seconds=1.0)
 def smoothed_layer_is_continuous(run: ClaimRun) -> Evidence:
     """With a continuous h, continuous experts and affine scores the layer is continuous.
 
@@ -224,7 +224,7 @@ def smoothed_layer_is_continuous(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p1-fig1", "jump at a tie, with and without smoothing", seconds=1)
+@claim("p1-fig1", "jump at a tie, with and without smoothing")
 def figure_one_jump_at_tie(run: ClaimRun) -> Evidence:
     """Across a tie the hard layer jumps and the smooth one does not; its largest difference
     vanishes with the step.
@@ -256,7 +256,7 @@ def figure_one_jump_at_tie(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p1-fig3", "continuity layer by layer", seconds=1.5)
+@claim("p1-fig3", "continuity layer by layer")
 def figure_three_layer_continuity(run: ClaimRun) -> Evidence:
     """In each of four layers smoothing removes the jump.
 

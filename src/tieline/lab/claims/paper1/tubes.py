@@ -133,12 +133,7 @@ def incomplete_beta(run: ClaimRun) -> Evidence:
     seconds=1.5,
     given={"order": 2, "sizes": (100_000, 1_000_000)},
 )
-@claim(
-    "p1-corA.12",
-    "tube of all order-1 ties",
-    seconds=1,
-    given={"order": 1, "sizes": (20_000, 400_000)},
-)
+@claim("p1-corA.12", "tube of all order-1 ties", given={"order": 1, "sizes": (20_000, 400_000)})
 def all_ties(run: ClaimRun, order: int, sizes: tuple[int, int]) -> Evidence:
     """The tube of Γ^(1) is at most the sum of its facets' tubes, 2Mω_{D-1}εR^(D-1) to leading
     order.
@@ -391,7 +386,7 @@ def _fibre_indicators(run: ClaimRun, epsilon: float, n: int, slices: bool) -> tu
     return indicators[0], indicators[1]
 
 
-@claim("p1-thm4.7", "ℓ∞ bands of different orders", expected=Verdict.FAILS, seconds=1.5)
+@claim("p1-thm4.7", "ℓ∞ bands of different orders", expected=Verdict.FAILS)
 def band_orders(run: ClaimRun) -> Evidence:
     """U_n/U_m = Σκα_n/Σκα_m · ω_{D-n}/ω_{D-m} (2ε/R)^(n-m) for the bands of Def. 4.6.
 

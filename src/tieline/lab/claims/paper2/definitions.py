@@ -111,7 +111,7 @@ def radial_derivative(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, 
     return slopes, score * tau[0] / (norm + tau[0]) * value
 
 
-@claim("p2-eq4", "the equation of the vanilla router", number="(4)", seconds=1)
+@claim("p2-eq4", "the equation of the vanilla router", number="(4)")
 def radial_equation(run: ClaimRun) -> Evidence:
     """β·∂H/∂β = 0 for the vanilla cosine router; not for the perturbed one.
 
@@ -138,7 +138,7 @@ def radial_equation(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p2-lem3", "radial derivatives of all orders", seconds=2)
+@claim("p2-lem3", "radial derivatives of all orders")
 def radial_orders(run: ClaimRun) -> Evidence:
     """Σ β…β ∂ᵗF/∂β…∂β = 0 for the vanilla cosine and every order t.
 

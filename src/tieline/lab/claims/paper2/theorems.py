@@ -73,7 +73,7 @@ def vanilla_loss_ratios(run: ClaimRun, over: int) -> tuple[list[Check], float]:
     ], max(ratios)
 
 
-@claim("p2-thm2", "vanilla cosine, over-specified: the vanishing ratio", seconds=2)
+@claim("p2-thm2", "vanilla cosine, over-specified: the vanishing ratio")
 def vanilla_over(run: ClaimRun) -> Evidence:
     """‖f_G - f_G*‖ / L_{1,r}(G, G*) has no positive lower bound, for every r.
 
@@ -93,7 +93,7 @@ def vanilla_over(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p2-thm5", "vanilla cosine, exactly specified: the vanishing ratio", seconds=2)
+@claim("p2-thm5", "vanilla cosine, exactly specified: the vanishing ratio")
 def vanilla_exact(run: ClaimRun) -> Evidence:
     """The same with as many atoms as the truth.
 
@@ -105,7 +105,7 @@ def vanilla_exact(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=0, corrected="positive up to length", measured=ratio)
 
 
-@claim("p2-thm4", "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2", seconds=2)
+@claim("p2-thm4", "perturbed cosine, over-specified: ‖g - g*‖ >= c L_2")
 def perturbed_over(run: ClaimRun) -> Evidence:
     """For strongly identifiable experts (ReLU, tanh, uᵖ by Def. 1) L_2 is bounded by the distance
     of the functions.
@@ -157,7 +157,7 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p2-thm6", "perturbed cosine, exactly specified: ‖g - g*‖ >= c L_3", seconds=2)
+@claim("p2-thm6", "perturbed cosine, exactly specified: ‖g - g*‖ >= c L_3")
 def perturbed_exact(run: ClaimRun) -> Evidence:
     """For weakly identifiable experts L_3 is bounded by the distance of the functions.
 
@@ -262,7 +262,7 @@ def cosine_over(run: ClaimRun) -> Evidence:
     "p2-thm5-rate",
     "cosine router, exact: what follows for the experts",
     expected=Verdict.FAILS,
-    seconds=2,
+    seconds=1.0,
 )
 def cosine_exact(run: ClaimRun) -> Evidence:
     """With the right number of experts, parameters and experts under the cosine router are
@@ -401,7 +401,7 @@ def strength_split_gap(run: ClaimRun, model: MoEModel) -> float:
     "p2-sec4",
     "misspecified: the population minimiser uses every expert",
     number="Section 4",
-    seconds=2,
+    seconds=0.5,
 )
 def population_minimiser_uses_all(run: ClaimRun) -> Evidence:
     """Where the data are of another family, the minimiser Ḡ of ‖q - f_G‖ has all k atoms.
@@ -526,7 +526,7 @@ def figure_one_cosine_perturbed(run: ClaimRun, extra: int, paper: tuple[float, f
     tested="Raw slopes from two start radii, against the truth for the linear router and the "
     "population minimiser for the other; slopes of ‖f - f_Ḡ‖.",
     undecided=NOT_STATED,
-    seconds=4,
+    seconds=12,
     given={"gates": ("linear", "perturbed"), "expert": "polynomial", "paper": (-0.13, -0.47)},
 )
 @claim(

@@ -113,7 +113,7 @@ def gated_expert(theta: Tensor, x: Tensor) -> Tensor:
     return score.sigmoid() * (theta[7:9] @ x + theta[9])
 
 
-@claim("p4-eq8", "the equations behind slow polynomial experts", number="(8)", seconds=0.7)
+@claim("p4-eq8", "the equations behind slow polynomial experts", number="(8)")
 def slow_polynomial_equations(run: ClaimRun) -> Evidence:
     """For linear experts ∂²F/∂A∂c = ∂²F/∂b∂bᵀ, ∂²F/∂A∂β = ∂²F/∂b∂α and ∂²F/∂b∂β = ∂²F/∂c∂α.
 

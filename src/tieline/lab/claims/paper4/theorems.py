@@ -297,7 +297,7 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
 @claim(
     "p4-prop1",
     "regression rate, sparse regime",
-    seconds=9,
+    seconds=20,
     together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
@@ -527,7 +527,7 @@ def over_specified(run: ClaimRun, models: Mapping[str, MoEModel], **truth: Any) 
     "softmax data, ReLU experts: softmax against sigmoid",
     overturned_by=STATED_START,
     undecided=NOT_STATED,
-    seconds=3,
+    seconds=6,
     given={"expert": "relu", "paper": (-0.24, -0.51)},
 )
 def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evidence:
@@ -569,7 +569,7 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     tested="Raw slopes from two start radii on a small design whose last expert has no gate, "
     "N = N*; slopes of ‖f - f*‖; raw slopes with N = N* + 1, as the paper assumes.",
     undecided=NOT_STATED,
-    seconds=2,
+    seconds=11,
     given={"sparse": True, "paper": (-0.54, -0.07), "judged": "function"},
 )
 @claim(
