@@ -245,7 +245,7 @@ def tropical_polynomials(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p3-def3.6", "a network as a tropical quotient")
+@claim("p3-def3.6", "a network as a tropical quotient", seconds=2)
 def network_tropical_quotient(run: ClaimRun) -> Evidence:
     """A ReLU network is P - Q with tropical polynomials P and Q (of real exponents); its decision
     boundary, where it changes sign, lies on the hypersurface of P ⊕ Q.

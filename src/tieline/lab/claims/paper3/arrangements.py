@@ -146,7 +146,7 @@ def existing_walls(weight: np.ndarray, bias: np.ndarray) -> int:
     return count
 
 
-@claim("p3-thm4.5", "an order-k diagram")
+@claim("p3-thm4.5", "an order-k diagram", seconds=1)
 def order_k(run: ClaimRun) -> Evidence:
     """The cells of a top-k router are convex, part where the k-th symmetric polynomial is creased,
     and neighbours differ by one swap, as on the hypersimplex.
@@ -179,7 +179,7 @@ def order_k(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p3-thm4.5-cells", "number of cells", number="Thm 4.5, App. D", seconds=0.5)
+@claim("p3-thm4.5-cells", "number of cells", number="Thm 4.5, App. D", seconds=2)
 def number_of_cells(run: ClaimRun) -> Evidence:
     """The router has exactly C(N, k) cells, the vertices of the hypersimplex.
 
@@ -528,7 +528,7 @@ def exact_region_counts(run: ClaimRun, shape: tuple[int, int, int, int], n: int)
     )
 
 
-@claim("p3-thm4.14", "bound for top-1")
+@claim("p3-thm4.14", "bound for top-1", seconds=1)
 def top_one_bound(run: ClaimRun) -> Evidence:
     """A top-1 layer has at most N Φ(H, d) = Θ(N H^d) regions.
 
@@ -563,7 +563,7 @@ def top_one_bound(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p3-rem4.15", "wide experts")
+@claim("p3-rem4.15", "wide experts", seconds=2)
 def wide_experts(run: ClaimRun) -> Evidence:
     """Inside a cell there are at most Φ(H + walls, d) regions; for H much larger than N the sum of
     Φ(H, d) over experts is asymptotically exact.
@@ -621,7 +621,7 @@ def top_one_tight(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="N Φ(H, d)", measured=f"{counts} of {bound}")
 
 
-@claim("p3-thm4.17", "bound for top-k")
+@claim("p3-thm4.17", "bound for top-k", seconds=2)
 def top_k_bound(run: ClaimRun) -> Evidence:
     """A top-k layer has at most C(N, k) Φ(kH, d) = Θ(C(N, k) (kH)^d) regions.
 

@@ -253,7 +253,7 @@ def effective_upper(run: ClaimRun) -> Evidence:
     )
 
 
-@claim("p3-thm4.27", "lower bound on a manifold", expected=Verdict.FAILS)
+@claim("p3-thm4.27", "lower bound on a manifold", expected=Verdict.FAILS, seconds=1)
 def effective_lower(run: ClaimRun) -> Evidence:
     """The expected pieces are at least c C(N, k) Vol(π(M)) / Vol(S^{d-1}) (kH)^d_eff, c depending
     on the manifold alone.
