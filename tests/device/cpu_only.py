@@ -15,6 +15,7 @@ REASONS: dict[tuple[str, str], str] = {
     ("tests/models/documents/test_wrapped.py", "auxiliary_loss"): _NO_BACKEND,
     ("tests/models/model/test_damaged.py", "cut_off"): _ONE_FILE,
     ("tests/models/model/test_damaged.py", "absent"): _ONE_FILE,
+    ("tests/models/saved_models/test_files.py", "sharded"): _ONE_FILE,
     ("tests/models/model/test_model.py", "pickled"): "torch.save writes no tensors of the device",
     ("tests/models/experts/test_used_slots.py", "rows"): "an accelerator gathers all slots",
 }
