@@ -51,7 +51,7 @@ def test_capture_explains_the_choice_and_changes_nothing(family, dtype, experts)
     assert torch.equal(plain, captured)
     trace = recorder.trace()
     assert [layer.name for layer in trace.layers] == list(seen)
-    assert torch.equal(trace.tokens, ids.flatten())
+    assert torch.equal(trace.tokens, ids.flatten().cpu())
     for layer in trace.layers:
         _check_layer(layer, seen[layer.name], find_routers(model)[layer.name])
 

@@ -411,6 +411,7 @@ class GShardTopK(TopK):
         require(capacity_factor > 0, f"the capacity factor must be positive: {capacity_factor}")
         require(0 <= noise < math.inf, f"noise must be >= 0 and finite, got {noise}")
         self.capacity_factor, self.noise = capacity_factor, noise
+        self.is_bounded = not math.isinf(capacity_factor)  # a flag: compilers make numbers symbols
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
@@ -422,7 +423,7 @@ class GShardTopK(TopK):
         if self.training and self.noise > 0:
             scores = scores + torch.randn_like(scores) * (self.noise / scores.shape[-1])
         weights = super().weights(scores)
-        if math.isinf(self.capacity_factor) or not scores.numel():
+        if not (self.is_bounded and scores.numel()):
             return weights
         return weights * self._has_room(scores.detach()).view_as(weights)
 

@@ -379,7 +379,7 @@ class _ResidentUnit:
     def __init__(self, stream: ModelStream, events: StreamEvents) -> None:
         self._weights, self._groups, self._events = stream.weights, stream.groups, events
         self._largest, self._most_ahead = stream.largest, stream.ahead
-        self._room, self._following = torch.empty(0, dtype=torch.uint8), ""
+        self._room, self._following = torch.empty(0, dtype=torch.uint8, device="cpu"), ""
         self._has_computed = self._is_measured = False
         self._start, self._size = stream.weights.shards.bytes_read, stream.size
         self._unit: str | None = None
@@ -428,7 +428,7 @@ class _ResidentUnit:
         shards.stop_reading()
         self._following = following if following.startswith(parent) else ""
         if not self._following:
-            self._room = torch.empty(0, dtype=torch.uint8)
+            self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         elif following in self._groups:
             shards.prefetch(self._weights.plans[following].keys)
         else:
@@ -441,7 +441,10 @@ class _ResidentUnit:
             return
         spare = 2 * self._largest - resident_memory(peak=True) if self._has_computed else 0
         size = min(max(LEAST_AHEAD, spare), self._largest // 2, self._most_ahead)
-        self._room, self._is_measured = torch.empty(size, dtype=torch.uint8), self._has_computed
+        self._room, self._is_measured = (
+            torch.empty(size, dtype=torch.uint8, device="cpu"),
+            self._has_computed,
+        )
 
 
 STATES_KEPT = 2

@@ -385,7 +385,8 @@ def test_the_size_of_the_noise_is_a_standard_deviation(model):
     generator, noisy = torch.Generator().manual_seed(5), copy.deepcopy(dict(clean))
     for kept in noisy.values():
         scores = kept.scores
-        kept._calls = [scores + 0.01 * torch.randn(scores.shape, generator=generator)]
+        noise = torch.randn(scores.shape, generator=generator, device="cpu")
+        kept._calls = [scores + 0.01 * noise]
     for sigma in gap_noise(margin_changes(plans, clean, noisy)).values():
         assert sigma == pytest.approx(0.01 * 2**0.5, rel=0.1)
 
