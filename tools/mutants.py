@@ -423,7 +423,7 @@ MUTANTS: list[Mutant] = [
         "audit-5",
         "weight = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))",
         "weight = len(finite) / max(1, len(random.gaps))",
-        "analysis/jump/test_jump.py",
+        "analysis/jumps/test_jump.py",
         "near tokens count twice in the shares",
     ),
     _m(
@@ -437,7 +437,7 @@ MUTANTS: list[Mutant] = [
         "audit-10",
         "follows = (trace.documents[next_tokens] == trace.documents[tokens]) & (next_tokens > tokens)",
         "follows = next_tokens > tokens",
-        "analysis/jump/test_loss.py",
+        "analysis/jumps/test_loss.py",
         "tokens that end their document are swapped though nothing follows them",
     ),
     _m(

@@ -77,7 +77,19 @@ def test_a_thread_that_cannot_read_leaves_the_error_to_whoever_asks(folder, name
     ahead.stop_reading()
 
 
-def test_a_fault_of_the_thread_itself_is_raised_and_not_waited_for(folder):
+def test_a_fault_of_the_thread_itself_is_raised_and_not_waited_for(folder, monkeypatch):
+    def fault(*_):
+        raise MemoryError("of the thread")
+
+    shards = open_shards(folder)
+    monkeypatch.setattr(shards, "fill_bytes", fault)
+    shards.read_ahead(["long"], room(4 * CHUNK))
+    with pytest.raises(MemoryError, match="of the thread"):
+        shards.read("long")
+    shards.stop_reading()
+
+
+def test_memory_that_does_not_fit_the_kind_is_refused(folder):
     shards = open_shards(folder)
     shards.read_ahead(["long"], room(4 * CHUNK)[1:])  # memory that no bfloat16 can lie on
     with pytest.raises(RuntimeError, match="storage_offset"):

@@ -201,6 +201,9 @@ def test_experts_that_nobody_chose():
     scores[..., 4:8] = -1
     found = only(check(np.argsort(-scores, axis=2)[..., :2], 16), "suspicious")["dead-experts"]
     assert "experts 4 ... 7" in found.message
+    outside = np.argsort(-scores, axis=2)[..., :2]
+    outside[:9, 0, 1] = 200  # no expert of the 16, nor are those between
+    assert {x.kind: x.count for x in check(outside, 16)}["dead-experts"] == found.count
     few = np.argsort(-scores, axis=2)[:20, :, :2]
     assert "dead-experts" not in {x.kind for x in check(few, 16)}  # chance may explain it
 

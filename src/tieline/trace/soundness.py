@@ -521,11 +521,10 @@ def _dead_experts(table: RouteTable) -> Iterator[RouteFinding]:
     """Report experts that no token chose, beyond chance."""
     loads = {}
     for layer in table.layers:
-        column = table.column(layer)
-        top = int(column.max(initial=0)) + 1
-        size = max(top, table.n_experts or 0)
-        if size <= 1 << 17:
-            loads[layer] = np.bincount(column.ravel().clip(min=0), minlength=size)
+        ids = table.column(layer).ravel()
+        size = table.n_experts or int(ids.max(initial=0)) + 1
+        if size <= 1 << 17:  # ids outside of the experts have a finding of their own
+            loads[layer] = np.bincount(ids[(ids >= 0) & (ids < size)], minlength=size)
     size = max((len(load) for load in loads.values()), default=0)
     dead = {}
     for layer, load in loads.items():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tieline.lab.limits import TwoCells, evaluate_mixture, gaussian_inputs, two_cells
+from tieline.lab.limits import TwoCells, evaluate, gaussian_inputs, two_cells
 
 COVARIANCE = torch.tensor([[1.0, 0.3], [0.3, 2.0]], dtype=torch.float64)
 STUDENT = two_cells(
@@ -19,7 +19,7 @@ SAME_WALL = two_cells(normal=[-2.0, -1.0], offset=-0.6, slopes=SLOPES, intercept
 
 def sample(student=STUDENT, teacher=TEACHER, n=100_000, seed=0, covariance=COVARIANCE):
     x = gaussian_inputs(n, student.dim, seed, covariance)
-    return evaluate_mixture(student.scores, student.outputs, teacher.value, x)
+    return evaluate(student.scores, student.outputs, teacher.value, x)
 
 
 def signs(angle, size=1.0):

@@ -13,7 +13,7 @@ from torch.special import ndtr
 
 from tieline.core.ranking import stable_topk
 from tieline.lab.claims.claim import ClaimRun
-from tieline.lab.limits.risk import MoESample, evaluate_mixture
+from tieline.lab.limits.risk import MoESample, evaluate
 from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
 
 NODES = 64
@@ -99,7 +99,7 @@ def bounded_mixture(run: ClaimRun, n: int, n_experts: int = 4, dim: int = 3) -> 
     weight, bias = drawn_router(run, n_experts, dim)
     slopes = run.normal(n_experts, dim, stream=4)
     inputs = run.normal(n, dim, stream=5)
-    return evaluate_mixture(
+    return evaluate(
         lambda x: x @ weight.T + bias,
         lambda x: 0.9 * torch.tanh(x @ slopes.T),
         lambda x: torch.where(x[:, 0] > 0, 0.8, -0.4) * torch.cos(x[:, 1]),

@@ -9,9 +9,9 @@ occupation                  time near ties
 """
 
 from tieline.lab.geometry.exit_time import *  # noqa: F403
-from tieline.lab.geometry.masses import *  # noqa: F403  # noqa: F403
+from tieline.lab.geometry.masses import *  # noqa: F403
 from tieline.lab.geometry.occupation import *  # noqa: F403
 from tieline.lab.geometry.perturbations import *  # noqa: F403
-from tieline.lab.geometry.ties import *  # noqa: F403  # noqa: F403
+from tieline.lab.geometry.ties import *  # noqa: F403
 from tieline.lab.geometry.tubes import *  # noqa: F403
 from tieline.measure.boundary import *  # noqa: F403

@@ -15,6 +15,6 @@ from tieline.lab.limits.recovery import *  # noqa: F403
 from tieline.lab.limits.risk import *  # noqa: F403
 from tieline.lab.limits.saddle import *  # noqa: F403
 from tieline.lab.limits.symmetry_breaking import *  # noqa: F403
-from tieline.lab.limits.temperature_limit import *  # noqa: F403  # noqa: F403
+from tieline.lab.limits.temperature_limit import *  # noqa: F403
 from tieline.lab.limits.two_cells import *  # noqa: F403
-from tieline.lab.limits.wall_integrals import *  # noqa: F403  # noqa: F403
+from tieline.lab.limits.wall_integrals import *  # noqa: F403

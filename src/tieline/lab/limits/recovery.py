@@ -30,7 +30,7 @@ from tieline.core.errors import ShapeError, require
 from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.limits.risk import (
     MoESample,
-    ambiguous_inputs,
+    ambiguous,
     check_labels,
     confident_expert,
     risk_decomposition,
@@ -203,14 +203,14 @@ def recovery_errors(
     matching = match_experts(sample, labels, tau, epsilon)
     order = torch.tensor(matching.permutation)
     matched = sample.outputs.gather(1, order[labels][:, None]).squeeze(1)
-    unsure = ambiguous_inputs(sample, tau, epsilon)
+    unsure = ambiguous(sample, tau, epsilon)
     misplaced = (sample.winner != order[labels]) & ~unsure
     experts = mean_estimate((matched - sample.target).square())
     # a point in the wrong cell lies in two symmetric differences
     partition = mean_estimate(2.0 * misplaced.double())
     masses = (
         mean_estimate(unsure.double()),
-        mean_estimate(ambiguous_inputs(teacher, tau, epsilon).double()),
+        mean_estimate(ambiguous(teacher, tau, epsilon).double()),
     )
     student_mass, teacher_mass = (mass.value or 0.0 for mass in masses)
     return Recovery(

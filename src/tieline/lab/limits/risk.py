@@ -36,12 +36,12 @@ __all__ = [
     "MoESample",
     "RiskCurve",
     "RiskDecomposition",
-    "ambiguous_inputs",
+    "ambiguous",
     "boundary_constant",
     "cell_control",
     "coarea_constant",
     "confident_expert",
-    "evaluate_mixture",
+    "evaluate",
     "hard_predictions",
     "hard_risk",
     "risk_curve",
@@ -126,7 +126,7 @@ class CellControl:
     slack: Estimate  # left - right, paired; never negative
 
 
-def evaluate_mixture(
+def evaluate(
     router: Callable[[Tensor], Tensor],
     experts: Callable[[Tensor], Tensor],
     target: Callable[[Tensor], Tensor],
@@ -214,7 +214,7 @@ def boundary_constant(*, B: float, B_stu: float) -> BoundaryConstant:
     return BoundaryConstant(2 * B**2 + 2 * B_stu**2, (B + B_stu) ** 2)
 
 
-def ambiguous_inputs(sample: MoESample, tau: float, epsilon: float) -> Bool[Tensor, " n"]:
+def ambiguous(sample: MoESample, tau: float, epsilon: float) -> Bool[Tensor, " n"]:
     """Membership of U_ε(τ): no expert has more than 1 - ε of the weight."""
     require(0 < epsilon < 0.5, f"need 0 < epsilon < 1/2, got {epsilon=}")
     return winner_odds(sample, tau) >= math.log(epsilon) - math.log1p(-epsilon)
@@ -222,13 +222,13 @@ def ambiguous_inputs(sample: MoESample, tau: float, epsilon: float) -> Bool[Tens
 
 def confident_expert(sample: MoESample, tau: float, epsilon: float) -> Int[Tensor, " n"]:
     """The expert with weight above 1 - ε, or -1 inside U_ε(τ)."""
-    return sample.winner.masked_fill(ambiguous_inputs(sample, tau, epsilon), -1)
+    return sample.winner.masked_fill(ambiguous(sample, tau, epsilon), -1)
 
 
 def risk_decomposition(sample: MoESample, tau: float, epsilon: float) -> RiskDecomposition:
     """Lemma 5.5 on a sample whose target is the noiseless μ; bounds B are those of the sample."""
     loss = (sample.target - soft_predictions(sample, tau)).square()
-    inside = ambiguous_inputs(sample, tau, epsilon).double()
+    inside = ambiguous(sample, tau, epsilon).double()
     constant = boundary_constant(
         B=sample.target.abs().max().item(), B_stu=sample.outputs.abs().max().item()
     )

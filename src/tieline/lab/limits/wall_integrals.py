@@ -64,7 +64,7 @@ __all__ = [
     "VelocityGram",
     "WallVariation",
     "coarea_check",
-    "moved_wall",
+    "moved",
     "pair_constants",
     "profile_variation",
     "sampled_wall_derivative",
@@ -253,7 +253,7 @@ class ProfileVariation:
     curvature: float  # α_fr, the least eigenvalue of the Hessian in the experts
 
 
-def moved_wall(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
+def moved(student: TwoCells, direction: Direction, step: float | Tensor) -> TwoCells:
     """The student with (normal, offset) shifted by step·direction; `direction` is (D + 1,)."""
     require(
         len(direction) == student.dim + 1,
@@ -281,7 +281,7 @@ def wall_derivative(
         side: sign of the t that tend to zero.
     """
     require(side in (1, -1), f"side is 1 or -1, got {side}")
-    moved_wall(student, direction, 0.0)
+    moved(student, direction, 0.0)
     velocity = side * direction.double()
     mean, across, density = _wall_law(student, covariance)
     orientation = same_wall(student, teacher)
@@ -311,7 +311,7 @@ def wall_variation(
     require(step > 0, f"need a step > 0, got {step=}")
 
     def risk(t: float) -> float:
-        return gaussian_risk(moved_wall(student, direction, t), teacher, covariance).item()
+        return gaussian_risk(moved(student, direction, t), teacher, covariance).item()
 
     here, h = risk(0.0), step
     above, below = ((4 * risk(t / 2) - risk(t) - 3 * here) / t for t in (h, -h))
@@ -367,7 +367,7 @@ def profile_variation(
     require(wall.dim == teacher.dim, f"dimensions differ: {wall.dim}, {teacher.dim}", ShapeError)
     move = direction.double()
     t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    profile = gaussian_profile(moved_wall(wall, move, t), teacher, covariance, tau)
+    profile = gaussian_profile(moved(wall, move, t), teacher, covariance, tau)
     speed = (move @ velocity_gram(wall, covariance).gram @ move).item()
     require(speed > 0, f"the direction {direction.tolist()} does not move the wall")
     (first,) = torch.autograd.grad(profile.value, t, create_graph=True)

@@ -12,7 +12,7 @@ from tests.strategies import score_matrices
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.limits import (
     MoESample,
-    ambiguous_inputs,
+    ambiguous,
     cell_control,
     confident_expert,
     gaussian_decomposition,
@@ -36,7 +36,7 @@ def drawn_from(student):
 def test_ambiguity_is_the_size_of_the_largest_weight(scores, epsilon, tau):
     drawn = MoESample(scores, scores, scores[:, 0])
     weights = (scores / tau).softmax(dim=1)
-    unsure, leader = ambiguous_inputs(drawn, tau, epsilon), confident_expert(drawn, tau, epsilon)
+    unsure, leader = ambiguous(drawn, tau, epsilon), confident_expert(drawn, tau, epsilon)
     for i, row in enumerate(weights):
         clear = abs(row.max().item() - (1 - epsilon)) > 1e-9
         assert not clear or bool(unsure[i]) == (row.max().item() <= 1 - epsilon)
@@ -49,10 +49,7 @@ def test_parts_add_up_and_the_layer_obeys_both_constants(student, tau, epsilon):
     assert parts.interior.value + parts.boundary.value == pytest.approx(parts.total.value)
     assert 0 <= parts.boundary.value <= parts.sharp_bound.value + 1e-12
     assert parts.sharp_bound.value <= parts.paper_bound.value + 1e-12
-    assert (
-        parts.mass.value
-        == ambiguous_inputs(drawn_from(student), tau, epsilon).double().mean().item()
-    )
+    assert parts.mass.value == ambiguous(drawn_from(student), tau, epsilon).double().mean().item()
 
 
 def test_the_sampled_parts_are_those_of_the_quadrature():
@@ -87,7 +84,7 @@ def test_the_control_by_hand():
 def test_bad_tolerances_and_labels_are_refused():
     drawn = drawn_from(STUDENT)
     with pytest.raises(ParameterError, match=r"epsilon=0\.5"):
-        ambiguous_inputs(drawn, 1.0, 0.5)
+        ambiguous(drawn, 1.0, 0.5)
     with pytest.raises(ShapeError, match="need 500 labels, got 3"):
         cell_control(drawn, LABELS[:3], 1.0, 0.1)
     with pytest.raises(ParameterError, match="got 0 … 2"):

@@ -12,7 +12,7 @@ from tests.strategies import score_matrices
 from tieline.core.errors import ParameterError, ShapeError, TielineError
 from tieline.lab.limits import (
     MoESample,
-    evaluate_mixture,
+    evaluate,
     hard_predictions,
     hard_risk,
     risk_curve,
@@ -71,7 +71,7 @@ def test_odds_are_exact_where_the_weight_rounds_to_one():
 def test_a_module_router_and_the_curve_of_temperatures():
     torch.manual_seed(1)
     router, x = LinearRouter(3, 4), torch.randn(50, 3)
-    drawn = evaluate_mixture(router, lambda x: x @ torch.ones(3, 4), lambda x: x[:, 0], x)
+    drawn = evaluate(router, lambda x: x @ torch.ones(3, 4), lambda x: x[:, 0], x)
     curve = risk_curve(drawn, [0.1, 1.0])
     assert curve.taus == (0.1, 1.0)
     assert curve.soft[1] == soft_risk(drawn, 1.0)

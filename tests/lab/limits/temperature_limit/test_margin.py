@@ -9,7 +9,7 @@ from scipy import optimize, special
 from tests.lab.limits.problems import COVARIANCE, STUDENT, line, sample, within
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.limits import (
-    evaluate_mixture,
+    evaluate,
     gaussian_inputs,
     gaussian_margin_constant,
     margin_constant,
@@ -59,7 +59,7 @@ def test_each_bound_of_the_chain_is_above_the_one_before(tau):
     generator = torch.Generator().manual_seed(2)
     router, experts = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
     x = gaussian_inputs(50_000, 3, 1)
-    drawn = evaluate_mixture(
+    drawn = evaluate(
         lambda x: x @ router, lambda x: (x @ experts).tanh(), lambda x: x[:, 0].sign(), x
     )
     constant = margin_constant(drawn.margin, 1.0).value

@@ -19,7 +19,7 @@ from tests.lab.limits.problems import (
 from tieline.core.errors import ParameterError
 from tieline.lab.limits import (
     MoESample,
-    evaluate_mixture,
+    evaluate,
     gaussian_inputs,
     gaussian_risk,
     gaussian_slope,
@@ -67,9 +67,7 @@ def test_the_sampled_slope_of_five_experts_predicts_the_gap():
     generator = torch.Generator().manual_seed(4)
     router, experts = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
     x = gaussian_inputs(400_000, 3, 0)
-    drawn = evaluate_mixture(
-        lambda x: x @ router, lambda x: x @ experts, lambda x: x[:, 0].sin(), x
-    )
+    drawn = evaluate(lambda x: x @ router, lambda x: x @ experts, lambda x: x[:, 0].sin(), x)
     slope, tau = sampled_slope(drawn, 0.05), 0.01
     gap = risk_gap(drawn, tau).times(1 / tau)
     assert slope.value < -10 * slope.stderr

@@ -9,7 +9,7 @@ from tests.lab.limits.problems import COVARIANCE, STUDENT, TEACHER, line
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.limits import (
     gaussian_profile,
-    moved_wall,
+    moved,
     profile_variation,
     two_cells,
     velocity_gram,
@@ -23,7 +23,7 @@ ACROSS = two_cells(normal=[0.0, 1.0], slopes=[[0.0, 0.0], [0.0, 0.0]])
 @pytest.mark.parametrize("tau", [0.0, 0.1])
 def test_variations_are_those_of_differences(tau):
     def profile(t):
-        return gaussian_profile(moved_wall(STUDENT, TURN, t), TEACHER, COVARIANCE, tau).value.item()
+        return gaussian_profile(moved(STUDENT, TURN, t), TEACHER, COVARIANCE, tau).value.item()
 
     result = profile_variation(STUDENT, TEACHER, TURN, COVARIANCE, tau)
     h = 1e-3

@@ -20,7 +20,7 @@ from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.limits import (
     MoESample,
     gaussian_inputs,
-    moved_wall,
+    moved,
     risk_derivatives,
     sampled_wall_derivative,
     wall_derivative,
@@ -93,7 +93,7 @@ def test_the_sampled_form_looks_at_the_top_two_experts_only():
 
 def test_bad_directions_widths_and_sides_are_refused():
     with pytest.raises(ShapeError, match="needs 3 entries"):
-        moved_wall(STUDENT, torch.ones(2).double(), 1.0)
+        moved(STUDENT, torch.ones(2).double(), 1.0)
     with pytest.raises(ParameterError, match="got 0"):
         wall_derivative(STUDENT, TEACHER, TURN, side=0)
     with pytest.raises(ParameterError, match=r"step=0\.0"):

@@ -28,7 +28,7 @@ from tieline.lab.limits.recovery import specialisation_gap
 from tieline.lab.limits.risk import MoESample, cell_control, hard_predictions, risk_decomposition
 from tieline.lab.limits.saddle import derivative_transfer, offset_curvature, perturbed_curvature
 from tieline.lab.limits.two_cells import TwoCells, gaussian_profile, gaussian_risk, two_cells
-from tieline.lab.limits.wall_integrals import moved_wall, sampled_wall_derivative, wall_variation
+from tieline.lab.limits.wall_integrals import moved, sampled_wall_derivative, wall_variation
 from tieline.lab.power_law import exponent
 
 EPSILON = 0.1
@@ -296,8 +296,7 @@ def _shift_curvature(teacher: TwoCells, tau: float) -> float:
     step = tau / 20
     shift = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     low, middle, high = (
-        gaussian_risk(moved_wall(teacher, shift, k * step), teacher, tau=tau).item()
-        for k in (-1, 0, 1)
+        gaussian_risk(moved(teacher, shift, k * step), teacher, tau=tau).item() for k in (-1, 0, 1)
     )
     return (high - 2 * middle + low) / step**2
 

@@ -28,7 +28,7 @@ from tieline.lab.limits.recovery import (
     recovery_errors,
     specialisation_gap,
 )
-from tieline.lab.limits.risk import evaluate_mixture, risk_decomposition
+from tieline.lab.limits.risk import evaluate, risk_decomposition
 from tieline.lab.limits.saddle import find_critical_points
 from tieline.lab.limits.two_cells import (
     TwoCells,
@@ -175,7 +175,7 @@ def teacher_recovery(run: ClaimRun) -> Evidence:
     for tau in taus:
         best = least_risk_student(tau)
         inputs = gaussian_inputs(run.size(100_000, 1_000_000), 2, run.seed)
-        sample = evaluate_mixture(best.scores, best.outputs, TEACHER.value, inputs)
+        sample = evaluate(best.scores, best.outputs, TEACHER.value, inputs)
         errors = recovery_errors(sample, TEACHER.scores(inputs), tau, CONFIDENT)
         experts.append(errors.experts.value or 0.0)
         partition.append(errors.partition.value or 0.0)
