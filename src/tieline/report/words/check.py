@@ -229,7 +229,7 @@ OF_ROUTES = (
     "constant and copied layers, dead experts"
 )
 OF_TOKENS = "number of rows and shift of rows against the token ids"
-OF_REFERENCE = "order of layers, shift of rows and numbers of experts"
+OF_REFERENCE = "the choices themselves (order of layers, numbering of experts)"
 """What `check` looks for in routes alone, with token ids, and with a model or a second file."""
 
 
@@ -322,7 +322,9 @@ def checks_sentences(result: RouteCheck) -> list[str]:
     if references := list(filter(None, (model, result.reference))):
         checked.append(f"{OF_REFERENCE} against {' and '.join(references)}")
     else:
-        unchecked.append(f"{OF_REFERENCE} (`--model MODEL` or `--against FILE`)")
+        unchecked.append(
+            f"{OF_REFERENCE} against a model or a second run (`--model MODEL` or `--against FILE`)"
+        )
     sentences = [f"Checked: {'; '.join(checked)}."]
     return sentences + [f"Not checked: {'; '.join(unchecked)}."] * bool(unchecked)
 
