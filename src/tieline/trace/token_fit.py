@@ -104,11 +104,11 @@ class TokenProfiles(NamedTuple):
         return OtherProfiles(counts, chosen)
 
     def of_remaining(self, documents: tuple[int, ...], vocabulary: np.ndarray) -> "OtherProfiles":
-        """The profiles of some tokens, numbered by their place, in all but these documents."""
-        places = np.full(len(self.counts), -1)
-        places[vocabulary] = np.arange(len(vocabulary))
-        rows = np.flatnonzero(np.isin(self.documents, documents) & (places[self.tokens] >= 0))
-        numbers, size = places[self.tokens[rows]], len(vocabulary)
+        """The profiles of some tokens, numbered by their position, in all but these documents."""
+        positions = np.full(len(self.counts), -1)
+        positions[vocabulary] = np.arange(len(vocabulary))
+        rows = np.flatnonzero(np.isin(self.documents, documents) & (positions[self.tokens] >= 0))
+        numbers, size = positions[self.tokens[rows]], len(vocabulary)
         counts = self.counts[vocabulary] - np.bincount(numbers, minlength=size)
         chosen = _choice_counts(self.ids[rows], numbers, size, self.chosen)
         return OtherProfiles(counts, self.chosen[:, vocabulary] - chosen)
@@ -190,7 +190,7 @@ def _exchanges(
         vocabulary, tokens = np.unique(profiles.tokens[np.append(a, b)], return_inverse=True)
         remaining = profiles.of_remaining(pair, vocabulary)
         fits = [
-            [remaining.fit(profiles.ids[x], own) for own in (tokens[:count], tokens[count:])]
+            [remaining.fit(profiles.ids[x], stated) for stated in (tokens[:count], tokens[count:])]
             for x in (a, b)
         ]
         stated_fit, other_fit = fits[0][0] + fits[1][1], fits[0][1] + fits[1][0]

@@ -1,4 +1,4 @@
-"""Runs of TRL's trainers on a small DeepSeek-V3 with selection biases, for tests and benchmarks."""
+"""Runs of TRL's trainers on a small DeepSeek-V3 with selection biases."""
 
 import warnings
 

@@ -529,10 +529,10 @@ def _rows_aligned(
     """Rows of a layer in the order of the first layer's; raises if the tokens differ."""
     if unique and len({row.key for row in rows}) == len(rows):
         by_key = {row.key: row for row in rows}
-        known = {row.key for row in first}
+        first_keys = {row.key for row in first}
         for missing, where in (
             (next((row for row in first if row.key not in by_key), None), name),
-            (next((row for row in rows if row.key not in known), None), first_name),
+            (next((row for row in rows if row.key not in first_keys), None), first_name),
         ):
             if missing is not None:
                 raise TraceError(_missing_token_text(missing, where))
