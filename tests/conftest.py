@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from contextlib import nullcontext
 
 import jaxtyping
 import pytest
@@ -66,6 +67,14 @@ def pytest_collection_modifyitems(config, items):
         reason = cpu_only.reason(item)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"about the CPU: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """On another device, make the inputs of tests about records on the CPU."""
+    elsewhere = item.config.getoption("--device") != "cpu"
+    with pretended.RecordsOnCPU() if elsewhere and cpu_only.has_records(item) else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,7 +1,8 @@
 """Tests that are about the CPU, and why: they are skipped on another device.
 
 A test carries `@pytest.mark.cpu("reason")`, or stands in the table below, by the path of its file
-and, where only some tests of the file are meant, a part of their names.
+and, where only some tests of the file are meant, a part of their names. Tests of `RECORDS` are not
+skipped: they make their inputs, which are records, on the CPU.
 """
 
 _NO_BACKEND = "torch's processes and compilers know no device that is registered in Python"
@@ -26,13 +27,27 @@ REASONS: dict[tuple[str, str], str] = {
 }
 
 
+RECORDS = ("tests/trace",)
+"""Tests of records, which are on the CPU whatever the default device of torch is."""
+
+
+def has_records(item) -> bool:
+    """Whether the inputs of a test are records."""
+    return _path(item).startswith(RECORDS)
+
+
+def _path(item) -> str:
+    return item.path.relative_to(item.config.rootpath).as_posix()
+
+
 def reason(item) -> str | None:
     """Why a test stays on the CPU; None if it runs anywhere."""
     marker = item.get_closest_marker("cpu")
     if marker is not None:
         return marker.args[0]
-    path = item.path.relative_to(item.config.rootpath).as_posix()
     matches = (
-        why for (file, name), why in REASONS.items() if path.startswith(file) and name in item.name
+        why
+        for (file, name), why in REASONS.items()
+        if _path(item).startswith(file) and name in item.name
     )
     return next(matches, None)

@@ -14,16 +14,20 @@ of an accelerator runs: what this cannot show is listed in docs/accelerators.md.
 """
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 
 NAME = "fake"
 COPIES = {"_copy_from", "copy_", "_to_copy", "_copy_from_and_resize", "set_"}
@@ -163,6 +167,29 @@ def _data(x: Any) -> Any:
     return _TABLES.data[x.untyped_storage()._cdata][0]
 
 
+_TESTS = Path(__file__).parents[1]
+
+
+def called_by_a_test(frames: int) -> bool:
+    """Whether the caller so many frames above is code of the suite."""
+    return _TESTS in Path(sys._getframe(frames + 1).f_code.co_filename).parents
+
+
+class RecordsOnCPU(TorchFunctionMode):
+    """Make the tensors of tests on the CPU, and those of the package on the default device.
+
+    For tests whose inputs are records, which are on the CPU whatever the default device is.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None and called_by_a_test(1):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
 _Generator = torch.Generator
 
 
@@ -179,10 +206,11 @@ class PretendedGenerator(torch.Generator, metaclass=_AnyGenerator):
     def __new__(cls, device: Any = None) -> Any:
         """A generator of the CPU's numbers, of this class if the device is the pretended one.
 
-        Without a device it is of the default one, where torch would make one of the CPU: tests that
-        draw numbers with a seed do so wherever `--device` says.
+        Without a device it is one of the CPU, as torch makes it; a test gets one of the default
+        device, so that tests that draw numbers with a seed do so wherever `--device` says.
         """
-        device = torch.get_default_device() if device is None else device
+        if device is None:
+            device = torch.get_default_device() if called_by_a_test(1) else "cpu"
         if torch.device(device).type != NAME:
             return _Generator(device=device)
         generator = super().__new__(cls, device="cpu")

@@ -1,30 +1,39 @@
 """Compiled equals eager, for every gate, router and the layer; run as a script by its test.
 
-    python -m tests.routing.compiled BACKEND [--some]
+    python -m tests.routing.compiled BACKEND [--some | NAME ...]
 
-`--some` takes each class of gates and routers once and one layer.
-One graph without a break for tokens of any number (`fullgraph`, `dynamic`), forward and backward.
-In a process of its own, because run-time axis checks are not traceable.
+`--some` takes each class of gates and routers once and one layer; names take these modules alone.
+One graph without a break for tokens of any number (`fullgraph`, `dynamic`, no second compilation),
+forward and backward. In a process of its own, because run-time axis checks are not traceable.
 """
 
 import sys
+import time
 from functools import partial
 
 import torch
+from torch._dynamo import config
 
 from tests.routing.zoo import EXPERTS, all_gates, all_routers
 from tieline import TopK, moe
+from tieline.routing.gates import ExpertChoice, GShardTopK
+from tieline.routing.layer import GATES
 
 
-def check(name, module, x, backend, rows):
+def check(name, module, x, backend):
     """Outputs and all gradients of the compiled module equal those of the eager one."""
+    start = time.monotonic()
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
-    for count in rows:
-        eager, fused = (results(run, module, x[:count]) for run in (module, compiled))
+    for count in (len(x), len(x) * 2 // 3):
+        eager = results(module, module, x[:count])
+        with config.patch(error_on_recompile=True):
+            fused = results(compiled, module, x[:count])
         label = f"{name}, {count} rows"
         for ours, theirs in zip(fused, eager, strict=True):
             torch.testing.assert_close(ours, theirs, msg=partial("{}: {}".format, label))
     torch.compiler.reset()
+    sys.stdout.write(f"{name}: equal, {time.monotonic() - start:.1f} s\n")
+    sys.stdout.flush()
 
 
 def results(run, module, x):
@@ -51,34 +60,40 @@ def check_export(some=False):
 
 
 SOME = {
-    *("softmax", "hard", "sigmoid", "relu", "laplace"),
+    *("softmax", "hard", "sigmoid", "relu", "laplace", "gshard", "expert choice"),
     *("topk deepseek-v3", "smooth deepseek-v3", "projected learnable"),
-    *("linear+bias", "projected cosine", "low-rank quadratic"),
+    *("linear+bias", "projected cosine", "low-rank quadratic", "layer smooth"),
 }
-"""One of each class of gates and routers, with most options."""
+"""One of each class of gates and routers, with most options, and a layer."""
 
 
-def chosen_modules(modules, some):
-    """The modules by name, or one of each class."""
-    kept = {name: module for name, module in modules.items() if not some or name in SOME}
-    assert {type(m) for m in kept.values()} == {type(m) for m in modules.values()}
-    return kept.items()
+def all_modules():
+    """Every gate, router and layer by name, with an input of its shape."""
+    scores, x = torch.randn(9, EXPERTS).double(), torch.randn(9, 5).double()
+    gates = all_gates() | {"gshard": GShardTopK(2, noise=0.0), "expert choice": ExpertChoice(2)}
+    modules = {name: (gate, scores) for name, gate in gates.items()}
+    modules |= {name: (router.double(), x) for name, router in all_routers().items()}
+    for gate in GATES:
+        options = {"noise": 0.0} if gate == "gshard" else {}
+        sizes = {"d_model": 8, "n_experts": 4, "k": 2, "d_hidden": 6}
+        layer = moe(**sizes, gate=gate, bias=True, gate_options=options).double()
+        modules[f"layer {gate}"] = layer, torch.randn(6, 5, 8).double()
+    return modules
 
 
-def main(backend, some=False):
-    """Check everything with one backend, or each class once."""
+def main(backend, *chosen):
+    """Check everything with one backend, each class once, or the modules of these names."""
     torch.manual_seed(0)
-    rows = (9, 6) if backend == "inductor" else (9,)
-    layers = ("smooth", "topk", "projected")
-    for name, gate in chosen_modules(all_gates(), some):
-        check(name, gate, torch.randn(9, EXPERTS, dtype=torch.float64), backend, rows)
-    for name, router in chosen_modules(all_routers(), some):
-        check(name, router.double(), torch.randn(9, 5, dtype=torch.float64), backend, rows)
-    for gate in layers[:1] if some else layers:
-        layer = moe(d_model=8, n_experts=4, k=2, d_hidden=6, gate=gate, bias=True).double()
-        check(gate, layer, torch.randn(4, 5, 8, dtype=torch.float64), backend, (4, 3))
-    check_export(some)
+    modules, some = all_modules(), chosen == ("--some",)
+    names = SOME if some else chosen or modules
+    classes = {type(module) for module, _ in modules.values()}
+    assert not some or {type(modules[name][0]) for name in names} == classes
+    for name in names:
+        check(name, *modules[name], backend)
+    if some or not chosen:
+        check_export(some)
+    sys.stdout.write(f"{len(names)} modules without a graph break, by {backend}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--some" in sys.argv)
+    main(*sys.argv[1:])

@@ -494,7 +494,7 @@ def require_common_tokens(
         lacking = trace.n_tokens - len(common_rows)
         if partial or lacking <= documents + spared:
             continue
-        has_partner = torch.zeros(trace.n_tokens, dtype=torch.bool)
+        has_partner = torch.zeros(trace.n_tokens, dtype=torch.bool, device="cpu")
         has_partner[common_rows] = True
         first = int((~has_partner).float().argmax())
         raise TraceSettingError(

@@ -144,7 +144,7 @@ def trace_model(
 
 def renumbered_documents(trace: RoutingTrace, documents: Sequence[int]) -> RoutingTrace:
     """The trace with other numbers for its documents 0, 1, ...."""
-    return replace(trace, documents=torch.tensor(documents)[trace.documents.long()])
+    return replace(trace, documents=torch.tensor(documents, device="cpu")[trace.documents.long()])
 
 
 class NamedSide(NamedTuple):
@@ -350,7 +350,7 @@ def _runs_in_format(
             runs.append(trace_model(side, sequences, batch_size=size))
     padded = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
     trace = trace_model(side, padded, batch_size=SMALL_BATCH)
-    lengths = torch.tensor([len(x) for x in sequences])
+    lengths = torch.tensor([len(x) for x in sequences], device="cpu")
     is_original = trace.positions.long() < lengths[trace.documents.long()]
     runs.append(select_tokens(trace, is_original.nonzero().flatten()))
     for seed in range(FEWEST_RUNS - len(runs)):
@@ -372,7 +372,7 @@ def _noisy_embeddings(model: nn.Module, ratio: float, seed: int) -> Iterator[Non
 
     def add_noise(module: nn.Module, args: object, output: Tensor) -> Tensor:
         """Return the embeddings with fresh noise."""
-        noise = torch.randn(output.shape, generator=generator).to(output)
+        noise = torch.randn(output.shape, generator=generator, device=generator.device).to(output)
         return output + ratio * output.square().mean(-1, keepdim=True).sqrt() * noise
 
     handle = embed.register_forward_hook(add_noise)

@@ -487,8 +487,10 @@ def dangerous_share(layers: Sequence[JumpMeasures]) -> tuple[Share, Harm]:
     """Return the share of near-ties with a large jump, and whether that is most of them."""
     near = [layer.near for layer in layers]
     high = [jump >= x.dangerous_above for x in layers for jump in x.near.jumps]
-    documents = torch.tensor([document for sample in near for document in sample.documents])
-    share = clustered_share(torch.tensor(high), documents)
+    documents = torch.tensor(
+        [document for sample in near for document in sample.documents], device="cpu"
+    )
+    share = clustered_share(torch.tensor(high, device="cpu"), documents)
     if (share.low or 0.0) >= MOST:
         return share, "dangerous"
     return share, "harmless" if (share.high or 0.0) < MOST else "unclear"

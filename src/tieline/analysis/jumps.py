@@ -87,9 +87,9 @@ class _Pool:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._keys = torch.empty(0, dtype=torch.float64)
-        self._lots = torch.empty(0, dtype=torch.float64)
-        self.tokens = torch.empty(0, dtype=torch.int64)
+        self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
+        self._lots = torch.empty(0, dtype=torch.float64, device="cpu")
+        self.tokens = torch.empty(0, dtype=torch.int64, device="cpu")
         self._rows: Rows | None = None
 
     @property
@@ -197,8 +197,10 @@ class BlockSampler(Observer):
             )
             return
         self._status.setdefault(name, "ok")
-        tokens = self._first + self._recorder.offset(run) + torch.arange(len(gaps))
-        lots = torch.as_tensor(token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN)
+        tokens = self._first + self._recorder.offset(run) + torch.arange(len(gaps), device="cpu")
+        lots = torch.as_tensor(
+            token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN, device="cpu"
+        )
         near, random = self._pools[name]
         near.offer(gaps, lots, tokens, rows)
         random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, tokens, rows)
@@ -210,7 +212,9 @@ class BlockSampler(Observer):
 
     def _join_rows(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
         """Sample from the tokens of all processes: `everywhere` returns the rows of all of them."""
-        filled = torch.tensor([[pool.filled for pool in both] for both in self._pools.values()])
+        filled = torch.tensor(
+            [[pool.filled for pool in both] for both in self._pools.values()], device="cpu"
+        )
         ranks = everywhere({"filled": filled[None]})["filled"]
         require(
             bool((ranks == filled).all()),
@@ -235,7 +239,9 @@ class BlockSampler(Observer):
 
     def near(self, name: str) -> BlockSample | None:
         """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
-        return self._pools[name][0].without(torch.empty(0, dtype=torch.int64), self._near)
+        return self._pools[name][0].without(
+            torch.empty(0, dtype=torch.int64, device="cpu"), self._near
+        )
 
     def random(self, name: str) -> BlockSample | None:
         """Return a random sample of the other tokens; None if there are none."""
@@ -445,7 +451,9 @@ def _jump_measures(
     settings: JumpSettings,
 ) -> JumpMeasures:
     """Quantiles, dangerous share and gap-jump table of a layer."""
-    jumps, random_jumps = (torch.tensor(x.jumps, dtype=torch.float64) for x in (near, random))
+    jumps, random_jumps = (
+        torch.tensor(x.jumps, dtype=torch.float64, device="cpu") for x in (near, random)
+    )
     dangerous, levels = (jumps >= settings.dangerous_above).double(), settings.probabilities
     return JumpMeasures(
         module=block.name,
@@ -471,12 +479,12 @@ def gap_jump_table(
         settings: levels of the bins.
     """
     finite = gaps[gaps.isfinite()]
-    sampled = torch.tensor(near.gaps + random.gaps, dtype=torch.float64)
-    jumps = torch.tensor(near.jumps + random.jumps, dtype=torch.float64)
+    sampled = torch.tensor(near.gaps + random.gaps, dtype=torch.float64, device="cpu")
+    jumps = torch.tensor(near.jumps + random.jumps, dtype=torch.float64, device="cpu")
     rows = quantile_bands(finite, settings.gap_levels).value
     columns = quantile_bands(jumps, settings.jump_levels).value
     weight = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
-    stands_for = torch.cat([torch.ones(len(near.gaps)), torch.full((len(random.gaps),), weight)])
+    stands_for = torch.tensor([1.0] * len(near.gaps) + [weight] * len(random.gaps), device="cpu")
     cell = _bin_of_values(sampled, rows) * (len(columns) - 1) + _bin_of_values(jumps, columns)
     shape = (len(rows) - 1, len(columns) - 1)
     counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
@@ -516,7 +524,7 @@ def jumps_with_losses(
         followed[i * len(followed) // min(swaps, len(followed))]
         for i in range(min(swaps, len(followed)))
     ]
-    tokens = torch.tensor([near.tokens[index] for index in swapped])
+    tokens = torch.tensor([near.tokens[index] for index in swapped], device="cpu")
     changes = loss_changes(model, trace, layer, tokens, batch_size)
     losses: list[float | None] = [None] * len(near.tokens)
     for index, change in zip(swapped, changes.tolist(), strict=True):
@@ -546,9 +554,9 @@ def loss_changes(
     sequences = [trace.tokens[trace.documents == trace.documents[t]].long() for t in tokens]
     for index, sequence in enumerate(sequences):
         by_length[len(sequence)].append(index)
-    changes = torch.zeros(len(tokens), dtype=torch.float64)
+    changes = torch.zeros(len(tokens), dtype=torch.float64, device="cpu")
     for indices in by_length.values():
-        for chunk in torch.tensor(indices).split(batch_size):
+        for chunk in torch.tensor(indices, device="cpu").split(batch_size):
             ids = torch.stack([sequences[index] for index in chunk.tolist()])
             changes[chunk] = _loss_changes_of_batch(model, trace, layer, tokens[chunk], ids)
     return changes
@@ -559,7 +567,7 @@ def _loss_changes_of_batch(
 ) -> Float[Tensor, " rows"]:
     """Change of the loss by one swap in each sequence of a batch."""
     router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
-    rows = torch.arange(len(ids)) * ids.shape[1] + positions
+    rows = torch.arange(len(ids), device="cpu") * ids.shape[1] + positions
     losses = []
     for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
         rule = partial(_choice_at_rows, rows=rows, choice=choice)
@@ -595,7 +603,7 @@ def _loss_after_positions(
 
 def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
     """Places in the sample whose token is not the last one of its document."""
-    tokens = torch.tensor(near.tokens)
+    tokens = torch.tensor(near.tokens, device="cpu")
     next_tokens = (tokens + 1).clamp(max=trace.n_tokens - 1)
     follows = (trace.documents[next_tokens] == trace.documents[tokens]) & (next_tokens > tokens)
     return follows.nonzero().squeeze(1).tolist()
@@ -643,7 +651,7 @@ def _entering_weight(trace: LayerTrace, family: RouterFamily, router: nn.Module)
     leaving, entering = trace.experts[:, k - 1].long(), trace.experts[:, k].long()
     if family.skip_class:  # to skip has no weight of its own to hand over
         return _raw_weight(trace, family, router, entering)
-    ratio = torch.ones(len(leaving))
+    ratio = torch.ones(len(leaving), device="cpu")
     if trace.bias is not None:
         raw = [_raw_weight(trace, family, router, experts) for experts in (entering, leaving)]
         ratio = raw[0] / raw[1].clamp(min=TINY)

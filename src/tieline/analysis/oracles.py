@@ -98,10 +98,10 @@ def tie_heavy_scores(
     require(1 <= order < experts, f"need 1 <= order < experts, got {order=} of {experts}")
     draw = torch.Generator().manual_seed(seed)
     levels = _descending_levels(tokens, experts, draw)
-    tied = torch.randperm(tokens, generator=draw)[: round(share * tokens)]
+    tied = torch.randperm(tokens, generator=draw, device=draw.device)[: round(share * tokens)]
     low, high = max(0, k - order), min(k, experts - order) - 1  # first equal rank, from 0
-    starts = torch.randint(low, high + 1, (len(tied),), generator=draw)
-    ranks = starts[:, None] + torch.arange(order + 1)
+    starts = torch.randint(low, high + 1, (len(tied),), generator=draw, device=draw.device)
+    ranks = starts[:, None] + torch.arange(order + 1, device="cpu")
     levels[tied[:, None], ranks] = levels[tied, starts][:, None]
     return _planted_scores(levels, gap, k, draw, dtype)
 
@@ -110,7 +110,7 @@ def _descending_levels(
     tokens: int, experts: int, draw: torch.Generator
 ) -> Float[Tensor, "tokens experts"]:
     """Descending integers around zero, with holes of up to three between neighbours."""
-    steps = torch.randint(1, 5, (tokens, experts), generator=draw).double()
+    steps = torch.randint(1, 5, (tokens, experts), generator=draw, device=draw.device).double()
     levels = -steps.cumsum(dim=1)
     return levels - levels.mean(dim=1, keepdim=True).round()
 
@@ -130,7 +130,7 @@ def _planted_scores(
         f"{dtype} does not hold multiples of {gap=} up to {exact.abs().max().item():g} exactly: "
         "take a power of two, or fewer experts",
     )
-    order = torch.rand(levels.shape, generator=draw).argsort(dim=1)
+    order = torch.rand(levels.shape, generator=draw, device=draw.device).argsort(dim=1)
     gaps = gap_of(exact, k)
     return PlantedScores(scores.gather(1, order), gaps == 0, gaps)
 

@@ -107,7 +107,7 @@ def predicted_flips(
     """
     view = logit_view(layer)
     if view.scores.shape[1] <= layer.facts.k:
-        never = torch.zeros(len(view.scores), dtype=torch.float64)
+        never = torch.zeros(len(view.scores), dtype=torch.float64, device="cpu")
         return dict.fromkeys(perturbations, FlipChance(never, never))
     product = _router_product(layer, router, inputs)
     chances: dict[Perturbation, FlipChance | None] = dict.fromkeys(perturbations)
@@ -189,7 +189,7 @@ def _chance_by_rounding(
     if number_format.activations is not None:
         variance += (number_format.activations(x) - x).square_() @ spread.T
     noise = variance.gather(1, ids).double().sqrt_()
-    step = torch.zeros(len(x), dtype=torch.float64)
+    step = torch.zeros(len(x), dtype=torch.float64, device="cpu")
     if number_format.plain:
         logits = view.logits
         if logits is None:
@@ -396,14 +396,14 @@ class LocalEffects(Observer):
     def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
         """Call a router again under every perturbation."""
         clean, name, router = self._passes[run], site.name, site.module
-        positions = torch.arange(clean.tokens)
+        positions = torch.arange(clean.tokens, device="cpu")
         one_document = torch.zeros_like(positions)  # all that the audit needs
         batch = Batch(positions, one_document, positions, None, clean.tokens)
         layer = self._layers[name].observe(router, call, output, batch)
         routed = read_output(site.family, router, call, output)
         chosen = routed_set(routed)
         clean.routers += 1
-        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, torch.tensor(0))
+        self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, 0)
         self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
         clean.changes[name] = {}
         chances = self._predicted(layer, router, call)
@@ -462,7 +462,9 @@ class LocalEffects(Observer):
         effects = list(self.effects.values())
         ranks.join_sums([sums for e in effects for sums in (e.flips, e.low, e.high, e.damage)])
         counts = {
-            "counts": torch.tensor([[effect.flip_count, effect.trials] for effect in effects])
+            "counts": torch.tensor(
+                [[effect.flip_count, effect.trials] for effect in effects], device="cpu"
+            )
         }
         counts |= {f"hits.{name}": hits for name, hits in self.hits.items()}
         joined = ranks.join_counts(counts)
@@ -479,7 +481,7 @@ def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
     changed_swaps = [swap for swap in clean.swaps if len(swap.tokens)]
     outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in changed_swaps]))
     for swap in clean.swaps:
-        jumps = torch.zeros(clean.tokens, dtype=torch.float64)
+        jumps = torch.zeros(clean.tokens, dtype=torch.float64, device="cpu")
         if len(swap.tokens):
             jumps[swap.tokens.cpu()] = relative_change(swap.rows.output, next(outputs))
         swap.effect.damage.add(jumps.view(clean.shape))
@@ -529,7 +531,7 @@ def _noisy_flip_shares(
 
     Noise is drawn for tokens that can change alone; the others count as unchanged.
     """
-    flips = torch.zeros(len(logits), dtype=torch.float64)
+    flips = torch.zeros(len(logits), dtype=torch.float64, device="cpu")
     rows = possible.nonzero().squeeze(1)
     near_logits = logits[rows.to(logits.device)]
     tokens, experts = near_logits.shape
@@ -539,7 +541,9 @@ def _noisy_flip_shares(
     chunk = max(1, CHUNK // (tokens * experts))
     for start in range(0, repeats, chunk):
         count = min(chunk, repeats - start)
-        noise = torch.randn(count, tokens, experts, generator=source).to(near_logits)
+        noise = torch.randn(count, tokens, experts, generator=source, device=source.device).to(
+            near_logits
+        )
         noisy = (near_logits + sigma * noise).flatten(0, 1)
         changed = sets_differ(rule(noisy).view(count, tokens, experts), clean.expand(count, -1, -1))
         flips[rows] += changed.sum(dim=0).double().cpu()

@@ -232,7 +232,7 @@ def _layer_noise(
     flipped = (sets[0] != sets[1]).any(dim=1).double()
     error = clustered_error(flipped, documents)
     share = mean_estimate(flipped)
-    orders = torch.tensor([1.0] + [0.0] * MOST_ORDER)
+    orders = torch.tensor([1.0] + [0.0] * MOST_ORDER, device="cpu")
     if epsilon > 0:
         ranked = clean_scores.masked_fill(
             clean_scores.isneginf(), clean_scores[clean_scores.isfinite()].min() - 1e3
@@ -251,5 +251,7 @@ def _layer_noise(
 def by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
     """Selection scores of all experts in float64; minus infinity where a group is left out."""
     assert layer.scores is not None
-    scores = torch.full((len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64)
+    scores = torch.full(
+        (len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64, device="cpu"
+    )
     return scores.scatter_(1, layer.experts.long(), layer.scores.double())

@@ -211,7 +211,9 @@ def _scores_and_choices(
         trace = call.trace
         assert trace.scores is not None
         ids = trace.experts.long()
-        nothing = torch.full((len(ids), trace.facts.n_experts), -torch.inf, dtype=torch.float64)
+        nothing = torch.full(
+            (len(ids), trace.facts.n_experts), -torch.inf, dtype=torch.float64, device="cpu"
+        )
         scores.append(nothing.scatter(1, ids, trace.scores.double()))
         nobody = torch.zeros_like(nothing, dtype=torch.bool)
         chosen.append(nobody.scatter(1, ids[:, : trace.facts.k], True))

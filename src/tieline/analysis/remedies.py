@@ -335,7 +335,7 @@ def _zero_kl(batches: Sequence[Ids]) -> Estimate:
     """A KL of zero on every token."""
     sums = SequenceSums()
     for ids in batches:
-        sums.add(torch.zeros(ids.shape))
+        sums.add(torch.zeros(ids.shape, device="cpu"))
     return sums.mean()
 
 

@@ -98,8 +98,9 @@ def transformers_call(
     rounding = torch.finfo(logits.dtype).eps
     if batch is None or batch.routed != len(logits):
         rows = len(logits)
-        positions = torch.arange(rows)
-        batch = Batch(torch.full((rows,), -1), torch.zeros_like(positions), positions, None, rows)
+        positions = torch.arange(rows, device="cpu")
+        no_ids, one_document = torch.full_like(positions, -1), torch.zeros_like(positions)
+        batch = Batch(no_ids, one_document, positions, None, rows)
     trace = observer.observe(router, call, live, batch)
     if batch.kept is not None:
         logits = logits.index_select(0, batch.kept.to(logits.device))
@@ -139,7 +140,7 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
     """The trace of the scores of a Tieline gate."""
     tokens, experts = scores.shape
     if not isinstance(gate, SelectiveGate | Hard):  # uses all experts, or as many as it likes
-        everyone = torch.arange(experts).expand(tokens, experts)
+        everyone = torch.arange(experts, device="cpu").expand(tokens, experts)
         return LayerTrace(name, LayerFacts(experts, experts), everyone)
     k, bias, selection, facts = 1, None, scores, LayerFacts(experts, 1)
     group_gap = None

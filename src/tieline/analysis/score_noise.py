@@ -315,7 +315,7 @@ def flip_test(
     moved = np.zeros(noise.common.shape, dtype=bool)
     k, in_a, chosen = a.facts.k, a.experts[rows], b.experts[rows][:, : b.facts.k]
     in_b = (in_a[:, :, None] == chosen[:, None, :]).any(2)
-    first = torch.arange(in_a.shape[1]) < k
+    first = torch.arange(in_a.shape[1], device="cpu") < k
     moved[rows] = (first[None, :] != in_b).numpy()
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     n_unmoved = (~moved[rows]).sum(1)

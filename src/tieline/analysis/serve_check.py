@@ -308,7 +308,7 @@ def _first_flips(
 def _model_trace(model: Any, prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
     """The routing of each prompt, with scores, by the model in float32."""
     opened = Model.open(model, "serve-check takes")
-    rows = [torch.tensor(prompt) for prompt in prompts]
+    rows = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     check_token_ids(opened.module, rows)
     return [recorded_routes(opened, Ranks.of(None, [row[None]])) for row in rows]
 

@@ -421,7 +421,7 @@ def measure_repair(
     counts = [RepairCounts(form, routers[form.model], perturbations) for form in (ORIGINAL, *forms)]
     phase = repair_phase(batches, forms, perturbations, seed)
     runner.run(Plan((phase,)), counts, on_progress)
-    sizes = torch.tensor([phase.tokens, sum(len(ids) for ids in batches.values())])
+    sizes = torch.tensor([phase.tokens, sum(len(ids) for ids in batches.values())], device="cpu")
     tokens, sequences = runner.ranks.join_counts({"sizes": sizes})["sizes"].tolist()
     return tuple(form.table(counts[0], (tokens, sequences)) for form in counts[1:])
 
@@ -533,7 +533,7 @@ def smoothing_latency(
         warmup: rounds before that.
     """
     require(rounds >= 2 and warmup >= 0, f"need two rounds at least, got {rounds=}, {warmup=}")
-    times = torch.zeros(2, warmup + rounds, dtype=torch.float64)
+    times = torch.zeros(2, warmup + rounds, dtype=torch.float64, device="cpu")
     with only_running(model), only_running(smoothed):
         for turn in range(warmup + rounds):
             for side in (0, 1) if turn % 2 else (1, 0):
@@ -549,12 +549,16 @@ def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float
     """Second row over first, of the medians, with the ends of its 95 % interval."""
     generator = torch.Generator().manual_seed(0)
     rounds = times.shape[1]
-    resamples = torch.randint(rounds, (RESAMPLES, rounds), generator=generator)
+    resamples = torch.randint(
+        rounds, (RESAMPLES, rounds), generator=generator, device=generator.device
+    )
     before, after = (
         times[0][resamples].median(dim=1).values,
         times[1][resamples].median(dim=1).values,
     )
-    spread = (after / before.clamp(min=1e-9)).quantile(torch.tensor([0.025, 0.975]).double())
+    spread = (after / before.clamp(min=1e-9)).quantile(
+        torch.tensor([0.025, 0.975], device="cpu").double()
+    )
     ratio = (times[1].median() / times[0].median().clamp(min=1e-9)).item()
     low, high = spread.tolist()
     return ratio, low, high

@@ -97,13 +97,10 @@ def token_distances(
 ) -> TokenDistances:
     """Compute the distances at every token of a batch, row after row."""
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
-    flat_a, flat_b = logits_a.flatten(0, 1), logits_b.flatten(0, 1)
-    chunks = [
-        _row_distances(flat_a[rows], flat_b[rows], following[rows])
-        for rows in torch.arange(ids.numel()).split(ROWS)
-    ]
+    flat = logits_a.flatten(0, 1), logits_b.flatten(0, 1), following
+    chunks = [_row_distances(*rows) for rows in zip(*(x.split(ROWS) for x in flat), strict=True)]
     joined = [torch.cat(column) for column in zip(*chunks, strict=True)]
-    last = torch.zeros(ids.shape, dtype=torch.bool)
+    last = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
     last[:, -1] = True
     return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
 
@@ -295,9 +292,9 @@ class _SplitDistances(Observer):
 
     def __init__(self, names: Mapping[Pass, str], first_document: int) -> None:
         self._names, self._documents = names, first_document
-        empty = torch.empty(0, dtype=torch.float64)
+        empty = torch.empty(0, dtype=torch.float64, device="cpu")
         self._columns = {name: [empty] for name in CHOICES}
-        self._rows: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        self._rows: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
         self._changed = 0
         self._joined: dict[str, Tensor] = {}
 
@@ -312,14 +309,17 @@ class _SplitDistances(Observer):
         if name == "ids":
             self._changed += sum(outcome.changed.values())
             rows, length = outcome.ids.shape
-            numbers = torch.arange(self._documents, self._documents + rows)
+            numbers = torch.arange(self._documents, self._documents + rows, device="cpu")
             self._rows.append(numbers[:, None].expand(-1, length - 1).reshape(-1))
             self._documents += rows
 
     def join(self, ranks: Ranks) -> None:
         """Gather the distances of all processes."""
         local = {name: torch.cat(values) for name, values in self._columns.items()}
-        local |= {"documents": torch.cat(self._rows), "changed": torch.tensor([self._changed])}
+        local |= {
+            "documents": torch.cat(self._rows),
+            "changed": torch.tensor([self._changed], device="cpu"),
+        }
         self._joined = ranks.join_rows(local)
 
     def split(self) -> ReplaySplit:

@@ -89,7 +89,7 @@ def gathered_plain(value: Any) -> list[Any]:
 
 def _broadcast_bytes(data: bytes) -> bytes:
     """Return the bytes of rank 0."""
-    length = torch.tensor([len(data)])
+    length = torch.tensor([len(data)], device="cpu")
     dist.broadcast(length, src=0)
     buffer = bytearray(data) if is_first_rank() else bytearray(int(length))
     content = torch.frombuffer(buffer, dtype=torch.uint8)

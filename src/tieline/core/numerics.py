@@ -59,7 +59,9 @@ def log_grid(low: float, high: float, per_decade: int) -> Float[Tensor, " points
     """Return points from `low` to `high` at equal ratios, both ends exact, in float64."""
     require(0 < low < high and per_decade > 0, f"need 0 < low < high, got {low=}, {high=}")
     n = max(1, round(per_decade * math.log10(high / low)))
-    grid = torch.logspace(math.log10(low), math.log10(high), n + 1, dtype=torch.float64)
+    grid = torch.logspace(
+        math.log10(low), math.log10(high), n + 1, dtype=torch.float64, device="cpu"
+    )
     grid[0], grid[-1] = low, high
     return grid
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tieline.core.errors import ShapeError, require
+from tieline.core.errors import ShapeError
 
 
 class Ranked(NamedTuple):
@@ -164,6 +164,5 @@ def group_scores(
 def _check_topk(scores: Tensor, k: int) -> None:
     """Refuse a k outside 1 ... E."""
     experts = scores.shape[-1] if scores.ndim else 0
-    require(
-        1 <= k <= experts, f"need 1 <= k <= number of experts, got {k=}, {experts=}", ShapeError
-    )
+    if not 1 <= k <= experts:  # a message made beforehand would fix the numbers of a compiled graph
+        raise ShapeError(f"need 1 <= k <= number of experts, got {k=}, {experts=}")

@@ -193,7 +193,8 @@ def binomial_band(count: Int[Tensor, "*shape"], n: int, confidence: float = 0.95
     low = special.betaincinv(counts.clip(min=0.5), n - counts + 1, tail)
     high = special.betaincinv(counts + 1, (n - counts).clip(min=0.5), 1 - tail)
     low, high = low * (counts > 0), high * (counts < n) + (counts == n)
-    return Band(torch.as_tensor(low).double(), torch.as_tensor(high).double())
+    ends = (torch.as_tensor(end, dtype=torch.float64, device="cpu") for end in (low, high))
+    return Band(*ends)
 
 
 NOT_MEASURED = Estimate(None, None, "not measured")

@@ -218,7 +218,7 @@ def angular_spread(inputs: Float[Tensor, "tokens dim"], n_experts: int, k: int) 
     """Mean, radius, cap and expected ties of the router's inputs (Def. 9.1 - 9.3)."""
     tokens, dim = inputs.shape
     require(tokens > 0 and dim > 1, f"need a token and dim > 1, got {inputs.shape}", ShapeError)
-    sums = torch.zeros(2, dim, dtype=torch.float64)
+    sums = torch.zeros(2, dim, dtype=torch.float64, device="cpu")
     chunks = inputs.split(max(1, INPUT_CHUNK // dim))
     for rows in chunks:  # in float64 a few at a time, so that they stay in the cache
         x = rows.double()

@@ -561,7 +561,8 @@ def _counted_near(
 
 def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
     """Mean of a number that was v in `counts[v]` cases."""
-    n, values = int(counts.sum()), torch.arange(len(counts)).to(counts.device, torch.float64)
+    n = int(counts.sum())
+    values = torch.arange(len(counts), dtype=torch.float64, device=counts.device)
     share = counts.double() / n
     mean = (share @ values).item()
     variance = (share @ (values - mean).square()).item()

@@ -41,7 +41,7 @@ class BufferPool:
         """An uninitialised CPU tensor whose memory comes back when its storage is freed."""
         size = math.prod(shape) * dtype.itemsize
         if size < SMALLEST_POOLED or self.capacity == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         block = self._pop_idle(size)
         if block is None:
             raw = np.empty(size + ALIGNMENT, np.uint8)

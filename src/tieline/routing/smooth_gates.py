@@ -125,8 +125,8 @@ class BandGate(SelectiveGate):
         self.budget = k + 0.5 if budget is None else budget
         require(k <= self.budget < math.inf, f"the budget k* must be >= k, got {budget} for {k=}")
         self.fixed_epsilon, self.detach_ramp = epsilon, detach_ramp
-        start = None if epsilon is not None else torch.tensor(math.log(math.expm1(START)))
-        self.theta = None if start is None else nn.Parameter(start)
+        start = math.log(math.expm1(START))
+        self.theta = nn.Parameter(torch.tensor(start)) if epsilon is None else None
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
@@ -139,7 +139,7 @@ class BandGate(SelectiveGate):
         """The width ε of the band as a tensor, with a gradient if it is learnable."""
         if self.theta is not None:
             return F.softplus(self.theta)
-        return torch.tensor(self.fixed_epsilon, dtype=torch.float64)
+        return torch.tensor(self.fixed_epsilon, dtype=torch.float64, device="cpu")
 
     def band_width(self, selection: Scores) -> float | Tensor:
         """ε in the dtype of the scores; a fixed one stays a number, which no device waits for."""

@@ -134,7 +134,7 @@ def rounding_noise(level: str) -> float:
     """ρ = rms(round(x) - x) of normal numbers x, in the activations of a format, or its weights."""
     number_format = format_named(level)
     grid = number_format.activations or number_format.weights
-    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0), device="cpu")
     return (grid(x) - x).double().square().mean().sqrt().item()
 
 

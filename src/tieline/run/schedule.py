@@ -124,7 +124,9 @@ def chosen_output(
 
 def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
     """The choice of one call as the record that a replay takes."""
-    tokens = torch.arange(len(read_output(site.family, site.module, call, output).ids))
+    tokens = torch.arange(
+        len(read_output(site.family, site.module, call, output).ids), device="cpu"
+    )
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
     return LayerObserver(site.name, site.family, ROUTE_SETTINGS).observe(
         site.module, call, output, batch

@@ -83,24 +83,24 @@ Draw = Callable[[int, int, int, torch.Generator], Tensor]
 
 def _normal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Independent N(0, 1) logits."""
-    return torch.randn(tokens, experts, generator=draw)
+    return torch.randn(tokens, experts, generator=draw, device=draw.device)
 
 
 def _near_overflow_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Between 2·10³⁸ and 3·10³⁸, of both signs."""
-    signs = torch.randint(0, 2, (tokens, experts), generator=draw) * 2 - 1
-    return signs * (torch.rand(tokens, experts, generator=draw) + 2) * 1e38
+    signs = torch.randint(0, 2, (tokens, experts), generator=draw, device=draw.device) * 2 - 1
+    return signs * (torch.rand(tokens, experts, generator=draw, device=draw.device) + 2) * 1e38
 
 
 def _equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """All scores of a token equal: zero, positive or negative."""
-    levels = torch.tensor([0.0, 3.7, -11.25]).repeat(tokens // 3 + 1)[:tokens]
+    levels = torch.tensor([0.0, 3.7, -11.25], device=draw.device).repeat(tokens // 3 + 1)[:tokens]
     return levels[:, None].expand(tokens, experts).clone()
 
 
 def _nearly_equal_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """1 plus a few units in the last place."""
-    steps = torch.randint(0, 4 * experts, (tokens, experts), generator=draw)
+    steps = torch.randint(0, 4 * experts, (tokens, experts), generator=draw, device=draw.device)
     return 1 + steps * torch.finfo(torch.float32).eps
 
 
@@ -111,14 +111,14 @@ def _coarse_grid_logits(tokens: int, experts: int, k: int, draw: torch.Generator
 
 def _signed_zeros_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Zeros of both signs, a third of them replaced by numbers."""
-    signs = torch.randint(0, 2, (tokens, experts), generator=draw) * 2.0 - 1
-    numbers = torch.rand(tokens, experts, generator=draw) < 1 / 3
+    signs = torch.randint(0, 2, (tokens, experts), generator=draw, device=draw.device) * 2.0 - 1
+    numbers = torch.rand(tokens, experts, generator=draw, device=draw.device) < 1 / 3
     return torch.where(numbers, _normal_logits(tokens, experts, k, draw), signs * 0.0)
 
 
 def _tied_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """Half of the tokens with a tie of two experts, or of four, across the threshold."""
-    seed = int(torch.randint(0, 2**31, (), generator=draw))
+    seed = int(torch.randint(0, 2**31, (), generator=draw, device=draw.device))
     if k == experts:
         return _coarse_grid_logits(tokens, experts, k, draw)
     halves = [
@@ -130,7 +130,7 @@ def _tied_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Te
 
 def _spaced_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
     """No two scores nearer than a 512th, all within a range that softmax can hold."""
-    seed = int(torch.randint(0, 2**31, (), generator=draw))
+    seed = int(torch.randint(0, 2**31, (), generator=draw, device=draw.device))
     return tie_free_scores(tokens, experts, k, gap=2.0**-9, seed=seed).scores
 
 
@@ -138,9 +138,9 @@ def _masked_logits(scarce: bool) -> Draw:
     """Minus infinity for a random set of experts: k or more remain, or 1 to k - 1 if `scarce`."""
 
     def masked_logits(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-        order = torch.rand(tokens, experts, generator=draw).argsort(dim=1)
+        order = torch.rand(tokens, experts, generator=draw, device=draw.device).argsort(dim=1)
         least, end = (1, max(k, 2)) if scarce else (k, experts + 1)
-        remaining = torch.randint(least, end, (tokens, 1), generator=draw)
+        remaining = torch.randint(least, end, (tokens, 1), generator=draw, device=draw.device)
         return _normal_logits(tokens, experts, k, draw).masked_fill(order >= remaining, -torch.inf)
 
     return masked_logits
@@ -150,7 +150,7 @@ def _logits_with_value(value: float) -> Draw:
     """Normal logits with one entry of each token replaced."""
 
     def logits_with_value(tokens: int, experts: int, k: int, draw: torch.Generator) -> Tensor:
-        column = torch.randint(0, experts, (tokens, 1), generator=draw)
+        column = torch.randint(0, experts, (tokens, 1), generator=draw, device=draw.device)
         return _normal_logits(tokens, experts, k, draw).scatter(1, column, value)
 
     return logits_with_value
@@ -158,7 +158,7 @@ def _logits_with_value(value: float) -> Draw:
 
 def _constant_logits(value: float) -> Draw:
     """One value for every expert."""
-    return lambda tokens, experts, k, draw: torch.full((tokens, experts), value)
+    return lambda tokens, experts, k, draw: torch.full((tokens, experts), value, device=draw.device)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _draw_case(rule: RouterRule, name: str, experts: int, k: int, seed: int) -> 
     pattern, order = PATTERNS[name], list(PATTERNS).index(name)
     draw = torch.Generator().manual_seed(seed + 1000 * order + 100_003 * experts + 7 * k)
     logits = pattern.draw(pattern.tokens, experts, k, draw)
-    bias = torch.randn(experts, generator=draw) / 4 if rule.bias else None
+    bias = torch.randn(experts, generator=draw, device=draw.device) / 4 if rule.bias else None
     return LogitCase(name, logits, k, bias, pattern.asks)
 
 
@@ -453,7 +453,9 @@ def router_keywords(rule: RouterRule, case: LogitCase) -> dict[str, Any]:
 def _chosen_mask(ids: Tensor, case: LogitCase) -> Tensor:
     """Chosen experts as booleans (T, E); ids out of range are moved inside."""
     inside = ids.long().clamp(0, case.logits.shape[1] - 1)
-    return torch.zeros(case.logits.shape, dtype=torch.bool).scatter(1, inside, True)
+    return torch.zeros(case.logits.shape, dtype=torch.bool, device=case.logits.device).scatter(
+        1, inside, True
+    )
 
 
 def _choice_reason(rule: RouterRule, case: LogitCase, routed: RouterAnswer, token: int) -> str:

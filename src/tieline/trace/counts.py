@@ -66,8 +66,8 @@ class GridCdf(NamedTuple):
 
 def grid_points() -> Float[Tensor, " points"]:
     """Return the grid points e_0 < e_1 < ... in float64."""
-    bits = torch.arange(_FIRST_CELL, _FIRST_CELL + _N_POINTS, dtype=torch.int64) << _SHIFT
-    return bits.view(torch.float64)
+    cells = torch.arange(_FIRST_CELL, _FIRST_CELL + _N_POINTS, dtype=torch.int64, device="cpu")
+    return (cells << _SHIFT).view(torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class LogHistogram:
         # n p in floating point may exceed the integer it stands for, and ceil would go one too far
         rank = max(1, math.ceil(probability * self.total - 1e-9))
         index = int(torch.searchsorted(self.counts.cumsum(0), rank))
-        points = torch.cat((torch.zeros(1, dtype=torch.float64), grid_points()))
+        points = torch.cat((torch.zeros(1, dtype=torch.float64, device="cpu"), grid_points()))
         ends = points.repeat_interleave(2)
         upper = torch.cat((ends[:1], ends[2:], ends.new_tensor([math.inf])))
         return ends[index].item(), upper[index].item()
@@ -198,7 +198,7 @@ class ExactMoments:
                 else torch.nan
             )
             values.append(float(value))
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _chunk_moments(scores: Float[Tensor, "tokens ranks"]) -> ExactMoments:

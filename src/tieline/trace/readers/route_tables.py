@@ -280,10 +280,10 @@ def _table_layer(
     """The trace of one layer of a table."""
     ordered = [rows[token] for token in tokens]
     small = torch.int16 if facts.n_experts <= 1 << 15 else torch.int32
-    experts = torch.tensor([row.experts for row in ordered], dtype=small)
+    experts = torch.tensor([row.experts for row in ordered], dtype=small, device="cpu")
     scores = None
     if ordered[0].scores is not None:
-        scores = torch.tensor([row.scores for row in ordered], dtype=torch.float64)
+        scores = torch.tensor([row.scores for row in ordered], dtype=torch.float64, device="cpu")
     return LayerTrace(name, facts, experts, scores)
 
 
@@ -306,4 +306,4 @@ def _table_token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple
         )
         for token in tokens
     ]
-    return torch.tensor(ids, dtype=torch.int64).unbind(dim=1)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu").unbind(dim=1)
