@@ -93,6 +93,10 @@ class ClaimRun:
         """Draw standard normal numbers in float64."""
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator(stream))
 
+    def uniform(self, *shape: int, stream: int = 9) -> Tensor:
+        """Draw numbers uniformly on [-1, 1] in float64."""
+        return 2 * torch.rand(*shape, dtype=torch.float64, generator=self.generator(stream)) - 1
+
 
 FULL_OVER_FAST = 2.2
 """Duration of the full mode over that of the fast one, over all claims that train nothing."""

@@ -46,6 +46,7 @@ __all__ = [
     "none_of",
     "qualified",
     "sampled",
+    "standard_errors_off",
     "unmeasured",
     "within",
 ]
@@ -244,6 +245,12 @@ def estimated(
         rule, reference, tolerance = (">=", least, 0.0) if most == math.inf else ("<=", most, 0.0)
     limits = rule, float(reference), float(tolerance)
     return Check(name, float(measured), *limits, inside, open=across, low=low, high=high)
+
+
+def standard_errors_off(samples: Tensor, expected: Tensor) -> float:
+    """Largest deviation of means over the first axis from expected values, in standard errors."""
+    error = samples.std(dim=0) / len(samples) ** 0.5
+    return ((samples.mean(dim=0) - expected) / error).abs().max().item()
 
 
 def unmeasured(name: str, reference: Real, reason: str) -> Check:

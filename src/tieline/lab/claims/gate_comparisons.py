@@ -2,7 +2,7 @@
 
 Runs of one seed begin with the same weights and see the same data, so gates are compared in pairs.
 
-Text (`train_gates`, `gate_table`): does smooth routing cost or gain perplexity? Paper 1, Tables 1,
+Text (`read_scores`, `gate_table`): does smooth routing cost or gain perplexity? Paper 1, Tables 1,
 4, 6 and 8, and paper 2, Table 2, in the small forms of `training.recipes`:
 
     perplexity   exp(loss) on the test split; mean and standard deviation over seeds
@@ -120,35 +120,6 @@ class GateTable:
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values."""
         return asdict(self)
-
-
-def train_gates(
-    form: str,
-    folder: Path,
-    gates: Sequence[str] = GATE_NAMES,
-    seeds: Sequence[int] = (0, 1, 2),
-    progress: Progress | None = None,
-) -> GateTable:
-    """Train every gate with every seed and compare; runs that are done are not repeated.
-
-    Args:
-        form: data and size, such as "wikitext-small".
-        folder: of the runs; one that was killed is resumed.
-        gates: names of variants.
-        seeds: of the runs.
-        progress: called with the current run, the number of runs done and their total.
-    """
-    from tieline.lab.training.training_run import (
-        run_training,
-    )  # loads transformers: only where a model is trained
-
-    jobs = [(gate, seed) for seed in seeds for gate in gates]
-    for done, (gate, seed) in enumerate(jobs):
-        if progress is not None:
-            progress(f"{gate} {seed}", done, len(jobs))
-        config, out = recipe_config(f"{form}-{gate}", seed), folder / f"{form}-{gate}-{seed}"
-        run_training(config, out, resume=(out / "config.json").is_file())
-    return gate_table(read_scores(folder, form))
 
 
 def read_scores(folder: Path, form: str) -> tuple[GateScore, ...]:
@@ -478,7 +449,6 @@ def _direction_check(name: str, differences: list[float], **limits: Real) -> Che
 def _gate_perplexities(gate: str, seed: int) -> tuple[float, float]:
     """Perplexity per byte of the test split, and perplexity per word of its attacked form."""
     need_training()
-    from tieline.lab.training.recipes import recipe_config
     from tieline.lab.training.training_run import run_training
 
     config = recipe_config(f"demo-small-{gate}", seed)

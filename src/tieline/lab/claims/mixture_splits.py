@@ -36,9 +36,12 @@ def drawn_mixture(
     return MoEParameters(router * params.router, bias, params.experts)
 
 
-def uniform_inputs(run: ClaimRun, n: int, d: int, stream: int = 9) -> Tensor:
-    """Uniform on [-1, 1]ᵈ."""
-    return 2 * torch.rand(n, d, dtype=torch.float64, generator=run.generator(stream)) - 1
+def sparse_mixture(run: ClaimRun, model: MoEModel, stream: int = 1) -> MoEParameters:
+    """Parameters of `drawn_mixture` with a zero row for the first expert."""
+    params = drawn_mixture(run, model, stream)
+    rows = params.router.clone()
+    rows[0] = 0
+    return MoEParameters(rows, params.bias, params.experts)
 
 
 def largest_gap(model: MoEModel, first: MoEParameters, other: MoEParameters, x: Tensor) -> float:
@@ -73,9 +76,32 @@ def split_scale(
     return MoEParameters(router, bias, experts)
 
 
+def split_gap(
+    run: ClaimRun,
+    model: MoEModel,
+    truth: MoEParameters,
+    size: float,
+    coordinate: int | None = None,
+) -> float:
+    """Largest |f - f*| on 2,000 inputs of the split by `split_scale`."""
+    split = split_scale(model, truth, size, coordinate)
+    return largest_gap(model, split, truth, run.uniform(2000, model.d))
+
+
 def half_mass(model: MoEModel, bias: Tensor) -> Tensor:
     """Bias of an expert with half the mass, given its bias."""
     return bias - math.log(2) if model.link == "softmax" else torch.logit(bias.sigmoid() / 2)
+
+
+def longer_rows(truth: MoEParameters, factor: float, copies: int = 0) -> MoEParameters:
+    """Router rows of a softmax mixture times a factor, the first atom shared out over copies.
+
+    The same f for the vanilla cosine router, which does not see the length of a row.
+    """
+    order = [0] * copies + [*range(truth.n_experts)]
+    bias = truth.bias[order].clone()
+    bias[: copies + 1] -= math.log(copies + 1)
+    return MoEParameters(factor * truth.router[order], bias, truth.experts[order])
 
 
 def shift_rows(model: MoEModel, truth: MoEParameters, step: Tensor) -> MoEParameters:
@@ -91,13 +117,6 @@ def twisted_quadratic(truth: MoEParameters, size: float = 0.3) -> MoEParameters:
     rows = truth.router.clone()
     rows[:, 1] += size
     rows[:, 2] -= size
-    return MoEParameters(rows, truth.bias, truth.experts)
-
-
-def without_row(truth: MoEParameters) -> MoEParameters:
-    """The parameters with a zero row for the first expert."""
-    rows = truth.router.clone()
-    rows[0] = 0
     return MoEParameters(rows, truth.bias, truth.experts)
 
 
@@ -124,7 +143,7 @@ def split_checks(
         family: the model of an expert, on the plane.
         cases: by expert "identifiable", "up to scale" or "not identifiable".
     """
-    x, checks = uniform_inputs(run, 800, 2), []
+    x, checks = run.uniform(800, 2), []
     for expert, verdict in cases.items():
         model = family(expert)
         tests = [split_test(model, generic_atoms(model, 2, s), x, seed=run.seed) for s in (0, 1)]
@@ -181,7 +200,7 @@ def least_ratio(
 
     The flattest directions are the eigenvectors of the information matrix, its null space apart.
     """
-    x = uniform_inputs(run, 2000, model.d, stream=21)
+    x = run.uniform(2000, model.d, stream=21)
     jacobian = model.jacobian(truth, x)
     _, vectors = torch.linalg.eigh(jacobian.T @ jacobian / len(x))
     flat = information(model, truth).nullity

@@ -142,13 +142,21 @@ def law_of(study: RateStudy, loss: str, radius: float | None = None) -> PowerLaw
     return study.rate(loss, radius, "median" if loss == "function" else "mean")
 
 
+def slope_check(name: str, law: PowerLaw, **limits: float) -> Check:
+    """Check that the slope of a power law is in a range, by its interval; see `estimated`."""
+    return estimated(name, law.slope, (law.low, law.high), **limits)
+
+
+def falls_like(name: str, law: PowerLaw, power: float, width: float = WINDOW["quotient"]) -> Check:
+    """Check that a loss falls like n^power, up to the width on both sides."""
+    return slope_check(name, law, least=power - width, most=power + width)
+
+
 def parametric_rate_check(
     name: str, study: RateStudy, loss: str, radius: float | None = None
 ) -> Check:
     """Check that a loss falls like n^-1/2, on both sides."""
-    law, width = law_of(study, loss, radius), WINDOW[loss]
-    limits = {"least": -0.5 - width, "most": -0.5 + width}
-    return estimated(name, law.slope, (law.low, law.high), **limits)
+    return falls_like(name, law_of(study, loss, radius), -0.5, WINDOW[loss])
 
 
 def slopes_text(study: RateStudy, radius: float | None = None) -> str:
@@ -208,28 +216,22 @@ def each_parametric(what: str, studies: Studies, loss: str) -> list[Check]:
 def each_falling(what: str, studies: Studies, loss: str) -> list[Check]:
     """A check of ours for each study that the slope of its loss is below `SLOW`."""
     laws = {name: study.rate(loss) for name, study in studies.items()}
-    return corrected(
-        *(
-            estimated(f"{what}, {name}", law.slope, (law.low, law.high), most=SLOW)
-            for name, law in laws.items()
-        )
-    )
+    return corrected(*(slope_check(f"{what}, {n}", law, most=SLOW) for n, law in laws.items()))
 
 
 def slow_rate_check(name: str, study: RateStudy) -> Check:
     """Check that the experts' distance falls more slowly than any power that could be resolved."""
-    law = study.rate("experts")
-    return estimated(name, law.slope, (law.low, law.high), least=SLOW)
+    return slope_check(name, study.rate("experts"), least=SLOW)
 
 
-def efficiency_checks(
-    name: str, study: RateStudy, model: MoEModel, truth: MoEParameters
-) -> list[Check]:
+def efficiency_checks(run: ClaimRun, name: str, study: RateStudy, model: MoEModel) -> list[Check]:
     """Compare n · mean squared error of f and of the experts with the Cramér-Rao limits.
+
+    The study is that of `small_plan` for as many experts as the truth has.
 
     A rate that were slower than n^-1/2 would let the ratios, taken over all sizes, grow with n.
     """
-    limits = cramer_rao(model, truth)
+    limits = cramer_rao(model, small_plan(run, model).truth)
     checks = []
     for loss, limit in (("function", limits.function), ("experts", limits.experts)):
         ratios = torch.cat(
@@ -356,7 +358,10 @@ def nearest_best(run: ClaimRun, model: MoEModel) -> NearestBest:
 
 def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tensor, " repetitions"]:
     """Loss of fits of two atoms to the true atom beside one with a zero expert."""
-    rows, true_row = symmetric_rows(fits.router), symmetric_rows(truth.router)[0]
+    rows, true_row = (
+        symmetrised_quadratic_rows(fits.router),
+        symmetrised_quadratic_rows(truth.router)[0],
+    )
     quadratic = true_row.shape[-1] > 4
     blocks = [(slice(0, 4), True), (slice(4, 6), quadratic)]
     losses = []
@@ -368,7 +373,7 @@ def nearest_best_losses(fits: MoEParameters, truth: MoEParameters) -> Float[Tens
     return torch.stack(losses).amin(dim=0)
 
 
-def symmetric_rows(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"]:
+def symmetrised_quadratic_rows(router: Float[Tensor, "*batch row"]) -> Float[Tensor, "*batch row"]:
     """Rows with A, their first four numbers, made symmetric."""
     rows = router.clone()
     rows[..., 1:3] = rows[..., 1:3].mean(dim=-1, keepdim=True)

@@ -13,16 +13,13 @@ from torch.special import ndtr
 
 from tieline.core.ranking import stable_topk
 from tieline.lab.claims.claim import ClaimRun
+from tieline.lab.geometry.exit_time import TopKCell, top_k_cell
 from tieline.lab.limits.risk import MoESample, evaluate
+from tieline.lab.limits.two_cells import normal_density
 from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
 
 NODES = 64
 """Gauss-Hermite nodes per axis; fifteen digits for the curved wall."""
-
-
-def normal_density(x: Tensor) -> Tensor:
-    """Return the normal density φ."""
-    return torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 
 
 class GraphRouter:
@@ -85,11 +82,16 @@ def gaussian_affine_scores(run: ClaimRun, n: int, weight: Tensor, bias: Tensor) 
     return run.normal(n, weight.shape[1], stream=3) @ weight.T + bias
 
 
+def pair_walls(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Normals w_i - w_j and offsets b_i - b_j of the walls z_i = z_j, for all pairs i < j."""
+    i, j = torch.triu_indices(len(weight), len(weight), 1)
+    return weight[i] - weight[j], bias[i] - bias[j]
+
+
 def pair_mass(weight: Tensor, bias: Tensor, width: float) -> tuple[Tensor, Tensor]:
     """P(|z_i - z_j| <= w) and the density of z_i - z_j at 0, for all pairs i < j."""
-    i, j = torch.triu_indices(len(weight), len(weight), 1)
-    spread = (weight[i] - weight[j]).norm(dim=1)
-    shift = bias[i] - bias[j]
+    normals, shift = pair_walls(weight, bias)
+    spread = normals.norm(dim=1)
     inside = ndtr((width - shift) / spread) - ndtr((-width - shift) / spread)
     return inside, normal_density(shift / spread) / spread
 
@@ -150,6 +152,12 @@ def streamed_router(
     """Weight (E, D) and bias (E,)."""
     weight = run.normal(n_experts, dim, stream=1000 + stream)
     return weight, 0.5 * run.normal(n_experts, stream=2000 + stream)
+
+
+def one_wall_cell() -> TopKCell:
+    """The cell of two experts at distance 1 from their wall, in units of noise."""
+    weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, weight)
 
 
 def orthonormal_rows(n_experts: int, dim: int) -> Tensor:

@@ -91,7 +91,7 @@ PLANTED = {
     ),
     # A without its correction
     "p5-contact": (
-        "estimation_laws.gate_pair_remainder",
+        "estimation_laws.sigmoid_sum_remainder",
         lambda real: lambda masses, b, a, size: real(masses, b, 0 * a, size),
     ),
     # a coefficient lost from the fourth-order term

@@ -13,7 +13,7 @@ from tests.lab.claims.claim.test_claims_can_fail import (
     with_argument,
     with_field,
 )
-from tieline.lab.claims.routing_problems import normal_density
+from tieline.lab.limits.two_cells import normal_density
 
 
 def other_temperature(change):
@@ -42,11 +42,14 @@ def inverse(found):
 
 PLANTED = {
     # inputs of bounded support in place of Gaussian ones
-    "p0-asm5.1": ("landscape.affine_maximum", lambda real: lambda run, n: 2.0),
+    "p0-asm5.1": ("teacher_recovery.largest_affine_output", lambda real: lambda run, n: 2.0),
     # experts with intercepts
-    "p0-asm5.2": ("landscape.through_origin_risk", scaled(0.0)),
+    "p0-asm5.2": ("teacher_recovery.through_origin_risk", scaled(0.0)),
     # a disc taken for a half-plane
-    "p0-asm5.3": ("landscape.least_misrouted", lambda real: lambda x, inside: real(x, x[:, 0] > 0)),
+    "p0-asm5.3": (
+        "teacher_recovery.least_misrouted",
+        lambda real: lambda x, inside: real(x, x[:, 0] > 0),
+    ),
     # a power that f⁴ does not allow
     "p0-rem5.6": ("landscape.conditional_square", scaled(2.0)),
     "p0-rem5.9": ("landscape.conditional_square", scaled(2.0)),

@@ -45,7 +45,7 @@ PLANTED = {
     "p1-rem4.5": ("tubes.tube_ratio", lambda real: lambda *args, orders, **rest: (
         real(*args, orders=(orders[0], orders[0] - 1), **rest)
     )),
-    "p1-secB.1": ("tubes.budget_width", scaled(0.01)),
+    "p1-secB.1": ("tubes.edge_share", scaled(0.01)),
     # a count of flats that forgot the others
     "p1-rem5.4": ("diffusion.time_integral", lambda real: lambda order, b: 100.0**order),
     "p1-thmA.32-coarse": ("diffusion.time_integral", scaled(0.2)),

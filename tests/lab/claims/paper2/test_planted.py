@@ -59,14 +59,14 @@ PLANTED = {
     ),
     # experts moved as well
     "p2-eq6": (
-        "minimax.two_points",
+        "minimax.measures_of_one_function",
         lambda real: (
-            lambda run, paper, over: (
-                *real(run, paper, over)[:2],
+            lambda run, paper, copies: (
+                *real(run, paper, copies)[:2],
                 MoEParameters(
-                    real(run, paper, over)[2].router,
-                    real(run, paper, over)[2].bias,
-                    real(run, paper, over)[2].experts + 0.1,
+                    real(run, paper, copies)[2].router,
+                    real(run, paper, copies)[2].bias,
+                    real(run, paper, copies)[2].experts + 0.1,
                 ),
             )
         ),

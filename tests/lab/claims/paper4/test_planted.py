@@ -86,7 +86,7 @@ PLANTED = {
 
     "p4-thm4": ("theorems.split_scale", heavier),
     # inputs off the cube
-    "p4-prop3": ("definitions.uniform_inputs", lambda real: lambda *args: 10 * real(*args)),
+    "p4-prop3": ("definitions.ClaimRun.uniform", lambda real: lambda *args: 10 * real(*args)),
     # a rank that counts rounding as independent
     "p4-def1": ("definitions.dependent_functions", lambda real: lambda test: 0),
     "p4-def3": ("definitions.split_checks", lambda real: lambda run, family, cases: (

@@ -343,7 +343,7 @@ def off_segment_law(run: ClaimRun) -> Evidence:
     Overturned by: an output nearer than its projection, or below the bound
     """
     n = run.size(100_000, 1_000_000)
-    margin = 8 * (2 * torch.rand(n, dtype=torch.float64, generator=run.generator(80)) - 1)
+    margin = 8 * run.uniform(n, stream=80)
     noisy = margin + run.normal(n, stream=81)
     lower, upper = (run.normal(1, 5, stream=s).expand(n, 5) for s in (82, 83))
     hard = torch.where(margin[:, None] > 0, upper, lower)

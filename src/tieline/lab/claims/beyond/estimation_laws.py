@@ -15,6 +15,7 @@ from typing import cast
 import numpy as np
 import torch
 from scipy.optimize import brentq, least_squares
+from scipy.special import expit
 from torch import Tensor
 
 from tieline.lab.claims.claim import ClaimRun, claim
@@ -30,7 +31,7 @@ from tieline.lab.claims.evidence import (
     near,
     none_of,
 )
-from tieline.lab.claims.mixture_splits import FLOOR, drawn_mixture, largest_gap, uniform_inputs
+from tieline.lab.claims.mixture_splits import FLOOR, drawn_mixture, largest_gap
 from tieline.lab.estimation import (
     MoEModel,
     MoEParameters,
@@ -74,7 +75,7 @@ def softmax_atoms_double(run: ClaimRun) -> Evidence:
     Overturned by: a vanishing ratio at k = 2k* - 1 with the rows centred
     """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth, x = drawn_mixture(run, model, stream=3, router=0.2), uniform_inputs(run, 2000, 2)
+    truth, x = drawn_mixture(run, model, stream=3, router=0.2), run.uniform(2000, 2)
     all_doubled = doubled_atoms(model, truth, torch.tensor([0.1, -0.05]).double())
     gap = largest_gap(model, all_doubled, truth, x)
     loss = quotient_losses(model, all_doubled.expand(1), truth, "L2", 2).values.item()
@@ -93,13 +94,18 @@ def softmax_atoms_double(run: ClaimRun) -> Evidence:
     )
 
 
+def with_first_atoms(truth: MoEParameters, *atoms: Tensor) -> MoEParameters:
+    """The parameters with the first atom replaced by atoms of these rows, biases and experts."""
+    pairs = zip(atoms, (truth.router, truth.bias, truth.experts), strict=True)
+    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
+
+
 def reflected_atoms(truth: MoEParameters, spare: Tensor) -> MoEParameters:
     """The first atom (s, η) as (t, η), (-t, η), (-s, -η); `spare` has row and constant of t."""
     router = torch.stack((spare[:-1], -spare[:-1], -truth.router[0]))
     bias = torch.stack((spare[-1], -spare[-1], -truth.bias[0]))
     experts = torch.stack((truth.experts[0], truth.experts[0], -truth.experts[0]))
-    pairs = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
-    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
+    return with_first_atoms(truth, router, bias, experts)
 
 
 def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
@@ -107,8 +113,7 @@ def with_open_gate(truth: MoEParameters, constant: float) -> MoEParameters:
     router = torch.stack((0 * truth.router[0], -truth.router[0]))
     bias = torch.stack((torch.tensor(constant).double(), -truth.bias[0]))
     experts = torch.stack((truth.experts[0], -truth.experts[0]))
-    pairs = zip((router, bias, experts), (truth.router, truth.bias, truth.experts), strict=True)
-    return MoEParameters(*(torch.cat((new, old[1:])) for new, old in pairs))
+    return with_first_atoms(truth, router, bias, experts)
 
 
 @claim("p5-reflection", "sigmoid gates can be reflected", number="reflection")
@@ -125,7 +130,7 @@ def sigmoid_gates_reflect(run: ClaimRun) -> Evidence:
     Overturned by: experts of one sign, or a parameter set without negatives
     """
     model = MoEModel("quadratic", "sigmoid", "tanh", 2, 2)
-    truth, x = drawn_mixture(run, model), uniform_inputs(run, 2000, 2)
+    truth, x = drawn_mixture(run, model), run.uniform(2000, 2)
     exact = reflected_atoms(truth, run.normal(7, stream=31))
     gap = largest_gap(model, exact, truth, x)
     rows = torch.cat((exact.router, exact.bias[:, None]), dim=1)
@@ -172,11 +177,11 @@ def unequal_gate_pair(p: float, total: float) -> tuple[np.ndarray, np.ndarray, f
     return b, a, float(fourth.sum())
 
 
-def gate_pair_remainder(masses: np.ndarray, b: np.ndarray, a: np.ndarray, size: float) -> float:
+def sigmoid_sum_remainder(masses: np.ndarray, b: np.ndarray, a: np.ndarray, size: float) -> float:
     """Largest |Σ σ(c_i + ε b_i t + ε² a_i t²) - Σ σ(c_i)| over |t| <= 1."""
     t = np.linspace(-1, 1, 401)[:, None]
     logits = np.log(masses / (1 - masses)) + size * b * t + size**2 * a * t**2
-    return float(np.abs((1 / (1 + np.exp(-logits))).sum(axis=1) - masses.sum()).max())
+    return float(np.abs(expit(logits).sum(axis=1) - masses.sum()).max())
 
 
 SPECIAL = 1 - 1 / math.sqrt(3)
@@ -202,15 +207,17 @@ def gate_pair_contact(_run: ClaimRun) -> Evidence:
         bend = -(1 - 2 * p) / 2
         halves, even = np.array([p, p]), np.array([bend, bend])
         remainders[name] = [
-            gate_pair_remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes
+            sigmoid_sum_remainder(halves, np.array([1.0, -1.0]), even, s) for s in sizes
         ]
     p = 0.15
     leading = abs(2 * p * (1 - p) * (1 - 2 * p) * (6 * p * (1 - p) - 1) / 12)
     root = cast("float", brentq(lambda mass: unequal_gate_pair(mass, 0.6)[2], 0.1, 0.25))
     b, a, _ = unequal_gate_pair(root, 0.6)
-    uneven = [gate_pair_remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes]
+    uneven = [
+        sigmoid_sum_remainder(np.array([root, 0.6 - root]), b, a, s / abs(b[0])) for s in sizes
+    ]
     signs = [unequal_gate_pair(mass, 0.3)[2] for mass in np.linspace(0.01, 0.149, 60)]
-    small = gate_pair_remainder(
+    small = sigmoid_sum_remainder(
         np.array([p, p]), np.array([1.0, -1.0]), np.array([-0.35, -0.35]), 0.05
     )
     return Evidence.of(
@@ -263,9 +270,7 @@ def two_atom_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
     gate_masses = masses * (1 + point[8] / total)
     logits = np.log(gate_masses / (1 - gate_masses)) + np.outer(GRID, b) + np.outer(GRID**2, a)
     experts = np.tanh(GRID[:, None] * (EXPERT[0] + eta[:, 0]) + EXPERT[1] + eta[:, 1])
-    return (experts / (1 + np.exp(-logits))).sum(axis=1) - total * np.tanh(
-        GRID * EXPERT[0] + EXPERT[1]
-    )
+    return (experts * expit(logits)).sum(axis=1) - total * np.tanh(GRID * EXPERT[0] + EXPERT[1])
 
 
 def two_atom_loss(point: np.ndarray, power: int) -> float:

@@ -57,7 +57,7 @@ def ramp_share(epsilon: float) -> float:
 
 
 @claim("p5-nearest", "how near a repaired model can come to the original", number="least distance")
-def least_distance(run: ClaimRun) -> Evidence:
+def least_flip_distance(run: ClaimRun) -> Evidence:
     """E‖y_r(s + n) - y_topk(s)‖² >= ½ f J² E|n - n'| for every gate r, attained by r = F_n; against
     the flips f J² E|n| the gain is 1 - E|n - n'|/(2 E|n|): 29 % for normal noise, 33 % for uniform,
     25 % for Laplace, at most 50 % for symmetric noise.
@@ -90,7 +90,7 @@ CLOSED_SHARES = {"normal": 1 / math.sqrt(2), "uniform": 2 / 3, "Laplace": 3 / 4,
 def simulated_share(run: ClaimRun, n: int) -> tuple[float, float]:
     """Mean (Φ(s + n) - H(s))² over that of the hard gate, for a uniform margin; standard error."""
     noise = noise_draws(run, "normal", n)
-    s = 8 * (2 * torch.rand(n, dtype=torch.float64, generator=run.generator(72)) - 1)
+    s = 8 * run.uniform(n, stream=72)
     step = (s > 0).double()
     soft = (torch.special.ndtr(s + noise) - step).square()
     exact = math.sqrt(2 / math.pi) / 16
@@ -142,7 +142,7 @@ def flip_laws(run: ClaimRun) -> Evidence:
 
 def flipped_margins(run: ClaimRun, noise: Tensor, grid: float = 0.0) -> tuple[Tensor, Tensor]:
     """U and D of the tokens whose margin changes sign; margins of run B rounded to a grid."""
-    s = 2 * torch.rand(len(noise), dtype=torch.float64, generator=run.generator(73)) - 1
+    s = run.uniform(len(noise), stream=73)
     other = s + noise
     flipped = (s > 0) != (other > 0)
     first, second = s[flipped].abs(), other[flipped].abs()

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tieline.core.ranking import topk_mask
+from tieline.core.statistics import mean_estimate
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.demo_router_inputs import RouterStates, router_states
 from tieline.lab.claims.evidence import (
@@ -42,7 +43,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     within,
 )
-from tieline.lab.claims.routing_problems import numpy_router
+from tieline.lab.claims.routing_problems import numpy_router, one_wall_cell
 from tieline.lab.geometry.exit_time import exit_curve, top_k_cell
 from tieline.lab.geometry.perturbations import (
     PerturbationLaw,
@@ -54,6 +55,7 @@ from tieline.lab.geometry.perturbations import (
     whitened_router,
     worst_step,
 )
+from tieline.lab.limits.two_cells import normal_density
 from tieline.lab.power_law import exponent
 from tieline.lab.tropical import count_cells, sharp_bound, zaslavsky
 from tieline.routing import CosineRouter
@@ -188,8 +190,7 @@ def soft_change(form: str, loss: Callable[[Tensor], Tensor], width: float) -> fl
         x = side * torch.clamp(u * width, min=1e-12)
         mine, other = wall_expert_outputs(x)
         moved = loss(mine + SHARES[form](u) * (other - mine)) - loss(mine)
-        density = torch.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-        total += width * torch.trapezoid(density * moved, u).item()
+        total += width * torch.trapezoid(normal_density(x) * moved, u).item()
     return total
 
 
@@ -317,9 +318,7 @@ def _tokens_outside_bounds(
 
 def _one_wall_checks(run: ClaimRun) -> list[Check]:
     """Simulated paths with a drift against the law of one wall."""
-    weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    cell = top_k_cell(torch.tensor([1.0, 0.0]).double(), 1, weight)
-    unit, checks = torch.ones(1, dtype=torch.float64), []
+    cell, unit, checks = one_wall_cell(), torch.ones(1, dtype=torch.float64), []
     for speed in (-0.8, 0.8):
         drift = speed * unit
         curve = exit_curve(cell, 1.0, 4, run.size(20_000, 400_000), run.seed, drift=drift)
@@ -410,8 +409,8 @@ def _flip_shares(run: ClaimRun, states: RouterStates, steps: Tensor) -> dict[str
     law, scores = perturbation_law(steps[::2]), states.scores()[1::2]
     moved_scores = scores + steps[1::2] @ states.weight.T
     flips = (topk_mask(moved_scores, states.k) != topk_mask(scores, states.k)).any(dim=1).double()
-    error = flips.std().item() / math.sqrt(len(flips))
-    shares = {"measured": flips.mean().item(), "error": error}
+    measured = mean_estimate(flips)
+    shares = {"measured": measured.value or 0.0, "error": measured.standard_error or 0.0}
     for name, noise in (("N(m, Σ)", law), ("isotropic", law.isotropic())):
         rate = flip_rate(scores, states.k, states.weight, noise, 8, run.seed)
         shares[name] = rate.value if rate.value is not None else math.nan

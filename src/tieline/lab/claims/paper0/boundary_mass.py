@@ -28,8 +28,8 @@ from tieline.lab.claims.routing_problems import (
     bounded_mixture,
     drawn_router,
     gaussian_affine_scores,
-    normal_density,
     pair_mass,
+    pair_walls,
 )
 from tieline.lab.geometry import (
     ambiguity_mass,
@@ -41,7 +41,7 @@ from tieline.lab.geometry import (
     top_gap,
 )
 from tieline.lab.limits.risk import MoESample, soft_predictions
-from tieline.lab.limits.two_cells import gaussian_boundary_mass, two_cells
+from tieline.lab.limits.two_cells import gaussian_boundary_mass, normal_density, two_cells
 from tieline.lab.limits.wall_integrals import surface_integral
 from tieline.lab.power_law import exponent
 
@@ -139,8 +139,6 @@ def two_expert_ambiguity(run: ClaimRun) -> Evidence:
         against the quadrature of the slab.
     Overturned by: a mass that quadrature and counts do not share
     """
-    from tieline.lab.claims.routing_problems import GraphRouter
-
     router = GraphRouter()
     gap = router(run.normal(run.size(400_000, 4_000_000), 3, stream=1))
     scores = torch.stack([gap, torch.zeros_like(gap)], dim=1)
@@ -423,8 +421,8 @@ def linear_margin_tail(run: ClaimRun) -> Evidence:
     scores = gaussian_affine_scores(run, run.size(200_000, 2_000_000), weight, bias)
     widths = [0.001, 0.003, 0.01, 0.03, 0.1]
     grid = torch.linspace(-widths[-1], widths[-1], 201, dtype=torch.float64)
-    i, j = torch.triu_indices(8, 8, 1)
-    spread, shift = (weight[i] - weight[j]).norm(dim=1), bias[i] - bias[j]
+    normals, shift = pair_walls(weight, bias)
+    spread = normals.norm(dim=1)
     highest = normal_density((grid[:, None] - shift) / spread).div(spread).amax(dim=0)
     constant = 2 * highest.sum().item()
     masses = boundary_mass_pair(scores, torch.tensor(widths, dtype=torch.float64))

@@ -19,6 +19,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     qualified,
     sampled,
+    standard_errors_off,
 )
 from tieline.lab.limits.symmetry_breaking import (
     Response,
@@ -42,6 +43,11 @@ def gaussian_draws(run: ClaimRun, n: int) -> Tensor:
     return run.normal(n, 2, stream=1) @ torch.linalg.cholesky(SIGMA).T
 
 
+def two_sided_target(x: Tensor, v: Tensor, d: Tensor) -> Tensor:
+    """The teacher's output: d·x/2 where v·x >= 0, and -d·x/2 on the other side."""
+    return torch.where(x @ v >= 0, 0.5, -0.5) * (x @ d)
+
+
 @claim("p0-eq6.2", "gradient of the risk in the router", number="eq. 6.1, 6.2")
 def router_gradient(run: ClaimRun) -> Evidence:
     """∇_u L = -(4/τ) E[(Y - h) p_1 p_2 (f_1 - f_2) X].
@@ -52,7 +58,7 @@ def router_gradient(run: ClaimRun) -> Evidence:
     """
     x = gaussian_draws(run, run.size(20_000, 200_000))
     tau, u = 0.7, torch.tensor([0.3, -0.2], dtype=torch.float64, requires_grad=True)
-    target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
+    target = two_sided_target(x, V, D)
     first, second = (
         x @ torch.tensor([0.2, 0.1]).double() + 0.1,
         x @ torch.tensor([-0.1, 0.3]).double(),
@@ -81,7 +87,7 @@ def response_model(run: ClaimRun) -> Evidence:
     """
     x, tau = gaussian_draws(run, run.size(400_000, 4_000_000)), 0.5
     contrast = 0.1 * D
-    target = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ D)
+    target = two_sided_target(x, V, D)
     drift = mean_estimate(target * (x @ contrast) * (x @ V) / tau)
     modes = coupled_modes(V, D, tau, SIGMA, intercept=0.0)
     closed = (V @ modes.matrix @ contrast).item() / (2 * tau)
@@ -140,8 +146,7 @@ def symmetric_linearisation(run: ClaimRun) -> Evidence:
     for g in (Response("sign"), Response("tanh", 2.0)):
         closed = operator(V, D, SIGMA, g).matrix
         terms = (g(x @ V) * (x @ D))[:, None, None] * x[:, :, None] * x[:, None, :]
-        mean, error = terms.mean(dim=0), terms.std(dim=0) / len(x) ** 0.5
-        worst = ((mean - closed) / error).abs().max().item()
+        worst = standard_errors_off(terms, closed)
         name = f"largest deviation in standard errors, {g.kind}"
         skew = (closed - closed.T).abs().max().item()
         checks += qualified(at_most(name, worst, 4))
@@ -234,9 +239,9 @@ def positive_drive_generality(run: ClaimRun) -> Evidence:
     d = -D
     x = gaussian_draws(run, run.size(2_000, 20_000))
     new_v, new_d = relabelled(V, d)
-    outputs_before = torch.where(x @ V >= 0, 0.5, -0.5) * (x @ d)
-    outputs_after = torch.where(x @ new_v >= 0, 0.5, -0.5) * (x @ new_d)
-    flipped = torch.where(x @ -V >= 0, 0.5, -0.5) * (x @ d)
+    outputs_before = two_sided_target(x, V, d)
+    outputs_after = two_sided_target(x, new_v, new_d)
+    flipped = two_sided_target(x, -V, d)
     change = (outputs_before - outputs_after).abs().max().item()
     product = (new_d @ SIGMA @ new_v).item()
     reduced = operator(V, d, SIGMA)

@@ -1,10 +1,9 @@
-"""Sections 5.1 to 5.4: assumptions on the teacher, parts of the risk, and the profiled problem."""
+"""Sections 5.2 to 5.4: parts of the risk, motions of a wall, and the profiled problem."""
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import (
@@ -22,7 +21,6 @@ from tieline.lab.claims.evidence import (
     within,
 )
 from tieline.lab.claims.paper0.limit import crossing_pair
-from tieline.lab.claims.paper0.teacher_recovery import TEACHER
 from tieline.lab.claims.routing_problems import bounded_mixture, drawn_pupil
 from tieline.lab.limits.recovery import specialisation_gap
 from tieline.lab.limits.risk import MoESample, cell_control, hard_predictions, risk_decomposition
@@ -404,103 +402,6 @@ def negative_curvature_persists(run: ClaimRun) -> Evidence:
         at_most("half of the curvature stays", half.least, values[0].item() / 2, 1e-9),
     ]
     return Evidence.of(checks, paper="a bound", measured=f"{violations} violations, attained")
-
-
-@claim("p0-asm5.1", "standing conditions on the teacher")
-def standing_teacher(run: ClaimRun) -> Evidence:
-    """The teacher's cells are a partition up to a null set and |μ| is bounded almost surely.
-
-    Setting: an assumption; three bounded experts under a linear router, and affine ones under a
-        Gaussian beside them
-    Tested: Inputs in no cell or in two; the largest |μ| of bounded experts; the largest of affine
-        experts over 10³ and 10⁶ Gaussian inputs.
-    Overturned by: a bound for affine experts under a law without compact support
-    Condition: experts with bounded outputs, or inputs of bounded support
-    """
-    teacher = drawn_pupil(run, run.size(20_000, 200_000), 0.0)
-    best = teacher.teacher_scores.amax(dim=1, keepdim=True)
-    cells = (teacher.teacher_scores == best).sum(dim=1)
-    bound = teacher.experts.abs().max().item()
-    small, large = (affine_maximum(run, n) for n in (1_000, 1_000_000))
-    return Evidence.of(
-        at_most("affine experts, Gaussian inputs: largest |μ|, 10⁶ over 10³", large / small, 1.05),
-        qualified(
-            none_of("inputs in no cell or in two", (cells != 1).sum().item()),
-            at_most("bounded experts: largest |μ|", bound, 0.9),
-        ),
-        paper="|μ| <= B",
-        measured=f"{bound:.2f} bounded; affine {small:.2f} at 10³, {large:.2f} at 10⁶",
-    )
-
-
-def affine_maximum(run: ClaimRun, n: int) -> float:
-    """Largest |μ| of two affine experts over n Gaussian inputs."""
-    return TEACHER.value(run.normal(n, 2, stream=41)).abs().max().item()
-
-
-@claim("p0-asm5.2", "the student can be the teacher")
-def student_can_be_teacher(run: ClaimRun) -> Evidence:
-    """Some student has the teacher's experts on their cells, and outputs are bounded.
-
-    Setting: an assumption; two affine experts under a Gaussian, and a class without intercepts
-    Tested: Hard risk of the teacher's own wall with its best affine experts, and with the best
-        experts without intercept.
-    Overturned by: a class without the teacher's experts whose best risk is 0
-    Condition: the student's class holds the teacher's experts
-    """
-    affine_risk = gaussian_profile(TEACHER, TEACHER).value.item()
-    origin_risk = through_origin_risk(run, run.size(50_000, 500_000))
-    return Evidence.of(
-        at_most("class without intercepts: least risk", origin_risk, 1e-6),
-        qualified(at_most("affine class: least risk at the teacher's wall", affine_risk, 1e-9)),
-        corrected(at_least("what a missing intercept leaves", origin_risk, 0.05)),
-        paper=0,
-        measured=f"{affine_risk:.1g} with intercepts, {origin_risk:.3f} without",
-    )
-
-
-def through_origin_risk(run: ClaimRun, n: int) -> float:
-    """Least squares of μ by linear experts without intercept on the teacher's cells."""
-    x = run.normal(n, 2, stream=42)
-    cell, target, squares = TEACHER.cell(x), TEACHER.value(x), 0.0
-    for index in (0, 1):
-        rows, values = x[cell == index], target[cell == index]
-        fit = torch.linalg.lstsq(rows, values[:, None]).solution
-        squares += ((rows @ fit).squeeze(1) - values).square().sum().item()
-    return squares / n
-
-
-@claim("p0-asm5.3", "the router can be the teacher's")
-def router_can_be_teachers(run: ClaimRun) -> Evidence:
-    """Some router parameter induces the teacher's partition, with regular interfaces.
-
-    Setting: an assumption; linear routers and teachers whose wall is straight or a circle
-    Tested: Least misrouted mass over linear walls of a straight teacher and of a circle's inside.
-    Overturned by: a linear router that separates a disc
-    Condition: the teacher's walls are level sets of the router's family
-    """
-    x = run.normal(run.size(20_000, 200_000), 2, stream=43)
-    straight = least_misrouted(x, TEACHER.cell(x) == 0)
-    circle = least_misrouted(x, x.norm(dim=1) < math.sqrt(2 * math.log(2)))
-    return Evidence.of(
-        at_most("circle: least misrouted mass of a linear wall", circle, 1e-3),
-        qualified(at_most("straight wall: least misrouted mass", straight, 1e-3)),
-        corrected(at_least("what a circle leaves to a linear router", circle, 0.2)),
-        paper=0,
-        measured=f"{straight:.1g} straight, {circle:.2f} circle",
-    )
-
-
-def least_misrouted(x: Tensor, inside: Tensor) -> float:
-    """Least mass misrouted by a linear wall over 64 angles, every offset, both sides."""
-    least, n = 1.0, len(x)
-    for angle in torch.linspace(0, math.pi, 65, dtype=torch.float64)[:-1]:
-        score = x @ torch.stack([angle.cos(), angle.sin()])
-        sides = inside[score.argsort()].double()
-        wrong = torch.cat([torch.zeros(1, dtype=torch.float64), (1 - 2 * sides).cumsum(0)])
-        errors = (wrong + sides.sum()) / n
-        least = min(least, errors.min().item(), (1 - errors).min().item())
-    return least
 
 
 def conditional_square(width: float, power: float) -> float:

@@ -21,12 +21,7 @@ from tieline.lab.claims.evidence import (
     sampled,
     within,
 )
-from tieline.lab.claims.routing_problems import (
-    bounded_mixture,
-    drawn_router,
-    normal_density,
-    pair_mass,
-)
+from tieline.lab.claims.routing_problems import bounded_mixture, drawn_router, pair_mass
 from tieline.lab.geometry import top_gap
 from tieline.lab.limits.risk import coarea_constant, risk_gap
 from tieline.lab.limits.temperature_limit import (
@@ -38,7 +33,7 @@ from tieline.lab.limits.temperature_limit import (
     soft_to_hard_chain,
     wall_grid,
 )
-from tieline.lab.limits.two_cells import TwoCells, gaussian_risk, two_cells
+from tieline.lab.limits.two_cells import TwoCells, gaussian_risk, normal_density, two_cells
 from tieline.lab.power_law import exponent
 from tieline.measure.boundary import margin_tail
 

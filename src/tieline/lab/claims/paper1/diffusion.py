@@ -19,9 +19,10 @@ from tieline.lab.claims.evidence import (
     line,
     near,
     none_of,
+    standard_errors_off,
     within,
 )
-from tieline.lab.claims.routing_problems import streamed_router
+from tieline.lab.claims.routing_problems import one_wall_cell, pair_walls, streamed_router
 from tieline.lab.geometry import (
     exit_bounds,
     exit_curve,
@@ -41,12 +42,6 @@ from tieline.lab.geometry.ties import tie_flat
 from tieline.lab.power_law import exponent
 
 
-def one_face() -> TopKCell:
-    """Two experts at distance 1 from their wall, in units of noise."""
-    weight = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    return top_k_cell(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, weight)
-
-
 def drawn_cell(run: ClaimRun, experts: int = 8, width: int = 16, k: int = 2) -> TopKCell:
     """The cell of a drawn input whose gap is not too small."""
     weight, bias = streamed_router(run, experts, width)
@@ -64,7 +59,7 @@ def face_hitting_time(run: ClaimRun) -> Evidence:
         it; and what 16 steps give without bridges.
     Overturned by: a law other than the reflected one
     """
-    curve = exit_curve(one_face(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
+    curve = exit_curve(one_wall_cell(), 1.0, 16, run.size(250_000, 1_000_000), run.seed)
     exact = face_exit(torch.ones(1, dtype=torch.float64), 1.0).item()
     errors = []
     for delta in (0.05, 0.5, 0.95):
@@ -290,17 +285,12 @@ def linear_image(run: ClaimRun) -> Evidence:
         "made standard": (early @ root, early @ root, 0.3 * torch.eye(2, dtype=torch.float64)),
     }
     checks = [
-        at_most(f"{name}: standard errors", _largest_covariance_deviation(*pair), 4)
-        for name, pair in pairs.items()
+        at_most(
+            f"{name}: standard errors", standard_errors_off(x[:, :, None] * y[:, None], exact), 4
+        )
+        for name, (x, y, exact) in pairs.items()
     ]
     return Evidence.of(checks, paper="AAᵀ", measured=max(check.measured for check in checks))
-
-
-def _largest_covariance_deviation(x: Tensor, y: Tensor, covariance: Tensor) -> float:
-    """Largest error of a sampled covariance, in standard errors."""
-    terms = x[:, :, None] * y[:, None, :]
-    error = terms.std(dim=0) / len(x) ** 0.5
-    return ((terms.mean(dim=0) - covariance) / error).abs().max().item()
 
 
 @claim("p1-thmA.30", "exits are of order 1", seconds=0.5)
@@ -534,29 +524,23 @@ def coarse_bound(run: ClaimRun) -> Evidence:
     )
 
 
-def slice_sums(
-    weight: torch.Tensor, bias: torch.Tensor, start: torch.Tensor, epsilon: float
-) -> tuple[float, float]:
+def slice_sums(weight: Tensor, bias: Tensor, start: Tensor, epsilon: float) -> tuple[float, float]:
     """The sum over pairs of the bound of order 1, and the coarse bound."""
-    pairs = torch.combinations(torch.arange(len(weight)))
-    normals = weight[pairs[:, 0]] - weight[pairs[:, 1]]
-    offsets = normals @ start + bias[pairs[:, 0]] - bias[pairs[:, 1]]
-    away = (offsets.abs() / normals.norm(dim=1) - epsilon).clamp_min(0)
+    normals, offsets = pair_walls(weight, bias)
+    away = ((normals @ start + offsets).abs() / normals.norm(dim=1) - epsilon).clamp_min(0)
     constant = 2 / math.sqrt(2 * math.pi) * epsilon
     times = [time_integral(1, float(distance) ** 2 / 2) for distance in away]
     return constant * sum(times), constant * len(times) * max(times)
 
 
 def time_near_ties(
-    run: ClaimRun, weight: torch.Tensor, bias: torch.Tensor, start: torch.Tensor, epsilon: float
+    run: ClaimRun, weight: Tensor, bias: Tensor, start: Tensor, epsilon: float
 ) -> tuple[float, int]:
     """Mean time within ε of any wall z_i = z_j up to T = 1; paths that break the union bound."""
     paths, steps = run.size(500, 4_000), 200
     moves = run.normal(paths, steps, 3, stream=45) / math.sqrt(steps)
     x = start + moves.cumsum(dim=1)
-    pairs = torch.combinations(torch.arange(len(weight)))
-    normals = weight[pairs[:, 0]] - weight[pairs[:, 1]]
-    offsets = bias[pairs[:, 0]] - bias[pairs[:, 1]]
+    normals, offsets = pair_walls(weight, bias)
     near_wall = ((x @ normals.T + offsets) / normals.norm(dim=1)).abs() <= epsilon
     once = near_wall.any(dim=-1).double().mean(dim=1)
     counted = near_wall.double().sum(dim=-1).mean(dim=1)

@@ -1,4 +1,4 @@
-"""Sections 3, A.3 and 4: cells, ties and their orders, slice densities, and Euclidean tubes."""
+"""Sections 3, A.3 and 4.1: cells, ties and their orders, and the densities of slices."""
 
 import itertools
 import math
@@ -19,19 +19,14 @@ from tieline.lab.claims.evidence import (
     chart,
     corrected,
     dots,
-    line,
     near,
     none_of,
     qualified,
     sampled,
-    within,
 )
 from tieline.lab.claims.routing_problems import (
-    BIAS,
-    extrapolated_order_ratio,
     orthonormal_rows,
     streamed_router,
-    uniform_ball_points,
 )
 from tieline.lab.geometry import (
     distance_to_tie,
@@ -40,7 +35,6 @@ from tieline.lab.geometry import (
     slice_bounds,
     slice_density,
     tie_order,
-    tube_ratio,
 )
 from tieline.lab.geometry.ties import tie_flat
 from tieline.lab.power_law import exponent
@@ -387,35 +381,3 @@ def density_bound(run: ClaimRun) -> Evidence:
         corrected="at most 1 (the paper's own Thm A.18)",
         measured=slice_density(4, 2, 2),
     )
-
-
-def _tube_shares(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
-    """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
-    weight, x = orthonormal_rows(4, 5), uniform_ball_points(run, n, 5)
-    return tuple(  # type: ignore[return-value]
-        (distance_to_tie(x, weight, None, 2, order) < epsilon).double() for order in (1, 2)
-    )
-
-
-@claim("p1-thm4.4", "tubes of different orders", number="Thm 4.4, A.18", seconds=3)
-def tube_orders(run: ClaimRun) -> Evidence:
-    """U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).
-
-    Setting: orthonormal rows, E = 4, k = 2 in R⁵, orders 2 and 1; a limit ε/R → 0
-    Tested: E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the ball,
-        two widths extrapolated to zero.
-    Overturned by: a ratio outside four standard errors and the stated bias
-    """
-    n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
-    shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
-    value, error = extrapolated_order_ratio(shares)
-    stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
-    raw = [(b.mean() / a.mean()).item() / epsilon for epsilon, (a, b) in shares.items()]
-    checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]
-    figure = chart(
-        "ε/R",
-        "U_2/U_1 over ε/R",
-        line("formula", [0.0, *widths], [stated] * 3, dashed=True),
-        dots("sampled", widths, raw),
-    )
-    return Evidence.of(checks, paper=stated, measured=value, figure=figure)

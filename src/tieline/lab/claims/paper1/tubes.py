@@ -7,7 +7,7 @@ import torch
 from scipy import integrate, optimize, special
 from torch import Tensor
 
-from tieline.core.ranking import gap, kth_largest
+from tieline.core.ranking import gap, ranked_scores
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.demo_router_inputs import router_states
 from tieline.lab.claims.evidence import (
@@ -28,12 +28,14 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.claims.routing_problems import (
     BIAS,
     extrapolated_order_ratio,
+    orthonormal_rows,
     streamed_router,
     uniform_ball_points,
 )
 from tieline.lab.geometry import (
     ball_volume,
     band_ratio,
+    distance_to_tie,
     linf_distance,
     sampled_tube,
     tie_tube,
@@ -42,6 +44,7 @@ from tieline.lab.geometry import (
     tube_ratio,
 )
 from tieline.lab.power_law import exponent
+from tieline.measure.boundary import epsilon_for_extra, near_counts
 
 
 def hyperplane_tube_integral(dim: int, offset: float, epsilon: float, radius: float) -> float:
@@ -256,6 +259,38 @@ def flat_ratio(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper="R⁻²", measured=checks[0].measured)
 
 
+def _tube_shares(run: ClaimRun, epsilon: float, n: int) -> tuple[Tensor, Tensor]:
+    """Indicators of order-1 and order-2 tubes of E = 4, k = 2 in D = 5 at uniform points."""
+    weight, x = orthonormal_rows(4, 5), uniform_ball_points(run, n, 5)
+    return tuple(  # type: ignore[return-value]
+        (distance_to_tie(x, weight, None, 2, order) < epsilon).double() for order in (1, 2)
+    )
+
+
+@claim("p1-thm4.4", "tubes of different orders", number="Thm 4.4, A.18", seconds=3)
+def tube_orders(run: ClaimRun) -> Evidence:
+    """U_n/U_m = Σα_n/Σα_m · ω_{D-n}ω_n/(ω_{D-m}ω_m) (ε/R)^(n-m) (1 + O(1/R)).
+
+    Setting: orthonormal rows, E = 4, k = 2 in R⁵, orders 2 and 1; a limit ε/R → 0
+    Tested: E = 4, k = 2, orthonormal rows in D = 5: exact distances at uniform points of the ball,
+        two widths extrapolated to zero.
+    Overturned by: a ratio outside four standard errors and the stated bias
+    """
+    n, widths = run.size(300_000, 3_000_000), (0.04, 0.08)
+    shares = {epsilon: _tube_shares(run, epsilon, n) for epsilon in widths}
+    value, error = extrapolated_order_ratio(shares)
+    stated = tube_ratio(4, 2, dim=5, orders=(2, 1), epsilon=1.0, radius=1.0).paper
+    raw = [(b.mean() / a.mean()).item() / epsilon for epsilon, (a, b) in shares.items()]
+    checks = [within("U_2/U_1 over ε/R", value, error, stated, bias=BIAS)]
+    figure = chart(
+        "ε/R",
+        "U_2/U_1 over ε/R",
+        line("formula", [0.0, *widths], [stated] * 3, dashed=True),
+        dots("sampled", widths, raw),
+    )
+    return Evidence.of(checks, paper=stated, measured=value, figure=figure)
+
+
 @claim("p1-rem4.5", "higher orders become negligible as R grows")
 def shrinking_orders(_run: ClaimRun) -> Evidence:
     """The ratio of the ε-thickenings of orders n and m falls like (ε/R)^(n-m), so that higher
@@ -459,7 +494,7 @@ def simple_walls(run: ClaimRun) -> Evidence:
         edges and corners
     """
     scores = torch.cat([states.scores() for states in router_states(run.size(2_048, 16_384))])
-    epsilon = budget_width(scores)
+    epsilon = epsilon_for_extra(ranked_scores(scores, scores.shape[1]), 2, 0.5).value or math.nan
     useful, small = (edge_share(scores, width) for width in (epsilon, epsilon / 100))
     return Evidence.of(
         at_most("share of order 2 or more at K = 2.5", useful, 0.05),
@@ -471,23 +506,7 @@ def simple_walls(run: ClaimRun) -> Evidence:
     )
 
 
-def band_counts(scores: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Experts below the second best within ε of it, per token."""
-    threshold = kth_largest(scores, 2)
-    return ((threshold - scores < epsilon) & (scores < threshold)).sum(dim=-1)
-
-
-def budget_width(scores: torch.Tensor) -> float:
-    """The ε at which half an expert per token is added, by bisection."""
-    low, high = 0.0, 10.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        more = band_counts(scores, middle).double().mean().item() > 0.5
-        low, high = (low, middle) if more else (middle, high)
-    return high
-
-
-def edge_share(scores: torch.Tensor, epsilon: float) -> float:
+def edge_share(scores: Tensor, epsilon: float) -> float:
     """Among tokens with an expert in the band, the share with two or more."""
-    counts = band_counts(scores, epsilon)
+    counts = near_counts(scores, 2, [epsilon]) - 2
     return ((counts >= 2).sum() / (counts >= 1).sum().clamp_min(1)).item()

@@ -24,7 +24,6 @@ from tieline.lab.claims.mixture_splits import (
     shift_rows,
     split_checks,
     split_scale,
-    uniform_inputs,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 from tieline.lab.estimation.derivative_tests import generic_atoms, rank_test, witness_atoms
@@ -47,7 +46,7 @@ def through_the_layer(model: MoEModel, params: MoEParameters, x: Tensor) -> Tens
 def layer_gap(run: ClaimRun, gate) -> float:
     """Largest difference between model and routing core."""
     model = MoEModel(gate, "softmax", "relu", WIDTH, EXPERTS, tau=(0.3, 0.2))
-    params, x = drawn_mixture(run, model), uniform_inputs(run, 500, WIDTH)
+    params, x = drawn_mixture(run, model), run.uniform(500, WIDTH)
     return float((model.regression(params, x) - through_the_layer(model, params, x)).abs().max())
 
 
@@ -75,7 +74,7 @@ def perturbed_model(run: ClaimRun) -> Evidence:
     gap = layer_gap(run, "perturbed")
     model = MoEModel("perturbed", "softmax", "relu", WIDTH, EXPERTS, tau=(0.3, 0.2))
     linear = MoEModel("linear", "softmax", "relu", WIDTH, EXPERTS)
-    params, x = drawn_mixture(run, model), uniform_inputs(run, 500, WIDTH)
+    params, x = drawn_mixture(run, model), run.uniform(500, WIDTH)
     rows = params.router / (params.router.norm(dim=1, keepdim=True) + 0.3)
     scores = linear.scores(
         MoEParameters(rows, params.bias, params.experts), x / (x.norm(dim=1, keepdim=True) + 0.2)
@@ -102,7 +101,7 @@ def cosine_numerator(tau: tuple[float, float]):
 
 def radial_derivative(run: ClaimRun, tau: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """β·∂H/∂β by automatic differentiation, and its closed form, at 200 inputs."""
-    beta, x = run.normal(WIDTH, stream=3), uniform_inputs(run, 200, WIDTH)
+    beta, x = run.normal(WIDTH, stream=3), run.uniform(200, WIDTH)
     h = cosine_numerator(tau)
     slopes = vmap(jacrev(h), (None, 0))(beta, x) @ beta
     norm = beta.norm()
@@ -146,7 +145,7 @@ def radial_orders(run: ClaimRun) -> Evidence:
     Tested: Automatic derivatives of orders 1, 2 and 3 along β at 20 inputs.
     Overturned by: a derivative that is not zero
     """
-    beta, x = run.normal(3, stream=4), uniform_inputs(run, 20, 3)
+    beta, x = run.normal(3, stream=4), run.uniform(20, 3)
     h = cosine_numerator((0.0, 0.0))
 
     step = torch.zeros(len(x), dtype=torch.float64, requires_grad=True)
@@ -254,20 +253,6 @@ def third_loss(run: ClaimRun) -> Evidence:
     return Evidence.of(checks, paper=0.765631865614, measured=value)
 
 
-def perturbed_cosine_model(expert: str, **changes) -> MoEModel:
-    """The perturbed cosine router with two experts on the plane."""
-    return MoEModel(
-        **{
-            "gate": "perturbed",
-            "link": "softmax",
-            "expert": expert,
-            "d": 2,
-            "n_experts": 2,
-            **changes,
-        }
-    )
-
-
 @claim("p2-def1", "strong identifiability and its examples", expected=Verdict.FAILS, seconds=0.7)
 def cosine_strong_identifiability(run: ClaimRun) -> Evidence:
     """The derivatives of H̃ up to order two are independent for ReLU, tanh and uᵖ, p >= 2, and not
@@ -279,10 +264,10 @@ def cosine_strong_identifiability(run: ClaimRun) -> Evidence:
         split test besides.
     Overturned by: a definition modulo z_u x_v = z_v x_u; tanh and GELU then pass the split test
     """
-    x = uniform_inputs(run, 800, 2)
+    x = run.uniform(800, 2)
     counts = {}
     for expert in ("relu", "tanh", "polynomial", "linear"):
-        model = perturbed_cosine_model(expert)
+        model = MoEModel("perturbed", "softmax", expert, 2, 2)
         counts[expert] = dependent_functions(rank_test(model, generic_atoms(model, 2), "strong", x))
     linear = counts.pop("linear")
     return Evidence.of(
@@ -291,7 +276,7 @@ def cosine_strong_identifiability(run: ClaimRun) -> Evidence:
         corrected(near("tanh: one equation per atom", counts["tanh"], 2, 0)),
         split_checks(
             run,
-            perturbed_cosine_model,
+            lambda expert: MoEModel("perturbed", "softmax", expert, 2, 2),
             {
                 "tanh": "identifiable",
                 "gelu": "identifiable",
@@ -319,9 +304,9 @@ def cosine_weak_identifiability(run: ClaimRun) -> Evidence:
     Condition: φ of no degree (tanh, GELU) and generic parameters: Euler's equation H = a·∂_a H + b
         ∂_b H makes ReLU and uᵖ dependent, and two experts with a = 0 are multiples of one function
     """
-    x, checks = uniform_inputs(run, 500, 2), []
+    x, checks = run.uniform(500, 2), []
     for expert in ("relu", "polynomial", "tanh", "gelu"):
-        model = perturbed_cosine_model(expert)
+        model = MoEModel("perturbed", "softmax", expert, 2, 2)
         generic = dependent_functions(rank_test(model, generic_atoms(model, 2), "weak", x))
         same = dependent_functions(rank_test(model, witness_atoms(model), "weak", x))
         smooth = expert in ("tanh", "gelu")
@@ -348,13 +333,13 @@ def mixing_measure_identifiability(run: ClaimRun) -> Evidence:
     Condition: the last router row is fixed as the last bias is, fewer than 2k* atoms, and experts
         such as tanh that are independent over functions of z (proof in docs/estimation.md)
     """
-    x = uniform_inputs(run, 2000, 2)
-    shifted = perturbed_cosine_model("tanh", n_experts=3)
+    x = run.uniform(2000, 2)
+    shifted = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth = drawn_mixture(run, shifted, router=0.05)
     step = torch.tensor([0.2, -0.1], dtype=torch.float64)
     pairs = {"rows moved": (shifted, truth, shift_rows(shifted, truth, step))}
     for expert in ("relu", "polynomial"):
-        model = perturbed_cosine_model(expert, n_experts=3)
+        model = MoEModel("perturbed", "softmax", expert, 2, 3)
         params = drawn_mixture(run, model, stream=2)
         pairs[f"{expert} split"] = (model, params, split_scale(model, params))
     flat = information(shifted, truth).nullity

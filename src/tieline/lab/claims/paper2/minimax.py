@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (
@@ -25,9 +26,9 @@ from tieline.lab.claims.evidence import (
 from tieline.lab.claims.mixture_splits import (
     drawn_mixture,
     largest_gap,
+    longer_rows,
+    sparse_mixture,
     split_scale,
-    uniform_inputs,
-    without_row,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
 
@@ -36,20 +37,17 @@ NOISE = 0.01
 """ν of the papers' designs."""
 
 
-def two_points(
-    run: ClaimRun, paper: int, over: int
+def measures_of_one_function(
+    run: ClaimRun, paper: int, copies: int
 ) -> tuple[MoEModel, MoEParameters, MoEParameters]:
-    """Two measures of one function: longer cosine rows (paper 2), or a split power (paper 4)."""
+    """A model and two measures: longer cosine rows (paper 2), or a split power (paper 4)."""
     if paper == 4:
         model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=1)
-        truth = without_row(drawn_mixture(run, model))
+        truth = sparse_mixture(run, model)
         return model, truth, split_scale(model, truth, 0.3)
     model = MoEModel("cosine", "softmax", "tanh", 2, 3)
     truth = drawn_mixture(run, model)
-    order = [0] * over + [0, 1, 2]
-    bias = truth.bias[order].clone()
-    bias[: over + 1] -= math.log(over + 1)
-    return model, truth, MoEParameters(1.5 * truth.router[order], bias, truth.experts[order])
+    return model, truth, longer_rows(truth, 1.5, copies)
 
 
 def le_cam(loss: float, gap: float, n: int) -> float:
@@ -64,7 +62,7 @@ def le_cam(loss: float, gap: float, n: int) -> float:
     statement="inf sup E[L_{2,r}] >= c n^-1/2 over measures of N* to N atoms, for powers and every "
     "r >= 1.",
     setting="full score, sparse; the statement itself, not what is drawn from it (`p4-thm2-rate`)",
-    given={"paper": 4, "over": 0},
+    given={"paper": 4, "copies": 0},
 )
 @claim(
     "p2-thm5-minimax",
@@ -72,15 +70,15 @@ def le_cam(loss: float, gap: float, n: int) -> float:
     number="Thm 5",
     statement="inf sup E[L_{1,r}] >= c n^-1/2 over measures of k* atoms, for every r >= 1.",
     setting="exact, vanilla cosine; the statement itself, not what is drawn from it",
-    given={"paper": 2, "over": 0},
+    given={"paper": 2, "copies": 0},
 )
 @claim(
     "p2-thm2-minimax",
     "vanilla cosine, over-specified: the minimax bound",
     number="Thm 2",
-    given={"paper": 2, "over": 1},
+    given={"paper": 2, "copies": 1},
 )
-def minimax_bounds(run: ClaimRun, paper: int, over: int) -> Evidence:
+def minimax_bounds(run: ClaimRun, paper: int, copies: int) -> Evidence:
     """inf sup E[L_{1,r}] >= c n^-1/2 over measures of k* to k atoms, for every r >= 1.
 
     Setting: over-specified, vanilla cosine; the statement itself, not what is drawn from it
@@ -88,8 +86,8 @@ def minimax_bounds(run: ClaimRun, paper: int, over: int) -> Evidence:
         the bound.
     Overturned by: two such measures whose functions differ
     """
-    model, truth, other = two_points(run, paper, over)
-    x = uniform_inputs(run, 2000, 2)
+    model, truth, other = measures_of_one_function(run, paper, copies)
+    x = run.uniform(2000, 2)
     gap, kind = largest_gap(model, other, truth, x), "L1" if paper == 2 else "L2"
     losses = [voronoi_loss(other, truth, kind, paper, r).value for r in (1, 2, 3)]
     scaled = [math.sqrt(n) * le_cam(min(losses), gap, n) for n in SIZES]
@@ -142,7 +140,7 @@ def inferred_experts(run: ClaimRun) -> Evidence:
         directions of their rows.
     Overturned by: two measures of one function whose experts differ, in the exact setting
     """
-    _model, truth, other = two_points(run, 2, 0)
+    _model, truth, other = measures_of_one_function(run, 2, 0)
     experts = (other.experts - truth.experts).norm(dim=1).max().item()
     rows = (other.router - truth.router).norm(dim=1).max().item()
     units = [p.router / p.router.norm(dim=1, keepdim=True) for p in (truth, other)]
@@ -194,7 +192,7 @@ def covering_ratio(run: ClaimRun, tau: float, length: float) -> float:
     else:
         step = run.normal(4, 3, stream=52)
         moved = rows + tau * step / step.norm(dim=1, keepdim=True)
-    x = uniform_inputs(run, 2000, 3)
+    x = run.uniform(2000, 3)
     unit = x / x.norm(dim=1, keepdim=True)
     weights = [(unit @ (r / r.norm(dim=1, keepdim=True)).T).softmax(dim=1) for r in (rows, moved)]
     change = (weights[0] - weights[1]).square().sum(dim=1).mean().item()
@@ -222,9 +220,8 @@ def least_squares_concentration(run: ClaimRun) -> Evidence:
     for n in (50, 200, 800):
         errors = linear_errors(run, n, run.size(2_000, 20_000)) * math.sqrt(n)
         tails = np.array([(errors > level).mean() for level in levels]) + 1e-4
-        constants.append(
-            max(needed_constant(level, tail) for level, tail in zip(levels, tails, strict=True))
-        )
+        pairs = zip(levels, tails, strict=True)
+        constants.append(max(needed_constant(level, tail) for level, tail in pairs))
     return Evidence.of(
         at_most("c at n = 800 over c at n = 50", constants[-1] / constants[0], 1.15),
         at_most("largest c", max(constants), 1.0),
@@ -234,13 +231,8 @@ def least_squares_concentration(run: ClaimRun) -> Evidence:
 
 
 def needed_constant(level: float, tail: float) -> float:
-    """Least c with c e^(-level²/c²) >= tail, by bisection."""
-    low, high = 1e-3, 10.0
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        enough = middle * math.exp(-((level / middle) ** 2)) >= tail
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    """The c with c e^(-level²/c²) = tail."""
+    return brentq(lambda c: c * math.exp(-((level / c) ** 2)) - tail, 0.01, 10)
 
 
 def linear_errors(run: ClaimRun, n: int, fits: int) -> np.ndarray:
@@ -274,10 +266,8 @@ def entropy_brackets(run: ClaimRun) -> Evidence:
     Overturned by: min in place of the second max, and -M in place of 0
     """
     M, tau = 1.0, 0.1
-    zeta = (2 * torch.rand(2000, dtype=torch.float64, generator=run.generator(54)) - 1) * M
-    f = (
-        zeta + tau * (2 * torch.rand(2000, dtype=torch.float64, generator=run.generator(55)) - 1)
-    ).clamp(-M, M)
+    zeta = M * run.uniform(2000, stream=54)
+    f = (zeta + tau * run.uniform(2000, stream=55)).clamp(-M, M)
     printed = bracket_pair(zeta, tau, M, printed=True)
     mended = bracket_pair(zeta, tau, M, printed=False)
     widths = [(high - low).max().item() for low, high in (printed, mended)]

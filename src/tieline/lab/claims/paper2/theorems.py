@@ -1,12 +1,11 @@
 """Theorems 1 to 6 of paper 2: bounds of the losses by ‖f - f*‖, and rates of estimation.
 
-Slopes are measured on a small well-conditioned design (`rate_evidence.small_study`), by their 95 %
+Slopes are measured on a small well-conditioned design (`rate_studies.small_study`), by their 95 %
 intervals. "Slower than any polynomial" is tested as a slope above -0.15, n^-1/2 as one in a range
 around it. Table 1 and Figures 1 and 2 are here too.
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -26,10 +25,10 @@ from tieline.lab.claims.mixture_splits import (
     flat_bound,
     largest_gap,
     least_ratio,
+    longer_rows,
     shift_rows,
+    split_gap,
     split_ratio,
-    split_scale,
-    uniform_inputs,
 )
 from tieline.lab.claims.rate_studies import (
     counted_fits,
@@ -47,23 +46,19 @@ from tieline.lab.claims.rate_studies import (
     small_study,
     up_to_symmetry,
 )
-from tieline.lab.estimation import MoEModel, MoEParameters, voronoi_loss
+from tieline.lab.estimation import MoEModel, voronoi_loss
 from tieline.lab.estimation.fit import lift_truth, population_minimiser
-from tieline.lab.estimation.rates import RateStudy
+from tieline.lab.estimation.model import GateName
 
 
-def vanilla_loss_ratios(run: ClaimRun, over: int) -> tuple[list[Check], float]:
+def vanilla_loss_ratios(run: ClaimRun, copies: int) -> tuple[list[Check], float]:
     """‖f - f*‖ / L_{1,r} when rows of a vanilla cosine are lengthened."""
     model = MoEModel("cosine", "softmax", "tanh", 3, 3)
     truth = drawn_mixture(run, model)
-    x, ratios = uniform_inputs(run, 2000, 3), []
+    x, ratios = run.uniform(2000, 3), []
     for r in (1, 2, 3):
         for step in (0.3, 0.1, 0.03):
-            order = [0] * over + [0, 1, 2]
-            bias = truth.bias[order].clone()
-            bias[: over + 1] -= math.log(over + 1)
-            rows = truth.router[order] * (1 + step)
-            fit = MoEParameters(rows, bias, truth.experts[order])
+            fit = longer_rows(truth, 1 + step, copies)
             loss = voronoi_loss(fit, truth, "L1", 2, r).value
             ratios.append(largest_gap(model, fit, truth, x) / loss)
     least = least_ratio(run, model, truth, "L3", 2)
@@ -121,7 +116,7 @@ def perturbed_over(run: ClaimRun) -> Evidence:
         split: tanh and GELU, not ReLU and uᵖ
     """
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
-    truth, x = drawn_mixture(run, model, router=0.05), uniform_inputs(run, 2000, 2)
+    truth, x = drawn_mixture(run, model, router=0.05), run.uniform(2000, 2)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
     gap, loss = largest_gap(model, moved, truth, x), voronoi_loss(moved, truth, "L2", 2).value
     checks = [
@@ -131,9 +126,8 @@ def perturbed_over(run: ClaimRun) -> Evidence:
     for expert in ("relu", "polynomial"):
         other = MoEModel("perturbed", "softmax", expert, 2, 3)
         unsplit = drawn_mixture(run, other, stream=2)
-        split = split_scale(other, unsplit, 0.4)
-        split_gap = largest_gap(other, split, unsplit, x)
-        checks += corrected(at_most(f"{expert} split: |g - g*|", split_gap, 1e-12))
+        gap_of_split = split_gap(run, other, unsplit, 0.4)
+        checks += corrected(at_most(f"{expert} split: |g - g*|", gap_of_split, 1e-12))
     ratio = split_ratio(
         model,
         drawn_mixture(run, model, stream=3, router=0.2),
@@ -170,7 +164,7 @@ def perturbed_exact(run: ClaimRun) -> Evidence:
     model = MoEModel("perturbed", "softmax", "tanh", 2, 3)
     truth = drawn_mixture(run, model, router=0.05)
     moved = shift_rows(model, truth, torch.tensor([0.2, -0.1], dtype=torch.float64))
-    gap = largest_gap(model, moved, truth, uniform_inputs(run, 2000, 2))
+    gap = largest_gap(model, moved, truth, run.uniform(2000, 2))
     loss = voronoi_loss(moved, truth, "L3", 2).value
     least = least_ratio(run, model, truth, "L3", 2)
     return flat_bound(gap, loss, least, "a common shift", "quotient L_3")
@@ -178,16 +172,8 @@ def perturbed_exact(run: ClaimRun) -> Evidence:
 
 OVER = "k = k* + 1"
 EXACT = "k = k*"
-
-
-def softmax_plane_family(gate: Any, expert: str = "tanh", power: int = 2) -> MoEModel:
-    """A softmax mixture of two experts in the plane."""
-    return MoEModel(gate, "softmax", expert, 2, 2, power=power)
-
-
-def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) -> list[Check]:
-    """Errors of an exact study over the Cramér-Rao limits of its truth."""
-    return efficiency_checks(name, study, model, small_plan(run, model).truth)
+COSINE, PERTURBED = (MoEModel(gate, "softmax", "tanh", 2, 2) for gate in ("cosine", "perturbed"))
+"""Two tanh experts in the plane."""
 
 
 @claim(
@@ -206,7 +192,7 @@ def at_the_limit(run: ClaimRun, name: str, model: MoEModel, study: RateStudy) ->
     together="p2-cosine-over",
     given={"gate": "cosine"},
 )
-def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
+def exact_and_over(run: ClaimRun, gate: GateName) -> Evidence:
     """‖f̂ - f*‖ falls like √(log n / n) under the cosine router.
 
     Setting: exact and over-specified, vanilla cosine, ‖f̂ - f*‖; tanh, two experts in the plane
@@ -214,11 +200,9 @@ def exact_and_over(run: ClaimRun, gate: str) -> Evidence:
         against the Cramér-Rao limit where exact.
     Overturned by: a slope outside -1/2 ± 0.1 in either setting
     """
-    cases = {EXACT: 0, OVER: 1}
-    studies = {n: small_study(run, softmax_plane_family(gate), extra=k) for n, k in cases.items()}
-    return regression_rate(
-        studies, at_the_limit(run, EXACT, softmax_plane_family(gate), studies[EXACT])
-    )
+    model = MoEModel(gate, "softmax", "tanh", 2, 2)
+    studies = {EXACT: small_study(run, model), OVER: small_study(run, model, extra=1)}
+    return regression_rate(studies, efficiency_checks(run, EXACT, studies[EXACT], model))
 
 
 @claim(
@@ -240,7 +224,7 @@ def cosine_over(run: ClaimRun) -> Evidence:
     Overturned by: an expert error that stops falling, or a proof for the worst truth that is not
         about the length of a row
     """
-    studies = {OVER: small_study(run, softmax_plane_family("cosine"), extra=1)}
+    studies = {OVER: small_study(run, COSINE, extra=1)}
     return rate_evidence(
         [
             slow_rate_check(f"experts, {OVER}", studies[OVER]),
@@ -274,7 +258,7 @@ def cosine_exact(run: ClaimRun) -> Evidence:
     Overturned by: an n·MSE of the experts that grows over the Cramér-Rao limit
     """
     radii = (0.003, 0.02, 0.1)
-    study = small_study(run, softmax_plane_family("cosine"), radii=radii)
+    study = small_study(run, COSINE, radii=radii)
     raw = [study.rate("raw", r).slope for r in radii]
     return Evidence.of(
         slow_rate_check("experts, k = k*", study),
@@ -285,7 +269,7 @@ def cosine_exact(run: ClaimRun) -> Evidence:
             ),
             at_least("raw slope rises with the radius", raw[2] - raw[0], 0.1),
         ),
-        at_the_limit(run, EXACT, softmax_plane_family("cosine"), study),
+        efficiency_checks(run, EXACT, study, COSINE),
         paper="slower than any power",
         corrected=-0.5,
         measured="; ".join(f"r = {r}: {slopes_text(study, r)}" for r in radii),
@@ -313,7 +297,7 @@ def perturbed_over_rate(run: ClaimRun) -> Evidence:
     Condition: up to a common shift of the router rows, which softmax does not see
     """
     return up_to_symmetry(
-        {OVER: small_study(run, softmax_plane_family("perturbed"), extra=1)},
+        {OVER: small_study(run, PERTURBED, extra=1)},
         note="ReLU and powers have a further freedom with several atoms in a cell (mass against "
         "scale), for which the theorem fails outright; tanh has not.",
     )
@@ -330,11 +314,12 @@ def perturbed_exact_rate(run: ClaimRun) -> Evidence:
     """
     experts = ("tanh", "relu")
     return up_to_symmetry(
-        {name: small_study(run, softmax_plane_family("perturbed", name)) for name in experts}
+        {name: small_study(run, MoEModel("perturbed", "softmax", name, 2, 2)) for name in experts}
     )
 
 
-GATES, EXPERTS = ("linear", "cosine", "perturbed"), ("linear", "polynomial", "relu")
+GATES: tuple[GateName, ...] = ("linear", "cosine", "perturbed")
+EXPERTS = ("linear", "polynomial", "relu")
 QUARTER = (("linear", "relu"), ("perturbed", "polynomial"), ("perturbed", "relu"))
 """Router and expert of the entries n^-1/4 of Table 1; the other six are 1/log^τ n."""
 
@@ -352,14 +337,16 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
     Overturned by: an expert that the function determines in one of the three entries n^-1/4, k > k*
     """
     entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
-    split_gaps = {entry: strength_split_gap(run, softmax_plane_family(*entry)) for entry in entries}
+    models = {(gate, expert): MoEModel(gate, "softmax", expert, 2, 2) for gate, expert in entries}
+    split_gaps = {
+        entry: split_gap(run, model, drawn_mixture(run, model, stream=2), 0.4)
+        for entry, model in models.items()
+    }
     # the direction of a short cosine row is lost at a start radius of its length
     more = {"cosine": {"starts": 6}}
     studies = {
-        f"{gate}, {expert}": small_study(
-            run, softmax_plane_family(gate, expert), **more.get(gate, {})
-        )
-        for gate, expert in entries
+        f"{gate}, {expert}": small_study(run, model, **more.get(gate, {}))
+        for (gate, expert), model in models.items()
     }
     slowest = max(gap for entry, gap in split_gaps.items() if entry not in QUARTER)
     rates = [study.rate("experts").slope for study in studies.values()]
@@ -389,14 +376,6 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
     )
 
 
-def strength_split_gap(run: ClaimRun, model: MoEModel) -> float:
-    """Largest |f - f*| of the truth with its first expert as two of strengths 1 ± 0.4."""
-    truth = drawn_mixture(run, model, stream=2)
-    return largest_gap(
-        model, split_scale(model, truth, 0.4), truth, uniform_inputs(run, 2000, model.d)
-    )
-
-
 @claim(
     "p2-sec4",
     "misspecified: the population minimiser uses every expert",
@@ -411,12 +390,12 @@ def population_minimiser_uses_all(run: ClaimRun) -> Evidence:
         router with two: misfits, least mass, least distance of two atoms.
     Overturned by: a minimiser that leaves an atom without mass
     """
-    case = small_plan(run, softmax_plane_family("linear"))
+    case = small_plan(run, MoEModel("linear", "softmax", "tanh", 2, 2))
     two, three = (
         population_minimiser(
-            softmax_plane_family("perturbed").with_experts(k),
+            PERTURBED.with_experts(k),
             lambda x: case.source.regression(case.truth, x),
-            near=lift_truth(softmax_plane_family("perturbed").with_experts(k), case.truth),
+            near=lift_truth(PERTURBED.with_experts(k), case.truth),
             n=run.size(3000, 20_000),
             starts=4,
             seed=run.seed,
@@ -457,7 +436,7 @@ def undefined_share(run: ClaimRun, *, zero_rows: int = 2) -> float:
     """
     rows = 0.1 / math.sqrt(32) * run.normal(8, 32, stream=61)
     rows[8 - zero_rows :] = 0
-    x = uniform_inputs(run, 500, 32, stream=62)
+    x = run.uniform(500, 32, stream=62)
     lengths = rows.norm(dim=1) * x.norm(dim=1, keepdim=True)
     weights = (x @ rows.T / lengths).softmax(dim=1)
     return float(weights.isnan().any(dim=1).double().mean())
@@ -498,7 +477,7 @@ def figure_one_cosine_perturbed(run: ClaimRun, extra: int, paper: tuple[float, f
     )
     studies = {
         gate: small_study(
-            run, softmax_plane_family(gate, "relu"), extra=extra, radii=RADII[extra], **grid
+            run, MoEModel(gate, "softmax", "relu", 2, 2), extra=extra, radii=RADII[extra], **grid
         )
         for gate in ("cosine", "perturbed")
     }
@@ -538,7 +517,7 @@ def figure_one_cosine_perturbed(run: ClaimRun, extra: int, paper: tuple[float, f
     given={"gates": ("cosine", "perturbed"), "expert": "relu", "paper": (-0.10, -0.45)},
 )
 def figure_two_linear_data(
-    run: ClaimRun, gates: tuple[str, str], expert: str, paper: tuple[float, float]
+    run: ClaimRun, gates: tuple[GateName, GateName], expert: str, paper: tuple[float, float]
 ) -> Evidence:
     """With ReLU experts and data of a linear router, the cosine router's loss falls like n^-0.10,
     the perturbed one's like n^-0.45.
@@ -547,11 +526,11 @@ def figure_two_linear_data(
     Tested: Raw slopes from two start radii against the population minimiser of each router; slopes
         of ‖f - f_Ḡ‖.
     """
-    source = softmax_plane_family("linear", expert)
+    source = MoEModel("linear", "softmax", expert, 2, 2)
     studies = {
         g: small_study(
             run,
-            softmax_plane_family(g, expert),
+            MoEModel(g, "softmax", expert, 2, 2),
             radii=RADII[0],
             **({} if g == "linear" else {"source": source}),
         )

@@ -4,10 +4,10 @@ Section 3 on two gates and section C.1.2 on linear experts stand beside them.
 """
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
@@ -28,11 +28,10 @@ from tieline.lab.claims.mixture_splits import (
     drawn_mixture,
     largest_gap,
     same_function,
+    sparse_mixture,
     split_checks,
     split_scale,
     twisted_quadratic,
-    uniform_inputs,
-    without_row,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
 from tieline.lab.estimation.derivative_tests import Atom, generic_atoms, rank_test, witness_atoms
@@ -78,7 +77,7 @@ def sigmoid_gating_regression(run: ClaimRun) -> Evidence:
     Overturned by: a value that differs
     """
     worst = []
-    x = uniform_inputs(run, 300, 3)
+    x = run.uniform(300, 3)
     scores: list[tuple[GateName, str]] = [("quadratic", "full"), ("partial", "partial")]
     links: list[tuple[LinkName, Gate]] = [("sigmoid", Sigmoid()), ("softmax", Softmax())]
     for gate, kind in scores:
@@ -122,7 +121,7 @@ def slow_polynomial_equations(run: ClaimRun) -> Evidence:
         tanh expert.
     Overturned by: a residual beyond rounding
     """
-    theta, x = run.normal(10, stream=1), uniform_inputs(run, 50, 2)
+    theta, x = run.normal(10, stream=1), run.uniform(50, 2)
     second = vmap(jacrev(jacrev(gated_expert)), (None, 0))(theta, x)
 
     def with_tanh(t: Tensor, point: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ def vanishing_sigmoid(run: ClaimRun) -> Evidence:
     Overturned by: c → -∞ in the conclusion, and A_2 and b_2 left free: any bounded A_2 and b_2 let
         the second sigmoid vanish
     """
-    x = uniform_inputs(run, 2000, 2)
+    x = run.uniform(2000, 2)
     A = run.normal(2, 2, stream=1)
     bend = ((x @ A) * x).sum(dim=1)
 
@@ -181,11 +180,6 @@ def vanishing_sigmoid(run: ClaimRun) -> Evidence:
         ),
     ]
     return Evidence.of(checks, paper="c → +∞", corrected="c → -∞, whatever A and b", measured=up)
-
-
-def logistic(c: float) -> float:
-    """The logistic function."""
-    return 1 / (1 + math.exp(-c))
 
 
 def sigmoid_loss_example(*, full: bool = True) -> tuple[MoEParameters, MoEParameters]:
@@ -205,7 +199,7 @@ def sigmoid_loss_example(*, full: bool = True) -> tuple[MoEParameters, MoEParame
     return fit, truth
 
 
-MASS = abs(logistic(-0.5) + logistic(-0.7) - logistic(0.3))
+MASS = abs(expit(-0.5) + expit(-0.7) - expit(0.3))
 ROOT = math.sqrt(0.05)
 
 
@@ -291,16 +285,11 @@ def loss_five(run: ClaimRun) -> Evidence:
     return loss_by_hand(run, "L5", terms, full=False)
 
 
-def sigmoid_definition_family(gate, expert: str, n: int = 2, activation: str = "relu") -> MoEModel:
-    """A sigmoid model on the plane; `activation` is that of two-layer experts."""
-    return MoEModel(gate, "sigmoid", expert, 2, n, activation=activation)
-
-
 def strong_counts(run: ClaimRun, gate, experts: dict[str, dict]) -> dict[str, int]:
     """Dependent derivatives of the strong definition, by expert."""
-    x, counts = uniform_inputs(run, 800, 2), {}
+    x, counts = run.uniform(800, 2), {}
     for name, form in experts.items():
-        model = sigmoid_definition_family(gate, **form)
+        model = MoEModel(gate, "sigmoid", d=2, n_experts=2, **form)
         counts[name] = dependent_functions(rank_test(model, generic_atoms(model, 2), "strong", x))
     return counts
 
@@ -333,7 +322,7 @@ def sigmoid_strong_identifiability(run: ClaimRun) -> Evidence:
         ),
         split_checks(
             run,
-            partial(sigmoid_definition_family, "quadratic"),
+            lambda expert: MoEModel("quadratic", "sigmoid", expert, 2, 2),
             dict.fromkeys(("tanh", "gelu", "relu"), "not identifiable"),
         ),
         paper=0,
@@ -368,7 +357,7 @@ def partial_strong(run: ClaimRun) -> Evidence:
     }
     return Evidence.of(
         *(near(f"dependent derivatives, {name}", n, 0, 0) for name, n in counts.items()),
-        split_checks(run, partial(sigmoid_definition_family, "partial"), cases),
+        split_checks(run, lambda expert: MoEModel("partial", "sigmoid", expert, 2, 2), cases),
         paper=0,
         corrected="tanh, GELU pass the split test; ReLU, u² up to scale; linear experts do not",
         measured=f"{counts}",
@@ -429,17 +418,18 @@ def sigmoid_weak_identifiability(run: ClaimRun, gate) -> Evidence:
     Condition: A symmetric, rows that are not constant and of which none is another or its opposite;
         and not λ ReLU, which no row saves
     """
-    x, as_written, excluded = uniform_inputs(run, 600, 2), [], []
+    x, as_written, excluded = run.uniform(600, 2), [], []
 
     def dependencies(form: dict, atoms) -> int:
-        model = sigmoid_definition_family(gate, **form)
+        model = MoEModel(gate, "sigmoid", d=2, n_experts=2, **form)
         return dependent_functions(rank_test(model, atoms(model), "weak", x))
 
     for name, form in WEAK_FORMS.items():
         witnesses = {"opposite rows": opposite_atoms, "proportional experts": witness_atoms}
         for where, atoms in witnesses.items():
             as_written.append(near(f"{name}: {where}", dependencies(form, atoms), 0, 0))
-        for where, atoms in {"generic": two_atoms, "one expert": one_expert_atoms}.items():
+        generic = {"generic": lambda model: generic_atoms(model, 2), "one expert": one_expert_atoms}
+        for where, atoms in generic.items():
             excluded.append(near(f"{name}: {where}", dependencies(form, atoms), 0, 0))
     relu = dependencies(LAYERED["two-layer ReLU"], lambda model: generic_atoms(model, 1))
     flat = dependencies(LAYERED["two-layer GELU"], constant_atom)
@@ -458,11 +448,6 @@ def sigmoid_weak_identifiability(run: ClaimRun, gate) -> Evidence:
         note="No expert meets the definition as written: σ′ is even, so that ∂A, ∂b and ∂c at s "
         "and -s are equal whatever the expert.",
     )
-
-
-def two_atoms(model: MoEModel) -> list[Atom]:
-    """Two generic atoms."""
-    return generic_atoms(model, 2)
 
 
 @claim(
@@ -490,11 +475,8 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
     Condition: A symmetric, no zero rows, no two opposite scores q and -q, and experts of which no
         two are multiples of one another, such as tanh
     """
-    tanh, relu = (
-        sigmoid_definition_family(gate, "tanh", 3),
-        sigmoid_definition_family(gate, "relu", 3),
-    )
-    truth, flat = drawn_mixture(run, tanh), without_row(drawn_mixture(run, relu, stream=2))
+    tanh, relu = (MoEModel(gate, "sigmoid", expert, 2, 3) for expert in ("tanh", "relu"))
+    truth, flat = drawn_mixture(run, tanh), sparse_mixture(run, relu, stream=2)
     bias, experts = flat.bias.clone(), flat.experts.clone()
     bias[0] = torch.logit(flat.bias[0].sigmoid() / 2)
     experts[0] *= 2
@@ -503,7 +485,7 @@ def same_functions(run: ClaimRun, gate, loss: str) -> Evidence:
         "half the mass, twice the scale": (relu, flat, MoEParameters(flat.router, bias, experts)),
         "ReLU split": (relu, flat, split_scale(relu, flat)),
     }
-    x = uniform_inputs(run, 2000, 2)
+    x = run.uniform(2000, 2)
     return same_function(
         pairs,
         x,
@@ -543,11 +525,7 @@ def _independent_terms(run: ClaimRun, gate) -> Check:
 
     Two measures are one function only if their terms together are linearly dependent.
     """
-    model, x, least = (
-        sigmoid_definition_family(gate, "tanh", 6),
-        4 * uniform_inputs(run, 2000, 2),
-        [],
-    )
+    model, x, least = MoEModel(gate, "sigmoid", "tanh", 2, 6), 4 * run.uniform(2000, 2), []
     for stream in range(100, 164):
         atoms = drawn_mixture(run, model, stream)
         terms = model.weights(atoms, x) * model.expert_outputs(atoms, x)
@@ -578,7 +556,7 @@ def two_gates(run: ClaimRun) -> Evidence:
     experts = pair.experts.clone()
     experts[0, -1], experts[1, -1] = 0.7 * experts[0, -1], 0.3 * experts[1, -1]
     gap = largest_gap(
-        model, MoEParameters(pair.router, pair.bias, experts), truth, uniform_inputs(run, 500, 2)
+        model, MoEParameters(pair.router, pair.bias, experts), truth, run.uniform(500, 2)
     )
     return Evidence.of(
         at_least("|f - f*| of λ₁φ, λ₂φ under one gate", gap, 1e-6),
@@ -595,16 +573,12 @@ def two_gates(run: ClaimRun) -> Evidence:
 
 def least_two_gates(score: np.ndarray, bound: float) -> float:
     """Least sup |σ(s + c₁) + σ(s + c₂) - σ(s)| over |c_i| <= bound, by a grid refined twice."""
-
-    def sigmoid(values: np.ndarray) -> np.ndarray:
-        return 1 / (1 + np.exp(-values))
-
     best, centre, width = math.inf, np.zeros(2), bound
     for _ in range(12):
         sides = [np.clip(np.linspace(c - width, c + width, 41), -bound, bound) for c in centre]
-        first = sigmoid(score + sides[0][:, None])
-        second = sigmoid(score + sides[1][:, None])
-        gaps = np.abs(first[:, None] + second[None] - sigmoid(score)).max(axis=-1)
+        first = expit(score + sides[0][:, None])
+        second = expit(score + sides[1][:, None])
+        gaps = np.abs(first[:, None] + second[None] - expit(score)).max(axis=-1)
         i, j = np.unravel_index(gaps.argmin(), gaps.shape)
         best, centre, width = float(gaps[i, j]), np.array([sides[0][i], sides[1][j]]), width / 4
     return best
@@ -625,9 +599,9 @@ def partial_linear(run: ClaimRun) -> Evidence:
     Overturned by: a score that tells the two apart
     """
     model = MoEModel("partial", "sigmoid", "linear", 2, 3)
-    truth = without_row(drawn_mixture(run, model))
+    truth = sparse_mixture(run, model)
     split = split_scale(model, truth, 0.3)
-    gap = largest_gap(model, split, truth, uniform_inputs(run, 2000, 2))
+    gap = largest_gap(model, split, truth, run.uniform(2000, 2))
     distance = (split.experts[0] - truth.experts[0]).norm().item()
     return Evidence.of(
         at_least("|f - f*| of the split over the distance of the experts", gap / distance, 1e-6),

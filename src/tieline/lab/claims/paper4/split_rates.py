@@ -28,28 +28,24 @@ from torch import Tensor
 from tieline.core.numerics import one_thread
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (
-    Check,
     Evidence,
+    FigureData,
     Fits,
     at_least,
     at_most,
     chart,
     corrected,
     dots,
-    estimated,
     line,
     qualified,
 )
 from tieline.lab.claims.mixture_splits import (
-    drawn_mixture,
-    largest_gap,
-    split_scale,
-    uniform_inputs,
-    without_row,
+    sparse_mixture,
+    split_gap,
 )
-from tieline.lab.claims.rate_studies import WINDOW, nearest_best
+from tieline.lab.claims.rate_studies import falls_like, nearest_best
 from tieline.lab.estimation import MoEModel
-from tieline.lab.estimation.model import ridge_function
+from tieline.lab.estimation.model import GateName, ridge_function
 from tieline.lab.estimation.solvers import LeastSquares, levenberg_marquardt
 from tieline.lab.power_law import PowerLaw, fit_rate
 
@@ -255,23 +251,15 @@ def repaired_distance(activation: str, truth: Tensor, pair: Tensor) -> tuple[flo
 QUANTILES = (0.5, 0.75, 0.9)
 
 
-def falls_like(name: str, law: PowerLaw, power: float, width: float = WINDOW["quotient"]) -> Check:
-    """Check that a loss falls like n^power, by the interval of its slope."""
-    limits = {"least": power - width, "most": power + width}
-    return estimated(name, law.slope, (law.low, law.high), **limits)
-
-
-def law_chart(study: PairStudy, power: float) -> dict:
+def law_chart(study: PairStudy, power: float) -> FigureData:
     """Quantiles of the loss against n, beside the power law of the paper."""
     series = [
         dots(f"quantile {q:g}", study.sizes, study.losses.quantile(q, dim=1)) for q in QUANTILES
     ]
     first = study.losses[0].median().item()
     paper = [first * (n / study.sizes[0]) ** power for n in study.sizes]
-    chart_of = chart(
-        "n", "loss", *series, line("the paper", study.sizes, paper, dashed=True), log="xy"
-    )
-    return {"figure": chart_of}
+    series.append(line("the paper", study.sizes, paper, dashed=True))
+    return chart("n", "loss", *series, log="xy")
 
 
 @claim(
@@ -292,7 +280,7 @@ def law_chart(study: PairStudy, power: float) -> dict:
     seconds=5,
     given={"gate": "quadratic"},
 )
-def dense_rate(run: ClaimRun, gate: str) -> Evidence:
+def dense_rate(run: ClaimRun, gate: GateName) -> Evidence:
     """L3 to the nearest measure of the best function falls like √(log n / n), in probability, for
     weakly identifiable experts.
 
@@ -307,7 +295,7 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
     full = gate == "quadratic"
     pair = AtomPair("gelu", dense_atom(full=full), "abcλ" if full else "acλ")
     study = fit_pairs(run, pair, pair.start(λ=0.5), best_measure_loss(pair.truth))
-    plane_fit = nearest_best(run, MoEModel(gate, "sigmoid", "tanh", 2, 1))  # type: ignore[arg-type]
+    plane_fit = nearest_best(run, MoEModel(gate, "sigmoid", "tanh", 2, 1))
     fits = study.fits.converged + plane_fit.fits.converged, study.fits.total + plane_fit.fits.total
     return Evidence.of(
         falls_like("λ GELU: slope of the median", study.law(0.5), HALF),
@@ -324,21 +312,22 @@ def dense_rate(run: ClaimRun, gate: str) -> Evidence:
         note="(s* + δ, λ₁φ) and (s* - (λ₁/λ₂)δ, λ₂φ) change f by δ² (`p4-thm3`), so that noise of "
         "size n^-1/2 splits an expert by n^-1/4. A spare tanh expert ends at zero instead.",
         fits=Fits(*fits),
-        **law_chart(study, HALF),
+        figure=law_chart(study, HALF),
     )
 
 
-def example_gap(run: ClaimRun, gate) -> float:
+def gelu_split_gap(run: ClaimRun, gate: GateName) -> float:
     """Largest |f - f*| of λ GELU under a zero row as two of strengths 1 ± 0.3."""
     model = MoEModel(gate, "sigmoid", "two_layer", 2, 3, activation="gelu")
-    truth = without_row(drawn_mixture(run, model))
-    return largest_gap(
-        model, split_scale(model, truth, 0.3, -1), truth, uniform_inputs(run, 2000, 2)
-    )
+    return split_gap(run, model, sparse_mixture(run, model), 0.3, -1)
 
 
-SPLIT_MASS = 0.155
-"""Half of the mass of `sparse_atom`."""
+def sparse_pair_study(run: ClaimRun, free: str, repetitions: int) -> PairStudy:
+    """Fits of two tanh atoms to one without gate, from atoms of half its mass each."""
+    pair = AtomPair("tanh", sparse_atom(), free)
+    start = pair.start(c=sparse_atom(0.155)[2].item())
+    loss = atom_pair_loss(pair.truth)
+    return fit_pairs(run, pair, start, loss, radius=0.3, repetitions=repetitions)
 
 
 @claim("p4-thm4-rate", "partial-strongly identifiable experts, sparse regime: the rate", seconds=3)
@@ -353,10 +342,7 @@ def partial_sparse_rate(run: ClaimRun) -> Evidence:
     Condition: A symmetric, masses bounded below, and experts that cannot be split, such as tanh
         without outer scale; the paper's own examples can be split for nothing
     """
-    pair = AtomPair("tanh", sparse_atom(), "acαβ")
-    start = pair.start(c=_gate_constant(SPLIT_MASS))
-    study = fit_pairs(run, pair, start, atom_pair_loss(pair.truth), radius=0.3, repetitions=48)
-    gap = example_gap(run, "partial")
+    study, gap = sparse_pair_study(run, "acαβ", 48), gelu_split_gap(run, "partial")
     return Evidence.of(
         at_least("λ GELU: |f - f*| of a split", gap, 1e-6),
         qualified(*(falls_like(f"tanh: quantile {q:g}", study.law(q), HALF) for q in QUANTILES)),
@@ -364,7 +350,7 @@ def partial_sparse_rate(run: ClaimRun) -> Evidence:
         paper=HALF,
         measured=f"tanh {quantile_text(study, QUANTILES)}; {gap:.1g} for a split of λ GELU",
         fits=study.fits,
-        **law_chart(study, HALF),
+        figure=law_chart(study, HALF),
     )
 
 
@@ -384,10 +370,7 @@ def full_sparse_rate(run: ClaimRun) -> Evidence:
         slope of the quantile .9 of L_1, n from 1e8 to 1e14.
     Overturned by: slopes of the upper quantiles within -1/2 ± 0.14 for tanh
     """
-    pair = AtomPair("tanh", sparse_atom(), "abc")
-    start = pair.start(c=_gate_constant(SPLIT_MASS))
-    study = fit_pairs(run, pair, start, atom_pair_loss(pair.truth), radius=0.3, repetitions=80)
-    gap = example_gap(run, "quadratic")
+    study, gap = sparse_pair_study(run, "abc", 80), gelu_split_gap(run, "quadratic")
     return Evidence.of(
         at_least("λ GELU: |f - f*| of a split", gap, 1e-6),
         falls_like("tanh: quantile .9", study.law(0.9), HALF),
@@ -403,10 +386,5 @@ def full_sparse_rate(run: ClaimRun) -> Evidence:
         "split, at n^-1/2, and fits with b ± ε, ε⁴ of the size of the noise (`p5-contact`), whose "
         "L_1 of order ε² falls like n^-1/4. The median lies where the two meet.",
         fits=study.fits,
-        **law_chart(study, HALF),
+        figure=law_chart(study, HALF),
     )
-
-
-def _gate_constant(mass: float) -> float:
-    """Constant c of a gate of this mass."""
-    return float(sparse_atom(mass)[2])

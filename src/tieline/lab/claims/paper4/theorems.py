@@ -1,6 +1,6 @@
 """Theorems 1 to 5 of paper 4: bounds of the losses by ‖f - f*‖, and rates of estimation.
 
-Slopes are measured on small well-conditioned designs (`rate_evidence.small_study`) by their 95 %
+Slopes are measured on small well-conditioned designs (`rate_studies.small_study`) by their 95 %
 intervals: two experts in the plane with quadratic scores where as many are fitted, one where one is
 too many. In the sparse regime the last expert of the truth has no gate, and it is the one that is
 split. "Slower than any polynomial" is tested as a slope above -0.15.
@@ -22,7 +22,6 @@ from tieline.lab.claims.evidence import (
     chart,
     corrected,
     dots,
-    estimated,
     line,
     near,
     qualified,
@@ -32,10 +31,10 @@ from tieline.lab.claims.mixture_splits import (
     drawn_mixture,
     largest_gap,
     least_ratio,
+    sparse_mixture,
+    split_gap,
     split_ratio,
     split_scale,
-    uniform_inputs,
-    without_row,
 )
 from tieline.lab.claims.paper4.split_rates import (
     best_measure_loss,
@@ -50,17 +49,14 @@ from tieline.lab.claims.rate_studies import (
     printed_slopes,
     rate_evidence,
     regression_rate,
+    slope_check,
     slow_rate_check,
     small_study,
 )
 from tieline.lab.estimation import MoEModel, MoEParameters, quadratic_parameters, voronoi_loss
+from tieline.lab.estimation.model import GateName
 from tieline.lab.estimation.rates import RateStudy
 from tieline.lab.power_law import exponent
-
-
-def sparse_truth(run: ClaimRun, model: MoEModel) -> MoEParameters:
-    """Parameters whose first router row is zero."""
-    return without_row(drawn_mixture(run, model))
 
 
 def split_of_b(truth: MoEParameters, size: float) -> MoEParameters:
@@ -93,11 +89,11 @@ def full_sparse(run: ClaimRun) -> Evidence:
         of L_1 in ε, for the two-layer GELU and ReLU experts of the paper.
     Overturned by: a loss with ‖Δb‖⁴ in place of ‖Δb‖², or the partial score
     """
-    x, steps = uniform_inputs(run, 2000, 2), [0.1, 0.05, 0.025]
+    x, steps = run.uniform(2000, 2), [0.1, 0.05, 0.025]
     checks, shown = [], {}
     for expert in ("gelu", "relu"):
         model = MoEModel("quadratic", "sigmoid", "two_layer", 2, 3, activation=expert)
-        truth = sparse_truth(run, model)
+        truth = sparse_mixture(run, model)
         fits = [split_of_b(truth, step) for step in steps]
         gaps = [largest_gap(model, fit, truth, x) for fit in fits]
         losses = [voronoi_loss(fit, truth, "L1", 4).value for fit in fits]
@@ -137,10 +133,10 @@ def polynomial_vanishing_ratio(run: ClaimRun) -> Evidence:
         1, 2, 3.
     Overturned by: a lower bound on the ratio along splits
     """
-    x, ratios, gaps = uniform_inputs(run, 2000, 2), [], []
+    x, ratios, gaps = run.uniform(2000, 2), [], []
     for power in (1, 2, 3):
         model = MoEModel("quadratic", "sigmoid", "polynomial", 2, 3, power=power)
-        truth = sparse_truth(run, model)
+        truth = sparse_mixture(run, model)
         for size in (0.3, 0.1, 0.03):
             split = split_scale(model, truth, size)
             gap = largest_gap(model, split, truth, x)
@@ -230,7 +226,7 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     Condition: A symmetric, and experts that cannot be split, such as tanh without an outer scale;
         the paper's own examples can
     """
-    x, checks, gaps = uniform_inputs(run, 2000, 2), [], []
+    x, checks, gaps = run.uniform(2000, 2), [], []
     forms = {
         "u²": ({"expert": "polynomial"}, None),
         "linear": ({"expert": "linear"}, None),
@@ -238,7 +234,7 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     }
     for name, (form, coordinate) in forms.items():
         model = MoEModel("partial", "sigmoid", d=2, n_experts=3, **form)
-        truth = sparse_truth(run, model)
+        truth = sparse_mixture(run, model)
         split = split_scale(model, truth, 0.3, coordinate)
         gaps.append(largest_gap(model, split, truth, x))
         loss = voronoi_loss(split, truth, "L4", 4).value
@@ -246,7 +242,7 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     checks += corrected(at_most("largest |f - f*|", max(gaps), 1e-12))
     tanh, steps = MoEModel("partial", "sigmoid", "tanh", 2, 3), run.normal(200, 7, stream=23)
     steps[:, 1] = steps[:, 2]  # A stays symmetric
-    least = split_ratio(tanh, sparse_truth(run, tanh), steps, "L4", 4)
+    least = split_ratio(tanh, sparse_mixture(run, tanh), steps, "L4", 4)
     checks += qualified(at_least("tanh: least ratio, quotient L_4", least, FLOOR))
     return Evidence.of(
         checks,
@@ -257,32 +253,19 @@ def partial_sparse(run: ClaimRun) -> Evidence:
     )
 
 
-def sigmoid_plane_family(
-    expert: str = "tanh", gate: Any = "quadratic", link: Any = "sigmoid"
-) -> MoEModel:
-    """A mixture of two experts in the plane."""
-    return MoEModel(gate, link, expert, 2, 2)
-
-
-def single_sigmoid_expert(expert: str = "tanh", gate: Any = "quadratic") -> MoEModel:
-    """One expert in the plane under a sigmoid gate, for fits with one too many."""
-    return MoEModel(gate, "sigmoid", expert, 2, 1)
-
-
 OVER = "N = N* + 1"
 QUARTIC = {"sizes": (10**6, 10**7, 10**8, 10**9, 10**10), "iterations": 4000}
 """Sizes of the full score without gate: a valley of fourth order, which fits leave slowly."""
 
 
-def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
+def one_too_many(run: ClaimRun, gate: GateName) -> RateStudy:
     """A tanh expert without gate, fitted by two; the truth is the same for every seed.
 
     What a drawn expert is near (a constant, a line) decides from which n on its law shows.
     """
     grid = QUARTIC if gate == "quadratic" else {}
-    return small_study(
-        run, single_sigmoid_expert("tanh", gate), extra=1, sparse=True, fixed=True, **grid
-    )
+    model = MoEModel(gate, "sigmoid", "tanh", 2, 1)
+    return small_study(run, model, extra=1, sparse=True, fixed=True, **grid)
 
 
 @claim(
@@ -301,7 +284,7 @@ def one_too_many(run: ClaimRun, gate: str) -> RateStudy:
     together="p4-sparse-full",
     given={"gate": "quadratic"},
 )
-def sparse_regression(run: ClaimRun, gate: str) -> Evidence:
+def sparse_regression(run: ClaimRun, gate: GateName) -> Evidence:
     """With full quadratic scores and split experts without gate, ‖f̂ - f*‖ falls like √(log n / n).
 
     Setting: over-specified (N = N* + 1), sparse, full score, ‖f̂ - f*‖; tanh
@@ -321,7 +304,7 @@ def sparse_regression(run: ClaimRun, gate: str) -> Evidence:
     given={"gate": "partial"},
 )
 @claim("p4-cor1", "regression rate, dense regime", seconds=5, given={"gate": "quadratic"})
-def dense_regression(run: ClaimRun, gate: str) -> Evidence:
+def dense_regression(run: ClaimRun, gate: GateName) -> Evidence:
     """In the dense regime f̂ approaches the best functions with more experts than the truth like
     √(log n / n).
 
@@ -333,7 +316,7 @@ def dense_regression(run: ClaimRun, gate: str) -> Evidence:
     Condition: experts that can be split or can vanish, as all of the paper's examples: then f* is
         itself one of the best functions with more experts
     """
-    studies = {OVER: small_study(run, single_sigmoid_expert("tanh", gate), extra=1)}
+    studies = {OVER: small_study(run, MoEModel(gate, "sigmoid", "tanh", 2, 1), extra=1)}
     remainder = best_of_two(full=gate == "quadratic")
     return rate_evidence(
         [
@@ -385,9 +368,9 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
     Overturned by: an expert error with a slope below -0.15
     """
     fits = {"radii": (0.3,), "repetitions": run.size(8, 32)}
-    overfitted = small_study(run, sigmoid_plane_family("linear"), extra=1, sparse=True, **fits)
-    studies = {OVER: overfitted, "N = N*": small_study(run, sigmoid_plane_family("linear"))}
-    exact = {"N = N*": studies["N = N*"]}
+    model = MoEModel("quadratic", "sigmoid", "linear", 2, 2)
+    exact = {"N = N*": small_study(run, model)}
+    studies = {OVER: small_study(run, model, extra=1, sparse=True, **fits), **exact}
     return rate_evidence(
         [
             slow_rate_check(f"experts, {OVER}", studies[OVER]),
@@ -400,6 +383,13 @@ def polynomial_sparse(run: ClaimRun) -> Evidence:
         note="w₁η₁ + w₂η₂ = wη* leaves f as it is: with one linear expert too many the single "
         "experts are not determined, and their error is that of the start.",
     )
+
+
+TABLE_EXPERTS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "GELU": ({"expert": "two_layer", "activation": "gelu"}, -1),
+    "powers": ({"expert": "linear"}, None),
+}
+"""Experts of Table 1, with the coordinate that carries their strength."""
 
 
 @claim(
@@ -422,10 +412,11 @@ def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
     Overturned by: another reading of the error, under which split experts count as found
     """
     gaps = {
-        (link, expert, regime): table_gap(run, link, expert, regime)
+        (link, expert, regime): split_gap(run, model, draw(run, model), 0.4, coordinate)
         for link in ("softmax", "sigmoid")
-        for expert in ("GELU", "powers")
-        for regime in ("sparse", "dense")
+        for expert, (form, coordinate) in TABLE_EXPERTS.items()
+        for model in [MoEModel("quadratic", link, d=2, n_experts=2, **form)]
+        for regime, draw in (("sparse", sparse_mixture), ("dense", drawn_mixture))
         if (link, regime) != ("sigmoid", "dense")
     }
     checks = []
@@ -440,7 +431,7 @@ def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
         checks.append(at_most(f"sigmoid, {name}, dense: power of 1/ε", power, 2, 0.2))
         checks += corrected(near(f"sigmoid, {name}, dense: ε^-4", power, 4, 0.2))
     studies = {
-        f"{link}, {expert}": small_study(run, sigmoid_plane_family(expert, link=link))
+        f"{link}, {expert}": small_study(run, MoEModel("quadratic", link, expert, 2, 2))
         for link in ("softmax", "sigmoid")
         for expert in ("linear", "relu")
     }
@@ -457,17 +448,6 @@ def table_one_softmax_sigmoid(run: ClaimRun) -> Evidence:
         "a sigmoid without row; under a sigmoid with a row they are best measures themselves, and "
         "noise of size ε² splits the gates by ε (`p4-thm3`).",
     )
-
-
-def table_gap(run: ClaimRun, link: Any, expert: str, regime: str) -> float:
-    """Largest |f - f*| of the first expert as two of half its mass, 1 ± 0.4 times its strength."""
-    form: dict[str, Any] = (
-        {"expert": "two_layer", "activation": "gelu"} if expert == "GELU" else {"expert": "linear"}
-    )
-    model = MoEModel("quadratic", link, d=2, n_experts=2, **form)
-    truth = drawn_mixture(run, model) if regime == "dense" else sparse_truth(run, model)
-    split = split_scale(model, truth, 0.4, -1 if expert == "GELU" else None)
-    return largest_gap(model, split, truth, uniform_inputs(run, 2000, 2))
 
 
 def samples_power(activation: str) -> float:
@@ -505,8 +485,7 @@ def over_specified(run: ClaimRun, models: Mapping[str, MoEModel], **truth: Any) 
     for name, model in models.items():
         fits = {**grid, "repetitions": run.size(6, 24), **truth}
         law = small_study(run, model, extra=1, **fits).rate("raw")
-        title = f"{OVER}: raw slope, {name}"
-        checks.append(estimated(title, law.slope, (law.low, law.high), least=FLATTEST))
+        checks.append(slope_check(f"{OVER}: raw slope, {name}", law, least=FLATTEST))
     return corrected(*checks)
 
 
@@ -538,10 +517,10 @@ def softmax_data(run: ClaimRun, expert: str, paper: tuple[float, float]) -> Evid
     Tested: Raw slopes of both from two start radii on a small design, the sigmoid's against its
         population minimiser; slopes of ‖f - f_Ḡ‖; the softmax's raw slope with N = N* + 1.
     """
-    soft = sigmoid_plane_family(expert, link="softmax")
+    soft, sigmoid = (MoEModel("quadratic", link, expert, 2, 2) for link in ("softmax", "sigmoid"))
     studies = {
         "softmax": small_study(run, soft, radii=RADII),
-        "sigmoid": small_study(run, sigmoid_plane_family(expert), source=soft, radii=RADII),
+        "sigmoid": small_study(run, sigmoid, source=soft, radii=RADII),
     }
     specified = {"softmax": studies["softmax"]}
     others = [
@@ -589,18 +568,17 @@ def sigmoid_data(
     Tested: Raw slopes from two start radii on a small design with N = N*; quotient slopes; raw
         slopes with N = N* + 1, as the paper assumes.
     """
+    models = {name: MoEModel("quadratic", "sigmoid", name, 2, 2) for name in ("relu", "linear")}
     studies = {
-        name: small_study(run, sigmoid_plane_family(name), sparse=sparse, radii=RADII)
-        for name in ("relu", "linear")
+        name: small_study(run, model, sparse=sparse, radii=RADII) for name, model in models.items()
     }
-    families = {name: sigmoid_plane_family(name) for name in studies}
     return printed_slopes(
         dict(zip(studies, paper, strict=True)),
         studies,
         RADII,
         [
             *each_parametric(f"slope of {judged}", studies, judged),
-            *over_specified(run, families, sparse=sparse),
+            *over_specified(run, models, sparse=sparse),
         ],
         corrected="both alike up to what f does not see",
         note="Mass and scale of an expert without gate trade freely; the antisymmetric part of A "
