@@ -21,7 +21,11 @@ from rich.table import Table
 from torch import Tensor
 
 from harness import RESAMPLES, Ratio, Samples, interleave, peak_growth, peak_memory, ratio, report
-from tieline.lab.attention.sigmoid import score_bias, sigmoid_attention, softmax_attention
+from tieline.lab.attention.softmax_and_sigmoid import (
+    score_bias,
+    sigmoid_attention,
+    softmax_attention,
+)
 
 SHAPE = (1, 8, 2048, 64)  # sequences, heads, tokens, width of a head
 TIME_TARGET = 1.2  # forward + backward against softmax

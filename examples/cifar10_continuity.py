@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tieline.lab.on_model.layer_continuity import layer_inputs, measure_continuity
+from tieline.lab.geometry.layer_continuity import layer_inputs, measure_continuity
 from tieline.lab.report.studies import continuity_figure
 from tieline.lab.training.image_data import load_cifar10
 from tieline.lab.training.image_tasks import image_model

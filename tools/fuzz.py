@@ -53,7 +53,7 @@ from tieline.core.records import read_result
 from tieline.core.text import printable
 from tieline.lab.estimation.rates import RateRow, RateStore
 from tieline.lab.training.checkpoint import read_json
-from tieline.lab.tropical.advisor import LayerShape, advise
+from tieline.lab.tropical.layer_shape_advice import LayerShape, advise
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model, load_dense
 from tieline.run.corpus import as_text

@@ -237,7 +237,7 @@ MUTANTS: list[Mutant] = [
         "tropical-5",
         "law = (m - 1) * k * math.log(n * math.e / k) - (d_eff + 0.5) * math.log(m)",
         "law = (m - 1) * k * math.log(n * math.e / k) - (d_eff - 0.5) * math.log(m)",
-        "lab/tropical/test_advisor.py",
+        "lab/tropical/test_layer_shape_advice.py",
         "sign of the Stirling term of the paper's law",
     ),
     _m(
@@ -502,7 +502,7 @@ MUTANTS: list[Mutant] = [
         "studies-1",
         "shifts = (0.0,) if epsilon == 0 else (0.0, epsilon, -epsilon)",
         "shifts = (0.0,) if epsilon == 0 else (0.0, epsilon)",
-        "lab/on_model/layer_continuity/test_line_events.py",
+        "lab/geometry/layer_continuity/test_line_events.py",
         "half of the ends of bands on a line are missed",
     ),
     _m(

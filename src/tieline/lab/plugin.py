@@ -35,7 +35,7 @@ PLUGIN = Plugin(
             "tieline.lab.on_model.upcycle:Upcycled", "tieline.lab.report.changed_models:UPCYCLED"
         ),
         "tieline-design": ResultFormat(
-            "tieline.lab.tropical.advisor:Advice", "tieline.lab.report.design"
+            "tieline.lab.tropical.layer_shape_advice:Advice", "tieline.lab.report.design"
         ),
         "tieline-rates": ResultFormat(
             "tieline.lab.estimation.rates:RateStudy", "tieline.lab.report.rates"

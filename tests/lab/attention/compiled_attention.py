@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from tieline.lab.attention.sigmoid import SelfAttention, sigmoid_attention
+from tieline.lab.attention.softmax_and_sigmoid import SelfAttention, sigmoid_attention
 
 
 def sigmoid(q, k, v):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.strategies import seeds
 from tieline.core.errors import ParameterError, ShapeError
 from tieline.lab.attention.head_mixture import attention_as_moe
-from tieline.lab.attention.sigmoid import (
+from tieline.lab.attention.softmax_and_sigmoid import (
     HeadWeights,
     SelfAttention,
     sigmoid_attention,

@@ -20,7 +20,7 @@ from tieline.lab.report.design import (
     summary,
     terminal,
 )
-from tieline.lab.tropical.advisor import PRESETS, Entry, LayerShape, advise
+from tieline.lab.tropical.layer_shape_advice import PRESETS, Entry, LayerShape, advise
 from tieline.report.matplotlib_figures import figure_bytes
 
 SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}

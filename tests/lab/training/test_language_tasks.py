@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import UnsupportedModelError
 from tieline.lab.training.language_tasks import (
-    hard_gates,
     moe_layers,
     new_decoder,
     smoothing_of,
@@ -15,6 +14,7 @@ from tieline.lab.training.language_tasks import (
     to_stock,
     why_not_stock,
 )
+from tieline.lab.training.soft_to_hard import hard_gates
 from tieline.models import capture, find_routers, load_pretrained
 
 IDS = torch.arange(2 * 24).view(2, 24) * 7 % 256

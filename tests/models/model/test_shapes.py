@@ -31,7 +31,7 @@ def test_published_families_tell_their_shape(config, shape):
 
 
 def test_presets_are_the_defaults_of_their_configurations():
-    from tieline.lab.tropical.advisor import PRESETS
+    from tieline.lab.tropical.layer_shape_advice import PRESETS
 
     for name, config in (("mixtral-8x7b", MixtralConfig()), ("deepseek-v3", DeepseekV3Config())):
         found = routed_shape(config)._asdict()

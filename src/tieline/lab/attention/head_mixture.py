@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
-from tieline.lab.attention.sigmoid import (
+from tieline.lab.attention.softmax_and_sigmoid import (
     AttentionKind,
     HeadWeights,
     ScoreBias,

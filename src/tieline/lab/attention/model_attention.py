@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
-from tieline.lab.attention.sigmoid import AttentionKind, sigmoid_attention
+from tieline.lab.attention.softmax_and_sigmoid import AttentionKind, sigmoid_attention
 from tieline.models.saved_models import (
     Restorer,
     changes_of,

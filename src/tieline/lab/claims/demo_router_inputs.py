@@ -1,7 +1,6 @@
 """Router inputs of the trained model in the box, in float32 or in an emulated format.
 
     router_states   inputs and weight of every router on the first tokens of the text in the box
-    need_training   raise if a package that training needs is missing
 
 Claims about real hidden states use these; each format is computed once per process.
 """
@@ -18,16 +17,10 @@ from torch import Tensor
 
 from tieline.core.errors import require
 
-__all__ = ["RouterStates", "need_training", "router_states"]
+__all__ = ["RouterStates", "router_states"]
 
 WINDOW = 256
 """Tokens of a window: the model's context."""
-
-
-def need_training() -> None:
-    """Raise if a package that training needs is missing."""
-    for package in ("transformers", "accelerate"):
-        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,7 +47,6 @@ from typing import Any
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import mean_interval
 from tieline.lab.claims.claim import ClaimRun
-from tieline.lab.claims.demo_router_inputs import need_training
 from tieline.lab.claims.evidence import Check, Real, estimated, unmeasured
 from tieline.lab.training.checkpoint import read_json
 from tieline.lab.training.config import GATE_NAMES
@@ -443,6 +443,12 @@ def _direction_check(name: str, differences: list[float], **limits: Real) -> Che
     """Check on which side of a limit the mean of paired differences lies; see `estimated`."""
     interval = mean_interval(differences, LEVEL)
     return estimated(f"{name}, {100 * LEVEL:g} % interval", fmean(differences), interval, **limits)
+
+
+def need_training() -> None:
+    """Raise if a package that training needs is missing."""
+    for package in ("transformers", "accelerate"):
+        require(find_spec(package) is not None, f"needs {package}: pip install 'tieline[train]'")
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from tieline.lab.claims.claim import ClaimRun
 from tieline.lab.geometry.exit_time import TopKCell, top_k_cell
 from tieline.lab.limits.risk import MoESample, evaluate
 from tieline.lab.limits.two_cells import normal_density
-from tieline.lab.tropical import count_regions, expected_kinks, expected_switches
+from tieline.lab.tropical import count_regions
 
 NODES = 64
 """Gauss-Hermite nodes per axis; fifteen digits for the curved wall."""
@@ -142,10 +142,6 @@ def drawn_pupil(run: ClaimRun, n: int, distance: float, n_experts: int = 3, dim:
     return Pupil(sample, labels, scores, theirs)
 
 
-BIAS = 0.07
-"""Bias that terms of order ε² leave in an extrapolation to ε = 0 (`extrapolated_order_ratio`)."""
-
-
 def streamed_router(
     run: ClaimRun, n_experts: int, dim: int, stream: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -163,27 +159,6 @@ def one_wall_cell() -> TopKCell:
 def orthonormal_rows(n_experts: int, dim: int) -> Tensor:
     """The first E rows of the identity of size D."""
     return torch.eye(n_experts, dim, dtype=torch.float64)
-
-
-def uniform_ball_points(
-    run: ClaimRun, n: int, dim: int, radius: float = 1.0, stream: int = 7
-) -> Tensor:
-    """Independent uniform points of the ball."""
-    x = run.normal(n, dim, stream=stream)
-    u = torch.rand(n, 1, dtype=torch.float64, generator=run.generator(stream + 1))
-    return radius * u ** (1 / dim) * x / x.norm(dim=1, keepdim=True)
-
-
-def extrapolated_order_ratio(shares: dict[float, tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """U_2/U_1 over ε, extrapolated to ε = 0 from two widths ε and 2ε, with its standard error."""
-    (small, near_), (large, far) = sorted(shares.items())
-    values, variance = [], 0.0
-    for epsilon, (first, second), factor in ((small, near_, 2.0), (large, far, -1.0)):
-        ratio = second.mean() / first.mean() / epsilon
-        values.append(factor * ratio.item())
-        relative = (1 / second.sum() + 1 / first.sum()).item()
-        variance += (factor * ratio.item()) ** 2 * relative
-    return sum(values), variance**0.5
 
 
 class Layer(NamedTuple):
@@ -241,9 +216,3 @@ def bisect_segments(
         same = on_low_side(middle)
         low, high = np.where(same, middle, low), np.where(same, high, middle)
     return low
-
-
-def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> float:
-    """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
-    switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
-    return 1 + switches + expected_kinks(k, d_hidden, length)

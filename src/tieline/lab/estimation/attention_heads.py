@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.lab.attention.head_mixture import attention_as_moe
-from tieline.lab.attention.sigmoid import AttentionKind, HeadWeights, check_kind
+from tieline.lab.attention.softmax_and_sigmoid import AttentionKind, HeadWeights, check_kind
 from tieline.lab.estimation.fit import ModelRegression
 from tieline.lab.estimation.model import (
     MoEModel,

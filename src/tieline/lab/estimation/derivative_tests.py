@@ -330,7 +330,7 @@ def split_test(
     jets = [atom_jet(model, atom, x) for atom in atoms]
     tangent, bends = _split_expansion(model, jets)
     directions = _split_directions(model, atoms[0])
-    residual = _projected_bends(tangent, bends)
+    residual = _projected_second_derivatives(tangent, bends)
     scale = _scale_directions(model, atoms[0])
     unscaled_directions = _orthogonal_part(directions, scale)
     partial, delta = _least_split(residual, unscaled_directions, seed)
@@ -394,7 +394,7 @@ def _orthogonal_part(basis: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return basis @ u[:, int((s > 1e-9).sum()) :]
 
 
-def _projected_bends(tangent: Tensor, bends: Tensor) -> np.ndarray:
+def _projected_second_derivatives(tangent: Tensor, bends: Tensor) -> np.ndarray:
     """R (m, D, D) with ‖Π⊥ B(δ, δ)‖ = ‖R[δ, δ]‖."""
     n, size = len(bends), bends.shape[-1]
     length = torch.linalg.vector_norm(tangent, dim=0)

@@ -69,10 +69,10 @@ class MoEParameters:
     experts: Float[Tensor, "*batch experts q"]  # rows η (*batch, N, q)
 
     def __init__(self, router: Numbers, bias: Numbers, experts: Numbers) -> None:
-        offsets = _as_double("bias", bias)
+        offsets = _parameter_in_float64("bias", bias)
         require(offsets.ndim >= 1, "bias needs an axis of experts, got a single number", ShapeError)
-        rows = _flat_router_rows(_as_double("router", router), offsets.ndim)
-        expert_rows = _as_double("experts", experts)
+        rows = _flat_router_rows(_parameter_in_float64("router", router), offsets.ndim)
+        expert_rows = _parameter_in_float64("experts", experts)
         for name, value in (("router", rows), ("experts", expert_rows)):
             require(
                 value.ndim == offsets.ndim + 1 and value.shape[:-1] == offsets.shape,
@@ -148,9 +148,9 @@ def quadratic_parameters(
     A: Numbers, c: Numbers, experts: Numbers, b: Numbers | None = None
 ) -> MoEParameters:
     """A quadratic gate from A (*batch, N, d, d), c, η and b (*batch, N, d); partial without b."""
-    rows = _as_double("A", A).flatten(-2)
+    rows = _parameter_in_float64("A", A).flatten(-2)
     if b is not None:
-        rows = torch.cat((rows, _as_double("b", b)), dim=-1)
+        rows = torch.cat((rows, _parameter_in_float64("b", b)), dim=-1)
     return MoEParameters(rows, c, experts)
 
 
@@ -171,7 +171,7 @@ def quadratic_dim(dim: int, *, full: bool) -> int:
     return d
 
 
-def _as_double(name: str, value: Numbers) -> Tensor:
+def _parameter_in_float64(name: str, value: Numbers) -> Tensor:
     """`value` in float64; lists go there directly, not by way of float32."""
     try:
         tensor = torch.as_tensor(value, dtype=torch.float64)
@@ -306,7 +306,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
     """z(x), samples last."""
     columns = x.mT.contiguous()
     if gate in NORMALISED:
-        return _normalised_vectors(columns, dim=-2, tau=tau2)
+        return _perturbed_unit_vectors(columns, dim=-2, tau=tau2)
     if gate == "linear":
         return columns
     products = (columns.unsqueeze(-2) * columns.unsqueeze(-3)).flatten(-3, -2)
@@ -315,7 +315,7 @@ def input_features(gate: str, x: Float[Tensor, "*inputs n d"], tau2: float) -> F
 
 def router_directions(gate: str, router: Rows, tau1: float) -> Rows:
     """v(β) of every row."""
-    return _normalised_vectors(router, dim=-1, tau=tau1) if gate in NORMALISED else router
+    return _perturbed_unit_vectors(router, dim=-1, tau=tau1) if gate in NORMALISED else router
 
 
 def score_gradient(
@@ -338,7 +338,7 @@ def gate_weights(link: str, scores: PerExpert) -> PerExpert:
     return scores.softmax(dim=-2) if link == "softmax" else scores.sigmoid()
 
 
-def _normalised_vectors(vectors: Tensor, dim: int, tau: float) -> Tensor:
+def _perturbed_unit_vectors(vectors: Tensor, dim: int, tau: float) -> Tensor:
     """v/(‖v‖ + τ), 0 for v = 0."""
     if dim == -2:  # over a short axis that is not the last, `vector_norm` is several times slower
         norm = vectors.square().sum(dim=dim, keepdim=True).sqrt()

@@ -178,7 +178,9 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
     def predict(self, X: Any) -> Array:
         """Predict f(x), of the shape of y."""
         x = self._standardised_inputs(X)
-        predicted = self.scales_.outputs(self._regression.value(self.fit_.theta[None], x[None])[0])
+        predicted = self.scales_.in_target_units(
+            self._regression.value(self.fit_.theta[None], x[None])[0]
+        )
         return predicted[:, 0].numpy() if self._flat else predicted.numpy()
 
     def predict_gates(self, X: Any) -> Array:
@@ -189,7 +191,7 @@ class MoERegressor(RegressorMixin, MultiOutputMixin, BaseEstimator):
         """Predict by each expert alone, (n, E) or (n, E, C), in the units of y."""
         x = self._standardised_inputs(X)
         outputs = self._regression.model.expert_outputs(self._parameters, x).permute(1, 2, 0)
-        inside = self.scales_.outputs(outputs)
+        inside = self.scales_.in_target_units(outputs)
         return inside[:, :, 0].numpy() if self._flat else inside.numpy()
 
     def inspect(self, X: Any = None, *, k: int = 1) -> LayerMeasures:
@@ -333,7 +335,7 @@ class Scales(NamedTuple):
         """Standardised targets."""
         return (y - self.y_offset) / self.y_scale
 
-    def outputs(self, y: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows outputs"]:
+    def in_target_units(self, y: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows outputs"]:
         """Targets in their own units."""
         return self.y_offset + self.y_scale * y
 

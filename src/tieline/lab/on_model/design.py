@@ -10,8 +10,8 @@ from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import HIDDEN, DesignOptions, DesignSettings
 from tieline.lab.on_model.subject import Progress
-from tieline.lab.tropical.advisor import PRESETS, Advice, LayerShape, advise
 from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
+from tieline.lab.tropical.layer_shape_advice import PRESETS, Advice, LayerShape, advise
 from tieline.models.capture import capture
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tieline.core.text import short_names
-from tieline.lab.tropical.advisor import Advice, Entry, Granularity
 from tieline.lab.tropical.collapse import RouterMeasurement
+from tieline.lab.tropical.layer_shape_advice import Advice, Entry, Granularity
 from tieline.report.charts import Axis, Chart, Series
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, Section, report_views, terminal_view

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tieline.core.errors import require
 from tieline.lab.estimation.identifiability import Identifiability
-from tieline.lab.on_model.layer_continuity import LayerContinuity
+from tieline.lab.geometry.layer_continuity import LayerContinuity
 from tieline.report.matplotlib_figures import ACCENT, NOTICE, STYLE, WARN, styled_figure
 
 if TYPE_CHECKING:

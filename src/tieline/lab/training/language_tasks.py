@@ -17,8 +17,7 @@ Standard errors are those of the mean over windows, so they are clustered by seq
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,20 @@ from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.statistics import next_token_losses
 from tieline.lab.attention.model_attention import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
-from tieline.lab.training.soft_to_hard import TemperatureTopK, harden_, hardening_path
+from tieline.lab.training.soft_to_hard import (
+    TemperatureTopK,
+    hard_gates,
+    harden_,
+    hardening_path,
+)
 from tieline.lab.training.text_data import Stream, TextStreams, Windows, load_streams
 from tieline.models.saved_models import save_model
 from tieline.models.smoothed_model import smooth_
-from tieline.routing.gates import SelectiveGate, TopK
+from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE, moe
 from tieline.routing.losses import collect_routing
 from tieline.routing.routers import LinearRouter
-from tieline.routing.smooth_gates import BandGate, ProjectedTopK, SmoothTopK
+from tieline.routing.smooth_gates import ProjectedTopK, SmoothTopK
 
 
 class SwitchConfig(MixtralConfig):
@@ -346,20 +350,3 @@ def _window_scores(
     if tokens_per_word is not None:
         scores["word_perplexity"] = math.exp(mean * tokens_per_word)
     return scores
-
-
-@contextmanager
-def hard_gates(model: nn.Module) -> Iterator[None]:
-    """Replace every smooth gate by hard top-k within the block."""
-    layers = moe_layers(model)
-    before = {name: layer.gate for name, layer in layers.items()}
-    for layer in layers.values():
-        if isinstance(layer.gate, BandGate):
-            layer.gate = TopK(layer.gate.k)
-        elif isinstance(layer.gate, TemperatureTopK):
-            layer.gate = layer.gate.hard()
-    try:
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.gate = before[name]

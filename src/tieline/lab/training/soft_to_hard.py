@@ -25,7 +25,8 @@ The norm of a router is fixed because L_τ(φ) = L_1(φ/τ): with a free norm τ
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -43,6 +44,7 @@ from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.training.config import CoolingConfig
 from tieline.routing.gates import ChoiceOptions, Law, Scores, SelectiveGate, Share, TopK
 from tieline.routing.layer import GATES, MoE
+from tieline.routing.smooth_gates import BandGate
 
 __all__ = [
     "Cooling",
@@ -50,6 +52,7 @@ __all__ = [
     "HardeningPoint",
     "LayerHardening",
     "TemperatureTopK",
+    "hard_gates",
     "harden_",
     "hardening_path",
     "inclusion_probabilities",
@@ -164,6 +167,23 @@ def harden_(model: nn.Module) -> nn.Module:
         options = {k: v for k, v in routing["gate_options"].items() if k != "temperature"}
         routing |= {"gate": "topk", "gate_options": options}
     return model
+
+
+@contextmanager
+def hard_gates(model: nn.Module) -> Iterator[None]:
+    """Replace every smooth gate by hard top-k within the block."""
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    gates = [layer.gate for layer in layers]
+    for layer in layers:
+        if isinstance(layer.gate, BandGate):
+            layer.gate = TopK(layer.gate.k)
+        elif isinstance(layer.gate, TemperatureTopK):
+            layer.gate = layer.gate.hard()
+    try:
+        yield
+    finally:
+        for layer, gate in zip(layers, gates, strict=True):
+            layer.gate = gate
 
 
 class Cooling:

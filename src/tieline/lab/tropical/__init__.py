@@ -1,6 +1,5 @@
 """Tropical geometry of top-k routing: cells, pieces, bounds and expectations (paper 3)."""
 
-from tieline.lab.tropical.advisor import PRESETS, LayerShape, advise, gaussian_rounding_flips
 from tieline.lab.tropical.affine import Count, DegenerateError
 from tieline.lab.tropical.algebra import (
     TropicalPolynomial,
@@ -51,6 +50,12 @@ from tieline.lab.tropical.curve_pieces import (
     pieces_along_curve,
     spherical_length,
     token_pairs,
+)
+from tieline.lab.tropical.layer_shape_advice import (
+    PRESETS,
+    LayerShape,
+    advise,
+    gaussian_rounding_flips,
 )
 from tieline.lab.tropical.plane_cells import (
     grid_of,

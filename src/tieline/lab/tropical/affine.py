@@ -6,6 +6,7 @@ lengths are scaled so that walls lie near 1.
 """
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -99,6 +100,11 @@ def as_neurons(weight: Any, bias: Any, router: AffineRouter) -> Neurons | None:
     c = np.zeros(v.shape[:2]) if bias is None else double_array("neuron bias", bias, 2)
     _check_neurons(v, c, *router.weight.shape)
     return Neurons(v, c)
+
+
+def fraction_rows(weights: np.ndarray, biases: np.ndarray) -> list[list[Fraction]]:
+    """Rows (weights, bias) of affine functions in exact fractions."""
+    return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
 
 
 def as_points(points: Any, dim: int, least: int) -> Float[np.ndarray, "points dim"]:

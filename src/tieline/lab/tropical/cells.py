@@ -173,7 +173,7 @@ def _corner_diagram(
     router: CountingRouter,
 ) -> Diagram:
     """(coalitions, facets, points inside) of z = W x + b, from its corners."""
-    from tieline.lab.tropical.compiled_counts import tie_corners
+    from tieline.lab.tropical.compiled_listing import tie_corners
 
     *arrays, safety = tie_corners(W, b, k)
     check_safety(router, safety)

@@ -53,7 +53,7 @@ TOLERANCE = 1e-11
 """Relative gap under which a further tie or a parallel wall cannot be told from rounding."""
 ROUNDING = 64 * 2.220446049250313e-16
 """Error of a solve, per unit of condition number."""
-KERNELS = ("compiled_counts", "compiled_search")
+KERNELS = ("compiled_counts", "compiled_listing")
 """Files of this folder that hold compiled functions."""
 
 
@@ -291,44 +291,6 @@ def count_linear(W, k, must):
             safety = min(safety, sure)
         sign = -sign
     return count, safety
-
-
-@compiled_kernel
-@no_type_check
-def tie_corners(W, b, k):
-    """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
-    n, m = W.shape
-    tied, side, no_experts = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
-    matrix, inverse, point = np.empty((m, m)), np.empty((m, m)), np.empty(m)
-    ties, above = np.empty((64, m + 1), np.int64), np.empty((64, n), np.bool_)
-    points, total, safety, more = np.empty((64, m)), 0, np.inf, True
-    while more:
-        level, condition = solve_tie(W, b, tied, matrix, inverse, point)
-        if ROUNDING * condition >= 1.0 or condition * TOLERANCE >= 1.0:
-            return ties[:0], above[:0], points[:0], 0.0
-        count, unclear, sure = place_experts(
-            W, b, k, no_experts, tied, point, level, condition, side
-        )
-        if unclear and count < k < count + unclear + m + 1:
-            return ties[:0], above[:0], points[:0], sure
-        if count < k <= count + m:
-            if total == len(ties):
-                ties, above = with_double_room(ties), with_double_room(above)
-                points = with_double_room(points)
-            ties[total], above[total], points[total] = tied, side == 1, point
-            total += 1
-            safety = min(safety, sure)
-        more = next_subset(tied, n)
-    return ties[:total], above[:total], points[:total], safety
-
-
-@compiled_kernel
-@no_type_check
-def with_double_room(array):
-    """A copy with room for twice the rows."""
-    larger = np.empty((2 * len(array), array.shape[1]), array.dtype)
-    larger[: len(array)] = array
-    return larger
 
 
 @compiled_kernel

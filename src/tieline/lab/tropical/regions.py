@@ -33,6 +33,7 @@ from tieline.lab.tropical.affine import (
     RouterWeight,
     counting_layer,
     double_array,
+    fraction_rows,
     why_degenerate,
 )
 
@@ -183,7 +184,7 @@ def _router_cells(
     tuple[Bool[np.ndarray, " experts"], Float[np.ndarray, "walls d1"], Float[np.ndarray, " d1"]]
 ]:
     """Every coalition with the walls of its cell and a point inside, by crossing walls."""
-    from tieline.lab.tropical.compiled_search import explore_cell, top_members
+    from tieline.lab.tropical.compiled_listing import explore_cell, top_members
 
     rows = np.column_stack([layer.router.W, layer.router.b])
     experts, size = rows.shape
@@ -215,7 +216,7 @@ def _pieces_in_cell(
     most: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(coalitions, patterns, points) of the pieces inside one cell."""
-    from tieline.lab.tropical.compiled_search import MANY, THIN, piece_patterns
+    from tieline.lab.tropical.compiled_listing import MANY, THIN, piece_patterns
 
     mine = members[layer.owner]
     neurons = np.column_stack([layer.V, layer.c])[mine]
@@ -253,7 +254,7 @@ def _witness_margins(
 
 def count_cells_rational(W: RouterWeight, b: RouterBias, k: int) -> Count:
     """Order-k cells of z = W x + b in exact arithmetic; slow, for small routers."""
-    rows = _fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
+    rows = fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     require(0 <= k <= len(rows), f"need 0 <= k <= N = {len(rows)}, got {k=}")
     return Count(_count_corners(rows, [], [], k), "order-k cells", "corners in fractions")
 
@@ -262,17 +263,12 @@ def count_regions_rational(
     W: RouterWeight, b: RouterBias, V: NeuronWeight, c: NeuronBias, k: int
 ) -> Count:
     """Pieces of the layer in exact arithmetic; arguments as for `count_regions`; small layers."""
-    rows = _fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
+    rows = fraction_rows(double_array("W", W, 2), double_array("b", b, 1))
     V, c = double_array("V", V, 3), double_array("c", c, 2)
     require(1 <= k <= len(rows), f"need 1 <= k <= N = {len(rows)}, got {k=}")
-    neurons = _fraction_rows(V.reshape(-1, V.shape[2]), c.ravel())
+    neurons = fraction_rows(V.reshape(-1, V.shape[2]), c.ravel())
     owners = [e for e in range(V.shape[0]) for _ in range(V.shape[1])]
     return Count(_count_corners(rows, neurons, owners, k), COUNTED, "corners in fractions")
-
-
-def _fraction_rows(weights: np.ndarray, biases: np.ndarray) -> list[Row]:
-    """Rows (weights, bias) in exact fractions."""
-    return [[Fraction(x) for x in (*w, c)] for w, c in zip(weights, biases, strict=True)]
 
 
 def _count_corners(router: list[Row], neurons: list[Row], owners: list[int], k: int) -> int:

@@ -93,7 +93,7 @@ PLANTED = {
         real(run, **sizes | {"parts": 1})
     )),
     "p3-secA-minimal": ("tightness.needed_inequalities", lambda real: lambda run, d: real(run, 5)),
-    "p3-secF-chambers": ("tightness.chamber_shares", lambda real: lambda run: (
+    "p3-secF-chambers": ("tightness.permutation_chamber_shares", lambda real: lambda run: (
         1.0, *real(run)[1:]
     )),
     # steps that leave the pieces

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError
-from tieline.lab.attention.sigmoid import sigmoid_attention, softmax_attention
+from tieline.lab.attention.softmax_and_sigmoid import sigmoid_attention, softmax_attention
 from tieline.lab.estimation.attention_heads import AttentionHead
 
 ATTENTION = {"softmax": softmax_attention, "sigmoid": sigmoid_attention}

@@ -45,7 +45,7 @@ def test_standard_units_by_weight_and_a_constant_column_is_zero():
     assert mass @ rows.y[:, 0].numpy() ** 2 == pytest.approx(1)
     assert (rows.x[:, 1] == 0).all()
     assert rows.weight.mean() == pytest.approx(1)
-    assert torch.allclose(scales.outputs(rows.y), torch.tensor(Y))
+    assert torch.allclose(scales.in_target_units(rows.y), torch.tensor(Y))
 
 
 @pytest.mark.parametrize(("expert", "power", "low", "high"), [

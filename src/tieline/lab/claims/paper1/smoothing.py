@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from tieline.core.errors import require
 from tieline.lab.claims.claim import ClaimRun, claim
-from tieline.lab.claims.demo_router_inputs import need_training
 from tieline.lab.claims.evidence import (
     Check,
     Evidence,
@@ -39,6 +38,7 @@ from tieline.lab.claims.evidence import (
     none_of,
     qualified,
 )
+from tieline.lab.claims.gate_comparisons import need_training
 from tieline.lab.geometry import (
     difference_by_step,
     gaussian_budget_epsilon,

@@ -37,7 +37,7 @@ def gain_in_errors(low: tuple[float, float], high: tuple[float, float], seeds: i
     return (high[0] - low[0]) / math.sqrt((low[1] ** 2 + high[1] ** 2) / seeds)
 
 
-def small_scale(measured: str, *recipes: str) -> str:
+def undecided_at_small_scale(measured: str, *recipes: str) -> str:
     """Return why the direction of a table is not decided, and what would test its numbers.
 
     Args:
@@ -56,7 +56,7 @@ def small_scale(measured: str, *recipes: str) -> str:
     "perplexity on WikiText-103",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    undecided=small_scale(
+    undecided=undecided_at_small_scale(
         "smooth50 changes the test perplexity by +0.39 % (95 % interval −7.5 to +8.3) after "
         "512,000 tokens and by +0.41 % (−2.8 to +3.6) after 1.54 M, three paired seeds, far from "
         "the paper's gain; AAA for 2.5 % of words raises it by +31.1 %, that of smoe by +30.8 %",
@@ -169,7 +169,7 @@ def table_three_domainbed(run: ClaimRun) -> Evidence:
     "annealed smoothing",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    undecided=small_scale(
+    undecided=undecided_at_small_scale(
         "scored with hard top-2, annealed changes the test perplexity by +0.65 % (95 % interval "
         "−7.2 to +8.5) against smoe and smooth50 by +0.39 % (−7.5 to +8.3), 512,000 tokens, three "
         "paired seeds: no order can be told",
@@ -232,7 +232,7 @@ def table_five_vision_language(run: ClaimRun) -> Evidence:
     "bits per character on EnWiki-8",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    undecided=small_scale(
+    undecided=undecided_at_small_scale(
         "0.7 M parameters after 4.1 M bytes, six paired seeds (enwik8-extended): perplexity of the "
         "test split lower by 1.07 % with smooth50 (0.22 to 1.92 %), three of the seeds added after "
         "a look at the first; 10 M parameters after 1.02 M bytes, one seed: 2.610 ± 0.035 bits "
@@ -260,7 +260,7 @@ def table_six_enwik8(run: ClaimRun) -> Evidence:
     "is it only the extra expert?",
     setting=DIRECTION,
     overturned_by=DECIDED_BY,
-    undecided=small_scale(
+    undecided=undecided_at_small_scale(
         "with k = 2, top3 changes the test perplexity by −6.02 % (95 % interval −19.6 to +7.6) and "
         "smooth50 by +0.39 % (−7.5 to +8.3) against top-2, 512,000 tokens; the whole further "
         "expert is ahead at two of three seeds, other than in the paper",

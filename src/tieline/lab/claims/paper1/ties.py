@@ -24,10 +24,7 @@ from tieline.lab.claims.evidence import (
     qualified,
     sampled,
 )
-from tieline.lab.claims.routing_problems import (
-    orthonormal_rows,
-    streamed_router,
-)
+from tieline.lab.claims.routing_problems import orthonormal_rows, streamed_router
 from tieline.lab.geometry import (
     distance_to_tie,
     nearest_tie_point,

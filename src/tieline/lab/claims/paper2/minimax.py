@@ -6,6 +6,7 @@ loss's weak triangle inequality.
 """
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -232,7 +233,7 @@ def least_squares_concentration(run: ClaimRun) -> Evidence:
 
 def needed_constant(level: float, tail: float) -> float:
     """The c with c e^(-level²/c²) = tail."""
-    return brentq(lambda c: c * math.exp(-((level / c) ** 2)) - tail, 0.01, 10)
+    return cast("float", brentq(lambda c: c * math.exp(-((level / c) ** 2)) - tail, 0.01, 10))
 
 
 def linear_errors(run: ClaimRun, n: int, fits: int) -> np.ndarray:

@@ -336,8 +336,7 @@ def table_one_expert_rates(run: ClaimRun) -> Evidence:
         distance.
     Overturned by: an expert that the function determines in one of the three entries n^-1/4, k > k*
     """
-    entries = [(gate, expert) for gate in GATES for expert in EXPERTS]
-    models = {(gate, expert): MoEModel(gate, "softmax", expert, 2, 2) for gate, expert in entries}
+    models = {(g, e): MoEModel(g, "softmax", e, 2, 2) for g in GATES for e in EXPERTS}
     split_gaps = {
         entry: split_gap(run, model, drawn_mixture(run, model, stream=2), 0.4)
         for entry, model in models.items()

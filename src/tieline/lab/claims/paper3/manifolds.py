@@ -21,15 +21,26 @@ from tieline.lab.claims.evidence import (
 )
 from tieline.lab.claims.routing_problems import (
     bisect_segments,
-    crofton_pieces,
     dense_regions,
     numpy_generator,
 )
 from tieline.lab.power_law import exponent
-from tieline.lab.tropical import expected_switches, paper_effective_bound, pieces_along, zaslavsky
+from tieline.lab.tropical import (
+    expected_kinks,
+    expected_switches,
+    paper_effective_bound,
+    pieces_along,
+    zaslavsky,
+)
 
 QUARTER = math.pi / 2
 """Spherical length of the segment between two orthogonal unit vectors."""
+
+
+def crofton_pieces(n_experts: int, k: int, d_hidden: int, length: float) -> float:
+    """1 + (L/π)(kH + ρ): expected pieces of a Gaussian layer along a curve of length L."""
+    switches = 0.0 if k == n_experts else expected_switches(n_experts, k, length)
+    return 1 + switches + expected_kinks(k, d_hidden, length)
 
 
 def along_segment(

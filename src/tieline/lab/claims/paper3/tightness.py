@@ -286,7 +286,7 @@ def equal_chambers(run: ClaimRun) -> Evidence:
     Condition: in expectation over the router; one router's chambers differ, and for d < N - 1 most
         of the N! do not exist
     """
-    spread, mean, error, planar = chamber_shares(run)
+    spread, mean, error, planar = permutation_chamber_shares(run)
     return Evidence.of(
         at_most("one router in R⁸: largest share over the least", spread, 1.2),
         qualified(
@@ -301,7 +301,7 @@ def equal_chambers(run: ClaimRun) -> Evidence:
     )
 
 
-def chamber_shares(run: ClaimRun) -> tuple[float, float, float, int]:
+def permutation_chamber_shares(run: ClaimRun) -> tuple[float, float, float, int]:
     """Largest over least share of one router, mean share of one order with error, planar orders."""
     r = numpy_generator(run, 67)
     x = r.standard_normal((run.size(40_000, 200_000), 8))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from tieline.lab.attention.head_mixture import attention_as_moe
-from tieline.lab.attention.sigmoid import HeadWeights
+from tieline.lab.attention.softmax_and_sigmoid import HeadWeights
 from tieline.lab.claims.claim import ClaimRun, Verdict, claim
 from tieline.lab.claims.evidence import (
     Check,

@@ -1,4 +1,4 @@
-"""Compiled search for cells and pieces by linear programmes in few variables.
+"""Compiled listing: corners of cells, and cells and pieces by linear programmes in few variables.
 
 An affine wall a · x + c = 0 is the plane (a, c) · y = 0 through the origin of y = (x, 1), so an
 open polyhedron is the open cone {A y > 0} with the row y_last > 0. Unbounded pieces are no special
@@ -15,12 +15,57 @@ from typing import no_type_check
 
 import numpy as np
 
-from tieline.lab.tropical.compiled_counts import compiled_kernel, with_double_room
+from tieline.lab.tropical.compiled_counts import (
+    ROUNDING,
+    TOLERANCE,
+    compiled_kernel,
+    next_subset,
+    place_experts,
+    solve_tie,
+)
 
 SLACK = 1e-13
 """Violation of a unit row that counts as none."""
 CUT, NONE = 1e-10, 1e-12
 DONE, THIN, MANY = 0, 1, 2
+
+
+@compiled_kernel
+@no_type_check
+def tie_corners(W, b, k):
+    """(ties, above, points, safety): T as rows, its experts above as masks, where it is."""
+    n, m = W.shape
+    tied, side, no_experts = np.arange(m + 1), np.zeros(n, np.int8), np.zeros(n, np.bool_)
+    matrix, inverse, point = np.empty((m, m)), np.empty((m, m)), np.empty(m)
+    ties, above = np.empty((64, m + 1), np.int64), np.empty((64, n), np.bool_)
+    points, total, safety, more = np.empty((64, m)), 0, np.inf, True
+    while more:
+        level, condition = solve_tie(W, b, tied, matrix, inverse, point)
+        if ROUNDING * condition >= 1.0 or condition * TOLERANCE >= 1.0:
+            return ties[:0], above[:0], points[:0], 0.0
+        count, unclear, sure = place_experts(
+            W, b, k, no_experts, tied, point, level, condition, side
+        )
+        if unclear and count < k < count + unclear + m + 1:
+            return ties[:0], above[:0], points[:0], sure
+        if count < k <= count + m:
+            if total == len(ties):
+                ties, above = with_double_room(ties), with_double_room(above)
+                points = with_double_room(points)
+            ties[total], above[total], points[total] = tied, side == 1, point
+            total += 1
+            safety = min(safety, sure)
+        more = next_subset(tied, n)
+    return ties[:total], above[:total], points[:total], safety
+
+
+@compiled_kernel
+@no_type_check
+def with_double_room(array):
+    """A copy with room for twice the rows."""
+    larger = np.empty((2 * len(array), array.shape[1]), array.dtype)
+    larger[: len(array)] = array
+    return larger
 
 
 @compiled_kernel

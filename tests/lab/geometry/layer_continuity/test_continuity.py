@@ -7,7 +7,7 @@ import torch
 
 from tieline.core.errors import UnsupportedModelError
 from tieline.lab.geometry import nearest_tie_point
-from tieline.lab.on_model.layer_continuity import GATES, layer_inputs, measure_continuity
+from tieline.lab.geometry.layer_continuity import GATES, layer_inputs, measure_continuity
 from tieline.lab.report.studies import continuity_figure
 from tieline.report.matplotlib_figures import figure_bytes
 from tieline.routing import CosineRouter, MoE, moe

@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves
 from tests.strategies import seeds
 from tieline.core.errors import ParameterError, ShapeError, TielineError
 from tieline.lab.attention import sigmoid
-from tieline.lab.attention.sigmoid import SelfAttention, sigmoid_attention, softmax_attention
+from tieline.lab.attention.softmax_and_sigmoid import (
+    SelfAttention,
+    sigmoid_attention,
+    softmax_attention,
+)
 
 ROOT = Path(__file__).parents[4]
 LENGTHS = [1, 255, 256, 257, 600]  # below, at and above the edges of a tile of 256

@@ -18,7 +18,7 @@ from tieline.lab.tropical import (
     sharp_bound,
     wall_density,
 )
-from tieline.lab.tropical.advisor import (
+from tieline.lab.tropical.layer_shape_advice import (
     PRESETS,
     QUANTITIES,
     LayerShape,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tieline.core.errors import TielineError
 from tieline.core.ranking import topk_mask
-from tieline.lab.on_model.layer_continuity import event_offsets, largest_jump
+from tieline.lab.geometry.layer_continuity import event_offsets, largest_jump
 
 
 @given(st.integers(0, 200), st.integers(1, 4))

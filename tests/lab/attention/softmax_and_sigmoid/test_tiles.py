@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tieline.lab.attention.sigmoid import in_shares, sigmoid_attention
+from tieline.lab.attention.softmax_and_sigmoid import in_shares, sigmoid_attention
 
 
 @pytest.fixture
