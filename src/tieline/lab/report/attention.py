@@ -1,9 +1,8 @@
 """A model's heads as mixtures of keys: report, chart and table."""
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.text import Text
 
@@ -15,9 +14,6 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, grid_table
 from tieline.report.words.numbers import percent, significant
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 HEAD = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass", "σ change")
 FEW_KEYS, NEAR_MASS = 4.0, 0.25
 
@@ -25,10 +21,13 @@ FEW_KEYS, NEAR_MASS = 4.0, 0.25
 def _attention_report(result: AttentionView) -> Report:
     """Verdict, figure and one row per head."""
     table, sentences = _head_table(result), attention_facts(result)
-    draw = partial(_attention_figure, result.heads)
     caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     layers = len({head.layer for head in result.heads})
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
+
+    def draw() -> Any:
+        return chart_figure(_attention_chart(result.heads))
+
     return Report(
         kind="attention",
         name="Attention",
@@ -111,11 +110,6 @@ def _head_table(result: AttentionView) -> Grid:
 def _head_layers(heads: Sequence[HeadView]) -> list[str]:
     """The layers of the heads, each once."""
     return list(dict.fromkeys(head.layer for head in heads))
-
-
-def _attention_figure(heads: Sequence[HeadView]) -> "Figure":
-    """The chart by matplotlib."""
-    return chart_figure(_attention_chart(heads))
 
 
 def _attention_chart(heads: Sequence[HeadView]) -> Chart:

@@ -4,8 +4,7 @@ UPCYCLED    views of an upcycled model; those of a rerouted one are names of the
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.text import Text
 
@@ -17,9 +16,6 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, Section, line_views, report_views
 from tieline.report.tables import Grid, grid_table
 from tieline.report.words.numbers import percent, signed, significant
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEAD = ("layer", "kept", "fit", "t", "gap", "new gap", "flips", "new flips")
 CONTINUOUS = 1e-3
@@ -36,8 +32,11 @@ NAMES = {
 def _reroute_report(result: Rerouted) -> Report:
     """What was kept and paid, layer by layer."""
     table, sentences = _rerouted_layer_table(result), reroute_facts(result)
-    draw = partial(_reroute_figure, result.layers)
     caption = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
+
+    def draw() -> Any:
+        return chart_figure(_reroute_chart(result.layers))
+
     return Report(
         kind="rerouting",
         name="Rerouting",
@@ -124,11 +123,6 @@ def _rerouted_layer_table(result: Rerouted) -> Grid:
         for label, layer in zip(labels, result.layers, strict=True)
     )
     return Grid(HEAD, tuple(rows))
-
-
-def _reroute_figure(layers: Sequence[ReroutedLayer]) -> "Figure":
-    """The chart by matplotlib."""
-    return chart_figure(_reroute_chart(layers))
 
 
 def _reroute_chart(layers: Sequence[ReroutedLayer]) -> Chart:

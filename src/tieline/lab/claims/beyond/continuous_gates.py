@@ -4,7 +4,7 @@
 """
 
 import math
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 import torch
 from torch import Tensor
@@ -126,9 +126,11 @@ def gates_against_bound(run: ClaimRun) -> Evidence:
     Overturned by: a product outside the stated share of the bound
     """
     epsilon, sigma = 0.4, 0.01
-    sampled = {
-        name: _sampled_cost(run, gate, sigma) for name, gate in _two_seat_gates(epsilon).items()
+    gates = {
+        "projected": ProjectedTopK(1, epsilon=epsilon),
+        "ramp": SmoothTopK(1, epsilon=epsilon),
     }
+    sampled = {name: _sampled_cost(run, gate, sigma) for name, gate in gates.items()}
     predicted = projected_cost(0.5, math.sqrt(2), sigma, epsilon)
     bound = continuity_bound(0.5, math.sqrt(2), sigma)
     linear, steep = added_cost(), added_cost(1.0, 50.0)
@@ -145,11 +147,6 @@ def gates_against_bound(run: ClaimRun) -> Evidence:
         measured=f"{moved * sensitivity / bound:.3f}; {linear.product / LINEAR:.3f}; b = 50: "
         f"{steep.product / LINEAR:.0f}",
     )
-
-
-def _two_seat_gates(epsilon: float) -> dict[str, ProjectedTopK | SmoothTopK]:
-    """Projected and smooth top-1 of a width, by name."""
-    return {"projected": ProjectedTopK(1, epsilon=epsilon), "ramp": SmoothTopK(1, epsilon=epsilon)}
 
 
 def _sampled_cost(
@@ -250,7 +247,7 @@ def trained_layer_predictions(run: ClaimRun) -> Evidence:
     ratios = [predicted_over_measured(*row) for row in rows]
     frontier_ratios = [point.over.value or math.nan for _, point in rows]
     checks = [
-        near(f"{name} predicted over measured, mean", _geometric_mean(values), 1, ERROR)
+        near(f"{name} predicted over measured, mean", geometric_mean(values), 1, ERROR)
         for name, values in zip("DS", zip(*ratios, strict=True), strict=True)
     ]
     checks += [
@@ -279,11 +276,6 @@ def _layer_checks(row: tuple[LayerLaw, LawPoint], pair: tuple[float, float]) -> 
     return [
         near(f"{name}, {where}", value, 1, ERROR) for name, value in zip("DS", pair, strict=True)
     ]
-
-
-def _geometric_mean(values: tuple[float, ...]) -> float:
-    """The geometric mean of ratios."""
-    return math.exp(fmean(map(math.log, values)))
 
 
 @claim("p5-token-noise", "the law where the noise varies by token", number="token noise")

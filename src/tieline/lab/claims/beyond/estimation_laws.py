@@ -270,9 +270,8 @@ def two_atom_gap(point: np.ndarray, masses: np.ndarray) -> np.ndarray:
     gate_masses = masses * (1 + point[8] / total)
     logits = np.log(gate_masses / (1 - gate_masses)) + np.outer(GRID, b) + np.outer(GRID**2, a)
     experts = np.tanh(GRID[:, None] * (EXPERT[0] + eta[:, 0]) + EXPERT[1] + eta[:, 1])
-    return (experts / (1 + np.exp(-logits))).sum(axis=1) - total * np.tanh(
-        GRID * EXPERT[0] + EXPERT[1]
-    )
+    true = total * np.tanh(GRID * EXPERT[0] + EXPERT[1])
+    return (experts / (1 + np.exp(-logits))).sum(axis=1) - true
 
 
 def two_atom_loss(point: np.ndarray, power: int) -> float:
