@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,48 +20,41 @@ from tieline.report import page, summary, terminal
 OPTIONS = {"tokenizer": "demo", "retries": 0, "count": 6, "length": 16, "batch_size": 3}
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return load_demo_model()
+load_demo = cache(load_demo_model)
 
 
-def model_routes(model):
-    """Routes of a model in float32, prompts one by one: no batch can change them."""
-
-    def route(prompts):
-        answers = []
-        for ids in prompts:
-            with torch.no_grad(), tieline.capture(model) as recorder:
-                model(torch.tensor([ids]))
-            layers = [layer.experts[:, :2].numpy() for layer in recorder.trace().layers]
-            answers.append(np.stack(layers, 1))
-        return answers
-
-    return route
+@cache
+def prompt_layers(*ids):
+    """Layers of the demo's trace of a prompt in float32, all experts in the order of scores."""
+    model = load_demo()
+    with torch.no_grad(), tieline.capture(model, ranks="all") as recorder:
+        model(torch.tensor([ids]))
+    return recorder.trace().layers
 
 
-def planted(route, layer, token, rank, model=None):
+def demo_routes(prompts):
+    """Routes of the demo, prompts one by one: no batch can change them."""
+    return [
+        np.stack([layer.experts[:, :2].numpy() for layer in prompt_layers(*ids)], 1)
+        for ids in prompts
+    ]
+
+
+def planted(layer, token, rank):
     """Routes in which a request of several prompts exchanges an expert of its last prompt."""
 
     def changed(prompts):
-        answers = [x.copy() for x in route(prompts)]
+        answers = demo_routes(prompts)
         if len(prompts) > 1:
-            ranks = _all_ranks(model, prompts[-1], layer)[token]
+            ranks = prompt_layers(*prompts[-1])[layer].experts[token]
             answers[-1][token, layer] = [ranks[0], ranks[rank]]
         return answers
 
     return changed
 
 
-def _all_ranks(model, ids, layer):
-    """Experts of a layer in the order of their scores."""
-    with torch.no_grad(), tieline.capture(model, ranks="all") as recorder:
-        model(torch.tensor([ids]))
-    return recorder.trace().layers[layer].experts.numpy()
-
-
-def test_a_float32_server_is_silent(demo):
-    with serving(LittleServer(model_routes(demo))) as url:
+def test_a_float32_server_is_silent():
+    with serving(LittleServer(demo_routes)) as url:
         result = serve_check(url, **OPTIONS, model="demo")
     assert result.invariant
     assert (result.prompts, result.tokens, result.layers, result.k) == (6, 96, 4, 2)
@@ -70,9 +64,8 @@ def test_a_float32_server_is_silent(demo):
 
 
 @pytest.mark.parametrize(("layer", "token"), [(0, 3), (2, 15)])
-def test_a_planted_dependence_on_the_batch_is_named(demo, layer, token):
-    server = LittleServer(planted(model_routes(demo), layer, token, 15, demo))
-    with serving(server) as url:
+def test_a_planted_dependence_on_the_batch_is_named(layer, token):
+    with serving(LittleServer(planted(layer, token, 15))) as url:
         result = serve_check(url, **OPTIONS, model="demo")
     repeated, cached, batched, after_short = result.ways
     assert (repeated.flipped, cached.flipped) == (0, 0)
@@ -90,29 +83,21 @@ def test_a_planted_dependence_on_the_batch_is_named(demo, layer, token):
     assert "VLLM_BATCH_INVARIANT=1" in page(result)
 
 
-def test_an_exchange_at_a_near_tie_is_one(demo):
+def test_an_exchange_at_a_near_tie_is_one():
     def nearest(prompts):
-        answers = [x.copy() for x in plain(prompts)]
+        answers = demo_routes(prompts)
         if len(prompts) > 1:
-            gaps = _gaps(demo, prompts[-1])
-            token = int(gaps[1].argmin())
-            ranks = _all_ranks(demo, prompts[-1], 1)[token]
+            layer = prompt_layers(*prompts[-1])[1]
+            token = int(layer.gap.argmin())
+            ranks = layer.experts[token]
             answers[-1][token, 1] = [ranks[0], ranks[2]]
-            assert gaps[1].min() < 0.05
+            assert layer.gap.min() < 0.05
         return answers
 
-    plain = model_routes(demo)
     with serving(LittleServer(nearest)) as url:
         result = serve_check(url, **OPTIONS | {"length": 64}, model="demo")
     assert {way.near_ties for way in result.ways[2:]} == {2}
     assert "All 4 first flips are near-ties" in page(result)
-
-
-def _gaps(model, ids):
-    """Gap between ranks k and k + 1 of each layer."""
-    with torch.no_grad(), tieline.capture(model) as recorder:
-        model(torch.tensor([ids]))
-    return [layer.gap.numpy() for layer in recorder.trace().layers]
 
 
 def test_a_server_that_is_not_repeatable_is_called_so():
@@ -142,8 +127,8 @@ def test_prefixes_are_kept_apart_but_for_the_cached_way():
     assert {len(question["prompt"]) for question in asked} == {1, 3, 6}
 
 
-def test_json_is_read_again_and_drawn_alike(tmp_path, demo):
-    with serving(LittleServer(planted(model_routes(demo), 1, 2, 9, demo))) as url:
+def test_json_is_read_again_and_drawn_alike(tmp_path):
+    with serving(LittleServer(planted(1, 2, 9))) as url:
         result = serve_check(url, **OPTIONS)
     file = tmp_path / "a.json"
     result.to_json(file)
@@ -156,8 +141,8 @@ def test_json_is_read_again_and_drawn_alike(tmp_path, demo):
         load(file)
 
 
-def test_the_screen_fits_80_columns_and_40_lines(demo):
-    with serving(LittleServer(planted(model_routes(demo), 1, 2, 9, demo))) as url:
+def test_the_screen_fits_80_columns_and_40_lines():
+    with serving(LittleServer(planted(1, 2, 9))) as url:
         result = serve_check(url, **OPTIONS, model="demo")
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal(result, 80))

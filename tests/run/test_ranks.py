@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks as Processes
 from tests.run.on_ranks import captured, compared, inspected, repaired
+from tests.tiers import slow
 from tieline.analysis.audit import audit
 from tieline.analysis.diff import diff
 from tieline.analysis.smooth import smooth
@@ -85,9 +86,7 @@ WAYS = [("data", 2), ("ep", 2)]
 SLOW = [("tp", 2), ("pp", 2), ("fsdp", 2), ("data", 3), ("tp", 4), ("ep", 4), ("fsdp", 3)]
 
 
-@pytest.mark.parametrize(
-    ("way", "count"), [*WAYS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-)
+@pytest.mark.parametrize(("way", "count"), [*WAYS, *(slow(*each) for each in SLOW)])
 def test_processes_find_what_one_finds(alone, way, count):
     """Exactly, but where matrices are cut: there sums of products are added in another order."""
     ranks = Processes(count)
@@ -123,10 +122,6 @@ def numbers(plain, path=""):
     if isinstance(plain, list):
         return {k: v for n, x in enumerate(plain) for k, v in numbers(x, f"{path}[{n}]").items()}
     return {path: plain}
-
-
-def slow(*each):
-    return pytest.param(*each, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
