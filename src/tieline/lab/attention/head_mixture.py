@@ -10,8 +10,8 @@ function of the same input. c is the bias of sigmoid attention. Biases of the pr
 linear term b_j to the score and a constant to the expert; the paper has neither.
 
 The parts are those of a layer of this package: `QuadraticRouter`, then `Softmax` or `Sigmoid`. Only
-the symmetric part of M_ij acts on X, and that is what `router.matrices` holds. Router and experts
-need memory proportional to N²D²: this is for study, not for computing attention.
+the symmetric part of M_ij acts on X, and that is what `QuadraticRouter.matrices` holds. Router and
+experts need memory proportional to N²D²: this is for study, not for computing attention.
 """
 
 from dataclasses import dataclass

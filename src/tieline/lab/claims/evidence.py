@@ -158,7 +158,7 @@ class Evidence:
 
     @classmethod
     def of(cls, *checks: Check | Sequence[Check], **fields: Any) -> "Evidence":
-        """Collect checks and lists of checks, such as those of `checks.corrected`."""
+        """Collect checks and lists of checks, such as those of `corrected`."""
         nested = ([check] if isinstance(check, Check) else check for check in checks)
         return cls(tuple(chain.from_iterable(nested)), **fields)
 

@@ -148,7 +148,7 @@ def run_claims(
     """Test claims, except those whose results are stored, and store the new results.
 
     Args:
-        claims: from `registry.select`.
+        claims: from `claim.select`.
         run: mode and seed.
         store: where results are kept; None to keep none.
         executor: "loky" for processes on this machine, "dask" for a cluster, "serial" for none.

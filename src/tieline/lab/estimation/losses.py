@@ -24,7 +24,7 @@ two atoms of a cell cannot both be compared with themselves. An empty cell is an
 atoms and adds nothing, so a fit that misses an expert is not charged for it: read the number of
 empty cells with the loss.
 
-A quotient loss puts fit and truth into canonical form first (`symmetry.canonical`): rows v that
+A quotient loss puts fit and truth into canonical form first (`canonical`): rows v that
 score, symmetric matrices, softmax masses of sum 1 and rows of mean 0 over the masses, hidden scales
 moved out; two-layer and even experts of the fit take the sign nearest to the truth. Zero means the
 same regression function, except that experts of degree p (ReLU, uᵖ, linear, two-layer by its λ) can

@@ -5,7 +5,7 @@ With the wall on the jump of the target,
     ∂²L_τ/∂b² = E[d·[μ] | S = 0]/2 · p_S(0)/τ + O(1)
 
 grows without bound, so Assumption 5.13 fails at the very point it is made for; L_0 itself has a
-kink there (`shape_derivative`). `risk_derivatives` differentiates quadratures whose nodes move
+kink there (`wall_variation`). `risk_derivatives` differentiates quadratures whose nodes move
 with the wall. `population_risk` also holds where the walls are parallel and at a router of zero:
 for two affine experts, x̃ = (x, 1), S = φ·x̃, p = σ(S/τ), r = μ - h and d = f_1 - f_2,
 

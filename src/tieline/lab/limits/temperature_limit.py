@@ -120,7 +120,7 @@ def sampled_slope(sample: MoESample, width: float) -> Estimate:
 def router_margin_tail(
     scores: Float[Tensor, "n experts"], mass: float = 0.05, confidence: float = 0.95
 ) -> MarginTail:
-    """(C, α) fitted to the top-two margins below their `mass`-quantile (`geometry.margin_tail`)."""
+    """(C, α) fitted to the top-two margins below their `mass`-quantile (`measure.boundary`)."""
     return margin_tail(gap(scores, 1), mass, confidence)
 
 

@@ -15,7 +15,7 @@ pass for all tokens; ℓ(a*) is one forward pass of the token's sequence, for a 
     softmax      a(u) = 1/(1 + eᵘ)            M = ln 2, ln 2 - ½, ln 2 - ⅝      (Paper 0, section 4)
     projection   a(u) = (1 - u)₊ / 2          M = ¼, 1/12, 1/32
 
-For the squared loss of one layer this is the slope of `limits.slope` (Paper 0, Theorem 4.5).
+For the squared loss of one layer this is `limits.sampled_slope` (Paper 0, Theorem 4.5).
 """
 
 import math

@@ -264,7 +264,7 @@ class TrainConfig:
     """Everything a run depends on."""
 
     recipe: str  # name of the run
-    task: str  # a key of `tasks.TASKS`
+    task: str  # a key of `training_run.TASKS`
     model: ModelConfig  # shape of the model, of the task's type
     gate: GateConfig  # how it routes
     data: DataConfig  # training data and held-out data

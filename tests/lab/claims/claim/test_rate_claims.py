@@ -8,8 +8,8 @@ import pytest
 
 from tieline.lab.claims.claim import ClaimRun, Verdict, all_claims
 from tieline.lab.claims.ledger import run_claim
-from tieline.lab.claims.paper2 import theorems as paper2
-from tieline.lab.claims.paper4 import theorems as paper4
+from tieline.lab.claims.paper2 import bounds_and_rates as paper2
+from tieline.lab.claims.paper4 import bounds_and_rates as paper4
 from tieline.lab.claims.rate_studies import small_plan
 from tieline.lab.estimation.identifiability import cramer_rao
 from tieline.lab.estimation.rates import RateRow, RateStudy
@@ -24,7 +24,7 @@ BOUNDS = re.compile("p2-thm[2456]|p4-thm[1-5]")
 EVERY = [
     name
     for name, one in all_claims().items()
-    if one.test.__module__.endswith(".theorems") and not BOUNDS.fullmatch(name)
+    if one.test.__module__.endswith(".bounds_and_rates") and not BOUNDS.fullmatch(name)
 ]
 CLAIMS = [name for name in EVERY if name != "p2-sec4"]
 

@@ -40,6 +40,11 @@ def inverse(found):
     return tuple(order.index(place) for place in range(len(order)))
 
 
+def without_covariance(real):
+    """Inputs without their covariance."""
+    return lambda run, n: run.normal(n, 2, stream=1)
+
+
 PLANTED = {
     # inputs of bounded support in place of Gaussian ones
     "p0-asm5.1": ("teacher_recovery.largest_affine_output", lambda real: lambda run, n: 2.0),
@@ -88,15 +93,15 @@ PLANTED = {
     "p0-prop3.7": ("boundary_mass.normal_density", scaled(0.5)),
     "p0-ex3.8": ("boundary_mass.gaussian_boundary_mass", with_argument(1, 1.1)),
     "p0-lem5.7": ("boundary_mass.ambiguity_mass", other_temperature(lambda tau: tau**2)),
-    "p0-lem4.1": ("limit.top_gap", scaled(1.1)),
+    "p0-lem4.1": ("soft_to_hard_limit.top_gap", scaled(1.1)),
     # squared margins
-    "p0-asm4.2": ("limit.margin_tail", lambda real: lambda gaps: real(gaps.square())),
-    "p0-asm4.3": ("limit.gaussian_risk", soft_at(lambda tau: tau**0.5)),
+    "p0-asm4.2": ("soft_to_hard_limit.margin_tail", lambda real: lambda gaps: real(gaps.square())),
+    "p0-asm4.3": ("soft_to_hard_limit.gaussian_risk", soft_at(lambda tau: tau**0.5)),
     # a layer on both sides of the wall counted twice
-    "p0-cor4.4": ("limit.gaussian_slope", with_field(value=lambda f: 2 * f.value)),
-    "p0-thm4.5": ("limit.gaussian_slope", with_field(value=lambda f: -f.value)),
+    "p0-cor4.4": ("soft_to_hard_limit.gaussian_slope", with_field(value=lambda f: 2 * f.value)),
+    "p0-thm4.5": ("soft_to_hard_limit.gaussian_slope", with_field(value=lambda f: -f.value)),
     # the root of the risk in place of the risk
-    "p0-thm4.7": ("limit.gamma_convergence", with_field(
+    "p0-thm4.7": ("soft_to_hard_limit.gamma_convergence", with_field(
         uniform_gaps=lambda f: tuple(gap**0.5 for gap in f.uniform_gaps)
     )),
     "p0-lem5.5": ("landscape.risk_decomposition", with_field(interior=lambda f: f.total)),
@@ -130,23 +135,24 @@ PLANTED = {
     "p0-asm5.14": ("landscape.gaussian_profile", with_field(value=lambda f: -f.value)),
     "p0-lem5.15": ("landscape.perturbed_curvature", with_field(least=lambda f: 9.0)),
     # p_1 of the score u·x in place of 2u·x
-    "p0-eq6.2": ("breaking.torch.sigmoid", lambda real: lambda x: real(x / 2)),
-    # inputs without their covariance
-    "p0-eq6.3": ("breaking.gaussian_draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
-    "p0-eq6.4": ("breaking.gaussian_draws", lambda real: lambda run, n: run.normal(n, 2, stream=1)),
+    "p0-eq6.2": ("symmetry_breaking.torch.sigmoid", lambda real: lambda x: real(x / 2)),
+    "p0-eq6.3": ("symmetry_breaking.gaussian_draws", without_covariance),
+    "p0-eq6.4": ("symmetry_breaking.gaussian_draws", without_covariance),
     # a step downhill
-    "p0-eq6.6": ("breaking.alignment_step", with_argument(2, -1.0)),
+    "p0-eq6.6": ("symmetry_breaking.alignment_step", with_argument(2, -1.0)),
     # E[g(G)G³] without 1/s³
-    "p0-lem6.1": ("breaking.response_constant", lambda real: lambda g, s: s**3 * real(g, s)),
-    "p0-lem6.2": ("breaking.response_constant", scaled(1.001)),
-    "p0-eq6.7": ("breaking.relabelled", lambda real: lambda v, d: (-v, d)),
+    "p0-lem6.1": ("symmetry_breaking.response_constant", lambda real: lambda g, s: (
+        s**3 * real(g, s)
+    )),
+    "p0-lem6.2": ("symmetry_breaking.response_constant", scaled(1.001)),
+    "p0-eq6.7": ("symmetry_breaking.relabelled", lambda real: lambda v, d: (-v, d)),
     # feedback against the teacher
-    "p0-prop6.3": ("breaking.operator", with_field(rayleigh=lambda f: -f.rayleigh)),
+    "p0-prop6.3": ("symmetry_breaking.operator", with_field(rayleigh=lambda f: -f.rayleigh)),
     # the temperature forgotten
-    "p0-eq6.8": ("breaking.alignment_rate", lambda real: lambda values, step, tau: (
+    "p0-eq6.8": ("symmetry_breaking.alignment_rate", lambda real: lambda values, step, tau: (
         real(values, step, 1.0)
     )),
-    "p0-eq6.10": ("breaking.alignment_rate", with_field(ratio=lambda f: f.ratio**1.1)),
+    "p0-eq6.10": ("symmetry_breaking.alignment_rate", with_field(ratio=lambda f: f.ratio**1.1)),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ PLANTED = {
     )),
     "p1-thm4.4-alpha": ("ties.slice_density", lambda real: lambda *a: min(0.5, real(*a))),
     # a formula without ω_n/ω_m
-    "p1-thm4.4": ("ties.tube_ratio", with_field(paper=lambda f: f.paper * 2 / math.pi)),
+    "p1-thm4.4": ("tubes.tube_ratio", with_field(paper=lambda f: f.paper * 2 / math.pi)),
     "p1-propA.9": ("tubes.tube_fraction", scaled(1.0001)),
     "p1-propA.11": ("tubes._printed_beta", lambda real: lambda dim, offset, *rest: (
         real(dim, abs(offset), *rest)
@@ -124,8 +124,8 @@ PLANTED = {
         real(scores, k, [1e-3 * tolerance for tolerance in grid])
     )),
     # SMEAR routed by tokens, as if it were causal
-    "p1-secB.2": ("smoothing.smear_network", lambda real: lambda *args, by_token: (
-        real(*args, by_token=True)
+    "p1-secB.2": ("smoothing.smear_influence", lambda real: lambda run, by_token=False: (
+        real(run, by_token=True)
     )),
     "p1-table1": ("tables.gain_in_errors", scaled(0.1)),
     # every seed counted twice

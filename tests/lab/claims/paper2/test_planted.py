@@ -93,12 +93,15 @@ PLANTED = {
     "p2-def1": ("definitions.dependent_functions", lambda real: lambda test: 0),
     "p2-def2": ("definitions.dependent_functions", lambda real: lambda test: 0),
     "p2-prop1": ("definitions.split_scale", heavier),
-    "p2-thm2": ("theorems.least_ratio", scaled(0.0)),
-    "p2-thm4": ("theorems.split_ratio", scaled(0.0)),
+    "p2-thm2": ("bounds_and_rates.least_ratio", scaled(0.0)),
+    "p2-thm4": ("bounds_and_rates.split_ratio", scaled(0.0)),
     # a router that was perturbed
-    "p2-thm5": ("theorems.MoEModel", lambda real: lambda gate, *rest: real("perturbed", *rest)),
-    "p2-sec4": ("theorems.population_minimiser", always_two),
-    "p2-thm6": ("theorems.least_ratio", scaled(0.0)),
+    "p2-thm5": (
+        "bounds_and_rates.MoEModel",
+        lambda real: lambda gate, *rest: real("perturbed", *rest),
+    ),
+    "p2-sec4": ("bounds_and_rates.population_minimiser", always_two),
+    "p2-thm6": ("bounds_and_rates.least_ratio", scaled(0.0)),
 }
 
 

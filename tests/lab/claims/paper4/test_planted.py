@@ -74,17 +74,17 @@ PLANTED = {
         real(model)[0], Atom(real(model)[1].row, real(model)[0].bias, real(model)[0].expert)
     ]),
     "p4-prop2": ("definitions.split_scale", heavier),
-    "p4-thm1": ("theorems.split_of_b", uncorrected),
-    "p4-thm2": ("theorems.split_scale", heavier),
+    "p4-thm1": ("bounds_and_rates.split_of_b", uncorrected),
+    "p4-thm2": ("bounds_and_rates.split_scale", heavier),
     # a split that is not balanced: the first order does not cancel
-    "p4-thm3": ("theorems.split_atoms", unbalanced),
-    "p4-thm5": ("theorems.split_atoms", unbalanced),
+    "p4-thm3": ("bounds_and_rates.split_atoms", unbalanced),
+    "p4-thm5": ("bounds_and_rates.split_atoms", unbalanced),
     "p4-thm1-rate": ("split_rates.atom_pair_loss", squared),
     "p4-thm3-rate": ("split_rates.best_measure_loss", squared),
     "p4-thm4-rate": ("split_rates.atom_pair_loss", squared),
     "p4-thm5-rate": ("split_rates.best_measure_loss", squared),
 
-    "p4-thm4": ("theorems.split_scale", heavier),
+    "p4-thm4": ("bounds_and_rates.split_scale", heavier),
     # inputs off the cube
     "p4-prop3": ("definitions.ClaimRun.uniform", lambda real: lambda *args: 10 * real(*args)),
     # a rank that counts rounding as independent

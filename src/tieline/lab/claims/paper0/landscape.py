@@ -20,7 +20,7 @@ from tieline.lab.claims.evidence import (
     qualified,
     within,
 )
-from tieline.lab.claims.paper0.limit import crossing_pair
+from tieline.lab.claims.paper0.soft_to_hard_limit import crossing_pair
 from tieline.lab.claims.routing_problems import bounded_mixture, drawn_pupil
 from tieline.lab.limits.recovery import specialisation_gap
 from tieline.lab.limits.risk import MoESample, cell_control, hard_predictions, risk_decomposition

@@ -51,7 +51,17 @@ from tieline.lab.geometry import (
 from tieline.lab.training.config import DecoderConfig, TrainConfig
 from tieline.lab.training.gate_schedules import BudgetSchedule
 from tieline.measure.boundary import near_counts
-from tieline.routing import ReLUGate, SmoothTopK, Softmax, TopK, boundary_loss, smoothstep
+from tieline.routing import (
+    Experts,
+    LinearRouter,
+    ReLUGate,
+    Smear,
+    SmoothTopK,
+    Softmax,
+    TopK,
+    boundary_loss,
+    smoothstep,
+)
 from tieline.routing.losses import LayerRouting, collect_routing
 
 A, B = 1.0, 50.0
@@ -626,59 +636,41 @@ def _weight_jump(gate: torch.nn.Module) -> float:
     return (gate(base + push) - gate(base - push)).abs().max().item()
 
 
-def smear_network(
-    x: Tensor, router: Tensor, inner: Tensor, outer: Tensor, *, by_token: bool
-) -> Tensor:
-    """SMEAR: one two-layer network (T, D) whose weights are the experts' weights, merged.
-
-    Args:
-        x: tokens of a sequence, (T, D).
-        router: (E, D).
-        inner: first layers, (E, H, D).
-        outer: second layers, (E, D, H).
-        by_token: merge by the routing of each token, not of the sequence's mean.
-    """
-    routed = x if by_token else x.mean(dim=0, keepdim=True).expand_as(x)
-    share = torch.softmax(routed @ router.T, dim=-1)
-    hidden = torch.einsum("te,ehd,td->th", share, inner, x).relu()
-    return torch.einsum("te,edh,th->td", share, outer, hidden)
-
-
-def _smear_layer(run: ClaimRun) -> tuple[Tensor, Tensor, Tensor]:
-    """Router, first and second layers of 16 experts of width 5 on 6 inputs."""
-    return (
-        run.normal(16, 6, stream=31),
-        run.normal(16, 5, 6, stream=32),
-        run.normal(16, 6, 5, stream=33),
-    )
+def smear_layer(run: ClaimRun) -> Smear:
+    """SMEAR of 16 drawn experts of width 5 on 6 inputs."""
+    layer = Smear(LinearRouter(6, 16), Experts(16, 6, 5, activation="relu")).double()
+    layer.requires_grad_(False)
+    drawn = (layer.router.get_parameter("weight"), layer.experts.w_in, layer.experts.w_out)
+    for stream, parameter in enumerate(drawn, 31):
+        parameter.copy_(run.normal(*parameter.shape, stream=stream))
+    return layer
 
 
 def smear_influence(run: ClaimRun, *, by_token: bool = False) -> float:
-    """Change of the first token's output when the last token changes."""
+    """Change of the first token's output when the last token changes.
+
+    By token, every token is a sequence of its own, by whose routing experts are merged.
+    """
     x = run.normal(8, 6, stream=2)
     other = x.clone()
     other[-1] += 1.0
-    first, second = (smear_network(t, *_smear_layer(run), by_token=by_token)[0] for t in (x, other))
+    first, second = (smear_layer(run)(t[:, None] if by_token else t)[0] for t in (x, other))
     return (first - second).norm().item()
 
 
 def smear_jump(run: ClaimRun) -> float:
     """Change of SMEAR's output between the two sides of a tie of its best experts, 1e-9 away."""
-    router, inner, outer = _smear_layer(run)
-    tie, across = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.float64)
+    layer, tie, across = smear_layer(run), torch.zeros(1, 6).double(), torch.zeros(1, 6).double()
     tie[0, 0], across[0, 1] = 1.0, 1e-9
+    router = layer.router.get_parameter("weight")
     router[:2, 0], router[0, 1], router[1, 1] = 5.0, 1.0, -1.0
-    sides = [
-        smear_network(tie + sign * across, router, inner, outer, by_token=True) for sign in (1, -1)
-    ]
-    return (sides[0] - sides[1]).norm().item()
+    return (layer(tie + across) - layer(tie - across)).norm().item()
 
 
 def smear_experts(run: ClaimRun) -> float:
     """Experts whose weights enter the merged network of a token, fewest of all tokens."""
-    router = _smear_layer(run)[0]
-    share = torch.softmax(run.normal(200, 6, stream=34) @ router.T, dim=-1)
-    return float((share > 0).sum(dim=-1).min())
+    tokens = run.normal(200, 6, stream=34)
+    return float((smear_layer(run).weights(tokens[:, None]) > 0).sum(dim=-1).min())
 
 
 def _soft_moe_influence(run: ClaimRun) -> float:

@@ -1,7 +1,7 @@
 """Tables 1 to 8: what can be checked here, what was measured at small scale, what runs the rest.
 
 Of tables of language modelling and of DomainBed the direction is judged, at the sizes of
-`claims.comparisons`; the reason says what larger runs gave and which commands run the paper's own.
+`gate_comparisons`; the reason says what larger runs gave and which commands run the paper's own.
 The others need accelerators. Every command runs as it stands, also with `--dry-run`.
 """
 

@@ -1,4 +1,4 @@
 """Claims of paper 2: estimation with cosine and perturbed cosine routers."""
 
-MODULES = ["definitions", "theorems", "minimax", "tables"]
+MODULES = ["definitions", "bounds_and_rates", "minimax", "tables"]
 """Files of this package that hold claims."""
