@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.strategies import seeds
 from tieline.core.errors import ParameterError, ShapeError, TielineError
-from tieline.lab.attention import sigmoid
+from tieline.lab.attention import softmax_and_sigmoid
 from tieline.lab.attention.softmax_and_sigmoid import (
     SelfAttention,
     sigmoid_attention,
@@ -93,17 +93,17 @@ def test_both_kinds_equal_their_formula(seed, tokens, batch, causal, bias, scale
 def test_the_tile_is_only_a_matter_of_speed(tile, causal, monkeypatch):
     q, k, v = leaves(7, 7, batch=(5,))
     whole = sigmoid_attention(q, k, v, causal=causal, bias=0.5)
-    monkeypatch.setattr(sigmoid, "TILE", tile)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", tile)
     assert_same(sigmoid_attention(q, k, v, causal=causal, bias=0.5), whole, (q, k, v))
 
 
 @pytest.mark.parametrize("heads", range(1, 12))
 def test_groups_of_heads_cover_each_head_once(heads, monkeypatch):
-    monkeypatch.setattr(sigmoid, "TILE", 2)
-    monkeypatch.setattr(sigmoid, "TILES_PER_THREAD", 1)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", 2)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILES_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     q, k, v = leaves(5, 5, batch=(heads,))
-    groups = list(sigmoid._head_groups(q, k))
+    groups = list(softmax_and_sigmoid._head_groups(q, k))
     assert [h for group in groups for h in range(heads)[group]] == list(range(heads))
     assert max(len(range(heads)[group]) for group in groups) <= 4
     assert_same(sigmoid_attention(q, k, v), formula(q, k, v), (q, k, v))
@@ -111,7 +111,7 @@ def test_groups_of_heads_cover_each_head_once(heads, monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(causal, monkeypatch):
-    monkeypatch.setattr(sigmoid, "TILE", 2)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", 2)
     for attention in (sigmoid_attention, softmax_attention):
         assert torch.autograd.gradcheck(
             lambda q, k, v, attend=attention: attend(q, k, v, causal=causal), leaves(5, 5)
@@ -120,7 +120,7 @@ def test_gradcheck(causal, monkeypatch):
 
 def test_the_op_keeps_the_rules_of_custom_operators():
     q, k, v = leaves(5, 6)
-    torch.library.opcheck(sigmoid.sigmoid_tiles, (q, k, v, 0.5, -1.0, False))
+    torch.library.opcheck(softmax_and_sigmoid.sigmoid_tiles, (q, k, v, 0.5, -1.0, False))
 
 
 def test_minus_log_n_divides_small_weights_by_the_number_of_keys():
@@ -205,9 +205,9 @@ def test_a_causal_row_does_not_feel_what_comes_after_it():
 
 
 OP_BODIES = {  # a dispatch mode sees an operator as one step; these are the steps within
-    torch.ops.tieline.sigmoid_attention.default: sigmoid.sigmoid_tiles._init_fn,
+    torch.ops.tieline.sigmoid_attention.default: softmax_and_sigmoid.sigmoid_tiles._init_fn,
     torch.ops.tieline.sigmoid_attention_backward.default: (
-        sigmoid._sigmoid_tiles_backward._init_fn
+        softmax_and_sigmoid._sigmoid_tiles_backward._init_fn
     ),
 }
 
@@ -234,7 +234,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_matrix_of_all_queries_by_all_keys_exists(causal, monkeypatch):
-    monkeypatch.setattr(sigmoid, "TILE", 30)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", 30)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     q, k, v = leaves(300, 300, batch=(8,), d_key=4)
     with LargestTensor() as seen:
@@ -264,9 +264,11 @@ def test_nothing_but_the_inputs_is_saved_for_backward():
 
 
 def test_a_causal_call_leaves_out_the_tiles_above_the_diagonal(monkeypatch):
-    monkeypatch.setattr(sigmoid, "TILE", 4)
-    count, weigh = [], sigmoid._write_weights_
-    monkeypatch.setattr(sigmoid, "_write_weights_", lambda *a: count.append(1) or weigh(*a))
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", 4)
+    count, weigh = [], softmax_and_sigmoid._write_weights_
+    monkeypatch.setattr(
+        softmax_and_sigmoid, "_write_weights_", lambda *a: count.append(1) or weigh(*a)
+    )
     sigmoid_attention(*leaves(16, 16), causal=True)
     assert len(count) == 4 * 5 / 2
 
@@ -426,7 +428,7 @@ def some_mask(kind, queries=11, keys=13):
 @pytest.mark.parametrize("bias", [-0.7, "-log seen"])
 @pytest.mark.parametrize("kind", ["all", "sequence", "head", "heads", "blind"])
 def test_masks_hide_keys_and_bias_counts_those_that_are_seen(kind, bias, tile, monkeypatch):
-    monkeypatch.setattr(sigmoid, "TILE", tile)
+    monkeypatch.setattr(softmax_and_sigmoid, "TILE", tile)
     mask, made = some_mask(kind), torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(2, 3, n, 5, generator=made, dtype=torch.float64, requires_grad=True)
