@@ -69,11 +69,23 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"about the CPU: {reason}"))
 
 
+def _inputs_of(node):
+    """On another device, the mode that makes the inputs of tests about records on the CPU."""
+    elsewhere = node.config.getoption("--device") != "cpu"
+    return pretended.RecordsOnCPU() if elsewhere and cpu_only.has_records(node) else nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Import the tests of a file where their inputs are made."""
+    with _inputs_of(collector):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """On another device, make the inputs of tests about records on the CPU."""
-    elsewhere = item.config.getoption("--device") != "cpu"
-    with pretended.RecordsOnCPU() if elsewhere and cpu_only.has_records(item) else nullcontext():
+    """Run a test where its inputs are made."""
+    with _inputs_of(item):
         return (yield)
 
 

@@ -36,9 +36,9 @@ def by_hand(model, text):
     for rounded in (False, True):
         how = emulate(model, "bf16", "all") if rounded else nullcontext()
         with torch.inference_mode(), how, capture(model, keep="inputs", ranks="all") as seen:
-            model(input_ids=torch.stack(text.sequences))
+            model(input_ids=torch.stack(text.sequences).to(model.device))
         layer = seen.trace().layers[1]
-        scores = torch.zeros(layer.scores.shape, dtype=torch.float64)
+        scores = torch.zeros_like(layer.scores, dtype=torch.float64)
         found.append((scores.scatter_(1, layer.experts.long(), layer.scores.double()), layer))
     return found
 

@@ -30,7 +30,7 @@ def test_the_trace_holds_what_the_gate_ranks_and_chooses(name, ranks):
     scores = torch.randn(60, EXPERTS)
     weights = layer.gate(scores)
     call = own_call("here", layer, scores, weights, ranks)
-    k = call.trace.facts.k
+    k, scores, weights = call.trace.facts.k, scores.cpu(), weights.cpu()
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, call.trace.experts[:, :k], True)
     if name != "smooth":
@@ -54,7 +54,7 @@ def test_moving_the_scores_by_the_gap_is_what_changes_the_choice(name):
     before = layer.gate.share(selection)
     ours = own_call("here", layer, *_logits_of(layer.gate, selection), None).trace
     noise = torch.rand_like(selection) - 0.5
-    safe = layer.gate.share(selection + noise * ours.gap[:, None] * 0.49)
+    safe = layer.gate.share(selection + noise * ours.gap[:, None].to(noise) * 0.49)
     assert torch.equal(before, safe)
 
 

@@ -23,21 +23,44 @@ REASONS: dict[tuple[str, str], str] = {
     ("tests/models/smoothed_model/test_portable.py", "without_tieline_to_the_bit"): _NEW_PROCESS,
     ("tests/models/smoothed_model/test_portable.py", "pickled[<lambda>"): _NO_PICKLE,
     ("tests/run/test_runner.py", "computed_once_per_batch"): "a patched method counts twice there",
+    ("tests/analysis/test_recompute.py", "compiled"): _NO_BACKEND,
     ("tests/models/experts/test_used_slots.py", "rows"): "an accelerator gathers all slots",
 }
 
 
-RECORDS = ("tests/trace",)
+RECORDS = (
+    "tests/trace",
+    "tests/measure/expert_load",
+    "tests/measure/measures/test_summary",
+    *(
+        f"tests/analysis/{part}"
+        for part in (
+            "attribution",
+            "audit/test_verdict",
+            "diff/test_traces",
+            "inspect/test_inspect_records",
+            "jumps",
+            "oracles/test_oracle_scores",
+            "perturbation_effects/test_predicted_flips",
+            "score_noise",
+            "test_alignment",
+            "test_excess_over_sound_runs",
+            "test_noise_shapes",
+            "test_served_precision",
+        )
+    ),
+)
 """Tests of records, which are on the CPU whatever the default device of torch is."""
 
 
-def has_records(item) -> bool:
-    """Whether the inputs of a test are records."""
-    return _path(item).startswith(RECORDS)
+def has_records(node) -> bool:
+    """Whether the inputs of a test, or of the tests of a file, are records."""
+    return _path(node).startswith(RECORDS)
 
 
-def _path(item) -> str:
-    return item.path.relative_to(item.config.rootpath).as_posix()
+def _path(node) -> str:
+    inside = node.path.is_relative_to(node.config.rootpath)
+    return node.path.relative_to(node.config.rootpath).as_posix() if inside else ""
 
 
 def reason(item) -> str | None:

@@ -15,6 +15,7 @@ of an accelerator runs: what this cannot show is listed in docs/accelerators.md.
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,15 +127,17 @@ class _Tables:
     def __init__(self) -> None:
         self.data: dict[int, tuple[torch.Tensor, StorageWeakRef]] = {}
         self.limit = 256
+        self._lock = threading.Lock()  # an address that is dropped may be another thread's by then
 
     def add(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.data[storage._cdata] = data, StorageWeakRef(storage)
-        if len(self.data) > self.limit:
-            gone = [key for key, (_, ref) in list(self.data.items()) if ref.expired()]
-            for key in gone:
-                self.data.pop(key, None)  # threads that load weights add tensors too
-            self.limit = 2 * len(self.data) + 256
+        with self._lock:
+            self.data[storage._cdata] = data, StorageWeakRef(storage)
+            if len(self.data) > self.limit:
+                kept = {key: row for key, row in self.data.items() if not row[1].expired()}
+                for key in self.data.keys() - kept.keys():
+                    del self.data[key]
+                self.limit = 2 * len(kept) + 256
 
 
 _TABLES = _Tables()

@@ -6,6 +6,7 @@ from operator import attrgetter
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import tieline
 from tests.models.tiny import CHOSEN, NO_GROUPED_MM, SUPPORTED, batch, lively, tiny_model
@@ -56,11 +57,16 @@ def test_capture_explains_the_choice_and_changes_nothing(family, dtype, experts)
         _check_layer(layer, seen[layer.name], find_routers(model)[layer.name])
 
 
+def on_cpu(output):
+    """What a router returned, where records are."""
+    return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, output)
+
+
 def _outputs_of_routers(model, ids):
     """What each router returns without capture, by ordinary hooks; and the model's output."""
     seen, handles = {}, []
     for name, router in find_routers(model).items():
-        record = lambda module, args, output, name=name: seen.update({name: output})  # noqa: E731
+        record = lambda module, args, output, name=name: seen.update({name: on_cpu(output)})  # noqa: E731
         handles.append(router.register_forward_hook(record))
     with torch.no_grad():
         output = model(input_ids=ids)[0]
@@ -132,7 +138,7 @@ def _combined(logits, chosen, family, router):
     if family.skip_class:
         weights = weights.masked_fill(chosen == logits.shape[1] - 1, 0.0)
     scale = 1.0 if family.scale is None else attrgetter(family.scale)(router)
-    return weights * (scale.double()[chosen] if isinstance(scale, torch.Tensor) else scale)
+    return weights * (scale.cpu().double()[chosen] if isinstance(scale, torch.Tensor) else scale)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -284,8 +290,8 @@ def test_a_plain_model_is_captured(plain):
     with torch.no_grad(), tieline.capture(plain, ranks="all") as recorder:
         logits = plain(batch())
     trace = recorder.trace()
-    scores = plain.layers[0].gate.proj(plain.embed(batch()).flatten(0, 1))
-    assert torch.equal(trace.layers[0].scores, scores.detach().sort(descending=True).values)
+    scores = plain.layers[0].gate.proj(plain.embed(batch()).flatten(0, 1)).detach().cpu()
+    assert torch.equal(trace.layers[0].scores, scores.sort(descending=True).values)
     assert trace.layers[0].distance is not None
     with torch.no_grad():
         assert torch.equal(plain(batch()), logits)
@@ -317,7 +323,7 @@ def test_a_plain_model_takes_the_experts_of_a_record(plain):
     trace, last = recorder.trace(), plain.layers[1].gate
     chosen = trace.layers[1].experts[:, :CHOSEN].long().sort(dim=1).values
     routed = []
-    last.register_forward_hook(lambda module, args, output: routed.append(output))
+    last.register_forward_hook(lambda module, args, output: routed.append(on_cpu(output)))
     with torch.no_grad(), tieline.replay(plain, trace):
         assert torch.equal(plain(batch()), before)
     with torch.no_grad(), tieline.replay(plain, trace) as replayed:
@@ -335,7 +341,7 @@ def test_scores_alone_are_captured_and_the_record_says_what_it_lacks(registered)
     with torch.no_grad(), capture(model) as recorder:
         model(batch())
     trace = recorder.trace()
-    scores = model.layers[0].gate(model.embed(batch()).flatten(0, 1)).detach()
+    scores = model.layers[0].gate(model.embed(batch()).flatten(0, 1)).detach().cpu()
     assert torch.equal(trace.layers[0].experts[:, :CHOSEN].long(), scores.topk(CHOSEN).indices)
     assert torch.equal(trace.layers[0].weights, scores.sigmoid().topk(CHOSEN).values)
     lacks = "not where the router returns weights and expert ids"

@@ -137,7 +137,8 @@ def lively(model: PreTrainedModel) -> PreTrainedModel:
 def batch(rows: int = 2, length: int = 12) -> torch.Tensor:
     """Token ids without the special ones."""
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    device = torch.get_default_device()
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator, device=device)
 
 
 def _config_class(family: str) -> type:

@@ -66,7 +66,7 @@ def test_scalars_equal_those_of_inspect_on_the_same_tokens(family):
     monitor = quiet(model, training_only=False)
     with torch.no_grad():
         for rows in inspected.trace.tokens.long().view(6, 32).split(4):  # two micro-batches
-            model(input_ids=rows)
+            model(input_ids=rows.to(model.device))
     found = bare(monitor.step())
     expected = {"gap_p1": "gap@0.01", "gap_p10": "gap@0.1", "gap_p50": "gap@0.5", "ties": "ties"}
     expected |= {"flip_bf16": "flip@bf16", "tie_bf16": "tie@bf16"}

@@ -71,7 +71,7 @@ def test_flips_and_damage_are_those_of_the_block_run_by_hand(family):
     assert effect.flip_count == int(flipped.sum()) > 0
     jumps = (z - y).norm(dim=1) / y.norm(dim=1) * flipped
     found = torch.cat(effect.damage.sums)
-    assert torch.allclose(found.float(), jumps.view(3, 16).sum(dim=1), rtol=1e-3)
+    assert torch.allclose(found.float(), jumps.view(3, 16).sum(dim=1).cpu(), rtol=1e-3)
     assert effect.flips.mean().value == pytest.approx(flipped.double().mean().item())
 
 
@@ -92,10 +92,10 @@ def test_noise_is_drawn_until_there_are_enough_flips_of_the_predicted_number():
 def test_tokens_for_which_no_noise_is_drawn_never_flip():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200, 8, generator=generator)
-    rule, everyone = (lambda scores: topk_mask(scores, 2)), torch.ones(200, dtype=torch.bool)
-    ranked = logits.double().sort(dim=1, descending=True).values
+    rule = lambda scores: topk_mask(scores, 2)  # noqa: E731
+    ranked = logits.double().sort(dim=1, descending=True).values.cpu()
     chance = flip_limits(ranked, 2, 0.05, 0).high
-    possible = chance > NEVER
+    possible, everyone = chance > NEVER, torch.ones_like(chance, dtype=torch.bool)
     assert 20 < int(possible.sum()) < 180
     drawn = [
         _noisy_flip_shares(rule, logits, some, 0.05, 4000, torch.Generator().manual_seed(1))

@@ -78,7 +78,7 @@ def test_layer_predicts_its_own_emulation():
 def test_epsilon_of_half_an_expert_is_where_the_counts_say():
     layer, _, logits, epsilons = full_layer()
     whole = measure_layer(layer_of(logits, 4), FEW).near.value.epsilon_half
-    mean = near_counts(logits, 4, [whole.value + 1e-9]).double().mean()
+    mean = near_counts(logits, 4, [whole.value + 1e-9]).double().mean().item()
     assert mean == pytest.approx(4.5, abs=1e-3)
     short = layer_of(logits, 4, ranks=5)
     limit = measure_layer(short, FEW).near.value.epsilon_half

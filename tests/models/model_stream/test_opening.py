@@ -17,7 +17,10 @@ from tieline.models.saved_models import load_pretrained
 from tieline.run.forward import forward, only_running
 from tieline.run.streamed_passes import PassJob, lead_passes
 
-pytestmark = pytest.mark.usefixtures("single_thread")
+pytestmark = [
+    pytest.mark.usefixtures("single_thread"),
+    pytest.mark.cpu("streamed models run on the CPU; another device is refused"),
+]
 
 COMMIT = "c" * 40
 

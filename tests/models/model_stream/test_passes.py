@@ -20,7 +20,10 @@ from tieline.run.forward import forward, only_running
 from tieline.run.streamed_passes import PassJob, StreamEvents, lead_passes
 from tieline.trace.record import identical_values
 
-pytestmark = pytest.mark.usefixtures("single_thread")
+pytestmark = [
+    pytest.mark.usefixtures("single_thread"),
+    pytest.mark.cpu("streamed models run on the CPU; another device is refused"),
+]
 
 QUICK = ("olmoe", "deepseek_v3", "gpt_oss", "llama4", "zaya", "qwen3_next", "granitemoe")
 FAMILIES = [
