@@ -35,7 +35,8 @@ from rich.table import Table
 import tieline as tl
 from harness import machine
 from tieline.analysis.smooth import NOISE, Calibration
-from tieline.core.statistics import Estimate, SequenceSums, clustered_mean, kl_divergence
+from tieline.core.predictions import kl_divergence
+from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
 from tieline.models.demo import demo_text
 from tieline.models.model import Model
@@ -125,7 +126,7 @@ def _recorded(model: Any, ids: Any) -> tuple[torch.Tensor, Any]:
 
 def over(above: SequenceSums, below: SequenceSums) -> Estimate:
     """A ratio of paired means."""
-    return clustered_mean(torch.cat(above.sums), torch.cat(below.sums))
+    return clustered_ratio(torch.cat(above.sums), torch.cat(below.sums))
 
 
 def above(kept: SequenceSums, floor: SequenceSums) -> SequenceSums:

@@ -30,11 +30,8 @@ from torch import Tensor
 from harness import machine
 from tieline.analysis.inspect import inspect
 from tieline.analysis.served_precision import HARMLESS, tolerated
-from tieline.core.statistics import (
-    SequenceSums,
-    kl_divergence,
-    next_token_losses,
-)
+from tieline.core.predictions import kl_divergence, next_token_losses
+from tieline.core.statistics import SequenceSums
 from tieline.models.demo import load_demo_model
 from tieline.run.condition import Condition, Part, Perturbation, applied
 from tieline.run.corpus import stacked_batches

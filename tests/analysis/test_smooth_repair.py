@@ -15,8 +15,8 @@ from tieline.analysis.smooth_repair import (
     smoothing_latency,
 )
 from tieline.core.errors import ShapeError, TielineError
+from tieline.core.predictions import kl_divergence, next_token_losses
 from tieline.core.records import to_plain
-from tieline.core.statistics import kl_divergence, next_token_losses
 from tieline.models import find_routers, smooth_
 from tieline.models.emulate import emulate
 from tieline.models.model import Model

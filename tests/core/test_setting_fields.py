@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.core import setting_fields as module
 from tieline.core.errors import ParameterError
 from tieline.core.setting_fields import (
     SettingError,
@@ -138,7 +137,3 @@ def test_text_that_makes_no_sense_is_refused(read, texts):
 def test_bounds_are_what_they_say(value, bound):
     assert (at_least(bound)(value) == "") == (value >= bound)
     assert (above(float(bound))(value) == "") == (value > bound)
-
-
-def test_every_public_name_of_the_module_is_there():
-    assert all(hasattr(module, name) for name in module.__all__)

@@ -6,7 +6,8 @@ import torch
 from tests.models.model_stream.test_passes import saved, some_batches
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
-from tieline.core.statistics import SequenceSums, kl_divergence
+from tieline.core.predictions import kl_divergence
+from tieline.core.statistics import SequenceSums
 from tieline.models.capture import capture
 from tieline.models.emulate import emulate
 from tieline.models.model import Model

@@ -51,12 +51,8 @@ from tieline.analysis.inspect_records import (
     LossJumps,
 )
 from tieline.core.errors import TielineError, UnsupportedModelError, require
-from tieline.core.statistics import (
-    mean_estimate,
-    next_token_losses,
-    quantile_bands,
-    quantile_record,
-)
+from tieline.core.predictions import next_token_losses
+from tieline.core.statistics import mean_estimate, quantile_bands, quantile_record
 from tieline.measure.measures import gap_status
 from tieline.models.families import RouterFamily, family_of
 from tieline.models.parallel import full_tensor

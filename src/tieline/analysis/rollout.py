@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from tieline.core.collectives import is_first_rank, message_device
 from tieline.core.errors import TraceError, require
-from tieline.core.statistics import k3_divergence
+from tieline.core.predictions import k3_divergence
 from tieline.models.capture import capture
 from tieline.models.documents import Batch
 from tieline.models.families import find_routers

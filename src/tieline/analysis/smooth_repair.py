@@ -31,13 +31,9 @@ from tieline.analysis.served_precision import (
     tolerated,
 )
 from tieline.core.errors import ShapeError, require
+from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result
-from tieline.core.statistics import (
-    Estimate,
-    SequenceSums,
-    clustered_mean,
-    next_token_losses,
-)
+from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.models.saved_models import save_model
@@ -491,7 +487,7 @@ def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> 
     """The row of a perturbation, from the counts of both forms."""
     top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
     nothing = Estimate(None, None, "no KL after")
-    factor = clustered_mean(top, bottom) if bool(bottom.sum() > 0) else nothing
+    factor = clustered_ratio(top, bottom) if bool(bottom.sum() > 0) else nothing
     return RepairRow(
         perturbation.name,
         before.kl.mean(),

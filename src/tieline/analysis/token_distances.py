@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from tieline.analysis.comparison import ComparedRuns
 from tieline.analysis.diff_records import LogitsDiff, ReplaySplit, SplitPart
 from tieline.core.errors import TielineError, UnsupportedModelError, require
-from tieline.core.statistics import Estimate, clustered_error, k3_divergence
+from tieline.core.predictions import k3_divergence
+from tieline.core.statistics import Estimate, clustered_error
 from tieline.core.text import layer_label
 from tieline.models.families import find_routers
 from tieline.run.condition import ChoiceMode

@@ -1,8 +1,8 @@
 """The processes that torchrun started: joining them, work of the first one, messages, lost ones.
 
     with join_processes(timeout=600):
-        told = first_rank(lambda: make_folder())     # on rank 0 alone; all get what it returned
-        parts = gathered(data)                       # the bytes of every rank, on every rank
+        folder = first_rank(lambda: make_folder())   # on rank 0 alone; all get what it returned
+        by_rank = gathered_bytes(data)               # the bytes of every rank, on every rank
 
 Only one process may make a folder, fetch data or write a file (`first_rank`). If it fails, the
 others raise what it raised instead of waiting for the timeout. Messages are JSON, safetensors or
@@ -46,7 +46,7 @@ def first_rank(action: Callable[[], Any]) -> Any:
         except Exception as problem:
             outcome, error = {"error": f"{type(problem).__name__}: {problem}"}, problem
     if dist.is_initialized():
-        outcome = json.loads(_broadcast_bytes(json.dumps(outcome).encode()))
+        outcome = gathered_plain(outcome)[0]
     if error is not None:
         raise error
     if "error" in outcome:
@@ -85,16 +85,6 @@ def gathered_tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def gathered_plain(value: Any) -> list[Any]:
     """Return a JSON value of every rank; NaN and infinities are allowed."""
     return [json.loads(data) for data in gathered_bytes(json.dumps(value).encode())]
-
-
-def _broadcast_bytes(data: bytes) -> bytes:
-    """Return the bytes of rank 0."""
-    length = torch.tensor([len(data)], device="cpu")
-    dist.broadcast(length, src=0)
-    buffer = bytearray(data) if is_first_rank() else bytearray(int(length))
-    content = torch.frombuffer(buffer, dtype=torch.uint8)
-    dist.broadcast(content, src=0)
-    return bytes(content.numpy().tobytes())
 
 
 TIMEOUT = 600.0

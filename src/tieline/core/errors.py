@@ -5,23 +5,6 @@ from contextlib import contextmanager
 
 from tieline.core.text import printable
 
-__all__ = [
-    "NoLogitsError",
-    "NoSpaceError",
-    "ParameterError",
-    "PrecisionWarning",
-    "ShapeError",
-    "StreamingWarning",
-    "TielineError",
-    "TraceError",
-    "UnsupportedModelError",
-    "first_line",
-    "is_panic",
-    "parsing_file",
-    "require",
-    "shortened_message",
-]
-
 LONGEST_MESSAGE = 1500
 """Bytes of a message: room for any sentence of ours, and for a part of what a file says."""
 

@@ -46,26 +46,6 @@ try:
 except ImportError:  # not on Windows, where nothing is locked and no rest is removed
     fcntl = None
 
-__all__ = [
-    "TakenError",
-    "alone_in",
-    "cache_folder",
-    "check_folder",
-    "check_target",
-    "file_digest",
-    "follow_umask",
-    "holds_model",
-    "kind_of_file",
-    "locked_file",
-    "out_of_space",
-    "remove_rests",
-    "require_file",
-    "same_place",
-    "space_on",
-    "whole_folder",
-    "write_whole",
-]
-
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 """Names of open files: a rename would part them from whoever reads the other end."""
 

@@ -25,27 +25,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, NamedTuple
-
-__all__ = [
-    "GROUP",
-    "INSTRUMENT",
-    "Command",
-    "Plugin",
-    "ResultFormat",
-    "command_groups",
-    "import_added",
-    "import_command",
-    "plugins",
-    "restorer_module",
-    "result_formats",
-    "when_imported",
-]
 
 GROUP = "tieline.plugins"
 """The group of entry points that plug-ins are found by."""
@@ -225,30 +210,17 @@ class _ImportWatcher(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's own spec, with a loader that calls the function."""
+        """The module's own spec, whose loader calls the function."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CallingLoader(spec.loader, self.function)
+            run_module = spec.loader.exec_module
+
+            def run_then_call(module: ModuleType) -> None:
+                run_module(module)
+                self.function()
+
+            spec.loader.exec_module = run_then_call
         return spec
-
-
-class _CallingLoader(Loader):
-    """Runs a module by its own loader, and a function after it."""
-
-    def __init__(self, loader: Loader, function: Callable[[], object]) -> None:
-        self.loader, self.function = loader, function
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the module's own loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then the function."""
-        self.loader.exec_module(module)
-        self.function()

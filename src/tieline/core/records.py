@@ -40,21 +40,6 @@ from tieline.core.errors import TraceError, require
 from tieline.core.files import write_whole
 from tieline.core.plugins import result_formats
 
-__all__ = [
-    "DEEPEST",
-    "LONGEST",
-    "Result",
-    "Worded",
-    "canonical_json",
-    "from_plain",
-    "parse_json",
-    "read_result",
-    "result_class",
-    "short_repr",
-    "to_plain",
-    "write_json",
-]
-
 LONGEST, LONGEST_RESULT = 16 << 20, 256 << 20
 DEEPEST = 32
 

@@ -21,28 +21,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, TypedDict, TypeVar, Unpack, dataclass_transform, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from tieline.core.errors import ParameterError, TraceError
-
-__all__ = [
-    "SettingError",
-    "SettingField",
-    "Settings",
-    "TraceSettingError",
-    "above",
-    "at_least",
-    "one_of",
-    "read_layers",
-    "read_memory",
-    "read_names",
-    "read_numbers",
-    "read_share",
-    "read_whole_numbers",
-    "require_setting",
-    "setting",
-    "takes_settings",
-]
 
 MOST_LAYERS = 100_000
 """Longest range of layers, so that a typing error costs no memory."""
@@ -150,14 +131,6 @@ def _quoted_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value!r:.80}"
 
 
-class OptionForm(TypedDict, total=False):
-    """How the command line shows a field: `option`, `metavar`, `show_default` of `SettingField`."""
-
-    option: str | None
-    metavar: str | None
-    show_default: bool
-
-
 def setting(
     default: Any = MISSING,
     *,
@@ -165,19 +138,15 @@ def setting(
     check: Callable[[Any], str] | None = None,
     read: Callable[[str], Any] | None = None,
     kind: Any = None,
-    **form: Unpack[OptionForm],
+    option: str | None = "",
+    metavar: str | None = None,
+    show_default: bool = True,
 ) -> Any:
-    """Declare a field of a settings class.
+    """Declare a field of a settings class, by default one that must be given.
 
-    Args:
-        default: its default; without one, the field must be given.
-        help: one sentence for the documentation and `--help`.
-        check: returns the rule that a value other than None breaks, or "".
-        read: turns text into the value.
-        kind: type on the command line.
-        form: how the command line shows it.
+    Arguments as of `SettingField`, which describes them.
     """
-    described = SettingField(help, check, read, kind, **form)
+    described = SettingField(help, check, read, kind, option, metavar, show_default)
     return dataclasses.field(default=default, metadata={"setting": described})
 
 

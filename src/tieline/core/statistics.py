@@ -1,4 +1,4 @@
-"""Estimates with their errors: intervals, clusters of correlated tokens, KL, losses.
+"""Estimates with their errors: intervals, and clusters of correlated tokens.
 
     Estimate, mean_estimate    a number with its standard error, or the reason why there is none
     mean_interval              interval of the mean of a few values, by Student's t
@@ -6,12 +6,10 @@
     empirical_cdf              F(w) = #{x <= w} / n; "middle" counts half of the samples equal to w
     quantile_bands, quantiles  order statistics with intervals from the binomial law
     binomial_band              Clopper-Pearson interval of a probability
-    clustered_mean             mean over tokens, standard error clustered by sequence
+    clustered_ratio            ratio of sums, mean over tokens; standard error by sequence
     clustered_error            standard error of a mean, clustered by document
     clustered_share            share of tokens, interval clustered by document
     mean_limits                interval of a clustered mean
-    kl_divergence, k3          distances of predicted distributions
-    next_token_losses          loss of each predicted token
 
 `mean_estimate` and the bands assume independent samples. Tokens of one text are correlated, so for
 tokens these are lower limits of the true spread. The clustered estimates allow for it: with sums
@@ -23,7 +21,7 @@ and a single cluster has no standard error.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
@@ -36,10 +34,6 @@ from torch import Tensor
 from tieline.core.errors import ShapeError, require
 
 TAIL = 0.025
-
-
-CHUNK = 1 << 19
-"""Numbers of a distribution that are held in float64 at a time, so that they stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -331,24 +325,13 @@ def clustered_error(
     return math.sqrt(groups / (groups - 1) * sums.square().sum().item()) / len(values)
 
 
-def clustered_mean(
-    sums: Float[Tensor, " sequences"], counts: Float[Tensor, " sequences"]
-) -> Estimate:
-    """Mean per token with the standard error clustered by sequence.
-
-    Args:
-        sums: sum of the quantity over the tokens of each sequence.
-        counts: number of these tokens, positive in all.
-    """
-    return clustered_ratio(sums, counts)
-
-
 def clustered_ratio(
     sums: Float[Tensor, " sequences"], others: Float[Tensor, " sequences"]
 ) -> Estimate:
     """Ratio of two sums over sequences, with the standard error of independent sequences.
 
-    The error is that of the residuals y - R x over |Σ x|, so what both have in common cancels.
+    The error is that of the residuals y - R x over |Σ x|, so what both have in common cancels. With
+    numbers of tokens as x it is the mean per token, with its error clustered by sequence.
 
     Args:
         sums: y, by sequence.
@@ -383,7 +366,7 @@ class SequenceSums:
         """Mean per token so far."""
         if not self.sums:
             return NOT_MEASURED
-        return clustered_mean(torch.cat(self.sums), torch.cat(self.counts))
+        return clustered_ratio(torch.cat(self.sums), torch.cat(self.counts))
 
     def joined(self, *others: "SequenceSums") -> "SequenceSums":
         """The same sequences with all quantities as further tokens: the mean over layers."""
@@ -393,65 +376,3 @@ class SequenceSums:
         if not sums:
             return SequenceSums()
         return SequenceSums([torch.stack(sums).sum(dim=0)], [torch.stack(counts).sum(dim=0)])
-
-
-def next_token_losses(
-    logits: Float[Tensor, "rows length words"], ids: Int[Tensor, "rows length"]
-) -> Float[Tensor, "rows predicted"]:
-    """Loss of every token but the first of each row, in float64 on the CPU."""
-    targets = ids[:, 1:].to(logits.device)
-    losses = [
-        torch.nn.functional.cross_entropy(row[:-1].float(), target, reduction="none")
-        for row, target in zip(logits, targets, strict=True)  # logits are large: no second copy
-    ]
-    return torch.stack(losses).double().cpu()
-
-
-def kl_divergence(
-    clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
-) -> Float[Tensor, "rows length"]:
-    """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
-    return Predictions(clean).divergence(other)
-
-
-class Predictions:
-    """Predicted distributions of tokens that others are compared with, one after the other.
-
-    Args:
-        logits: logits of each token.
-        keep: whether the log-probabilities, twice the bytes of float32 logits, are computed once.
-    """
-
-    def __init__(self, logits: Float[Tensor, "rows length words"], keep: bool = False) -> None:
-        self.logits, self._keep = logits, keep
-        self._log_probabilities: list[Tensor] = []
-
-    def divergence(self, other: Float[Tensor, "rows length words"]) -> Float[Tensor, "rows length"]:
-        """KL(p ‖ q) = Σ_w p_w (log p_w - log q_w) of each token, q from these logits, in nats."""
-        chunks = self._chunks(other)
-        rows_kl = []
-        for p, after in zip(self._chunked_log_probabilities(), chunks, strict=True):
-            q = after.double().log_softmax(dim=-1)
-            rows_kl.append(torch.sub(p, q, out=q).mul_(p.exp()).sum(dim=-1).clamp_(min=0).cpu())
-        return torch.cat(rows_kl).view(other.shape[:2])
-
-    def _chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """Logits of some tokens at a time."""
-        rows = max(2, CHUNK // logits.shape[2])  # threads would share the sum of a single row
-        return logits.flatten(0, 1).split(rows)
-
-    def _chunked_log_probabilities(self) -> Iterable[Tensor]:
-        """Log p of some tokens at a time, in float64."""
-        computed = (x.double().log_softmax(dim=-1) for x in self._chunks(self.logits))
-        if not self._keep:
-            return computed
-        self._log_probabilities = self._log_probabilities or list(computed)
-        return self._log_probabilities
-
-
-def k3_divergence(
-    log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
-    """Return r - 1 - log r >= 0 with r = q/p, whose mean under p is KL(p ‖ q)."""
-    difference = log_q - log_p
-    return difference.expm1() - difference

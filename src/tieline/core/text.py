@@ -21,16 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "PrintableStream",
-    "layer_label",
-    "layer_labels",
-    "printable",
-    "printable_line",
-    "short_names",
-    "unfiltered_stream",
-]
-
 _ACTING = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls, but not the tab and the end of a line
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions of writing

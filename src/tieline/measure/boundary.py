@@ -41,20 +41,6 @@ from tieline.core.text import layer_label
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.trace.record import LayerTrace
 
-__all__ = [
-    "MassProfile",
-    "Real",
-    "boundary_mass",
-    "censored_share",
-    "epsilon_for_extra",
-    "gaussian_gap_density",
-    "mass_profile",
-    "near_counts",
-    "order_from_counts",
-    "order_shares",
-    "tie_order",
-]
-
 Real = float | int
 """A number; run-time checks take `float` literally and would refuse a plain 1."""
 

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
 from tieline.core.numerics import is_recomputing
+from tieline.core.predictions import Predictions
 from tieline.core.records import from_plain, to_plain
-from tieline.core.statistics import Predictions
 from tieline.core.text import layer_label
 from tieline.models.capture import (
     ObserverSettings,

@@ -182,8 +182,6 @@ def recorded_routes(
     return recorder.trace()
 
 
-__all__ = ["BatchSizeWarning", "halves_batches", "is_out_of_memory"]
-
 Job = TypeVar("Job", bound=Callable[..., Any])
 
 FULL = ("out of memory", "can't allocate memory")

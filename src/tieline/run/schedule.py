@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tieline.core.predictions import Predictions
 from tieline.core.ranking import sets_differ
-from tieline.core.statistics import Predictions
 from tieline.models.capture import LayerObserver, ObserverSettings
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config

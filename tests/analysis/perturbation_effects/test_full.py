@@ -13,7 +13,7 @@ from tieline.analysis.perturbation_effects import (
     compared_phase,
 )
 from tieline.core.errors import UnsupportedModelError
-from tieline.core.statistics import Predictions, kl_divergence
+from tieline.core.predictions import Predictions, kl_divergence
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.run.condition import Condition, Perturbation

@@ -14,7 +14,6 @@ from tieline.core.statistics import (
     Estimate,
     SequenceSums,
     clustered_error,
-    clustered_mean,
     clustered_ratio,
     clustered_share,
     mean_limits,
@@ -23,7 +22,7 @@ from tieline.core.statistics import (
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(1, 5)), min_size=2, max_size=8))
 def test_mean_and_error_are_those_of_the_ratio_estimator(pairs):
-    found = clustered_mean(*(torch.tensor(column).double() for column in zip(*pairs, strict=True)))
+    found = clustered_ratio(*(torch.tensor(column).double() for column in zip(*pairs, strict=True)))
     total, tokens, groups = sum(y for y, _ in pairs), sum(n for _, n in pairs), len(pairs)
     mean = total / tokens
     spread = groups / (groups - 1) * sum((y - mean * n) ** 2 for y, n in pairs)
@@ -37,7 +36,7 @@ def test_a_ratio_of_either_sign_loses_the_error_that_both_sums_share():
         others = sign * (x + 0.2)
         found = clustered_ratio(1.1 * others + 0.01 * x.flip(0), others)
         assert found.value == pytest.approx(1.1, abs=0.02)
-        assert found.standard_error < 0.02 < clustered_mean(others, torch.ones(400)).standard_error
+        assert found.standard_error < 0.02 < clustered_ratio(others, torch.ones(400)).standard_error
     assert clustered_ratio(x, 0 * x).value is None
 
 
@@ -58,7 +57,7 @@ def test_one_sequence_has_no_spread_and_none_no_mean():
     sums.add(torch.tensor([[1.0, 2.0]]))
     assert (sums.mean().value, sums.mean().standard_error) == (1.5, None)
     with pytest.raises(ShapeError, match="0 sums"):
-        clustered_mean(torch.ones(0), torch.ones(0))
+        clustered_ratio(torch.ones(0), torch.ones(0))
 
 
 def test_layers_are_joined_within_their_sequences():

@@ -31,9 +31,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
-from tieline.core.statistics import Estimate, SequenceSums, next_token_losses
+from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.attention.model_attention import NOT_HONOURED, SIGMOID
 from tieline.lab.command_settings import AttentionSettings, TextOptions
 from tieline.models.demo import DEMO

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, require
 from tieline.core.numerics import one_thread
+from tieline.core.predictions import kl_divergence, next_token_losses
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
-from tieline.core.statistics import Estimate, SequenceSums, kl_divergence, next_token_losses
+from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.command_settings import ROUTER_KINDS, RerouteOptions, RerouteSettings
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import (

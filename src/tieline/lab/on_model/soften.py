@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from tieline.analysis.jumps import BlockSampler, recorded_choice, swapped_choice
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result
 from tieline.core.setting_fields import require_setting, takes_settings
-from tieline.core.statistics import Estimate, clustered_mean, clustered_ratio, next_token_losses
+from tieline.core.statistics import Estimate, clustered_ratio
 from tieline.lab.command_settings import SoftenOptions, SoftenSettings
 from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.on_model.soft_choice import (
@@ -369,7 +370,7 @@ class _SoftenRun:
             layers=records,
             together=self._levels(widths, 1.0, forecast),
             predicted=_sequence_mean(forecast.slope, sample),
-            loss=clustered_mean(sample.losses, sample.counts),
+            loss=clustered_ratio(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
             cost=cost,
@@ -557,12 +558,12 @@ class _SoftenRun:
             wider = {name: width * factor for name, width in widths.items()}
             with softened_routers(self._model, wider), only_running(self._model):
                 moved = self._losses() - sample.losses
-            width, change = factor * unit, clustered_mean(moved, sample.counts)
+            width, change = factor * unit, clustered_ratio(moved, sample.counts)
             missed = expected = ratio = None
             if forecast.slope is not None:
-                missed = clustered_mean(forecast.slope - moved / width, sample.counts)
+                missed = clustered_ratio(forecast.slope - moved / width, sample.counts)
             if forecast.change is not None and (here := forecast.change(width)) is not None:
-                expected = clustered_mean(here / width, sample.counts)
+                expected = clustered_ratio(here / width, sample.counts)
                 ratio = clustered_ratio(moved, here)
             slope = change.times(1 / width)
             levels.append(SoftLevel(width, change, slope, missed, expected, ratio))
@@ -625,7 +626,7 @@ def _sum_or_none(terms: Sequence[Tensor | None]) -> Tensor | None:
 
 def _sequence_mean(sums: Tensor | None, sample: _Sample) -> Estimate:
     """Mean per token over sequences, clustered by sequence; unknown without sums."""
-    return NOTHING if sums is None else clustered_mean(sums, sample.counts)
+    return NOTHING if sums is None else clustered_ratio(sums, sample.counts)
 
 
 @contextmanager

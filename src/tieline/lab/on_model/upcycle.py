@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
+from tieline.core.predictions import next_token_losses
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings
-from tieline.core.statistics import SequenceSums, next_token_losses
+from tieline.core.statistics import SequenceSums
 from tieline.lab.command_settings import UpcycleOptions, UpcycleSettings
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.on_model.upcycled_model import upcycle_

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tieline.core.errors import UnsupportedModelError, require
-from tieline.core.statistics import next_token_losses
+from tieline.core.predictions import next_token_losses
 from tieline.lab.attention.model_attention import SIGMOID, attend_
 from tieline.lab.training.config import DecoderConfig, GateConfig, TrainConfig
 from tieline.lab.training.soft_to_hard import (

@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from tieline.core.errors import ParameterError, TielineError, require
+from tieline.core.predictions import next_token_losses
 from tieline.core.ranking import gap
-from tieline.core.statistics import Estimate, mean_estimate, next_token_losses
+from tieline.core.statistics import Estimate, mean_estimate
 from tieline.lab.limits.risk import soft_to_hard_constant
 from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.training.config import CoolingConfig

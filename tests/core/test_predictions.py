@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from tests.strategies import seeds
-from tieline.core.statistics import k3_divergence, kl_divergence, next_token_losses
+from tieline.core.predictions import k3_divergence, kl_divergence, next_token_losses
 
 
 def test_divergence_is_the_kl_and_never_negative():
