@@ -33,8 +33,8 @@ from tieline.engines.server_routes import (
     is_server,
     server_documents,
 )
-from tieline.models.capture import ROUNDINGS
 from tieline.models.model import Model
+from tieline.models.router_checks import ROUNDINGS
 from tieline.run.corpus import check_token_ids
 from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes

@@ -264,15 +264,23 @@ def stored_tensors(files: Iterable[Path]) -> list[StoredSize]:
 def _header_sizes(file: Path) -> Iterator[StoredSize]:
     """Sizes that the header of a safetensors file states; none if it cannot be read."""
     try:
+        for facts in tensor_headers(file).values():
+            start, stop = facts["data_offsets"]
+            yield StoredSize(math.prod(facts["shape"]), stop - start)
+    except (ValueError, TypeError, LookupError):
+        return
+
+
+def tensor_headers(file: Path) -> dict[str, Any]:
+    """What a safetensors file states of its tensors, by name; nothing if it cannot be read."""
+    try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length)) if length <= LONGEST_HEADER else {}
-        for name, facts in header.items():
-            if name != "__metadata__":
-                start, stop = facts["data_offsets"]
-                yield StoredSize(math.prod(facts["shape"]), stop - start)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return
+    except (OSError, ValueError, RecursionError):
+        return {}
+    tensors = header if isinstance(header, dict) else {}
+    return {name: facts for name, facts in tensors.items() if name != "__metadata__"}
 
 
 def most_numbers(tensors: Iterable[StoredSize], quantised: bool) -> int:

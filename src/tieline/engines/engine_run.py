@@ -45,7 +45,7 @@ from tieline.engines.engine_registry import (
     environment_of,
     find_python,
 )
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
+from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, smallest_id_dtype
 
 Progress = Callable[[str, int, int], None]
 
@@ -341,7 +341,7 @@ def _answer_layer(
     _check_picks(answer.engine, name, picks, size)
     weights = arrays["weights"][:, index] if "weights" in arrays else None
     layer_facts = LayerFacts(size, picks.shape[1], facts.get("units", "logits"), affine=False)
-    small = torch.int16 if size < 1 << 15 else torch.int32
+    small = smallest_id_dtype(size)
     layer_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     if scores is None or not keep:
         return LayerTrace(

@@ -14,27 +14,19 @@ exception, restores the classes.
 
 Ranks, counts K(ε) and distances need the scores of all experts, so they are computed here, on the
 device of the scores; only the results go to the CPU. Reading a number makes the host wait until an
-accelerator has caught up, so records stay there and checks are noted (`PassChecks`) while a pass
-runs; when it has ended, `layers_on_cpu` moves all of it together and raises what a check refuses.
+accelerator has caught up, so records stay there and checks are noted (`models.router_checks`) while
+a pass runs; when it has ended, `layers_on_cpu` moves all of it together and raises what a check
+refuses.
 
 Documents are numbered as `tieline.models.documents` says: rows of a batch, and the documents
 that a row is packed of; padding is left out. Inside `replay` the record is that of the router's own
 choice, before it was replaced.
-
-`check_selected` verifies that the scores explain the choice: no chosen score is below z_[k], up to
-
-    tolerance = 8 · eps · max(1, |z_[k]|),    eps = unit roundoff of the router's precision,
-
-since a router may evaluate the same function in another order, or rank probabilities whose logits
-are kept. A larger difference means that the family's record does not describe the router.
 """
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -57,23 +49,36 @@ from tieline.models.documents import (
     token_part,
     watch_forward,
 )
-from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of
+from tieline.models.families import (
+    HANDLER,
+    RouterFamily,
+    chosen_routers,
+    family_of,
+    transformers_version,
+)
 from tieline.models.number_formats import precision_name, stored_in
 from tieline.models.parallel import class_name
-from tieline.models.router_output import (
+from tieline.models.router_checks import (
     PassChecks,
-    RouterOutput,
-    live_output,
-    read_output,
+    check_distinct_experts,
+    check_router_scores,
+    check_selected,
     refuse_if,
 )
+from tieline.models.router_output import RouterOutput, live_output, read_output
 from tieline.models.router_rule import (
     Selection,
     at_least_single,
     restrict_to_groups,
     selection_scores,
 )
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, check_epsilons
+from tieline.trace.record import (
+    LayerFacts,
+    LayerTrace,
+    RoutingTrace,
+    check_epsilons,
+    smallest_id_dtype,
+)
 from tieline.trace.selection import concatenate
 
 
@@ -156,7 +161,7 @@ class LayerObserver:
         return LayerTrace(
             name=self.name,
             facts=ranking.facts,
-            experts=_own_copy(ranking.kept.indices, _smallest_integers(ranking.facts.n_experts)),
+            experts=_own_copy(ranking.kept.indices, smallest_id_dtype(ranking.facts.n_experts)),
             scores=_own_copy(ranking.kept.values, torch.float32),
             weights=_own_copy(weights[:, :k], torch.float32),
             group_gap=group_gap,
@@ -191,7 +196,7 @@ class LayerObserver:
         kept_ranks = experts if ranks is None else max(k + ranks, self._slots)
         needed = min(max(kept_ranks, k + NEIGHBOURS + 1), experts)
         if not self._verified:
-            check_distinct(ids, self.name, self.family.name, checks)
+            check_distinct_experts(ids, self.name, self.family.name, checks)
         ranked = ranked_choice(scores, ids, k, needed)
         if ids.shape[1]:
             selected, threshold = scores.gather(1, ids), ranked.values[:, k - 1]
@@ -217,7 +222,7 @@ class LayerObserver:
             return None
         threshold = ranking.ranked.values[:, ranking.facts.k - 1]
         counts = counts_near_threshold(ranking.scores, threshold, self._settings.epsilons)
-        return _own_copy(counts, _smallest_integers(ranking.facts.n_experts))
+        return _own_copy(counts, smallest_id_dtype(ranking.facts.n_experts))
 
     def _tie_distance(
         self, router: nn.Module, ranking: _Ranking
@@ -273,11 +278,6 @@ def counts_near_threshold(
         within = (below < epsilon).view(torch.int8)
         torch.sum(within, dim=1, dtype=torch.int32, out=counts[:, column])
     return counts
-
-
-def _smallest_integers(experts: int) -> torch.dtype:
-    """The smallest type that holds ids and counts of this many experts."""
-    return torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def _own_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -533,95 +533,5 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "training": model.training,
         "tieline": __version__,
         "torch": torch.__version__,
-        "transformers": _transformers_version(),
+        "transformers": transformers_version(),
     }
-
-
-@cache
-def _transformers_version() -> str:
-    """Version of transformers, read once: packages are searched for it on disk."""
-    return version("transformers")
-
-
-ROUNDINGS = 8
-"""Units of rounding that an activation, a bias and a sum may add up to."""
-
-
-def check_router_scores(
-    scores: Float[Tensor, "tokens experts"],
-    layer: str,
-    batch: Batch,
-    checks: PassChecks | None = None,
-) -> None:
-    """Refuse NaN and infinite scores, with their layer, count and first token."""
-    # one pass, no mask; a sum that overflows is looked at closely
-    wrong = ~scores.sum().isfinite()
-    refuse_if(wrong, partial(_refuse_infinite_scores, scores, layer, batch), checks)
-
-
-def _refuse_infinite_scores(
-    scores: Float[Tensor, "tokens experts"], layer: str, batch: Batch
-) -> None:
-    """Raise with layer, count and first token if a score is not finite."""
-    wrong = ~scores.isfinite()
-    rows = wrong.any(dim=1).nonzero().squeeze(1)
-    if len(rows):
-        first = int(rows[0])
-        raise TielineError(
-            f"{layer_label(layer)}: {int(wrong.sum())} selection scores of {len(rows)} tokens are "
-            f"NaN or infinite, first at token {int(batch.positions[first])} of document "
-            f"{int(batch.documents[first])} (token id {int(batch.tokens[first])})"
-        )
-
-
-def check_distinct(
-    ids: Int[Tensor, "tokens k"], layer: str, family: str, checks: PassChecks | None = None
-) -> None:
-    """Refuse a router that chose an expert twice for one token."""
-    ordered = ids.sort(dim=1).values
-
-    def raise_repeated_expert() -> None:
-        raise _record_refusal(layer, family, "an expert was chosen twice for one token")
-
-    refuse_if((ordered[:, 1:] == ordered[:, :-1]).any(), raise_repeated_expert, checks)
-
-
-def check_selected(
-    selected: Float[Tensor, "tokens k"],
-    threshold: Float[Tensor, " tokens"],
-    rounding: float,
-    layer: str,
-    family: str,
-    checks: PassChecks | None = None,
-) -> None:
-    """Refuse unless every selected score reaches z_[k], up to the router's rounding.
-
-    Args:
-        selected: captured scores at the router's own indices.
-        threshold: z_[k] of the captured scores.
-        rounding: unit roundoff of the precision in which the router ranks.
-        layer: name of the router module.
-        family: name of its family.
-        checks: where the answer is read later; None to read it now.
-    """
-    tolerance = ROUNDINGS * rounding * threshold.abs().clamp(min=1)
-    short = threshold - selected.amin(dim=1) > tolerance
-
-    def raise_below_threshold() -> None:
-        count, first = int(short.sum()), int(short.nonzero()[0])
-        lowest, needed = torch.stack([selected[first].amin(), threshold[first]]).tolist()
-        why = (
-            f"{count} of {len(short)} tokens chose an expert that its scores do not rank among "
-            f"the first {selected.shape[1]}; the first has {lowest:.9g} < {needed:.9g}"
-        )
-        raise _record_refusal(layer, family, why)
-
-    refuse_if(short.any(), raise_below_threshold, checks)
-
-
-def _record_refusal(layer: str, family: str, why: str) -> UnsupportedModelError:
-    """The error of a family whose record does not describe a router."""
-    return UnsupportedModelError(
-        f"{layer_label(layer)}: the record of family {family!r} does not describe this router "
-        f"under transformers {_transformers_version()}: {why}"
-    )

@@ -134,7 +134,7 @@ def check_config_fields(fields: Mapping[str, Any], trust_remote_code: bool = Fal
         refuse_fetched_kernels(fields)
     for table in config_tables(fields):
         quantised = table.get("quantization_config")
-        if isinstance(quantised, Mapping) and "tieline" not in quantised:
+        if isinstance(quantised, Mapping):
             _check_quantisation(quantised)
 
 

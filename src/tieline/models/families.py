@@ -36,6 +36,7 @@ captured, and what replaces its choice is refused with this reason.
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -169,6 +170,12 @@ class RouterFamily:
         return self.method != "__call__"
 
 
+@cache
+def transformers_version() -> str:
+    """Version of transformers, read once: packages are searched for it on disk."""
+    return version("transformers")
+
+
 FAMILIES: dict[str, RouterFamily] = {}
 """The record of each router class name."""
 
@@ -211,7 +218,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     if any("expert" in name.lower() for name, _ in model.named_modules()):
         raise UnsupportedModelError(
             f"{kind} has experts but no router of a known family under transformers "
-            f"{version('transformers')}: describe its router with `register_family`"
+            f"{transformers_version()}: describe its router with `register_family`"
         )
     raise UnsupportedModelError(f"{kind} is not a Mixture-of-Experts model: it has no router")
 
@@ -230,6 +237,6 @@ def chosen_routers(model: nn.Module, layers: Collection[str] | None) -> dict[str
         if family is not None and family.refused is not None:
             raise UnsupportedModelError(
                 f"{layer_label(name)}: {type(router).__name__} of family {family.name!r} "
-                f"(transformers {version('transformers')}) cannot be captured: {family.refused}"
+                f"(transformers {transformers_version()}) cannot be captured: {family.refused}"
             )
     return chosen

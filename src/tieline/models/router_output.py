@@ -4,7 +4,6 @@
     override_choice               force the choice of a router inside a block of code
     attach_handler                let a handler rewrite every output of a router; detach_handler
     live_output                   the router's own output where a replay has replaced it
-    PassChecks                    checks of a pass whose answers are read when it has ended
 
 Everything around the router runs unchanged: its class is replaced by a subclass of itself.
 """
@@ -16,7 +15,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from tieline.core.errors import UnsupportedModelError, require
@@ -29,40 +27,8 @@ from tieline.models.class_changes import (
 )
 from tieline.models.families import HANDLER, RouterFamily, family_of
 from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
+from tieline.models.router_checks import PassChecks, refuse_if
 from tieline.models.router_rule import family_choice
-
-
-class PassChecks:
-    """Checks of one forward pass whose answers are read when it has ended."""
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[Tensor, Callable[[], None]]] = []
-        self._kept: dict[torch.device, Tensor] = {}
-
-    def add(self, wrong: Bool[Tensor, ""], refuse: Callable[[], None]) -> None:
-        """Note that `refuse`, which raises, is to be called if `wrong`."""
-        self._noted.append((wrong, refuse))
-
-    def on_device(self, rows: Tensor, device: torch.device) -> Tensor:
-        """Row numbers of the pass on a device, copied once."""
-        if device not in self._kept:
-            self._kept[device] = rows.to(device)
-        return self._kept[device]
-
-    def take(self) -> list[tuple[Tensor, Callable[[], None]]]:
-        """The noted checks, which are forgotten."""
-        noted, self._noted = self._noted, []
-        return noted
-
-
-def refuse_if(
-    wrong: Bool[Tensor, ""], refuse: Callable[[], None], checks: PassChecks | None = None
-) -> None:
-    """Call `refuse`, which raises, if `wrong`; on an accelerator with `checks`, at the end."""
-    if checks is not None and wrong.device.type != "cpu":
-        checks.add(wrong, refuse)
-    elif bool(wrong):
-        refuse()
 
 
 def padded_choice(choice: Choice, columns: int) -> Choice:

@@ -21,14 +21,10 @@ more without an error, and converters to other formats, which must name every te
 `tieline.core.untrusted_input` refuses what the files alone show, before torch is imported. Once
 tieline and transformers are imported, `AutoModelForCausalLM.from_pretrained` loads smoothed models
 without `trust_remote_code` (`register_auto_classes`).
-
-Checkpoints of two older forms are read as well: the smoothing under "tieline_smoothing" with the
-weights' variant "tieline-smoothed", other features under "quantization_config".
 """
 
 import functools
 import json
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -60,6 +56,7 @@ from tieline.core.untrusted_input import (
     most_numbers,
     room_for_numbers,
     stored_tensors,
+    tensor_headers,
 )
 from tieline.models.class_changes import (
     Call,
@@ -74,8 +71,7 @@ from tieline.serving.modeling_tieline import MARKER, TielineConfig
 Facts = dict[str, Any]
 
 KEY, VARIANT = "tieline", "tieline"
-
-OLD_KEY, OLD_VARIANT, OLD_PLACE = "tieline_smoothing", "tieline-smoothed", "quantization_config"
+"""Field of config.json with the record, and part of the names of the files with the weights."""
 
 ATTRIBUTE = "tieline_changes"
 """Attribute of a configuration in memory."""
@@ -161,7 +157,7 @@ def forget_change(model: nn.Module, feature: str) -> None:
 
 def refuse_quantised(model: nn.Module, feature: str) -> None:
     """Refuse a quantised model, whose weights cannot be copied or replaced."""
-    if getattr(getattr(model, "config", None), OLD_PLACE, None) is not None:
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UnsupportedModelError(
             f"the model is quantised: {feature!r} needs its weights in full precision"
         )
@@ -225,50 +221,31 @@ def read_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
     check_config_fields(fields, bool(options["trust_remote_code"]))
     if folder.is_dir():
         check_stored(fields, folder)
-    key = next((key for key in (KEY, OLD_KEY) if key in fields), None)
-    if key is None:
-        if folder.is_dir():
-            refuse_stripped(folder)
-        config, changes, variant = AutoConfig.from_pretrained(source, **options), {}, None
-    else:
-        config, rest = _inner_config(fields[key], key)
-        changes = {"smooth": rest} if key == OLD_KEY else _changes_table(rest.get("changes"))
-        variant = OLD_VARIANT if key == OLD_KEY else VARIANT
-    return Checkpoint(config, _checked_changes(_take_old_changes(config) | changes), variant)
+    if KEY in fields:
+        config = _inner_config(fields[KEY])
+        return Checkpoint(config, _checked_changes(fields[KEY].get("changes")), VARIANT)
+    if folder.is_dir():
+        refuse_stripped(folder)
+    return Checkpoint(AutoConfig.from_pretrained(source, **options), {}, None)
 
 
-def _inner_config(stored: Any, key: str) -> tuple[Any, Facts]:
-    """The configuration of the model itself, and what else stands beside it."""
+def _inner_config(stored: Any) -> Any:
+    """The configuration of the model itself, which stands beside its changes."""
     inner = stored.get("config") if isinstance(stored, dict) else None
     if not isinstance(inner, dict):
-        raise UnsupportedModelError(f"the configuration has {key!r} but no 'config' inside")
+        raise UnsupportedModelError(f"the configuration has {KEY!r} but no 'config' inside")
     kind = str(inner.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"the changed model is of type {kind!r}, which transformers does not know"
         )
-    rest = {name: value for name, value in stored.items() if name != "config"}
-    return CONFIG_MAPPING[kind].from_dict(inner), rest
+    return CONFIG_MAPPING[kind].from_dict(inner)
 
 
-def _take_old_changes(config: Any) -> Facts:
-    """Remove the changes that older checkpoints hold in the place of a quantisation."""
-    stored = getattr(config, OLD_PLACE, None)
-    if not isinstance(stored, dict) or KEY not in stored:
-        return {}
-    delattr(config, OLD_PLACE)
-    return _changes_table(stored[KEY])
-
-
-def _changes_table(value: Any) -> Facts:
-    """The changes of a checkpoint, refused unless they are a table."""
-    if not isinstance(value, dict):
-        raise UnsupportedModelError(f"the changes of the checkpoint are no table: {value!r:.80}")
-    return value
-
-
-def _checked_changes(changes: Facts) -> dict[str, Facts]:
-    """The changes, refused unless every one can be restored from its facts."""
+def _checked_changes(changes: Any) -> dict[str, Facts]:
+    """The changes, refused unless they are a table and each can be restored from its facts."""
+    if not isinstance(changes, dict):
+        raise UnsupportedModelError(f"the changes of the checkpoint are no table: {changes!r:.80}")
     unknown = [name for name in changes if restorer_of(name) is None]
     if unknown:
         raise UnsupportedModelError(
@@ -413,31 +390,15 @@ def quiet_transformers() -> None:
         logging.disable_progress_bar()
 
 
-MOST_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file, as its own library limits them."""
-
-
 def refuse_stripped(folder: Path) -> None:
     """Refuse a folder whose weights were changed and whose configuration lost the record."""
     for path in sorted(folder.glob("*.safetensors")):
-        if MARKER in tensor_names(path):
+        if MARKER in tensor_headers(path):
             raise UnsupportedModelError(
                 f"{path.name} holds the tensor {MARKER!r}: the weights of a model that Tieline "
                 "changed, but config.json has lost the record of it, so that they would run as "
                 "another model; take the config.json that was saved with them"
             )
-
-
-def tensor_names(path: Path) -> set[str]:
-    """Return the names of the tensors of a safetensors file; empty for a malformed one."""
-    with path.open("rb") as file:
-        size = file.read(8)
-        if len(size) < 8 or not 0 < struct.unpack("<Q", size)[0] < MOST_HEADER:
-            return set()
-        try:
-            return set(json.loads(file.read(struct.unpack("<Q", size)[0])))
-        except ValueError:
-            return set()
 
 
 def save_model(

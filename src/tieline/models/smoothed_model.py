@@ -26,12 +26,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.files import write_whole
+from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
 from tieline.models.epsilon import (
     Measured,
@@ -274,10 +275,7 @@ class Smoothing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, read again by `read_smoothing`."""
-        layers = [dict(vars(layer)) for layer in self.layers]
-        ramp = {"a": self.a, "b": self.b, "detach_ramp": self.detach_ramp, "gate": self.gate}
-        facts = {"version": VERSIONS[self.gate], "how": self.how, "refused": dict(self.refused)}
-        return {**facts, **ramp, "layers": layers}
+        return {"version": VERSIONS[self.gate], **to_plain(self)}
 
 
 def read_smoothing(facts: Any) -> Smoothing:
@@ -286,39 +284,22 @@ def read_smoothing(facts: Any) -> Smoothing:
         gate = facts.get("gate", "ramp")
         require(gate in VERSIONS, f"its gate is {gate!r}")
         require(facts["version"] == VERSIONS[gate], f"its version is {facts['version']!r}")
-        rows = facts["layers"]
-        require(isinstance(rows, list) and len(rows) <= MOST_LAYERS, "its layers are no list")
-        refused = {str(name): str(why) for name, why in dict(facts["refused"]).items()}
-        record = Smoothing(
-            tuple(_read_layer_smoothing(row) for row in rows),
-            refused,
-            float(facts["a"]),
-            float(facts["b"]),
-            str(facts["how"]),
-            bool(facts["detach_ramp"]),
-            gate,
-        )
+        missing = {"layers", "refused", "a", "b", "how", "detach_ramp"} - set(facts)
+        require(not missing, f"it lacks {sorted(missing)}")
+        require(len(facts["layers"]) <= MOST_LAYERS, f"it has {len(facts['layers'])} layers")
+        record = from_plain(Smoothing, facts)
         positive = 0 < record.a < math.inf and 0 < record.b < math.inf
         require(positive, f"its ramp is a={record.a}, b={record.b}")
+        for layer in record.layers:
+            counts = (layer.k, layer.k_max, layer.n_experts)
+            require(1 <= layer.k <= layer.k_max, f"(k, k_max, experts) = {counts}")
+            require(layer.k_max <= layer.n_experts <= MOST_EXPERTS, f"experts: {counts}")
+            require(0 <= layer.epsilon < math.inf, f"epsilon {layer.epsilon!r}")
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise UnsupportedModelError(
             f"the configuration holds a smoothing that cannot be read: {problem}"
         ) from problem
     return record
-
-
-def _read_layer_smoothing(row: Any) -> LayerSmoothing:
-    """Read how one router is smoothed; refuses what no router has."""
-    names = {field: row[field] for field in ("name", "family", "units")}
-    counts = {name: row[name] for name in ("k", "n_experts", "k_max")}
-    epsilon = row["epsilon"]
-    require(all(isinstance(name, str) for name in names.values()), f"names that are none: {names}")
-    integers = all(isinstance(n, int) and not isinstance(n, bool) for n in counts.values())
-    k, n_experts, k_max = counts["k"], counts["n_experts"], counts["k_max"]
-    require(integers and 1 <= k <= k_max <= n_experts <= MOST_EXPERTS, f"counts {counts}")
-    number = isinstance(epsilon, float | int) and not isinstance(epsilon, bool)
-    require(number and 0 <= epsilon < math.inf, f"epsilon {epsilon!r}")
-    return LayerSmoothing(**names, **counts, epsilon=float(epsilon))
 
 
 @contextmanager
@@ -558,11 +539,8 @@ def smoothing_record(model: nn.Module, **smoothing: Any) -> Smoothing:
 
 def gate_named(name: str | None) -> GateName | None:
     """Return a gate's name; raises if there is no gate of that name."""
-    gate: GateName | None = (
-        "projected" if name == "projected" else "ramp" if name == "ramp" else None
-    )
-    require(name == gate, f"gate is 'projected' or 'ramp', got {name!r}")
-    return gate
+    require(name in (None, *VERSIONS), f"gate is 'projected' or 'ramp', got {name!r}")
+    return cast("GateName | None", name)
 
 
 def _checked_ramp(form: GateOptions) -> RampForm:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.ranking import kth_largest
 from tieline.core.text import layer_label
-from tieline.models.capture import ROUNDINGS, check_selected
 from tieline.models.class_changes import Call
 from tieline.models.emulate import logits_matrix
 from tieline.models.experts import SkipRule
 from tieline.models.families import HANDLER, RouterFamily, family_of, find_routers
 from tieline.models.layouts import NO_CHOICE, Choice, NewChoice
+from tieline.models.router_checks import ROUNDINGS, check_selected
 from tieline.models.router_rule import (
     GroupLimit,
     Selection,

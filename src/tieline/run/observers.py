@@ -46,7 +46,8 @@ from tieline.models.class_changes import Call, swapped_class, wrapped_class
 from tieline.models.documents import Batch
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of, find_routers
 from tieline.models.routed_block import BlockRun
-from tieline.models.router_output import Choice, PassChecks, live_output
+from tieline.models.router_checks import PassChecks
+from tieline.models.router_output import Choice, live_output
 from tieline.run.plan import Pass
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, take_tokens
 from tieline.trace.selection import concatenate

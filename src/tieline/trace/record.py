@@ -365,6 +365,11 @@ def _missing_data(layer: LayerTrace) -> set[str]:
     return absent | ({"rank k+1"} if layer.scores is not None and not layer.has_gaps else set())
 
 
+def smallest_id_dtype(n_experts: int) -> torch.dtype:
+    """Return the smallest type that holds ids and counts of this many experts."""
+    return torch.int16 if n_experts <= torch.iinfo(torch.int16).max else torch.int32
+
+
 class LazyLayers(Sequence[LayerTrace]):
     """Layers that are made on demand; the last one touched is kept."""
 

@@ -321,18 +321,6 @@ def test_saved_after_undoing_it_is_a_model_like_any_other(model, tmp_path):
         load_smoothed(tmp_path)
 
 
-def old_form(folder):
-    """Rewrite a saved folder as the first version of smoothing wrote it."""
-    place = folder / "config.json"
-    told = json.loads(place.read_text())["tieline"]
-    old = told["changes"]["smooth"] | {"config": told["config"]}
-    place.write_text(json.dumps({"model_type": "olmoe with ...", "tieline_smoothing": old}))
-    weights = folder / "model.tieline.safetensors"
-    weights.rename(folder / "model.tieline-smoothed.safetensors")
-    return old
-
-
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -351,19 +339,14 @@ def old_form(folder):
         (lambda s: s["config"].update(num_experts=4), "."),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(saved, change, message, old):
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, message):
     place = saved / "config.json"
-    if old:
-        told = old_form(saved)
-        change(told)
-        place.write_text(json.dumps({"model_type": "x", "tieline_smoothing": told}))
-    else:
-        told = json.loads(place.read_text())["tieline"]
-        both = told["changes"].pop("smooth") | {"config": told["config"]}
-        change(both)
-        inner = {"config": both.pop("config")} if "config" in both else {}
-        told = {"changes": {"smooth": both}, **inner}
-        place.write_text(json.dumps({"model_type": "x", "tieline": told}))
+    told = json.loads(place.read_text())["tieline"]
+    both = told["changes"].pop("smooth") | {"config": told["config"]}
+    change(both)
+    inner = {"config": both.pop("config")} if "config" in both else {}
+    told = {"changes": {"smooth": both}, **inner}
+    place.write_text(json.dumps({"model_type": "x", "tieline": told}))
     with pytest.raises(TielineError, match=message) as told:
         Model.open(saved)
     assert "\n" not in str(told.value)

@@ -32,6 +32,7 @@ from tieline.trace.record import (
     Units,
     check_trace,
     questions_without_data,
+    smallest_id_dtype,
 )
 
 MOST_BYTES = 4 << 30
@@ -279,8 +280,8 @@ def _table_layer(
 ) -> LayerTrace:
     """The trace of one layer of a table."""
     ordered = [rows[token] for token in tokens]
-    small = torch.int16 if facts.n_experts <= 1 << 15 else torch.int32
-    experts = torch.tensor([row.experts for row in ordered], dtype=small, device="cpu")
+    dtype = smallest_id_dtype(facts.n_experts)
+    experts = torch.tensor([row.experts for row in ordered], dtype=dtype, device="cpu")
     scores = None
     if ordered[0].scores is not None:
         scores = torch.tensor([row.scores for row in ordered], dtype=torch.float64, device="cpu")

@@ -34,6 +34,7 @@ from tieline.trace.record import (
     RoutingTrace,
     check_trace,
     questions_without_data,
+    smallest_id_dtype,
 )
 
 LEAST_ROWS = 16
@@ -452,8 +453,8 @@ def _layer_record(
     routes: Routes, layer: int, kept: np.ndarray, facts: LayerFacts, name: str
 ) -> tuple[LayerTrace, int]:
     """Return one layer and the number of tokens whose choice its scores do not explain."""
-    small = np.int16 if facts.n_experts <= 1 << 15 else np.int32
-    experts = torch.from_numpy(np.ascontiguousarray(routes.experts[kept, layer], dtype=small))
+    chosen = torch.from_numpy(routes.experts[kept, layer].astype(np.int32))
+    experts = chosen.to(smallest_id_dtype(facts.n_experts))
     weights = None
     if routes.weights is not None:
         weights = torch.from_numpy(routes.weights[kept, layer].astype(np.float32))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tieline.core.errors import TielineError, UnsupportedModelError
-from tieline.models.capture import check_distinct, check_router_scores, check_selected
 from tieline.models.documents import DocumentCounter
+from tieline.models.router_checks import check_distinct_experts, check_router_scores, check_selected
 
 BATCH = DocumentCounter().read({"input_ids": torch.tensor([[4, 5], [6, 7]])})
 
@@ -26,9 +26,9 @@ def test_finite_scores_pass_even_if_their_sum_overflows():
 
 
 def test_an_expert_chosen_twice_is_refused():
-    check_distinct(torch.tensor([[1, 0], [2, 1]]), "gate", "own")
+    check_distinct_experts(torch.tensor([[1, 0], [2, 1]]), "gate", "own")
     with pytest.raises(UnsupportedModelError, match="twice"):
-        check_distinct(torch.tensor([[1, 0], [2, 2]]), "gate", "own")
+        check_distinct_experts(torch.tensor([[1, 0], [2, 2]]), "gate", "own")
 
 
 def test_a_score_below_the_threshold_is_refused_naming_family_and_version():
