@@ -72,7 +72,7 @@ from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.core.text import layer_label
 from tieline.measure.boundary import boundary_mass, gap_density
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
-from tieline.measure.measures import check_finite_scores, gap_status
+from tieline.measure.measures import gap_status
 from tieline.measure.noise_flips import LogitView, first_order, logit_view
 from tieline.measure.rounding_flips import precision_flips, shared_cell
 from tieline.models.class_changes import untraced
@@ -81,7 +81,7 @@ from tieline.models.documents import token_part
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
 ROW_ERROR = 0.02

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.special import log_ndtr
 
-from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import kth_largest, ranked_scores
 from tieline.core.statistics import (
     Estimate,
@@ -37,7 +37,6 @@ from tieline.core.statistics import (
     normal_quantile,
     quantile_record,
 )
-from tieline.core.text import layer_label
 from tieline.measure.measure_settings import MeasureSettings
 from tieline.trace.record import LayerTrace
 
@@ -348,7 +347,7 @@ def near_section(
 
     `epsilons` is the grid of the counts in `layer.near`, which include all experts.
     """
-    ranked, k = _kept_scores(layer), layer.facts.k
+    ranked, k = layer.known_scores().double(), layer.facts.k
     exact = layer.near is not None and len(epsilons) > 0
     grid = epsilons if exact else settings.epsilons
     counts = layer.near if exact else near_counts(ranked, k, grid)
@@ -387,7 +386,7 @@ def _epsilon_half(
     layer: LayerTrace, grid: tuple[float, ...], experts: tuple[Estimate, ...], exact: bool
 ) -> Estimate:
     """ε of k + 1/2 experts from the ranks where they suffice, else from the exact counts."""
-    ranked, k = _kept_scores(layer), layer.facts.k
+    ranked, k = layer.known_scores().double(), layer.facts.k
     estimate = epsilon_for_extra(ranked, k)
     missing = ranked.shape[1] < layer.facts.reachable
     hidden = censored_share(ranked, k, estimate.value) if missing and estimate.value else 0.0
@@ -399,12 +398,3 @@ def _epsilon_half(
         return estimate
     note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"
     return Estimate(estimate.value, estimate.standard_error, note)
-
-
-def _kept_scores(layer: LayerTrace) -> Float[Tensor, "tokens ranks"]:
-    """Scores of the kept ranks in float64; raises for a trace of ids."""
-    require(
-        layer.scores is not None, f"{layer_label(layer.name)} has ids only: no scores", TraceError
-    )
-    assert layer.scores is not None
-    return layer.scores.double()

@@ -74,7 +74,7 @@ from tieline.measure.rounding_flips import (
     product_section,
 )
 from tieline.trace.counts import LogHistogram, grid_points
-from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
 from tieline.trace.summary import LayerSummary, RoutingSummary
 
 PerToken = Float[Tensor, " tokens"]
@@ -409,21 +409,6 @@ def gap_status(layer: LayerTrace) -> str:
     if layer.scores.shape[1] == k:
         return f"not answerable: only the {k} chosen scores were kept, not the next one"
     return "ok"
-
-
-def check_finite_scores(layer: LayerTrace) -> None:
-    """Raise if scores are NaN or infinite, naming the layer, their number and the first token."""
-    if layer.scores is None:
-        return
-    bad = layer.scores.isnan() | layer.scores.isposinf()
-    bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
-    rows = bad.any(dim=1).nonzero()
-    require(
-        len(rows) == 0,
-        f"{layer_label(layer.name)}: scores of {len(rows)} of {len(bad)} tokens are NaN or "
-        f"infinite, first at token {int(rows[0]) if len(rows) else -1}",
-        TraceError,
-    )
 
 
 OCTAVE = 32

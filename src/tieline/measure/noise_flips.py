@@ -39,10 +39,9 @@ from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from tieline.core.errors import ShapeError, TraceError, require
+from tieline.core.errors import ShapeError, require
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import Band, Estimate, mean_estimate
-from tieline.core.text import layer_label
 from tieline.measure.boundary import gap_density
 from tieline.trace.record import LayerTrace
 
@@ -73,11 +72,7 @@ class LogitView:
 
 def logit_view(layer: LayerTrace) -> LogitView:
     """Return the layer's kept ranks in units where noise of the logits is simplest (Def. 6.1)."""
-    require(
-        layer.scores is not None, f"{layer_label(layer.name)} has ids only: no scores", TraceError
-    )
-    assert layer.scores is not None
-    selection = layer.scores.double()
+    selection = layer.known_scores().double()
     unbiased = selection - _bias_of_ranks(layer)
     units, k = layer.facts.units, layer.facts.k
     if units == "logits":

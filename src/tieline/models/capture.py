@@ -79,7 +79,7 @@ from tieline.trace.record import (
     check_epsilons,
     smallest_id_dtype,
 )
-from tieline.trace.selection import concatenate
+from tieline.trace.select_and_join import concatenate
 
 
 @dataclass(frozen=True)

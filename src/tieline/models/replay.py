@@ -25,7 +25,7 @@ the beginning of the other: an engine records no route of the last token that it
 pass may hold a prompt alone. Of several, the longest agreement is taken, then the one of the same
 length; recorded documents of equal tokens, or of equal routes where they agree, count as one, the
 first of them. What remains ambiguous is refused. Agreements are found by sums over the tokens t_j
-of a mixing function h, H_i = Σ_{j <= i} h(t_j, j) modulo 2^64, and then compared token by token.
+of a hash h, H_i = Σ_{j <= i} h(t_j, j) modulo 2^64, and then compared token by token.
 
 Outputs are rewritten inside of the router's `forward`, below the hooks of expert and tensor
 parallelism, which cut them to the experts of a rank afterwards. Activation checkpointing repeats a
@@ -70,6 +70,7 @@ from tieline.models.families import HANDLER, RouterFamily, chosen_routers, famil
 from tieline.models.layouts import NO_CHOICE, Choice
 from tieline.models.router_output import forget_live, note_live, with_experts
 from tieline.models.router_rule import weights_and_output
+from tieline.trace.counts import token_hash
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import load_trace
@@ -149,7 +150,7 @@ class MatchedRows:
         self._lengths = np.diff(starts.numpy())
         positions_of_tokens = np.arange(len(self._tokens)) - np.repeat(self._starts, self._lengths)
         sums = np.concatenate(
-            [[np.uint64(0)], _mixed_hash(self._tokens.numpy(), positions_of_tokens).cumsum()]
+            [[0], token_hash(self._tokens, torch.from_numpy(positions_of_tokens)).cumsum()]
         )
         self._sums = sums  # of all tokens before, the documents one after the other
         self._open: dict[int, list[int]] = {}
@@ -180,7 +181,8 @@ class MatchedRows:
 
     def _matching_document(self, number: int, tokens: np.ndarray) -> int:
         """The recorded document of these tokens; -1 without one."""
-        prefix = _mixed_hash(tokens, np.arange(len(tokens))).cumsum()
+        positions = torch.arange(len(tokens), device="cpu")
+        prefix = token_hash(torch.from_numpy(tokens), positions).cumsum()
         shared = np.minimum(self._lengths, len(tokens))
         recorded = self._sums[self._starts + shared] - self._sums[self._starts]
         agree = (recorded == prefix[shared - 1]).nonzero()[0]
@@ -224,16 +226,6 @@ class MatchedRows:
             if not torch.equal(*(layer.experts[r, :k].sort(dim=1).values for r in rows)):
                 return False
         return True
-
-
-def _mixed_hash(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A mixing function of token and position: splitmix64 of both."""
-    with np.errstate(over="ignore"):
-        x = tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x += positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
 
 
 MOST_PASSES = 64
@@ -350,12 +342,7 @@ def _records_by_router(trace: RoutingTrace, names: list[str], every: bool) -> di
     by_name = {layer.name: index for index, layer in enumerate(trace.layers)}
     if all(name in names for name in by_name) if every else all(name in by_name for name in names):
         return {name: trace.layers[by_name[name]] for name in names if name in by_name}
-    facts = trace.layers[0].facts
-    empty = torch.zeros(1, facts.k, dtype=torch.int64, device="cpu")
-    stand_in = [LayerTrace(name, facts, empty) for name in names]
-    token = torch.zeros(1, dtype=torch.int64, device="cpu")
-    numbers = exported_layers(RoutingTrace(stand_in, token, token, token))
-    depths = exported_layers(trace)
+    numbers, depths = exported_layers(names), exported_layers(list(by_name))
     fits = set(numbers) == set(depths) if every else set(numbers) <= set(depths)
     if fits and len(set(numbers)) == len(names):
         return {name: trace.layers[depths.index(n)] for name, n in zip(names, numbers, strict=True)}

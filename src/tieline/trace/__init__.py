@@ -7,7 +7,12 @@ from tieline.trace.readers import (
     read_routes,
 )
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, questions_without_data
-from tieline.trace.selection import concatenate, select_documents, select_layers, select_tokens
+from tieline.trace.select_and_join import (
+    concatenate,
+    select_documents,
+    select_layers,
+    select_tokens,
+)
 from tieline.trace.store import (
     folder_kind,
     load_summary,

@@ -20,8 +20,8 @@ from a file or goes into one.
     take_tokens    some tokens of one layer
     identical_values  whether two records hold the same values, bit by bit
 
-`tieline.trace.selection` selects from traces and joins them. Layers that were loaded from disk are
-made when they are touched (`LazyLayers`).
+`tieline.trace.select_and_join` selects from traces and joins them. Layers that were loaded from
+disk are made when they are touched (`LazyLayers`).
 """
 
 import itertools
@@ -222,18 +222,22 @@ class LayerTrace:
     @property
     def inner_gap(self) -> Float[Tensor, " tokens"]:
         """z_[k] - z_[k+1] within the chosen groups, in float64."""
-        if self.scores is None:
-            raise TraceError(
-                f"{layer_label(self.name)} has ids only: no gaps can be computed from it"
-            )
+        scores, k = self.known_scores(), self.facts.k
         if not self.has_gaps:
             raise TraceError(
                 f"{layer_label(self.name)} has the chosen ranks only: no gaps without k+1"
             )
-        k = self.facts.k
-        if k == self.scores.shape[1]:
-            return self.scores.new_full((len(self.scores),), torch.inf, dtype=torch.float64)
-        return self.scores[:, k - 1].double() - self.scores[:, k].double()
+        if k == scores.shape[1]:
+            return scores.new_full((len(scores),), torch.inf, dtype=torch.float64)
+        return scores[:, k - 1].double() - scores[:, k].double()
+
+    def known_scores(self) -> Float[Tensor, "tokens ranks"]:
+        """Return the scores; raises if there are none."""
+        if self.scores is None:
+            raise TraceError(
+                f"{layer_label(self.name)} has ids only: no gaps can be computed from it"
+            )
+        return self.scores
 
     @property
     def smoothed(self) -> bool:
@@ -465,15 +469,21 @@ def check_layer(layer: LayerTrace, broken_tokens: bool = False) -> None:
         ends = layer.scores[:, [0, layer.facts.k - 1]]
         layer = take_tokens(layer, ends.isfinite().all(1))
     if layer.scores is not None:
-        bad = layer.scores.isnan() | layer.scores.isposinf()
-        bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
-        _refuse_any(bad, layer, "scores that are not finite")
+        check_finite_scores(layer)
         _refuse_any(layer.scores[:, 1:] > layer.scores[:, :-1], layer, "scores that do not descend")
     for name, value in layer.tensors().items():
         if name in ("weights", "faded", "inputs", "bias"):
             _refuse_any(~value.isfinite(), layer, f"{name} that are not finite")
         if name in ("group_gap", "distance"):
             _refuse_any(~(value >= 0), layer, f"{name} negative or not a number")
+
+
+def check_finite_scores(layer: LayerTrace) -> None:
+    """Refuse scores that are not finite; minus infinity may stand past the chosen ranks."""
+    if layer.scores is not None:
+        bad = layer.scores.isnan() | layer.scores.isposinf()
+        bad[:, : layer.facts.k] |= layer.scores[:, : layer.facts.k].isneginf()
+        _refuse_any(bad, layer, "scores that are not finite")
 
 
 def _check_layer_ids(layer: LayerTrace) -> None:

@@ -114,7 +114,7 @@ def _document_routes(
     trace: RoutingTrace, layers: int | None
 ) -> Iterator[tuple[np.ndarray, list[int], int]]:
     """Rows, token ids and first position of each document, which must have no holes."""
-    numbers = exported_layers(trace, layers)
+    numbers = exported_layers([layer.name for layer in trace.layers], layers)
     ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, 0)
     tokens, positions = trace.tokens.numpy(), trace.positions.numpy()
     for document in document_rows(trace):
@@ -155,14 +155,14 @@ def _sglang_answers(trace: RoutingTrace, layers: int | None) -> Iterator[dict[st
         )
 
 
-def exported_layers(trace: RoutingTrace, layers: int | None = None) -> list[int]:
+def exported_layers(names: Sequence[str], layers: int | None = None) -> list[int]:
     """Return the index of each layer among all layers of the model.
 
     Args:
-        trace: the trace.
+        names: of the routed layers.
         layers: number of layers of the model; checked if given.
     """
-    digits = [re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", layer.name) for layer in trace.layers]
+    digits = [re.findall(r"(?:^|\.)(\d{1,4})(?=\.|$)", name) for name in names]
     single = [int(matches[0]) for matches in digits if len(matches) == 1]
     numbers = list(range(len(digits)))
     if len(single) == len(digits) and single == sorted(set(single)):
@@ -170,7 +170,7 @@ def exported_layers(trace: RoutingTrace, layers: int | None = None) -> list[int]
     most = MOST_LAYERS if layers is None else layers
     require(
         numbers[-1] < most,
-        f"{layer_label(trace.layers[-1].name)} has no place among {most} layers",
+        f"{layer_label(names[-1])} has no place among {most} layers",
         TraceError,
     )
     return numbers
@@ -228,7 +228,7 @@ def padded_batch(
         fill: what stands for nothing: 0 in verl, -1 in NeMo-RL.
         layers: number of layers of the model; by default up to the last routed one.
     """
-    numbers = exported_layers(trace, layers)
+    numbers = exported_layers([layer.name for layer in trace.layers], layers)
     ids = stacked_routes(trace, numbers, layers or numbers[-1] + 1, fill)
     documents, positions = document_rows(trace), trace.positions.numpy()
     length = max(int(positions[document[-1]]) + 1 for document in documents)

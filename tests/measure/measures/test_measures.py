@@ -293,7 +293,7 @@ def test_scores_that_are_no_numbers_are_refused_with_their_place(bad):
     layer = layer_of(logits, 4)
     layer.scores[3, 1] = bad
     layer.scores[7, 0] = bad
-    with pytest.raises(TraceError, match=r"'layer'.*2 of 10 tokens.*first at token 3"):
+    with pytest.raises(TraceError, match=r"'layer'.*2 of 10.*first at index 3"):
         measure_layer(layer, FEW)
 
 
@@ -304,7 +304,7 @@ def test_missing_ranks_are_no_error_but_missing_choices_are():
     assert measure_layer(layer, FEW).noise.status == "ok"
     layer.scores[2, 3] = -torch.inf
     layer.scores[2, 4] = -torch.inf
-    with pytest.raises(TraceError, match="first at token 2"):
+    with pytest.raises(TraceError, match="first at index 2"):
         measure_layer(layer, FEW)
 
 

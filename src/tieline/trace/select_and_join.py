@@ -41,7 +41,7 @@ def select_tokens(trace: RoutingTrace, index: Index) -> RoutingTrace:
         index: a slice, indices in 0 ... T - 1, or a mask of all tokens.
     """
     if isinstance(index, Tensor):
-        _check_token_index(index, trace.n_tokens)
+        _check_selected_tokens(index, trace.n_tokens)
     layers = map_layers(trace.layers, lambda layer: take_tokens(layer, index))
     return replace(
         trace, layers=layers, **{name: getattr(trace, name)[index] for name in TOKEN_KEYS}
@@ -61,7 +61,7 @@ def select_layers(trace: RoutingTrace, layers: Sequence[int | str]) -> RoutingTr
     names: list[str] = []
     if any(isinstance(layer, str) for layer in layers):
         names = [layer.name for layer in trace.layers]
-    indices = [_layer_index(layer, names, len(trace.layers)) for layer in layers]
+    indices = [_selected_layer_index(layer, names, len(trace.layers)) for layer in layers]
     source = trace.layers
     if isinstance(source, LazyLayers):
         return replace(trace, layers=LazyLayers(len(indices), lambda i: source[indices[i]]))
@@ -93,22 +93,22 @@ def concatenate(
     for piece in pieces[1:]:
         _require_same_routers("number of layers", len(first.layers), len(piece.layers))
         _require_same_routers("epsilons", first.epsilons, piece.epsilons)
-    layers = _concatenated_layers([piece.layers for piece in pieces])
-    return replace(first, layers=layers, provenance=_concatenated_provenance(pieces), **keys)
+    layers = _joined_layers([piece.layers for piece in pieces])
+    return replace(first, layers=layers, provenance=_joined_provenance(pieces), **keys)
 
 
-def _concatenated_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
+def _joined_layers(sources: list[Sequence[LayerTrace]]) -> Sequence[LayerTrace]:
     """Layers of several traces joined, lazily if one is on disk."""
 
-    def joined_layer(index: int) -> LayerTrace:
-        return _concatenated_layer([layers[index] for layers in sources])
+    def layer_at(index: int) -> LayerTrace:
+        return _joined_layer([layers[index] for layers in sources])
 
     if any(isinstance(layers, LazyLayers) for layers in sources):
-        return LazyLayers(len(sources[0]), joined_layer)
-    return tuple(joined_layer(index) for index in range(len(sources[0])))
+        return LazyLayers(len(sources[0]), layer_at)
+    return tuple(layer_at(index) for index in range(len(sources[0])))
 
 
-def _concatenated_layer(layers: list[LayerTrace]) -> LayerTrace:
+def _joined_layer(layers: list[LayerTrace]) -> LayerTrace:
     """The tokens of one layer of several traces."""
     first = layers[0]
     for layer in layers[1:]:
@@ -154,21 +154,21 @@ def _has_repeated_token(keys: dict[str, Tensor]) -> bool:
     return len(torch.unique(pairs, dim=0)) < len(pairs)
 
 
-def _concatenated_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
+def _joined_provenance(traces: Sequence[RoutingTrace]) -> dict[str, object]:
     """The common provenance, or all of them under "parts"."""
     first = traces[0].provenance
     is_common = all(trace.provenance == first for trace in traces)
     return first if is_common else {"parts": [trace.provenance for trace in traces]}
 
 
-def _layer_index(layer: int | str, names: list[str], count: int) -> int:
+def _selected_layer_index(layer: int | str, names: list[str], count: int) -> int:
     """Index of a layer given by number or name."""
     valid = layer in names if isinstance(layer, str) else -count <= layer < count
     require(valid, f"no layer {layer!r} in the trace of {count} layers", TraceError)
     return names.index(layer) if isinstance(layer, str) else layer % count
 
 
-def _check_token_index(index: Tensor, tokens: int) -> None:
+def _check_selected_tokens(index: Tensor, tokens: int) -> None:
     """Refuse indices outside of the tokens, or a mask of another length."""
     if index.dtype == torch.bool:
         fits = index.shape == (tokens,)
