@@ -7,6 +7,7 @@
     refuse_fetched_kernels    refuses fields of a configuration that fetch code
     check_stored              refuses sizes that the headers of the files in a folder cannot hold
     check_archive_arrays      refuses an archive by its size and the headers of its arrays
+    require_readable          refuses what is no file, and one that is too large
     open_unpacked             the bytes of a file, unpacked with a limit if it is a gzip
 
 Nothing here needs torch, numpy or transformers: a command that refuses its input takes the memory
@@ -388,6 +389,13 @@ def check_archive_arrays(archive: zipfile.ZipFile, file: Path) -> None:
                 shape = _stated_shape(stream)
             fits = shape is None or 2 <= len(shape) <= 4
             require(fits, f"{file}: {name}: {ROUTE_AXES}, got {shape}", TraceError)
+
+
+def require_readable(file: Path) -> None:
+    """Refuse what is no file, and a file of more bytes than are read."""
+    require_file(file, TraceError)
+    size = file.stat().st_size
+    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
 
 
 def _stated_shape(stream: Any) -> tuple[int, ...] | None:

@@ -104,9 +104,8 @@ def _form_arrays(trace: RoutingTrace, form: str, layers: int | None) -> dict[str
         per_layer = {f"moe_topk_indices.{i}": x.numpy() for i, x in enumerate(replay_list(trace))}
         return per_layer | keys | {"n_experts": experts}
     ids = stacked_routes(trace, range(len(trace.layers)), len(trace.layers), 0)
-    weights = [layer.weights for layer in trace.layers]
-    kept = [x.float().numpy() for x in weights if x is not None]
-    more = {"weights": np.stack(kept, 1)} if len(kept) == len(weights) else {}
+    weights = stacked_weights(trace)
+    more = {} if weights is None else {"weights": weights}
     return {"routed_experts": ids, **keys, "n_experts": experts, **more}
 
 
@@ -190,6 +189,13 @@ def stacked_routes(
     for number, layer in zip(numbers, trace.layers, strict=True):
         array[:, number] = layer.experts[:, :k].numpy()
     return array
+
+
+def stacked_weights(trace: RoutingTrace) -> np.ndarray | None:
+    """Return the combine weights (tokens, layers, k); None if a layer has none."""
+    weights = [layer.weights for layer in trace.layers]
+    recorded = [x.float().numpy() for x in weights if x is not None]
+    return np.stack(recorded, 1) if len(recorded) == len(weights) else None
 
 
 def _integer_type(experts: int, fill: int) -> type:

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from tieline.core.errors import TraceError
 from tieline.trace import import_trace, load_trace, questions_without_data, save_trace
-from tieline.trace.readers import Routes, decoding, trace_of
+from tieline.trace.readers import Routes, array_files, trace_of
 from tieline.trace.record import identical_values
 
 pytestmark = pytest.mark.usefixtures("axes_unchecked")
@@ -320,6 +320,6 @@ def test_an_archive_that_unpacks_to_far_more_than_it_holds_is_refused_unread(tmp
 
 def test_an_archive_is_refused_by_its_header_before_it_is_unpacked(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "flat.npz", routed_experts=np.zeros(1 << 20, np.uint8))
-    monkeypatch.setattr(decoding, "_read_npz_member", None)  # nothing is unpacked
+    monkeypatch.setattr(array_files, "_read_npz_member", None)  # nothing is unpacked
     with pytest.raises(TraceError, match="routed_experts: needs the axes"):
         import_trace(tmp_path / "flat.npz")

@@ -102,9 +102,10 @@ def test_layers_that_miss_a_step_are_refused(tmp_path):
     path.write_text("\n".join(path.read_text().splitlines()[:-1]))
     with pytest.raises(TraceError, match=r"step 1 of rank 0: layers \[4\] are missing"):
         import_trace(tmp_path)
-    path.write_text("[1]\n")
-    with pytest.raises(TraceError, match="needs an object with top_indices"):
-        import_trace(path, format="megatron-trace")
+    for line, message in (("[1]", "must hold a JSON object"), ("{}", "an object with top_indices")):
+        path.write_text(line + "\n")
+        with pytest.raises(TraceError, match=message):
+            import_trace(path, format="megatron-trace")
     path.write_text(json.dumps({"block": "mtp", "top_indices": []}))
     with pytest.raises(TraceError, match="no records of a decoder"):
         import_trace(tmp_path)

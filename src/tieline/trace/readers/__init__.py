@@ -15,7 +15,7 @@ that says where.
 from pathlib import Path
 from typing import Any
 
-from tieline.trace.readers.llamacpp_files import ImatrixLoad, imatrix_load
+from tieline.trace.readers.moe_trace_and_imatrix import ImatrixLoad, imatrix_load
 from tieline.trace.readers.route_formats import (
     FORMATS,
     SUFFIXES,
@@ -27,8 +27,8 @@ from tieline.trace.readers.route_formats import (
     routes_of_trace,
     token_documents,
 )
-from tieline.trace.readers.route_tables import import_table
 from tieline.trace.readers.routes import Routes, trace_of
+from tieline.trace.readers.table_files import import_table
 from tieline.trace.record import RoutingTrace
 
 __all__ = [

@@ -34,7 +34,7 @@ import numpy as np
 from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.untrusted_input import NPY_MAGIC
-from tieline.trace.readers.decoding import array_in, base64_bytes, npy_array, raw_array
+from tieline.trace.readers.array_files import array_in, base64_bytes, npy_array, raw_array
 from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 
 
@@ -169,16 +169,18 @@ def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> 
     """Token ids of prompt and answer, if both are there."""
     prompt = json_field(choice, *fields.prompt_ids)
     prompt = json_field(answer, *fields.prompt_ids) if prompt is None else prompt
-    answer_ids = json_field(choice, *fields.answer_ids)
-    if prompt is None or answer_ids is None:
+    return _joined_token_ids(prompt, json_field(choice, *fields.answer_ids), where)
+
+
+def _joined_token_ids(prompt: Any, answer: Any, where: str) -> np.ndarray | None:
+    """Token ids of prompt and answer, one after the other; None unless both are there."""
+    if prompt is None or answer is None:
         return None
     token_lists = [
-        array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)
+        array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer) if len(ids)
     ]
-    fits = bool(token_lists) and all(
-        ids.ndim == 1 and ids.dtype.kind in "iu" for ids in token_lists
-    )
-    require(fits, f"{where}: token ids must be lists of integers", TraceError)
+    fits = all(ids.ndim == 1 and ids.dtype.kind in "iu" for ids in token_lists)
+    require(fits and bool(token_lists), f"{where}: token ids must be lists of integers", TraceError)
     return np.concatenate(token_lists).astype(np.int64)
 
 
@@ -335,12 +337,7 @@ def _sglang_tokens(answer: Any, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if the answer has both."""
     prompt = json_field(answer, "prompt_token_ids", "input_ids", "prompt_ids")
     answer_ids = json_field(answer, "output_ids", "token_ids", "completion_token_ids")
-    if prompt is None or answer_ids is None:
-        return None
-    token_lists = [
-        array_in(list(ids), f"{where}: token ids") for ids in (prompt, answer_ids) if len(ids)
-    ]
-    return np.concatenate(token_lists).astype(np.int64) if token_lists else None
+    return _joined_token_ids(prompt, answer_ids, where)
 
 
 def _sglang_row_count(box: Any, answer: Any, tokens: np.ndarray | None) -> int | None:

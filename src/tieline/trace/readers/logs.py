@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieline.core.errors import TraceError, parsing_file, require
-from tieline.core.records import LONGEST, parse_json
-from tieline.core.untrusted_input import MOST_BYTES, open_unpacked
-from tieline.trace.readers.decoding import read_values
+from tieline.core.records import parse_json
+from tieline.core.untrusted_input import require_readable
+from tieline.trace.readers.array_files import csv_lines, is_json_text, json_lines, read_values
 from tieline.trace.readers.routes import Routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
@@ -242,12 +242,11 @@ def _csv_cells(line: bytes) -> list[str]:
 def log_routes(path: str | Path) -> Routes:
     """Read a log of routes in JSON lines or CSV, plain or gzip."""
     file = Path(path)
-    require(file.is_file(), f"{file}: no such file", TraceError)
-    size = file.stat().st_size
-    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    require_readable(file)
     log = _LogState(str(file))
     with parsing_file(file):
-        choices = list(log.choices(_log_lines(file)))
+        lines = json_lines(file) if is_json_text(file) else csv_lines(file)
+        choices = list(log.choices(lines))
     require(bool(choices), f"{file}: no line holds experts", TraceError)
     return _log_routes_of(choices, "log", log)
 
@@ -277,43 +276,6 @@ def _atlas_order(choices: list[RowChoice]) -> list[RowChoice]:
     return sorted(
         choices, key=lambda x: (int(x.document), x.layer, x.token, *(-w for w in x.weights))
     )
-
-
-def _log_lines(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Label and fields of each line."""
-    with open_unpacked(file) as stream:
-        first = stream.peek(64)
-        lines = _bounded_lines(stream, file)
-        if first.lstrip()[:1] in (b"{", b"["):
-            for label, data in lines:
-                value = parse_json(data, label)
-                if not isinstance(value, dict):
-                    raise TraceError(f"{label}: must hold a JSON object")
-                yield label, value
-            return
-        texts = (data.decode("utf-8") for _, data in lines)
-        reader = csv.reader(texts, strict=True)
-        names = next(reader, [])
-        require(len(set(names)) == len(names), f"{file}: line 1: a column comes twice", TraceError)
-        for cells in reader:
-            label = f"{file}: line {reader.line_num}"
-            full = len(cells) == len(names)
-            require(full, f"{label}: {len(cells)} cells, the header has {len(names)}", TraceError)
-            yield label, dict(zip(names, cells, strict=True))
-
-
-def _bounded_lines(stream: Any, file: Path) -> Iterator[tuple[str, bytes]]:
-    """Label and bytes of each line, none longer than `LONGEST`."""
-    number = 0
-    while data := stream.readline(LONGEST + 1):
-        number += 1
-        require(
-            len(data) <= LONGEST,
-            f"{file}: line {number}: longer than {LONGEST} bytes: no line of routes is",
-            TraceError,
-        )
-        if data.strip():
-            yield f"{file}: line {number}", data
 
 
 class _LogState:

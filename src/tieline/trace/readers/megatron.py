@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieline.core.errors import TraceError, parsing_file, require
-from tieline.core.files import require_file
-from tieline.core.records import parse_json
-from tieline.core.untrusted_input import MOST_BYTES
-from tieline.trace.readers.decoding import MOST_JSON, array_in
+from tieline.core.untrusted_input import require_readable
+from tieline.trace.readers.array_files import MOST_JSON, array_in, json_lines
 from tieline.trace.readers.routes import Request, Routes, assembled_routes
 
 FILES = "router_trace_rank*.jsonl"
@@ -74,18 +72,11 @@ def _rank_of_file(file: Path) -> tuple[int, str]:
 def _read_rank_trace(file: Path, steps: dict[tuple[int, int], dict[int, _LayerStep]]) -> int:
     """Add the records of one rank; returns how many were left out."""
     others = 0
-    require_file(file, TraceError)
-    size = file.stat().st_size
-    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
-    with parsing_file(file), file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}: line {number}"
-            record = parse_json(line, where, MOST_JSON)
-            fits = isinstance(record, dict) and "top_indices" in record
-            require(fits, f"{where}: needs an object with top_indices", TraceError)
-            assert isinstance(record, dict)
+    require_readable(file)
+    with parsing_file(file):
+        for where, record in json_lines(file, MOST_JSON):
+            has_choice = "top_indices" in record
+            require(has_choice, f"{where}: needs an object with top_indices", TraceError)
             if record.get("block", "decoder") != "decoder":
                 others += 1
                 continue
@@ -127,15 +118,9 @@ def _record_logits(
     offset, size = (
         _megatron_number(record.get(f"logit_{x}"), f"logit_{x}", where) for x in ("offset", "bytes")
     )
-    shape = record.get("logit_shape")
+    shape: Any = record.get("logit_shape")
     valid = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
-    if (
-        not isinstance(shape, list)
-        or not valid
-        or shape[0] != count
-        or shape[1] < 1
-        or shape[0] * shape[1] * 2 != size
-    ):
+    if not valid or shape[0] != count or shape[1] < 1 or shape[0] * shape[1] * 2 != size:
         raise TraceError(
             f"{where}: logit_shape {shape!r:.60} does not fit {size} bytes of bfloat16"
         )
@@ -160,12 +145,6 @@ def _megatron_step_request(
     require(len(shapes) == 1, f"{where}: layers of {sorted(shapes)[:4]} tokens and k", TraceError)
     logits = [step[layer].logits for layer in layers]
     recorded = [array for array in logits if array is not None]
-    scores = (
-        np.stack(recorded, 1) if len(recorded) == len(layers) and _are_one_shape(recorded) else None
-    )
+    complete = len(recorded) == len(layers) and len({array.shape for array in recorded}) == 1
+    scores = np.stack(recorded, 1) if complete else None
     return Request(np.stack([step[layer].ids for layer in layers], 1), scores=scores)
-
-
-def _are_one_shape(arrays: Sequence[np.ndarray]) -> bool:
-    """Whether all arrays have one shape."""
-    return len({array.shape for array in arrays}) == 1

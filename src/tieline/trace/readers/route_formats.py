@@ -30,8 +30,9 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.plugins import import_added
-from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, open_unpacked
-from tieline.trace.readers.arrays import (
+from tieline.core.untrusted_input import GZIP_MAGIC, NPY_MAGIC, file_advice, open_unpacked
+from tieline.trace.readers.array_files import is_json_text, read_arrays, read_values
+from tieline.trace.readers.array_routes import (
     TORCH_FILES,
     array_routes,
     is_torch_file,
@@ -47,16 +48,13 @@ from tieline.trace.readers.completions import (
     rollout_routes,
     sglang_routes,
 )
-from tieline.trace.readers.decoding import (
-    read_arrays,
-    read_values,
-)
-from tieline.trace.readers.llamacpp_files import GGUF_MAGIC, HEADER, moe_trace_routes
 from tieline.trace.readers.logs import atlas_routes, log_format, log_routes
 from tieline.trace.readers.megatron import FILES, megatron_routes
-from tieline.trace.readers.route_tables import import_table
+from tieline.trace.readers.moe_trace_and_imatrix import GGUF_MAGIC, HEADER, moe_trace_routes
 from tieline.trace.readers.routes import Routes, with_tokens
-from tieline.trace.record import RoutingTrace
+from tieline.trace.readers.table_files import import_table
+from tieline.trace.record import TOKEN_KEYS, RoutingTrace
+from tieline.trace.writers import stacked_routes, stacked_weights
 
 FORMATS = (
     "array",
@@ -170,11 +168,8 @@ def recognise_format(path: str | Path) -> str:
 def _refuse_model_file(file: Path) -> None:
     """Refuse the weights of a model, naming its folder."""
     beside = file.suffix == ".safetensors" and (file.parent / "config.json").is_file()
-    require(
-        not (beside and file.name.startswith(("model.", "model-"))),
-        f"{file}: is one file of a model: give the folder, {str(file.parent)!r}",
-        TraceError,
-    )
+    of_model = beside and file.name.startswith(("model.", "model-"))
+    require(not of_model, file_advice(file), TraceError)
 
 
 def _folder_format(folder: Path) -> str:
@@ -279,7 +274,7 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
             refuse_pickle(path, stream.read(16))
     if name in READERS:
         return READERS[name](path, options)
-    if name in ARRAY_FORMATS and _is_json_text(path):
+    if name in ARRAY_FORMATS and is_json_text(path):
         return rollout_routes(read_values(path), str(path))
     if name in ARRAY_FORMATS:
         _refuse_k_of_array(path, options)
@@ -300,12 +295,6 @@ def _file_routes(path: Path, options: ReadOptions) -> Routes:
         TraceError,
     )
     return _answer_routes(read_values(path), name, str(path), options)
-
-
-def _is_json_text(path: Path) -> bool:
-    """Whether a file, unpacked, begins as JSON."""
-    with open_unpacked(path) as stream:
-        return stream.read(64).lstrip()[:1] in (b"{", b"[")
 
 
 def _refuse_k_of_array(path: Path, options: ReadOptions) -> None:
@@ -362,22 +351,13 @@ def routes_of_trace(trace: RoutingTrace, name: str) -> Routes:
 
     Layers of different k are refused: an array has one k.
     """
-    sizes = {layer.facts.k for layer in trace.layers}
-    require(
-        len(sizes) == 1, f"{name}: layers choose {sorted(sizes)} experts, not one k", TraceError
-    )
-    k, layers = sizes.pop(), list(trace.layers)
-    weights = [layer.weights for layer in layers]
-    kept = [x.float().numpy() for x in weights if x is not None]
+    layers = list(trace.layers)
     return Routes(
-        np.stack([layer.experts[:, :k].numpy() for layer in layers], 1),
+        stacked_routes(trace, range(len(layers)), len(layers), -1),
         "trace",
         name,
-        *(
-            getattr(trace, key).numpy().astype(np.int64)
-            for key in ("tokens", "documents", "positions")
-        ),
-        weights=np.stack(kept, 1) if len(kept) == len(layers) else None,
+        *(getattr(trace, key).numpy().astype(np.int64) for key in TOKEN_KEYS),
+        weights=stacked_weights(trace),
         layer_names=tuple(layer.name for layer in layers),
         n_experts=max(layer.facts.n_experts for layer in layers),
     )
@@ -392,7 +372,7 @@ def read_tokens(path: str | Path) -> tuple[np.ndarray, ...]:
     """
     file = Path(path)
     require_file(file, TraceError)
-    if _is_json_text(file):
+    if is_json_text(file):
         return _listed_tokens(read_values(file), file)
     arrays = read_arrays(file)
     ids = next((arrays[key] for key in ("tokens", "input_ids", "") if key in arrays), None)

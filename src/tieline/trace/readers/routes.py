@@ -111,21 +111,17 @@ class Routes:
                 require(
                     fits, f"{self.name}: {key} must be {rows} integers, got {shape}", TraceError
                 )
-        for key, least in (("weights", k), ("scores", k)):
+        for key, last in (("weights", "k"), ("scores", "k or the number of experts")):
             value = getattr(self, key)
-            fits = value is None or (
-                value.dtype.kind == "f"
-                and value.shape[:2] == (rows, layers)
-                and value.ndim == 3
-                and (value.shape[2] == k if key == "weights" else value.shape[2] >= least)
-            )
-            require(
-                fits,
-                f"{self.name}: {key} must be real numbers of shape ({rows}, {layers}, k"
-                f"{'' if key == 'weights' else ' or the number of experts'}), got "
-                f"{None if value is None else (str(value.dtype), value.shape)}",
-                TraceError,
-            )
+            if value is not None:
+                real = value.dtype.kind == "f" and value.ndim == 3
+                fits = real and value.shape[:2] == (rows, layers) and value.shape[2] >= k
+                require(
+                    fits and (key == "scores" or value.shape[2] == k),
+                    f"{self.name}: {key} must be real numbers of shape ({rows}, {layers}, {last}), "
+                    f"got {(str(value.dtype), value.shape)}",
+                    TraceError,
+                )
 
     @property
     def names(self) -> list[str]:
@@ -366,19 +362,18 @@ def trace_of(
         raise TraceError(f"{name}: {where}{problem.message}")
     names = list(layer_names or routes.names)
     require(len(names) == array.shape[1], f"{name}: {len(names)} names of layers", TraceError)
-    given = n_experts or routes.n_experts
-    extent = routed_extent(array, n_experts if n_experts is not None else routes.n_experts)
+    stated = routes.n_experts if n_experts is None else n_experts
+    extent = routed_extent(array, stated)
     layers = [layer for layer in range(array.shape[1]) if layer not in extent.dense]
     require(bool(extent.mask.any()), f"{name}: no token was routed in any layer", TraceError)
     kept = np.flatnonzero(extent.mask[:, layers].all(1))
     require(len(kept) > 0, f"{name}: no token was routed in all layers with experts", TraceError)
-    stated = routes.n_experts if n_experts is None else n_experts
     total = _largest_expert_count(routes, layers, kept, stated)
     facts = LayerFacts(total, array.shape[2], affine=False)
     records, notes = _layer_records(routes, layers, kept, facts, names)
     origin = {
         **(provenance or {}),
-        "n_experts": "inferred from the largest id" if given is None else "given",
+        "n_experts": "inferred from the largest id" if stated is None else "given",
         "layers_left_out": [names[layer] for layer in extent.dense],
         "tokens_left_out": len(array) - len(kept),
         "said": [*routes.notes, *_left_out_notes(extent, names), *notes],

@@ -1,7 +1,9 @@
-"""Files that carry routes, read without trust: arrays, JSON, and arrays inside JSON.
+"""Files that carry routes, read without trust: arrays, JSON, lines, and arrays inside JSON.
 
     read_arrays     all arrays of an npy, npz or safetensors file, by name
     read_values     the values of a JSON file, or of each line of a JSONL file
+    json_lines      the object in each line of a JSONL file
+    csv_lines       the cells of each line of a CSV file, by the names of its header
     array_in        an array that stands in JSON: nested lists, base64 of an .npy, or base64 of
                     {"data", "shape", "dtype"}
     base64_bytes    the bytes of a base64 text
@@ -13,10 +15,11 @@ of text by 200 times and 64 MiB. Every problem is a `TraceError` that names the 
 
 import base64
 import binascii
+import csv
 import io
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +28,7 @@ from safetensors import safe_open
 
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
-from tieline.core.records import parse_json
+from tieline.core.records import LONGEST, parse_json
 from tieline.core.untrusted_input import (
     MOST_ARRAYS,
     MOST_BYTES,
@@ -170,6 +173,60 @@ def _is_json_line(line: bytes) -> bool:
     except TraceError:
         return False
     return True
+
+
+def is_json_text(file: Path) -> bool:
+    """Whether a file, unpacked, begins as JSON."""
+    with open_unpacked(file) as stream:
+        return stream.read(64).lstrip()[:1] in (b"{", b"[")
+
+
+def json_lines(file: Path, longest: int = LONGEST) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (label, object) of each line of a JSON Lines file, plain or gzip.
+
+    Args:
+        file: the file.
+        longest: most bytes of a line.
+    """
+    for label, line in _bounded_lines(file, longest):
+        if line.strip():
+            value = parse_json(line, label, longest)
+            if not isinstance(value, dict):
+                raise TraceError(f"{label}: must hold a JSON object")
+            yield label, value
+
+
+def csv_lines(
+    file: Path, check_names: Callable[[list[str], str], None] | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (label, cells by the names of the header) of each line of a CSV file, plain or gzip.
+
+    Args:
+        file: the file, in UTF-8.
+        check_names: refuses the names of a header, which it is given with their label.
+    """
+    reader = csv.reader((line.decode() for _, line in _bounded_lines(file, LONGEST)), strict=True)
+    names = next(reader, [])
+    if check_names is not None:
+        check_names(names, f"{file}: line 1")
+    require(len(set(names)) == len(names), f"{file}: line 1: a column comes twice", TraceError)
+    for cells in filter(None, reader):
+        label = f"{file}: line {reader.line_num}"
+        full = len(cells) == len(names)
+        require(full, f"{label}: {len(cells)} cells, the header has {len(names)}", TraceError)
+        yield label, dict(zip(names, cells, strict=True))
+
+
+def _bounded_lines(file: Path, longest: int) -> Iterator[tuple[str, bytes]]:
+    """Label and bytes of each line, none longer than `longest`."""
+    number = 0
+    with open_unpacked(file) as stream:
+        while line := stream.readline(longest + 1):
+            number += 1
+            label = f"{file}: line {number}"
+            message = f"{label}: longer than {longest} bytes: no line of routes is"
+            require(len(line) <= longest, message, TraceError)
+            yield label, line
 
 
 def base64_bytes(text: str, label: str) -> bytes:

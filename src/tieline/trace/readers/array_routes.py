@@ -43,7 +43,7 @@ import torch
 
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.untrusted_input import MOST_BYTES, NPY_MAGIC, ROUTE_ARRAYS
-from tieline.trace.readers.decoding import read_arrays
+from tieline.trace.readers.array_files import read_arrays
 from tieline.trace.readers.logs import COLUMNS
 from tieline.trace.readers.routes import Request, Routes, assembled_routes, unpacked_weights
 from tieline.trace.record import MOST_LAYERS, TOKEN_KEYS

@@ -20,7 +20,7 @@ import numpy as np
 from tieline.core.errors import TraceError, parsing_file, require
 from tieline.core.files import require_file
 from tieline.core.setting_fields import TraceSettingError
-from tieline.core.untrusted_input import MOST_BYTES
+from tieline.core.untrusted_input import require_readable
 from tieline.trace.readers.routes import Request, Routes, assembled_routes
 from tieline.trace.record import MOST_EXPERTS, MOST_LAYERS
 
@@ -84,8 +84,7 @@ def _moe_trace_layers(file: Path) -> Iterator[tuple[int, list[int]]]:
 
 def _moe_trace_lines(file: Path) -> Iterator[tuple[int, int]]:
     """Layer and expert of each line of a moe_trace.csv."""
-    size = file.stat().st_size
-    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    require_readable(file)
     with parsing_file(file), file.open(encoding="utf-8", newline="") as stream:
         for number, cells in enumerate(csv.reader(stream, strict=True), 1):
             if number == 1 and cells == HEADER:
@@ -151,9 +150,9 @@ def _imatrix_counts(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]
     require(few, f"{file}: states {tensors} tensors and {values} values", TraceError)
     alignment = 32
     for _ in range(values):
-        key, value = _read_gguf_text(stream, size), _skip_gguf_value(stream, size)
+        key, value = _read_imatrix_text(stream, size), _skip_imatrix_value(stream, size)
         alignment = value if key == "general.alignment" and value else alignment
-    infos = [_gguf_tensor_info(stream, size) for _ in range(tensors)]
+    infos = [_imatrix_tensor_info(stream, size) for _ in range(tensors)]
     start = -(-stream.tell() // alignment) * alignment
     layers = set()
     for name, count, kind, offset in infos:
@@ -169,25 +168,25 @@ def _imatrix_counts(stream: Any, file: Path) -> Iterator[tuple[int, np.ndarray]]
             yield int(match[1]), counts.astype(np.int64)
 
 
-def _read_gguf_text(stream: Any, size: int) -> str:
+def _read_imatrix_text(stream: Any, size: int) -> str:
     """Read a text of GGUF of bounded length."""
     (length,) = struct.unpack("<Q", stream.read(8))
     require(length <= min(size, 1 << 20), f"a text of {length} bytes", TraceError)
     return stream.read(length).decode("utf-8", "replace")
 
 
-def _skip_gguf_value(stream: Any, size: int) -> int | None:
+def _skip_imatrix_value(stream: Any, size: int) -> int | None:
     """Skip a value; whole numbers of 32 bits are returned."""
     (kind,) = struct.unpack("<I", stream.read(4))
     if kind == _STRING:
-        _read_gguf_text(stream, size)
+        _read_imatrix_text(stream, size)
         return None
     if kind == _LIST:
         inner, count = struct.unpack("<IQ", stream.read(12))
         require(count <= size, f"a list of {count} values", TraceError)
         if inner == _STRING:
             for _ in range(count):
-                _read_gguf_text(stream, size)
+                _read_imatrix_text(stream, size)
             return None
         require(inner in _SIZES, f"a list of type {inner}", TraceError)
         stream.seek(count * _SIZES[inner], 1)
@@ -197,9 +196,9 @@ def _skip_gguf_value(stream: Any, size: int) -> int | None:
     return int.from_bytes(data, "little") if kind == 4 else None
 
 
-def _gguf_tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
+def _imatrix_tensor_info(stream: Any, size: int) -> tuple[str, int, int, int]:
     """Name, number of elements, type and offset of a tensor."""
-    name = _read_gguf_text(stream, size)
+    name = _read_imatrix_text(stream, size)
     (axes,) = struct.unpack("<I", stream.read(4))
     require(axes <= 4, f"{name:.80}: {axes} axes", TraceError)
     sizes = struct.unpack(f"<{axes}Q", stream.read(8 * axes))

@@ -9,7 +9,6 @@
 `docs/trace-format.md` has examples. Every error names the line.
 """
 
-import csv
 import itertools
 import math
 import re
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tieline.core.errors import TraceError, parsing_file, require
-from tieline.core.files import require_file
-from tieline.core.records import parse_json
+from tieline.core.untrusted_input import require_readable
+from tieline.trace.readers.array_files import csv_lines, json_lines
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -35,7 +34,6 @@ from tieline.trace.record import (
     smallest_id_dtype,
 )
 
-MOST_BYTES = 4 << 30
 _REQUIRED = ("layer", "token", "experts")
 _OPTIONAL = ("scores", "document", "position", "id")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -45,7 +43,7 @@ _MOST = 1 << 53
 class TableRow(NamedTuple):
     """One line; `ids` are document, position and id of the token, None if absent."""
 
-    line: int
+    label: str
     layer: str
     token: int
     experts: tuple[int, ...]
@@ -56,77 +54,55 @@ class TableRow(NamedTuple):
 def read_rows(path: str | Path) -> Iterator[TableRow]:
     """Read the rows of a CSV file with a header line, or of a JSONL file of objects."""
     file = Path(path)
-    require_file(file, TraceError)
-    readers = {".csv": _csv_table_rows, ".jsonl": _jsonl_table_rows}
-    readable = file.suffix.lower() in readers
-    require(readable, f"{file}: must end in {' or '.join(readers)}", TraceError)
-    size = file.stat().st_size
-    require(size <= MOST_BYTES, f"{file}: {size} bytes, at most {MOST_BYTES} are read", TraceError)
+    require_readable(file)
+    kind = file.suffix.lower()
+    require(kind in (".csv", ".jsonl"), f"{file}: must end in .csv or .jsonl", TraceError)
     with parsing_file(file):
-        yield from readers[file.suffix.lower()](file)
+        if kind == ".csv":
+            for label, cells in csv_lines(file, _check_column_names):
+                yield _table_row(_csv_values(cells, label), label)
+            return
+        for label, values in json_lines(file):
+            _check_column_names(list(values), label)
+            yield _table_row(values, label)
 
 
-def _csv_table_rows(file: Path) -> Iterator[TableRow]:
-    """Rows of a CSV table."""
-    with file.open(encoding="utf-8", newline="") as stream:
-        reader = csv.reader(stream, strict=True)
-        names = next(reader, [])
-        _check_column_names(names, f"{file}: line 1")
-        require(len(set(names)) == len(names), f"{file}: a column comes twice", TraceError)
-        for cells in reader:
-            where = f"{file}: line {reader.line_num}"
-            full = len(cells) == len(names)
-            require(full, f"{where}: {len(cells)} cells, the header has {len(names)}", TraceError)
-            cell = dict(zip(names, cells, strict=True))
-            values: dict[str, object] = {
-                name: text if name == "layer" else _integer_of_text(text, name, where)
-                for name, text in cell.items()
-                if name not in ("experts", "scores")
-            }
-            values["experts"] = [
-                _integer_of_text(text, "experts", where) for text in cell["experts"].split()
-            ]
-            if "scores" in cell:
-                values["scores"] = [_real_of_text(text, where) for text in cell["scores"].split()]
-            yield _table_row(values, reader.line_num, where)
+def _csv_values(cells: Mapping[str, str], where: str) -> dict[str, object]:
+    """The cells of a line of CSV as the values that JSON would hold."""
+    values: dict[str, object] = {
+        name: text if name == "layer" else _integer_of_text(text, name, where)
+        for name, text in cells.items()
+        if name not in ("experts", "scores")
+    }
+    experts = cells["experts"].split()
+    values["experts"] = [_integer_of_text(text, "experts", where) for text in experts]
+    if "scores" in cells:
+        values["scores"] = [_real_of_text(text, where) for text in cells["scores"].split()]
+    return values
 
 
-def _jsonl_table_rows(file: Path) -> Iterator[TableRow]:
-    """Rows of a JSONL table."""
-    with file.open("rb") as stream:
-        for number, data in enumerate(stream, start=1):
-            if data.strip():
-                where = f"{file}: line {number}"
-                values = parse_json(data, where)
-                if not isinstance(values, dict):
-                    raise TraceError(f"{where}: must hold a JSON object")
-                _check_column_names(list(values), where)
-                yield _table_row(values, number, where)
-
-
-def _table_row(values: Mapping[str, object], line: int, where: str) -> TableRow:
+def _table_row(values: Mapping[str, object], where: str) -> TableRow:
     """One line of a table, validated."""
     layer, token, experts = (values[name] for name in _REQUIRED)
-    if (
-        isinstance(layer, bool)
-        or not isinstance(layer, int | str)
-        or not 0 < len(str(layer)) <= 256
-    ):
+    named = isinstance(layer, int | str) and not isinstance(layer, bool)
+    if not named or not 0 < len(str(layer)) <= 256:
         raise TraceError(f"{where}: layer must be a number or a name, got {layer!r:.40}")
     scores = values.get("scores")
+    if scores is not None:
+        scores = _descending_row_scores(_list_cell(scores, "scores", where), where)
     document, position, identity = (
         None if values.get(name) is None else _whole_cell(values[name], name, where, -_MOST)
         for name in ("document", "position", "id")
     )
     return TableRow(
-        line,
+        where,
         str(layer),
         _whole_cell(token, "token", where, 0),
         tuple(
             _whole_cell(expert, "experts", where, 0)
             for expert in _list_cell(experts, "experts", where)
         ),
-        None if scores is None else _descending_scores(_list_cell(scores, "scores", where), where),
+        scores,
         (document, position, identity),
     )
 
@@ -153,7 +129,7 @@ def _whole_cell(value: object, name: str, where: str, least: int) -> int:
     return value
 
 
-def _descending_scores(values: list[object], where: str) -> tuple[float, ...]:
+def _descending_row_scores(values: list[object], where: str) -> tuple[float, ...]:
     """Scores of a line, which must descend."""
     scores: list[float] = []
     for value in values:
@@ -204,8 +180,8 @@ def import_table(
     """
     table = _read_table(path)
     lines = [row for rows in table.values() for row in rows.values()]
-    ranks = _common_count([(len(row.experts), row) for row in lines], "experts", path)
-    scored = _common_count([(len(row.scores or ()), row) for row in lines], "scores", path)
+    ranks = _common_count([(len(row.experts), row) for row in lines], "experts")
+    scored = _common_count([(len(row.scores or ()), row) for row in lines], "scores")
     require(scored in (0, ranks), f"{path}: {scored} scores for {ranks} experts", TraceError)
     tokens = _common_tokens(table, path)
     largest = max(max(row.experts) for row in lines)
@@ -218,7 +194,7 @@ def import_table(
     layers = tuple(
         _table_layer(name, facts, table[name], tokens) for name in _ordered_layers(table)
     )
-    documents, positions, identities = _table_token_ids(table, tokens, path)
+    documents, positions, identities = _table_token_ids(table, tokens)
     provenance = {
         "source": "table",
         "file": Path(path).name,
@@ -239,19 +215,19 @@ def _read_table(path: str | Path) -> Table:
         first = rows.setdefault(row.token, row)
         if first is not row:
             raise TraceError(
-                f"{path}: line {row.line}: layer {row.layer!r} and token {row.token} were on line "
-                f"{first.line} already"
+                f"{row.label}: layer {row.layer!r} and token {row.token} were on "
+                f"{first.label.rpartition(': ')[2]} already"
             )
     require(bool(table), f"{path}: has no rows", TraceError)
     return table
 
 
-def _common_count(counts: Sequence[tuple[int, TableRow]], what: str, path: str | Path) -> int:
+def _common_count(counts: Sequence[tuple[int, TableRow]], what: str) -> int:
     """The count that all rows share."""
     first = counts[0][0]
     for count, row in counts:
         if count != first:
-            raise TraceError(f"{path}: line {row.line}: {count} {what}, other lines have {first}")
+            raise TraceError(f"{row.label}: {count} {what}, other lines have {first}")
     return first
 
 
@@ -288,7 +264,7 @@ def _table_layer(
     return LayerTrace(name, facts, experts, scores)
 
 
-def _table_token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple[Tensor, ...]:
+def _table_token_ids(table: Table, tokens: list[int]) -> tuple[Tensor, ...]:
     """Documents, positions and ids: by default document 0, the token's number and -1."""
     ids_of_token: dict[int, tuple[int | None, ...]] = {}
     for rows in table.values():
@@ -296,8 +272,8 @@ def _table_token_ids(table: Table, tokens: list[int], path: str | Path) -> tuple
             first = ids_of_token.setdefault(token, row.ids)
             require(
                 first == row.ids,
-                f"{path}: line {row.line}: token {token} has {row.ids} as document, position and "
-                f"id, and {first} elsewhere",
+                f"{row.label}: token {token} has {row.ids} as document, position and id, and "
+                f"{first} elsewhere",
                 TraceError,
             )
     ids = [
