@@ -5,7 +5,8 @@ four functions for each at import and checks the arguments twice at every call. 
 makes the same check on the first call of a function, by one function of beartype: all arguments and
 the result, with the names of axes held together over the call. Left to jaxtyping are generators,
 whose bodies run after the call, annotations in quotes, which it reads when a function is defined,
-and axes that are computed from an argument.
+and axes that are computed from an argument. Whether a tensor has the axes of an annotation is
+decided here where they are single names and sizes, as most are, and by jaxtyping elsewhere.
 """
 
 import dataclasses
@@ -14,15 +15,20 @@ import inspect
 import typing
 
 import jaxtyping
+import torch
 from beartype import BeartypeConf, beartype
+from jaxtyping import _array_types, _storage
+from torch import Tensor
 
 _by_jaxtyping = jaxtyping.jaxtyped
+_is_array_by_jaxtyping = _array_types._MetaAbstractArray.__instancecheck__
 _by_beartype = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
 def install(package):
     """Check the annotations of every function and data class of a package not yet imported."""
     jaxtyping.jaxtyped = jaxtyped
+    _array_types._MetaAbstractArray.__instancecheck__ = is_array
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
@@ -75,10 +81,58 @@ def _check(function):
         return check
 
     def called(*args, **kwargs):
-        with _by_jaxtyping("context"):  # equal names mean equal sizes within this call alone
+        _storage.push_shape_memo({})  # equal names mean equal sizes within this call alone
+        try:
             return check(*args, **kwargs)
+        finally:
+            _storage.pop_shape_memo()
 
     return called
+
+
+def is_array(hint, value):
+    """Whether a value is an array of the type and axes of a hint, in place of `isinstance`."""
+    axes = _single_axes(hint)
+    if axes is None or type(value) is not Tensor:
+        return _is_array_by_jaxtyping(hint, value)
+    shape = value.shape
+    if len(shape) != len(axes) or not _has_type(hint, value.dtype):
+        return False
+    sizes, added = _storage.get_shape_memo()[0], {}
+    for axis, size in zip(axes, shape, strict=True):
+        if axis is None:
+            continue
+        expected = axis if type(axis) is int else sizes.get(axis)
+        if expected is None:
+            expected = added.setdefault(axis, size)
+        if expected != size:
+            return False
+    sizes.update(added)
+    return True
+
+
+@functools.cache
+def _single_axes(hint):
+    """Name, size or None (any size) of every axis; None where jaxtyping has to read them."""
+    if not isinstance(hint, type) or getattr(hint, "array_type", None) is not Tensor:
+        return None
+    axes = []
+    for axis in hint.dims:
+        if type(axis) is _array_types._NamedDim and not (axis.broadcastable or axis.treepath):
+            axes.append(axis.name)
+        elif type(axis) is _array_types._FixedDim and not axis.broadcastable:
+            axes.append(axis.size)
+        elif axis is _array_types._anonymous_dim:
+            axes.append(None)
+        else:
+            return None
+    return tuple(axes)
+
+
+@functools.cache
+def _has_type(hint, dtype):
+    """Whether tensors of this type and any axes are arrays of the hint's type, for jaxtyping."""
+    return _is_array_by_jaxtyping(hint.dtype[Tensor, "..."], torch.empty(0, dtype=dtype))
 
 
 def _parts(hint):

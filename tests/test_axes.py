@@ -31,6 +31,14 @@ def either(a: "Float[Tensor, ' n'] | None", rest: list[Int[Tensor, " n"]]) -> No
     pass
 
 
+def square(x: Float[Tensor, "n n"], pairs: Float[Tensor, "_ 2"]) -> None:
+    pass
+
+
+def triples(x: Float[Tensor, "n 3"] | Float[Tensor, "m n"], y: Float[Tensor, " n"]) -> None:
+    pass
+
+
 def counted(n: int, x: Float[Tensor, " {n}"]) -> int:
     return len(x)
 
@@ -90,6 +98,13 @@ CALLS = {
     "plain type": lambda check: check(product)(AXES, ROWS, "one"),
     "good nothing": lambda check: check(either)(None, [torch.ones(2).long()]),
     "a list beside its axis": lambda check: check(either)(torch.ones(3), [torch.ones(2).long()]),
+    "good square": lambda check: check(square)(AXES[:, :2], ROWS[:, :2]),
+    "no square": lambda check: check(square)(AXES, ROWS[:, :2]),
+    "a size": lambda check: check(square)(AXES[:, :2], ROWS),
+    "good axis of the second choice": lambda check: check(triples)(ROWS[:2], ROWS[0]),
+    "axis of the choice that failed": lambda check: check(triples)(ROWS[:2], ROWS[0, :2]),
+    "good parameter": lambda check: check(square)(torch.nn.Parameter(ROWS[:2, :2]), ROWS[:, :2]),
+    "parameter": lambda check: check(square)(torch.nn.Parameter(AXES), ROWS[:, :2]),
     "good count": lambda check: check(counted)(2, torch.ones(2)),
     "an axis from an argument": lambda check: check(counted)(3, torch.ones(2)),
     "good name": lambda check: check(named)("a", [1, 2]),
@@ -124,9 +139,12 @@ def refused(call, check):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_refused_as_by_jaxtyping(name):
+def test_calls_are_refused_as_by_jaxtyping(name, monkeypatch):
     checker = partial(axes.jaxtyped, typechecker=beartype.beartype)
     found = refused(CALLS[name], checker)
+    hints = type(Float[Tensor, "n"])
+    assert hints.__instancecheck__ is axes.is_array
+    monkeypatch.setattr(hints, "__instancecheck__", axes._is_array_by_jaxtyping)
     assert found == refused(CALLS[name], ORIGINAL)
     assert found != name.startswith("good")
 
