@@ -1,4 +1,7 @@
-"""Every Python block of the README and of the documentation runs, alone, in an empty folder."""
+"""Every Python block of the README and of the documentation runs, alone, in an empty folder.
+
+On at most 512 tokens; in the slow tier on as many as the block says.
+"""
 
 import os
 import re
@@ -11,6 +14,7 @@ import pytest
 from tieline.models import families
 
 ROOT = Path(__file__).parents[2]
+TOKENS = re.compile(r"\btokens=(\d+)")
 FENCE = re.compile(r"(?:<!-- (?P<mark>[\w ]+) -->\n)?^```python\n(?P<code>.*?)^```", re.S | re.M)
 
 
@@ -22,7 +26,11 @@ def blocks():
             if "data" in words and not os.environ.get("TIELINE_DATA"):
                 marks.append(pytest.mark.skip(reason="needs data sets in $TIELINE_DATA"))
             name = f"{page.relative_to(ROOT)}:{place}"
-            yield pytest.param(found["code"], found["mark"], id=name, marks=marks)
+            few = TOKENS.sub(lambda text: f"tokens={min(int(text[1]), 512)}", found["code"])
+            yield pytest.param(few, found["mark"], id=name, marks=marks)
+            if few != found["code"]:
+                as_is = [*marks, pytest.mark.slow]
+                yield pytest.param(found["code"], found["mark"], id=f"{name}:as is", marks=as_is)
 
 
 @pytest.mark.parametrize(("code", "mark"), list(blocks()))

@@ -82,7 +82,7 @@ ANALYSES = {
     "capture": (capture_engine, {"text": TEXT, "tokens": 100, "sequence_length": 16}),
 }
 QUICK = {
-    "audit": ("gpt_oss", "deepseek_v3"),
+    "audit": ("deepseek_v3",),
     "smooth": ("deepseek_v3",),
     "inspect": ("gpt_oss",),
     "diff": ("deepseek_v3",),
@@ -92,7 +92,16 @@ FAMILIES = {
     "inspect": ("olmoe", "qwen3_next", "mixtral", "granitemoe", "llama4", "zaya"),
     "diff": ("olmoe", "qwen3_next", "jetmoe", "mixtral", "granitemoe", "llama4", "zaya"),
     "capture": ("olmoe", "qwen3_next", "mixtral", "granitemoe", "llama4", "zaya"),
-    "audit": ("olmoe", "qwen3_next", "jetmoe", "mixtral", "granitemoe", "llama4", "zaya"),
+    "audit": (
+        "olmoe",
+        "gpt_oss",
+        "qwen3_next",
+        "jetmoe",
+        "mixtral",
+        "granitemoe",
+        "llama4",
+        "zaya",
+    ),
     "smooth": ("olmoe", "gpt_oss", "qwen3_next", "jetmoe", "mixtral"),
 }
 CASES = [(name, family) for name, families in QUICK.items() for family in families]

@@ -14,7 +14,7 @@ from tests.trace.zoo import make_trace
 from tieline.trace import save_trace
 
 SMALL = 128 << 10
-FEW = ["--tokens", 512, "--calibration", 512, "--rounds", 2, "--batch-size", 2]
+FEW = ["--tokens", 128, "--calibration", 128, "--epsilon", 0.2, "--rounds", 2, "--batch-size", 2]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ COMMANDS = {
     "inspect": ["inspect", "--tokens", 4096, "--save-trace", "@/out"],
     "merge": ["merge", "+/trace0", "+/trace1", "--renumber", "-o", "@/out"],
     "smooth": ["smooth", *FEW, "-o", "@/out"],
-    "reroute": ["reroute", "--tokens", 512, "--fit-tokens", 512, "-o", "@/out"],
+    "reroute": ["reroute", "--tokens", 128, "--fit-tokens", 128, "-o", "@/out"],
     "capture": ["capture", "--tokens", 4096, "--engine", "transformers", "-o", "@/out"],
     "convert": ["convert", "+/routes.npy", "@/out", "--to", "vllm"],
     "upcycle": ["upcycle", "+/dense", "--n-experts", 32, "-o", "@/out"],
@@ -86,17 +86,29 @@ def test_a_disk_that_is_full_after_the_weights_of_a_checkpoint_is_said(tieline, 
     assert [path.name for path in (disk / "run").iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("largest", [1 << 10, 20 << 10, 120 << 10])
-def test_a_limit_on_the_size_of_files_is_said(tmp_path, largest):
-    """In a process of its own, which the limit does not outlive."""
-    code = "import resource, sys; from tieline import cli\n"
-    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest}, {largest}))\n"
-    code += "cli.main(sys.argv[1:])"
-    words = [sys.executable, "-c", code, "train", "demo-smoke-smooth1", "-o", str(tmp_path / "run")]
+LIMITED = """
+import resource, sys
+from tieline import cli
+
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+for largest in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    try:
+        cli.main(["train", "demo-smoke-smooth1", "-o", f"{sys.argv[1]}/{largest}"])
+    except SystemExit as left:
+        print("code", left.code)
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_said(tmp_path):
+    """In a process of its own, which the limits do not outlive."""
+    limits = (1 << 10, 20 << 10, 120 << 10)
+    words = [sys.executable, "-c", LIMITED, str(tmp_path), *map(str, limits)]
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # Python would keep halves of modules
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 2, done.stderr
-    assert f"no space left on the disk of {tmp_path / 'run'}" in done.stderr
+    assert done.stdout.splitlines() == ["code 2"] * len(limits), done.stderr
+    for largest in limits:
+        assert f"no space left on the disk of {tmp_path / str(largest)}" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

@@ -46,7 +46,7 @@ FOLDERS = {
     "merge": ["merge", "+/trace0", "+/trace1", "--renumber", "-o", "@"],
     "convert": ["convert", "+/trace0", "@", "--to", "trace"],
     "smooth": ["smooth", *FEW, "-o", "@"],
-    "reroute": ["reroute", "--tokens", 512, "--fit-tokens", 512, "-o", "@"],
+    "reroute": ["reroute", "--tokens", 128, "--fit-tokens", 128, "-o", "@"],
     "upcycle": ["upcycle", "+/dense", "-o", "@"],
 }
 FILES = {
