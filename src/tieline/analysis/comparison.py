@@ -65,6 +65,7 @@ from tieline.analysis.served_precision import (
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.record import LayerTrace, RoutingTrace
+from tieline.trace.selection import select_tokens
 
 FEWEST_RUNS = 3
 """Reference runs without which chance is unknown."""
@@ -244,14 +245,16 @@ class ComparedRuns:
     ) -> tuple[Excess, ...]:
         """Where B exceeds the reference runs, on the tokens that these have."""
         rows = np.flatnonzero(np.all([run[0].flipped >= 0 for run in runs], axis=0))
-        traces = [self.aligned.pair(i)[0] for i in range(len(self.layers))]
+        of_a = self.aligned.common.in_a[torch.from_numpy(rows)]
+        numbers, layers = (i for i, _ in self.aligned.pairing.pairs), self.aligned.a.layers
+        experts = [layers[i].experts[of_a].long().numpy() for i in numbers]
         ids = self.aligned.a.tokens
         tokens = ComparedTokens(
             self._keys.documents[rows],
             self._keys.positions[rows],
-            None if ids is None else ids[self.aligned.common.in_a].numpy()[rows],
-            [x.experts[:, : x.facts.k].numpy()[rows] for x in traces],
-            [x.experts.numpy()[rows] for x in traces],
+            None if ids is None else ids[of_a].numpy(),
+            [x[:, : layer.k] for x, layer in zip(experts, self.layers, strict=True)],
+            experts,
         )
         layers_at_tokens = [[x.at_tokens(rows) for x in run] for run in (self.run, *runs)]
         return find_excess(layers_at_tokens[0], layers_at_tokens[1:], tokens, tolerance)
@@ -469,9 +472,20 @@ def compare_runs(
     base = a if recorded_format(a.provenance) == "fp32" else b
     return ComparedRuns(
         align(a, b, partial=partial),
-        references=[align(base, reference, partial=True) for reference in references],
+        references=[
+            align(_tokens_of_reference(base, reference), reference, partial=True)
+            for reference in references
+        ],
         tolerance=noise_tolerance(expected),
     )
+
+
+def _tokens_of_reference(base: RoutingTrace, reference: RoutingTrace) -> RoutingTrace:
+    """The run on the tokens of a reference where these are its first: the others have no part."""
+    first = slice(reference.n_tokens)
+    keys = (base.documents, reference.documents), (base.positions, reference.positions)
+    is_beginning = all(torch.equal(x[first].long(), y.long()) for x, y in keys)
+    return select_tokens(base, first) if is_beginning else base
 
 
 def diff_result(

@@ -38,7 +38,13 @@ from torch.overrides import TorchFunctionMode
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.text import layer_label
 from tieline.models.families import family_of, find_routers
-from tieline.models.number_formats import Format, RoundingBuffers, format_named, rounded_in_pieces
+from tieline.models.number_formats import (
+    Format,
+    RoundingBuffers,
+    format_named,
+    round_in_place,
+    rounded_in_pieces,
+)
 from tieline.models.parallel import local_shard
 
 
@@ -423,6 +429,15 @@ _READS_ONLY = frozenset({torch.nn.functional.silu, torch.nn.functional.softmax})
 """Functions written in Python that write to their arguments only where `inplace` asks for it."""
 
 
+_MOVES = frozenset(
+    {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous}
+    | {torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.expand}
+    | {torch.Tensor.__getitem__, torch.Tensor.__neg__, torch.Tensor.neg, torch.neg, torch.cat}
+    | {torch.Tensor.chunk, torch.chunk, torch.Tensor.split, torch.Tensor.to}
+)
+"""Functions whose result has numbers of their first argument, moved or negated."""
+
+
 @cache
 def _may_write(function: Any) -> bool:
     """Whether a function of torch may write to its arguments, by the convention of its name."""
@@ -465,7 +480,8 @@ class _Products(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _may_write(func) or kwargs.get("out") is not None or kwargs.get("inplace"):
+        writes = _may_write(func) or kwargs.get("out") is not None or kwargs.get("inplace")
+        if writes:
             self._unwritten = object()  # tensors rounded so far may hold other numbers now
         if not self._active():
             return func(*args, **kwargs)
@@ -474,10 +490,13 @@ class _Products(TorchFunctionMode):
             operands = list(args)
             for position in positions:
                 operands[position] = self._rounded(operands[position], self._format.activations)
-            return self._result(func(*operands, **kwargs))
+            return self._result(func(*operands, **kwargs), is_new=not writes)
         if func in _ELEMENTWISE and self._format.plain and self._scope.running is None:
-            return self._result(func(*map(self._result, args), **kwargs))
-        return func(*args, **kwargs)
+            return self._result(func(*map(self._result, args), **kwargs), is_new=not writes)
+        result = func(*args, **kwargs)
+        if func in _MOVES:
+            self._carry_mark(args[0], result)
+        return result
 
     def _active(self) -> bool:
         """Whether products that run now are rounded."""
@@ -496,21 +515,34 @@ class _Products(TorchFunctionMode):
             return (0,) if _storage_address(args[1]) in self._weights else ()
         return (0, 1, 2) if func in _ATTENTION and self._format.plain else ()
 
-    def _rounded(self, value: Any, rounding: Any) -> Any:
-        """Round a tensor to a grid, unless it lies on it already."""
+    def _rounded(self, value: Any, rounding: Any, is_new: bool = False) -> Any:
+        """Round a tensor to a grid, unless it lies on it already; a new one where it is."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or rounding is None:
             return value
         state = (rounding, self._unwritten)
         if not rounding.scaled and getattr(value, _ROUNDED, None) == state:
             return value
-        rounded = rounded_in_pieces(value, rounding)
+        if is_new and type(value) is Tensor and not value.requires_grad:
+            round_in_place(value, rounding)  # nobody else has it, and fresh memory is slow
+            rounded = value
+        else:
+            rounded = rounded_in_pieces(value, rounding)
         setattr(rounded, _ROUNDED, state)
         return rounded
 
-    def _result(self, value: Any) -> Any:
+    def _result(self, value: Any, is_new: bool = False) -> Any:
         """Round, except single columns, such as the variance in a norm, and float32 logits."""
         if self._scope.running in self._single:
             return value
         if isinstance(value, Tensor) and value.ndim and value.shape[-1] == 1:
             return value
-        return self._rounded(value, self._format.results)
+        return self._rounded(value, self._format.results, is_new)
+
+    def _carry_mark(self, source: Any, result: Any) -> None:
+        """Mark numbers that were moved as rounded if those that they come from were."""
+        sources = (source,) if isinstance(source, Tensor) else source
+        marks = {getattr(tensor, _ROUNDED, None) for tensor in sources}
+        results = (result,) if isinstance(result, Tensor) else result
+        if len(marks) == 1 and None not in marks and results[0].dtype == sources[0].dtype:
+            for tensor in results:
+                setattr(tensor, _ROUNDED, *marks)

@@ -322,7 +322,17 @@ def rounded_in_pieces(
     source, target = values, result
     if values.ndim > 2 and axis == -1 and values.is_contiguous():
         source, target = values.flatten(0, -2), result.view(-1, result.shape[-1])
-    rows = max(1, PIECE * len(source) // source.numel())
-    for piece, into in zip(source.split(rows), target.split(rows), strict=True):
+    for piece, into in zip(_pieces(source), _pieces(target), strict=True):
         rounding.write(piece, into, axis)
     return result
+
+
+def round_in_place(values: Tensor, rounding: Rounding) -> None:
+    """Round numbers where they are, piece by piece, to a grid without scales."""
+    for piece in _pieces(values.view(-1) if values.is_contiguous() else values):
+        rounding.write(piece, piece)
+
+
+def _pieces(values: Tensor) -> tuple[Tensor, ...]:
+    """Views of some rows each that fit the processor's cache."""
+    return values.split(max(1, PIECE * len(values) // max(1, values.numel())))

@@ -24,11 +24,18 @@ from tieline.models.router_output import (
 Ids = Int[Tensor, "rows length"]
 
 
-def forward(model: nn.Module, ids: Int[Tensor, "rows length"]) -> Any:
-    """Return the model's output for these tokens, all visible, without a cache."""
-    options: dict[str, Any] = {}
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        options["use_cache"] = False
+def forward(model: nn.Module, ids: Int[Tensor, "rows length"], *, predicts: bool = True) -> Any:
+    """Return the model's output for these tokens, all visible, without a cache.
+
+    Args:
+        model: a model of transformers.
+        ids: token ids.
+        predicts: whether the logits of all tokens are wanted; without, the output head runs on the
+            last token alone where the model can do so: its products and logits may be the largest.
+    """
+    known = inspect.signature(model.forward).parameters
+    wanted: dict[str, Any] = {"use_cache": False} | ({} if predicts else {"logits_to_keep": 1})
+    options = {name: value for name, value in wanted.items() if name in known}
     return model(input_ids=ids.to(model_device(model)), **options)
 
 

@@ -232,8 +232,9 @@ class Schedule:
 
     def logits(self, state: RunningPass) -> Any:
         """Run a pass and return its logits; None where the phase looks at none."""
-        output = forward(self.module(state.run), state.ids)
-        if self.phase.logits == "none":
+        predicts = self.phase.logits != "none"
+        output = forward(self.module(state.run), state.ids, predicts=predicts)
+        if not predicts:
             return None
         if self.phase.logits == "optional":
             return getattr(output, "logits", None)

@@ -177,26 +177,57 @@ def test_layouts_of_rounded_tensors_are_asked_of_torch_once(monkeypatch):
     assert calls.count("meta") == 1
 
 
-def test_what_was_rounded_is_rounded_again_only_after_a_write(monkeypatch):
-    x, calls = torch.randn(6, 5), []
-    whole = emulate_room.rounded_in_pieces
-    monkeypatch.setattr(
-        emulate_room,
-        "rounded_in_pieces",
-        lambda values, *rest: calls.append(tuple(values.shape)) or whole(values, *rest),
-    )
+@pytest.fixture
+def roundings(monkeypatch):
+    """Shapes of what is rounded, in order."""
+    shapes = []
+    for name in ("rounded_in_pieces", "round_in_place"):
+        whole = getattr(emulate_room, name)
+        monkeypatch.setattr(
+            emulate_room,
+            name,
+            lambda values, *rest, whole=whole: (
+                shapes.append(tuple(values.shape)) or whole(values, *rest)
+            ),
+        )
+    return shapes
+
+
+def test_what_was_rounded_is_rounded_again_only_after_a_write(roundings):
+    x, kept = torch.randn(6, 5), torch.randn(6, 5)
     model, grid = lively(tiny_model("olmoe")), FORMATS["bf16"].results
     with torch.inference_mode(), rounded_products(model, "bf16", "all"):
         sums = x + x.mul(3.0)
-        calls.clear()
+        roundings.clear()
         doubled = sums + sums
-        assert calls == [(6, 5)]  # the result alone: both terms are on the grid
+        assert roundings == [(6, 5)]  # the result alone: both terms are on the grid
         sums.view(-1)[3:].add_(1e-3)  # through a view, so that `sums` itself is not named
-        calls.clear()
+        roundings.clear()
         again = sums * 1.0
-        assert calls == [(6, 5)] * 2
+        assert roundings == [(6, 5)] * 2
+        kept * 1.0
     assert torch.equal(doubled, grid(doubled))
     assert torch.equal(again, grid(again))
+    assert not torch.equal(kept, grid(kept))  # what others may hold stays as it is
+
+
+def test_what_was_rounded_and_moved_is_not_rounded_again(roundings):
+    x = torch.randn(6, 4)
+    model = lively(tiny_model("olmoe"))
+    with torch.inference_mode(), rounded_products(model, "bf16", "all"):
+        sums = x + x
+        first, second = sums.view(2, 3, 4).transpose(0, 1).chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        roundings.clear()
+        turned * turned
+        assert roundings == [(3, 2, 4)]
+        half = torch.cat((first, x[:, :2].view(3, 2, 2)), dim=-1)  # only one of them was rounded
+        roundings.clear()
+        half * half
+        assert roundings == [(3, 2, 4)] * 3
+        roundings.clear()
+        sums.double() * 1.0
+        assert roundings == [(6, 4)] * 2  # of another type
 
 
 TENSOR, FUNCTIONAL = torch.Tensor, torch.nn.functional
