@@ -5,6 +5,7 @@
     python benchmarks/streaming.py inspect /tmp/big --tokens 4096 [--memory 8G] [--no-jumps]
     python benchmarks/streaming.py audit /tmp/big --tokens 4096
     python benchmarks/streaming.py compare /tmp/big --tokens 2048 --batch-size 1 --rounds 3
+    python benchmarks/streaming.py whole qwen3-30b-a3b /tmp/big --layers 24    make, compare, delete
 
 The limit is one read of the file at the speed of the disk, measured on a part that is not cached,
 plus the operations of the forward passes at the measured speed of a matrix product of the shape of
@@ -15,10 +16,12 @@ it: reading once, what its forward passes took 17 times, and the rounding. All a
 in the same process. Files have the tensors of the published checkpoint, one per expert; values are
 random.
 
-`compare` records the routes of the same batches with accelerate's disk offload as well, its decoder
-layers on disk and all else in memory, in turns, each in a process of its own with cold files. Both
-compute in float32 without the output head, and their experts must be equal. Opening stands apart:
-accelerate writes a second copy of the layers then. Peaks and what was read from disk are in GB.
+`compare` records the routes of the same batches by streaming, by streaming without the thread that
+reads the next layer ahead, and with accelerate's disk offload, its decoder layers on disk and all
+else in memory: in turns, each in a process of its own with cold files. All compute in float32
+without the output head, and their experts must be equal. Opening stands apart: accelerate writes
+a second copy of the layers then, in float32, and is left out where the disk has no room for it.
+The limit is one read and the operations. Peaks, the largest layer and what was read are in GB.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import statistics
 import struct
 import subprocess
@@ -478,8 +482,12 @@ def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     batches = list(ids.split(options.batch_size))
     with tempfile.TemporaryDirectory(dir=folder.parent) as copy:
         with Watched() as opening:
-            if options.side == "streamed":
+            largest = 0
+            if options.side != "accelerate":
                 loaded = Model.open(folder, dtype="fp32", stream=True)
+                assert loaded.stream is not None
+                loaded.stream.ahead *= options.side == "streamed"
+                largest = loaded.stream.largest
                 run = partial(recorded_routes, loaded, Ranks.of(None, batches))
             else:
                 run = partial(offloaded_routes, offloaded_model(folder, Path(copy)), batches)
@@ -492,48 +500,91 @@ def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "seconds": watch.seconds,
         "opening": opening.seconds,
         "peak": watch.peak,
+        "largest": largest / 1e9,
         "read": watch.read,
         "digest": hashlib.sha256(experts.long().numpy().tobytes()).hexdigest(),
         "batches": len(batches),
     }
 
 
+SIDES = ("streamed", "not ahead", "accelerate")
+
+
+def sides_with_room(folder: Path) -> tuple[str, ...]:
+    """What can be compared: accelerate needs room on disk for the layers in float32."""
+    tensors = open_shards(folder).tensors.items()
+    copy = 4 * sum(np.prod(x.shape) for name, x in tensors if ".layers." in name)
+    return SIDES if shutil.disk_usage(folder.parent).free > 1.05 * copy else SIDES[:-1]
+
+
+def physical_limit(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of one cold read of the layers and embeddings, and of the operations."""
+    forget(folder)
+    disk, shape, shards = disk_speed(folder), read_shape(folder), open_shards(folder)
+    head = shards.tensors["lm_head.weight"]
+    read = shards.size - np.prod(head.shape) * head.dtype.itemsize
+    rows = options.batch_size * options.length * shape.k // shape.n_experts
+    speed = product_speed(max(1, rows), shape.hidden, 2 * shape.width)
+    return float(read / disk), operations(folder, options.tokens, options.length) / speed
+
+
 def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Streaming against accelerate's disk offload, in turns and in processes of their own."""
-    sides: dict[str, list[dict[str, Any]]] = {"streamed": [], "accelerate": []}
+    """Ways to record routes of a model on disk, in turns and in processes of their own."""
+    sides: dict[str, list[dict[str, Any]]] = {side: [] for side in sides_with_room(folder)}
     sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "length")]
     sizes.append(f"--batch-size={options.batch_size}")
+    limits = []
     for _ in range(options.rounds):
+        limits.append(physical_limit(folder, options))
         for side, runs in sides.items():
             command = [sys.executable, __file__, "routes", str(folder), f"--side={side}", *sizes]
             runs.append(json.loads(subprocess.check_output(command, text=True)))
     digests = {run["digest"] for runs in sides.values() for run in runs}
     assert len(digests) == 1, "the routes differ"
-    ratios = [a["seconds"] / s["seconds"] for s, a in zip(*sides.values(), strict=True)]
+    streamed = sides["streamed"]
+    seconds = {side: [run["seconds"] for run in runs] for side, runs in sides.items()}
+    seconds |= {"limit": [sum(limit) for limit in limits]}
+    ratios = {
+        f"{side} / streamed": [x / y for x, y in zip(spent, seconds["streamed"], strict=True)]
+        for side, spent in seconds.items()
+    }
+    ratios["streamed / limit"] = [1 / x for x in ratios.pop("limit / streamed")]
     return {
-        "accelerate / streamed": [round(ratio, 2) for ratio in sorted(ratios)],
-        "median": round(statistics.median(ratios), 2),
+        **{name: [round(x, 2) for x in sorted(values)] for name, values in ratios.items()},
+        "median": {name: round(statistics.median(x), 2) for name, x in ratios.items()},
+        "peak / largest layer": [round(run["peak"] / run["largest"], 2) for run in streamed],
+        "largest": round(streamed[0]["largest"], 2),
+        "limit: read, operations": [[round(x, 2) for x in limit] for limit in limits],
         **{
             f"{name} {side}": [round(run[name], 2) for run in runs]
             for side, runs in sides.items()
             for name in ("seconds", "opening", "peak", "read")
         },
         "file GB": round(open_shards(folder).size / 1e9, 2),
-        "batches": sides["streamed"][0]["batches"],
+        "batches": streamed[0]["batches"],
         "threads": torch.get_num_threads(),
+        "load": os.getloadavg(),
     }
+
+
+def whole(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Make a checkpoint, compare the ways to record its routes, and delete it."""
+    try:
+        make(options.layout, folder, options.layers)
+        return compare(folder, options)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
     """Make a checkpoint or measure one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parts = parser.add_subparsers(dest="command", required=True)
-    making = parts.add_parser("make")
-    making.add_argument("layout", choices=LAYOUTS)
-    making.add_argument("folder", type=Path)
-    making.add_argument("--layers", type=int)
-    for command in ("inspect", "audit", "compare", "routes"):
+    for command in ("make", "whole", "inspect", "audit", "compare", "routes"):
         running = parts.add_parser(command)
+        if command in ("make", "whole"):
+            running.add_argument("layout", choices=LAYOUTS)
+            running.add_argument("--layers", type=int)
         running.add_argument("folder", type=Path)
         running.add_argument("--tokens", type=int, default=4096)
         running.add_argument("--length", type=int, default=512)
@@ -541,17 +592,18 @@ def main() -> None:
         running.add_argument("--memory", type=read_memory)
         if command == "inspect":
             running.add_argument("--no-jumps", action="store_true")
-        if command == "compare":
+        if command in ("compare", "whole"):
             running.add_argument("--rounds", type=int, default=3)
         if command == "routes":
-            running.add_argument("--side", choices=("streamed", "accelerate"), required=True)
+            running.add_argument("--side", choices=SIDES, required=True)
     options = parser.parse_args()
     if options.command == "make":
         make(options.layout, options.folder, options.layers)
     elif options.command == "routes":
         print(json.dumps(measure_routes(options.folder, options)))
-    elif options.command == "compare":
-        print(json.dumps(compare(options.folder, options), indent=1))
+    elif options.command in ("compare", "whole"):
+        run = whole if options.command == "whole" else compare
+        print(json.dumps(run(options.folder, options), indent=1))
     else:
         print(json.dumps(measure(options.command, options.folder, options), indent=1))
 

@@ -89,3 +89,18 @@ def test_pieces_are_the_whole_in_numbers_and_layout(name, shape, axis, monkeypat
         assert found.stride() == wanted.stride()
         places.append(found.data_ptr())
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("turn", [lambda x: x, lambda x: x.transpose(0, 1), lambda x: x[:0]])
+def test_rounding_in_place_is_rounding(name, turn, monkeypatch):
+    monkeypatch.setattr(number_formats, "PIECE", 64)
+    values = turn(torch.randn(9, 5, 8, generator=torch.Generator().manual_seed(1)))
+    if len(values):
+        values[0, :2, :4] = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38])
+        values[1, 0, 0] = torch.nan
+    rounding = FORMATS[name].weights
+    wanted, address = rounding(values), values.data_ptr()
+    number_formats.round_in_place(values, rounding)
+    assert torch.equal(values.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+    assert values.data_ptr() == address

@@ -54,3 +54,13 @@ def test_models_without_memory_are_refused():
 def test_the_text_configuration_of_a_model():
     assert text_config(tiny_model("olmoe")).hidden_size == WIDTH
     assert text_config(torch.nn.Linear(2, 2)) is None
+
+
+def test_without_predictions_the_head_runs_on_the_last_token_alone():
+    model, ids, rows = tiny_model("olmoe"), batch(), []
+    model.lm_head.register_forward_pre_hook(lambda head, args: rows.append(args[0].shape[1]))
+    with only_running(model):
+        logits = forward(model, ids).logits
+        last = forward(model, ids, predicts=False).logits
+    assert rows == [ids.shape[1], 1]
+    assert torch.allclose(last, logits[:, -1:], atol=1e-6)
