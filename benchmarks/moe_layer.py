@@ -26,7 +26,7 @@ from harness import Ratio, Samples, interleave, peak_growth, peak_memory, ratio,
 from tieline import MoE, ProjectedTopK, SmoothTopK, TopK
 from tieline.core.ranking import ranked_scores
 from tieline.measure.boundary import epsilon_for_extra
-from tieline.models.epsilon import budget_epsilon
+from tieline.models.band_width import budget_epsilon
 from tieline.routing import Experts, LinearRouter
 
 SHAPES = [(512, 256, 8, 2, 512), (4096, 256, 64, 8, 128), (512, 1024, 64, 8, 256)]

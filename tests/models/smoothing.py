@@ -6,7 +6,7 @@ import torch
 
 from tests.models.tiny import CORRECTIONS, EXPERTS, SUPPORTED, batch, lively, tiny_model
 from tieline.models import find_routers
-from tieline.models.epsilon import Scores
+from tieline.models.band_width import Scores
 from tieline.models.families import FAMILIES
 from tieline.models.routed_block import BlockCall, block_of
 from tieline.models.router_output import attach_handler, detach_handler

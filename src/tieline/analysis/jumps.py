@@ -60,7 +60,7 @@ from tieline.models.routed_block import Block, BlockCall, BlockRun, Rows, fitted
 from tieline.models.router_output import Choice, RouterOutput
 from tieline.models.router_rule import combine_rule, family_scale, renormalises_weights
 from tieline.run.forward import overridden_output
-from tieline.run.observers import BlockSite, Observer, Rerun, RouteRecorder, Site
+from tieline.run.observers import Observer, Rerun, RouteRecorder, Site
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
 from tieline.trace.counts import SPAN, token_hash
@@ -179,16 +179,16 @@ class BlockSampler(Observer):
         """Whether the recorder records the pass."""
         return self._recorder.watches(run)
 
-    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+    def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
         """Handle the return of a block, whose router has been recorded just before."""
-        name, rows = site.name, BlockCall(*call)
+        name = site.name
         layer = self._recorder.recorded(run, name)
         if layer is None or not layer.has_gaps:
             return
         gaps = layer.inner_gap
-        if len(gaps) != rows.tokens:
+        if len(gaps) != call.tokens:
             self._status[name] = (
-                f"not answerable: the block {self._blocks[name].name!r} was given {rows.tokens} "
+                f"not answerable: the block {self._blocks[name].name!r} was given {call.tokens} "
                 f"rows for {len(gaps)} tokens; batches must not be padded"
             )
             return
@@ -198,8 +198,8 @@ class BlockSampler(Observer):
             token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN, device="cpu"
         )
         near, random = self._pools[name]
-        near.offer(gaps, lots, tokens, rows)
-        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, tokens, rows)
+        near.offer(gaps, lots, tokens, call)
+        random.offer(torch.where(gaps.isfinite(), lots, torch.inf), lots, tokens, call)
 
     def join(self, ranks: Ranks) -> None:
         """Sample from the tokens of all processes."""

@@ -77,7 +77,7 @@ from tieline.measure.noise_flips import LogitView, first_order, logit_view
 from tieline.measure.rounding_flips import precision_flips, shared_cell
 from tieline.models.class_changes import untraced
 from tieline.models.configuration import text_config
-from tieline.models.documents import token_part
+from tieline.models.documents import module_taking_tokens
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected
@@ -179,7 +179,7 @@ def _is_learning(module: nn.Module) -> bool:
 
 def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
     """Name and value of the coefficient in the model's configuration."""
-    config = text_config(token_part(model))
+    config = text_config(module_taking_tokens(model))
     for path in COEFFICIENTS:
         value: Any = config
         for name in path.split("."):

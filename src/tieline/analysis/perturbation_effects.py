@@ -74,7 +74,7 @@ from tieline.models.router_output import Choice, read_output
 from tieline.models.router_rule import selection_scores
 from tieline.run.condition import CLEAN, Condition, Perturbation, applied, noise_generator
 from tieline.run.forward import Ids
-from tieline.run.observers import BlockSite, Observer, Outcome, Rerun, Site
+from tieline.run.observers import Observer, Outcome, Rerun, Site
 from tieline.run.plan import Pass, Phase
 from tieline.run.ranks import Ranks
 from tieline.run.schedule import routed_set
@@ -438,15 +438,15 @@ class LocalEffects(Observer):
             flat = states.reshape(-1, states.shape[-1])
             return predicted_flips(layer, router, flat, self._perturbations)
 
-    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+    def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
         """After a block returned, take the tokens that would change, to be run again."""
         clean = self._passes[run]
         changes = clean.changes.pop(site.name, None)
         if changes is None:
             return
-        block, called = self._blocks[site.name], BlockCall(*call)
+        block = self._blocks[site.name]
         for perturbation, (tokens, choice) in changes.items():
-            effect, rows = self.effects[perturbation, site.name], called.rows(tokens)
+            effect, rows = self.effects[perturbation, site.name], call.rows(tokens)
             clean.swaps.append(_Swap(effect, block, tokens, rows, choice))
         if rerun is not None:
             _count_jumps(clean, rerun)

@@ -24,9 +24,9 @@ from tieline.core.numerics import one_thread
 from tieline.core.statistics import Estimate, clustered_error, mean_estimate
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import gap_status
+from tieline.models.band_width import NORMAL_MEDIAN
 from tieline.models.capture import ObserverSettings
 from tieline.models.configuration import text_config
-from tieline.models.epsilon import NORMAL_MEDIAN
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
 from tieline.run.condition import CLEAN, Condition, Perturbation

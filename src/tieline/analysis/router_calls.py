@@ -27,7 +27,12 @@ from tieline.core.numerics import is_recomputing
 from tieline.core.ranking import ranked_choice
 from tieline.models.capture import LayerObserver, ObserverSettings
 from tieline.models.class_changes import Call, untraced
-from tieline.models.documents import Batch, DocumentCounter, argument_names, called_part
+from tieline.models.documents import (
+    Batch,
+    DocumentCounter,
+    forward_argument_names,
+    module_called_with_tokens,
+)
 from tieline.models.families import RouterFamily, chosen_routers, family_of
 from tieline.models.router_output import live_output, read_output
 from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
@@ -236,11 +241,10 @@ def watch_routing(
                 layer.gate.register_forward_hook(reader.of_gate(name, layer, ranks)).remove
             )
         if routers or not layers:  # the latter refuses a model without routers
-            reader.names = argument_names(model)
+            reader.names = forward_argument_names(model)
             hook = untraced(reader.begin)
-            stack.callback(
-                called_part(model).register_forward_pre_hook(hook, with_kwargs=True).remove
-            )
+            called = module_called_with_tokens(model)
+            stack.callback(called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for name, router in chosen_routers(model, None).items():
                 _watch_router(stack, name, router, reader, ranks)
         yield

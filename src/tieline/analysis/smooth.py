@@ -41,13 +41,13 @@ from tieline.analysis.smooth_repair import (
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
 from tieline.measure.noise_flips import NearestRamp, flip_reduction, nearest_ramp
-from tieline.models.demo import DEMO
-from tieline.models.epsilon import (
+from tieline.models.band_width import (
     Measured,
     Scores,
     budget_epsilon,
     refuse_equal_scores,
 )
+from tieline.models.demo import DEMO
 from tieline.models.experts import KERNEL, can_use_experts, use_experts
 from tieline.models.families import find_routers
 from tieline.models.model import Model, ModelSource

@@ -367,7 +367,7 @@ def near_section(
     )
 
 
-def interpolated_epsilon(
+def epsilon_reaching_count(
     goal: float, grid: tuple[float, ...], experts: tuple[Estimate, ...], k: int
 ) -> Estimate:
     """ε at which the mean count, interpolated linearly between grid points, reaches the goal."""
@@ -393,7 +393,7 @@ def _epsilon_half(
     if not missing or (estimate.value is not None and hidden == 0):
         return estimate
     if exact:
-        return interpolated_epsilon(k + 0.5, grid, experts, k)
+        return epsilon_reaching_count(k + 0.5, grid, experts, k)
     if estimate.value is None:
         return estimate
     note = f"upper limit: for {hidden:.1%} of tokens all {ranked.shape[1]} kept ranks are within ε"

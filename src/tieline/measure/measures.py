@@ -46,8 +46,8 @@ from tieline.measure.boundary import (
     GapMeasures,
     NearMeasures,
     density_from_masses,
+    epsilon_reaching_count,
     gap_section,
-    interpolated_epsilon,
     mass_profile,
     near_section,
 )
@@ -537,7 +537,7 @@ def _counted_near(
             experts=experts,
             orders=tuple(tuple(row) for row in shares.tolist()),
             censored=(0.0,) * len(epsilons),
-            epsilon_half=interpolated_epsilon(
+            epsilon_half=epsilon_reaching_count(
                 summary.facts.k + 0.5, epsilons, experts, summary.facts.k
             ),
         )

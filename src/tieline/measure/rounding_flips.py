@@ -329,7 +329,7 @@ def precision_flips(
     choice = _rounded_choice(layer, view.logits, step, precision)
     record = PrecisionFlips(
         precision=precision,
-        step=_of_rank(step, k).mean().item(),
+        step=_step_at_threshold(step, k).mean().item(),
         tie=mean_estimate(tie),
         flip=mean_estimate(flip),
         tie_population=first_order(tie_rate),
@@ -352,7 +352,7 @@ def _threshold_steps(
     return step if layer.bias is not None else step[:, k - 1 : k + 1]
 
 
-def _of_rank(step: Float[Tensor, "tokens steps"], k: int) -> PerToken:
+def _step_at_threshold(step: Float[Tensor, "tokens steps"], k: int) -> PerToken:
     """Step at rank k, of those at ranks k and k + 1 or at all ranks."""
     return step[:, 0] if step.shape[1] == 2 else step[:, k - 1]
 
@@ -436,7 +436,7 @@ def _expected_rates(
 ) -> tuple[PerToken, PerToken, Estimate, Estimate]:
     """Probabilities of a tie and of a flip per token, and their first-order rates."""
     k = layer.facts.k
-    at_threshold = _of_rank(step, k)
+    at_threshold = _step_at_threshold(step, k)
     if layer.bias is None:
         gaps, q = view.scores[:, k - 1] - view.scores[:, k], at_threshold.clamp(min=TINY)
         tie, flip = shared_cell(gaps, q), shared_cell_flips(view.scores, k, q)

@@ -46,7 +46,7 @@ from tieline.models.documents import (
     Batch,
     DocumentCounter,
     document_counter,
-    token_part,
+    module_taking_tokens,
     watch_forward,
 )
 from tieline.models.families import (
@@ -519,7 +519,7 @@ def _observed_class(
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return name, class, precision and versions, as every trace carries them."""
-    model = token_part(model)
+    model = module_taking_tokens(model)
     config = getattr(model, "config", None)
     name = str(getattr(config, "_name_or_path", None) or "") or class_name(model)
     return {

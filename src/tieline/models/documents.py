@@ -240,7 +240,7 @@ def _document_starts(values: Tensor, shown: Tensor, is_start: Any) -> Bool[Tenso
 
 def document_counter(model: nn.Module) -> DocumentCounter:
     """Document counter that knows the padding fed by `generate` to rows that have ended."""
-    config = getattr(token_part(model), "generation_config", None)
+    config = getattr(module_taking_tokens(model), "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     padding = getattr(config, "pad_token_id", None)
@@ -260,7 +260,7 @@ class Watcher(Protocol):
         ...
 
 
-def token_part(model: nn.Module) -> nn.Module:
+def module_taking_tokens(model: nn.Module) -> nn.Module:
     """Return the topmost part of a model whose forward names its tokens: the model in a wrapper.
 
     The model itself where no part names them.
@@ -279,16 +279,16 @@ def _forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def called_part(model: nn.Module) -> nn.Module:
+def module_called_with_tokens(model: nn.Module) -> nn.Module:
     """Return the part whose calls have the tokens as arguments: a wrapper that hands them on."""
     any_kind = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     hands_on = all(p.kind in any_kind for p in _forward_parameters(model).values())
-    return model if hands_on else token_part(model)
+    return model if hands_on else module_taking_tokens(model)
 
 
-def argument_names(model: nn.Module) -> list[str]:
-    """Return the names of the positional arguments of `called_part(model)`."""
-    return [*_forward_parameters(token_part(model))]
+def forward_argument_names(model: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of `module_called_with_tokens(model)`."""
+    return [*_forward_parameters(module_taking_tokens(model))]
 
 
 def watch_forward(
@@ -304,6 +304,6 @@ def watch_forward(
         if not is_recomputing():
             watcher.finish()
 
-    names, part = argument_names(model), called_part(model)
+    names, part = forward_argument_names(model), module_called_with_tokens(model)
     yield part.register_forward_pre_hook(begin_pass, with_kwargs=True)
     yield part.register_forward_hook(finish_pass)

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from tieline.core.errors import ParameterError, StreamingWarning, require
 from tieline.core.setting_fields import require_setting
+from tieline.models.experts import FLAG
 from tieline.models.hub import FetchedShards, _hub_location, hub_shards
 from tieline.models.number_formats import stored_in
 from tieline.models.saved_models import VARIANT
@@ -38,10 +39,6 @@ from tieline.models.stream_weights import Stack, Weights, open_skeleton
 
 USED = 0.75
 """Part of a memory budget for weights: the rest is for what is computed with them."""
-
-INTERFACE = "_is_expert_parallel"
-"""Attribute of experts whose eager implementation takes them one by one."""
-
 
 Change = Callable[[nn.Module, Tensor], Tensor]
 """Makes other weights (experts, rows, columns) of those of a module."""
@@ -160,9 +157,9 @@ class ExpertGroups:
 
 
 def can_group_experts(weights: Weights, stack: Stack) -> bool:
-    """Whether the experts of a stack are taken one by one."""
+    """Whether the experts of a stack are taken one by one, as those with the flag are."""
     module = weights.model.get_submodule(stack.target.rpartition(".")[0])
-    return hasattr(module, INTERFACE)
+    return hasattr(module, FLAG)
 
 
 def plan_groups(

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tieline.core.errors import PrecisionWarning, require
 
@@ -109,6 +110,35 @@ def stored_in(model: nn.Module) -> str | None:
 def precision_name(dtype: torch.dtype | None) -> str:
     """Return the name of a precision without its module, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+class CutFp8Blocks(Fp8Dequantize):
+    """Unpacks blocks of fp8 where the last ones are cut off by the end of the matrix.
+
+    The 576 rows of a key-value projection of DeepSeek-V3 are four and a half blocks of 128, with
+    five scales. transformers takes the block to be rows / scales, which it refuses where that is no
+    whole number, and which is wrong where it is one by chance (192 rows with two scales). Here the
+    block is that of the configuration where the scales fit it.
+    """
+
+    def _dequantize_one(
+        self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Unpack a matrix whose last blocks may be cut off."""
+        rows, columns = quantized.shape[-2:]
+        more = self._missing_rows_and_columns(quantized, scales)
+        if not any(more):
+            return super()._dequantize_one(quantized, scales, output_dtype)
+        padded = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
+        return super()._dequantize_one(padded, scales, output_dtype)[..., :rows, :columns]
+
+    def _missing_rows_and_columns(self, quantized: Tensor, scales: Tensor) -> list[int]:
+        """Rows and columns that the last blocks lack; none where the scales are of other blocks."""
+        config = getattr(self.hf_quantizer, "quantization_config", None)
+        block = getattr(config, "weight_block_size", None) or ()
+        sizes = list(zip(quantized.shape[-2:], block, scales.shape[-2:], strict=False))
+        fits = all(-(-size // side) == count for size, side, count in sizes)
+        return [count * side - size for size, side, count in sizes] if fits else []
 
 
 GROUP_SIZE = 32

@@ -34,7 +34,7 @@ from tieline.core.errors import ParameterError, UnsupportedModelError, require
 from tieline.core.files import write_whole
 from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
-from tieline.models.epsilon import (
+from tieline.models.band_width import (
     Measured,
     RampForm,
     chosen_epsilons,

@@ -31,6 +31,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from tieline.core.errors import UnsupportedModelError, require
+from tieline.models.number_formats import CutFp8Blocks
 from tieline.models.saved_models import (
     LOADING,
     check_finite_tensor,
@@ -138,35 +139,6 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in module._parameters.items() if p is not None} | buffers
 
 
-class CutBlocks(Fp8Dequantize):
-    """Unpacks blocks of fp8 where the last ones are cut off by the end of the matrix.
-
-    The 576 rows of a key-value projection of DeepSeek-V3 are four and a half blocks of 128, with
-    five scales. transformers takes the block to be rows / scales, which it refuses where that is no
-    whole number, and which is wrong where it is one by chance (192 rows with two scales). Here the
-    block is that of the configuration where the scales fit it.
-    """
-
-    def _dequantize_one(
-        self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Unpack a matrix whose last blocks may be cut off."""
-        rows, columns = quantized.shape[-2:]
-        more = self._missing(quantized, scales)
-        if not any(more):
-            return super()._dequantize_one(quantized, scales, output_dtype)
-        padded = nn.functional.pad(quantized.float(), (0, more[1], 0, more[0]))
-        return super()._dequantize_one(padded, scales, output_dtype)[..., :rows, :columns]
-
-    def _missing(self, quantized: Tensor, scales: Tensor) -> list[int]:
-        """Rows and columns that the last blocks lack; none where the scales are of other blocks."""
-        config = getattr(self.hf_quantizer, "quantization_config", None)
-        block = getattr(config, "weight_block_size", None) or ()
-        sizes = list(zip(quantized.shape[-2:], block, scales.shape[-2:], strict=False))
-        fits = all(-(-size // side) == count for size, side, count in sizes)
-        return [count * side - size for size, side, count in sizes] if fits else []
-
-
 class Weights:
     """Where the weights of each unit are, and how they come into the model.
 
@@ -189,7 +161,7 @@ class Weights:
         mapping = config.weight_mapping or []
         for operation in [x for entry in mapping for x in getattr(entry, "operations", None) or ()]:
             if type(operation) is Fp8Dequantize:  # the converters are this load's own
-                operation.__class__ = CutBlocks
+                operation.__class__ = CutFp8Blocks
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -402,7 +374,7 @@ class Weights:
             self.shards.copy(key, into)
             return
         scales, weight = self.shards.read(part.scales[expert]), self.shards.read(key)
-        unpack = CutBlocks(self._config.hf_quantizer)._dequantize_one
+        unpack = CutFp8Blocks(self._config.hf_quantizer)._dequantize_one
         into.copy_(unpack(weight, scales, output_dtype=into.dtype))
 
     def _put_read(self, target: str, value: Tensor, unit: str | None) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from tieline.core.errors import require
+from tieline.models.band_width import Measured, Scores, gap_noise, margin_changes, precision_named
 from tieline.models.class_changes import Call
-from tieline.models.epsilon import Measured, Scores, gap_noise, margin_changes, precision_named
 from tieline.models.model import Model
 from tieline.models.router_output import Handler
 from tieline.models.smoothed_router import LayerPlan, plan_layers

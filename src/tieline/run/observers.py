@@ -45,7 +45,7 @@ from tieline.models.capture import (
 from tieline.models.class_changes import Call, swapped_class, wrapped_class
 from tieline.models.documents import Batch
 from tieline.models.families import HANDLER, RouterFamily, chosen_routers, family_of, find_routers
-from tieline.models.routed_block import BlockRun
+from tieline.models.routed_block import BlockCall, BlockRun
 from tieline.models.router_checks import PassChecks
 from tieline.models.router_output import Choice, live_output
 from tieline.run.plan import Pass
@@ -65,14 +65,6 @@ class Site(NamedTuple):
     name: str
     module: nn.Module
     family: RouterFamily
-
-
-class BlockSite(NamedTuple):
-    """A call of a block: arguments, named arguments and output."""
-
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-    output: Any
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ class Observer:
     def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
         """Look at a call of a router and what it returned."""
 
-    def on_block(self, run: Pass, site: Site, call: BlockSite, rerun: Rerun | None) -> None:
+    def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
         """Look at a call of a block.
 
         Args:
@@ -231,7 +223,7 @@ class Watch:
         if self.busy:
             return
         with self.hiding_calls():
-            call, rerun = BlockSite(args, kwargs, output), run_blocks if self._reruns else None
+            call, rerun = BlockCall(args, kwargs, output), run_blocks if self._reruns else None
             observer.on_block(self.run, site, call, rerun)
 
 

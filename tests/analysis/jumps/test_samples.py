@@ -10,7 +10,7 @@ from tests.analysis.walls import sampled, watched
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.jumps import BlockSampler, _Pool
 from tieline.models.routed_block import BlockCall, Rows, block_of
-from tieline.run.observers import BlockSite, RouteRecorder, observing, sites_of
+from tieline.run.observers import RouteRecorder, observing, sites_of
 from tieline.run.plan import Pass
 
 
@@ -93,7 +93,7 @@ def test_padding_and_blocks_that_are_not_called_are_told():
     with torch.inference_mode(), observing(model, [recorder, sampler], run):
         model(input_ids=batch())
         site = sites_of(model)[name]
-        shorter = BlockSite((torch.zeros(2, 9, 32),), {}, torch.zeros(2, 9, 32))
+        shorter = BlockCall((torch.zeros(2, 9, 32),), {}, torch.zeros(2, 9, 32))
         sampler.on_block(run, site, shorter, None)
     assert "must not be padded" in sampler.status(name)
     assert "is not called as a module" in sampler.status("model.norm")

@@ -172,8 +172,8 @@ def test_log_probabilities_are_normalised():
 
 def test_names_of_experts_are_those_of_stacks():
     name = "model.layers.3.mlp.experts.12.up_proj.weight"
-    assert worker.unstacked(name) == ("model.layers.3.mlp.experts.up_proj.weight", 12)
-    assert worker.unstacked("lm_head.weight") == ("lm_head.weight", None)
+    assert worker.stacked_gguf_name(name) == ("model.layers.3.mlp.experts.up_proj.weight", 12)
+    assert worker.stacked_gguf_name("lm_head.weight") == ("lm_head.weight", None)
 
 
 def test_interleaved_rows_come_back_as_halves():

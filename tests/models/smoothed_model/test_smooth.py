@@ -21,14 +21,14 @@ from tieline.models import (
     smooth_,
     unsmooth_,
 )
-from tieline.models.demo import load_demo_tokenizer
-from tieline.models.epsilon import (
+from tieline.models.band_width import (
     budget_epsilon,
     gap_noise,
     margin_changes,
     noise_epsilon,
     ramp_width,
 )
+from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model
 from tieline.models.saved_models import changes_of
 from tieline.models.smoothed_model import read_smoothing

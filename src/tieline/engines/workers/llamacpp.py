@@ -484,7 +484,7 @@ def weights(request: dict[str, Any]) -> Any:
     cache: dict[str, Any] = {}
     arrays, unquantised = {}, {}
     for name in request["names"]:
-        stacked_name, expert = unstacked(name)
+        stacked_name, expert = stacked_gguf_name(name)
         stored = names.get_name(stacked_name, try_suffixes=(".weight", ".bias"))
         if stored not in tensors:
             raise error(f"{request['model']} has no {name} ({stored}): it is of another model")
@@ -507,7 +507,7 @@ UNQUANTISED = ("F32", "F16", "BF16")
 """Formats of tensors that are stored as they are."""
 
 
-def unstacked(name: str) -> tuple[str, int | None]:
+def stacked_gguf_name(name: str) -> tuple[str, int | None]:
     """The stacked name of an expert's matrix and the expert's number; other names as they are."""
     match = EXPERT.fullmatch(name)
     if match is None:
