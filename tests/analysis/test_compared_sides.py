@@ -8,6 +8,7 @@ from tieline.analysis.compared_sides import ModelSide
 from tieline.analysis.diff import diff, diff_models
 from tieline.core.records import to_plain
 from tieline.models.model import Model
+from tieline.run import schedule
 
 
 def numbers(result):
@@ -54,3 +55,20 @@ def test_one_name_given_twice_is_loaded_once(monkeypatch):
     monkeypatch.setattr(diff_module, "_same_weights", lambda *arguments: None)
     assert once == numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
     assert len(opened) == 3
+
+
+def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
+    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 24 * 4)
+    passes, real = [], schedule.forward
+
+    def counted(model, ids, *, predicts=True):
+        passes.append((tuple(ids.shape), predicts))
+        return real(model, ids, predicts=predicts)
+
+    monkeypatch.setattr(schedule, "forward", counted)
+    diff_models(*sides(), sequences(8), batch_size=4)
+    both = [((4, 24), True)] * 4  # A and B, whose first batch is also the plain run
+    attention = [((2, 24), False)] * 2
+    padding = [((3, 48), False), ((1, 48), False)]
+    seeds = [((4, 24), False)] * 2
+    assert passes == both + attention + padding + seeds
