@@ -34,7 +34,7 @@ from rich.table import Table
 
 import tieline as tl
 from harness import machine
-from tieline.analysis.smooth import NOISE, Calibration
+from tieline.analysis.smooth import NOISE, SmoothingCalibration
 from tieline.core.predictions import kl_divergence
 from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
@@ -70,7 +70,9 @@ class Form:
     left: SequenceSums = field(default_factory=SequenceSums)
 
 
-def forms(known: Calibration, extras: Sequence[float], scales: Sequence[float]) -> list[Form]:
+def forms(
+    known: SmoothingCalibration, extras: Sequence[float], scales: Sequence[float]
+) -> list[Form]:
     k = max(plan.k for plan in known.plans)
     made = []
     for extra in extras:
@@ -261,7 +263,7 @@ def _cell(value: Any) -> str:
 
 
 def law_rows(
-    loaded: Model, known: Calibration, text: str, options: argparse.Namespace
+    loaded: Model, known: SmoothingCalibration, text: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The law in every layer, f and J of sequences in turns with those of D and S."""
     length = default_length(loaded.module)
@@ -302,7 +304,9 @@ def main() -> None:
     with only_running(loaded.module), only_running(copied):
         words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
         first = options.calibration // length
-        known = Calibration(loaded.module, list(stacked_batches(words.sequences[:first], 8)), NOISE)
+        known = SmoothingCalibration.on_batches(
+            loaded.module, list(stacked_batches(words.sequences[:first], 8)), NOISE
+        )
         if "equal" in parts:
             extras = [float(word) for word in options.extra.split(",")]
             rows = forms(known, extras, SCALES if "spread" in parts else ())

@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tieline import gap, recompute_check, stable_topk
 from tieline.analysis.monitor import tie_density
-from tieline.analysis.router_calls import RouterCall, watch_routing
+from tieline.models.router_calls import RouterCall, watch_routing
 from tieline.trace import RoutingTrace
 
 WIDTH, EXPERTS, K, PARTS = 64, 8, 2, 16

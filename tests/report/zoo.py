@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tieline.analysis.inspect_observations import judge_routing, routing_observations
 from tieline.analysis.inspect_records import (
     GapJumpTable,
     Inspection,
@@ -15,8 +16,6 @@ from tieline.analysis.inspect_records import (
     OwnNoise,
     TextPiece,
     TextSample,
-    judge_routing,
-    observe_routing,
 )
 from tieline.analysis.served_precision import Serving
 from tieline.core.ranking import stable_topk
@@ -149,7 +148,7 @@ def make_inspection(losses=False, jumps=True, text=True, model="zoo/moe", **trac
     serving = make_serving(len(trace.layers)) if scored else None
     return Inspection(
         judgement=judge_routing(measures, found, serving),
-        observations=observe_routing(measures, found),
+        observations=routing_observations(measures, found),
         metrics=make_metrics(measures),
         measures=measures,
         jumps=found,

@@ -11,14 +11,13 @@ them shows whether that holds when errors compound.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Unpack, get_args
 
 import torch
 from torch import nn
 
 from tieline.analysis.audit_records import (
-    KeepList,
     LayerEffect,
     NeverHit,
     PerturbationEffect,
@@ -27,19 +26,27 @@ from tieline.analysis.audit_records import (
     RemedyTable,
 )
 from tieline.analysis.job_settings import SERVED, AuditOptions, AuditSettings
-from tieline.analysis.perturbation_effects import (
-    SIGMA_TOKENS,
+from tieline.analysis.model_effects import (
     Divergences,
     FullEffect,
     FullEffects,
-    LocalEffect,
-    LocalEffects,
     audit_phase,
     compared_phase,
     serving_effect,
+)
+from tieline.analysis.remedies import (
+    RemedyRuns,
+    chosen_perturbations,
+    extra_bytes,
+    keep_list,
+    with_remaining_kl,
+)
+from tieline.analysis.router_effects import (
+    SIGMA_TOKENS,
+    LocalEffect,
+    LocalEffects,
     sigma_for_flips,
 )
-from tieline.analysis.remedies import RemedyRuns, chosen_perturbations
 from tieline.analysis.served_precision import (
     HARMLESS,
     Serving,
@@ -51,7 +58,7 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import takes_settings
-from tieline.core.statistics import Estimate, SequenceSums
+from tieline.core.statistics import SequenceSums
 from tieline.core.text import layer_label
 from tieline.models.demo import DEMO
 from tieline.models.emulate import makes_one_product, modular_routers
@@ -106,48 +113,31 @@ def audit(
     """
     settings = AuditSettings.of(settings, options)
     check_rounding(settings.parallel, "an audit")
-    plan = _audit_plan(settings)
+    perturbations, repaired = _perturbations_to_run(settings)
     corpus = Corpus(**settings.corpus)
     model = Model.open(source, "audit takes", dtype=settings.dtype, copies=2, **settings.loading)
     text = corpus.tokenised(model.tokenizer, model.module)
     ranks = Ranks.of(settings.parallel, corpus.batches(text))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
-    return audit_model(runner, corpus, text, plan, progress)
+    work = _Audit(runner, corpus, text, settings, perturbations, repaired, progress)
+    work.announce()
+    work.run()
+    effects = work.with_keeps(work.rows())
+    return work.result(effects, work.remedies(effects))
 
 
-@dataclass(frozen=True)
-class AuditPlan:
-    """What an audit runs: perturbations, those to repair, and sizes.
-
-    Attributes:
-        perturbations: what is done to the model.
-        repaired: those of them that remedies are tried on.
-        serve: the precision that the model is served in.
-        flips: layer-local flips that Gaussian noise of the scores is drawn for.
-        recover: share of the damage that the routers kept in float32 shall recover.
-        seconds: time after which nothing more is begun.
-    """
-
-    perturbations: tuple[Perturbation, ...]
-    repaired: Sequence[Perturbation] = ()
-    serve: str = "bf16"
-    flips: int = 3000
-    recover: float = 0.9
-    seconds: float = float("inf")
-
-
-def _audit_plan(settings: AuditSettings) -> AuditPlan:
-    """What the settings ask for: the precision served and its neighbours, or what they name."""
+def _perturbations_to_run(
+    settings: AuditSettings,
+) -> tuple[tuple[Perturbation, ...], list[Perturbation]]:
+    """The precision served and its neighbours, or what the settings name; those to be repaired."""
     if settings.perturbations or settings.formats or settings.all:
         names = [format_named(name).name for name in settings.formats or FORMATS]
         run = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
-        repaired = chosen_perturbations(run, settings.remedies)
-    else:
-        run, served = served_perturbations(settings.serve), served_rounding(settings.serve)
-        names_remedies = settings.remedies is not None
-        repaired = chosen_perturbations(run, settings.remedies) if names_remedies else [served]
-    sizes = (settings.flips, settings.recover, settings.seconds)
-    return AuditPlan(run, repaired, settings.serve, *sizes)
+        return run, chosen_perturbations(run, settings.remedies)
+    run = served_perturbations(settings.serve)
+    if settings.remedies is None:
+        return run, [served_rounding(settings.serve)]
+    return run, chosen_perturbations(run, settings.remedies)
 
 
 def served_perturbations(serve: str) -> tuple[Perturbation, ...]:
@@ -159,30 +149,6 @@ def served_perturbations(serve: str) -> tuple[Perturbation, ...]:
     return routers, *(served_rounding(precision) for precision in near)
 
 
-def audit_model(
-    runner: Runner,
-    corpus: Corpus,
-    text: TokenisedText,
-    options: AuditPlan,
-    progress: Progress | None = None,
-) -> PrecisionAudit:
-    """Audit a model that is open.
-
-    Args:
-        runner: runs the model on the batches of this process.
-        corpus: what is run.
-        text: the same as tokens of the model.
-        options: what is done to the model.
-        progress: called with stage, done and total while the work goes on.
-    """
-    work = _Audit(runner, corpus, text, options, progress)
-    work.announce()
-    work.run()
-    effects = work.with_keeps(work.rows())
-    remedies = work.remedies(effects)
-    return replace(work.result(effects), remedies=remedies)
-
-
 class _Audit:
     """An audit under way."""
 
@@ -191,22 +157,24 @@ class _Audit:
         runner: Runner,
         corpus: Corpus,
         text: TokenisedText,
-        options: AuditPlan,
+        settings: AuditSettings,
+        perturbations: tuple[Perturbation, ...],
+        repaired: Sequence[Perturbation],
         progress: Progress | None,
     ) -> None:
         self._runner, self._corpus, self._text = runner, corpus, text
-        self._options, self._progress = options, progress
+        self._settings, self._repaired, self._progress = settings, repaired, progress
         self._model = runner.models[0].module
         self._routers = modular_routers(self._model)
         self._every = corpus.batches(text)
         self._batches = runner.ranks.numbered
-        possible, self._impossible = _possible_perturbations(self._routers, options.perturbations)
+        possible, self._impossible = _possible_perturbations(self._routers, perturbations)
         self._conditions = {
             perturbation: Condition(perturbation, seed=(corpus.seed, number))
             for number, perturbation in enumerate(possible)
         }
         self._local, self._full = self._observers(possible)
-        self._budget = Budget(options.seconds)
+        self._budget = Budget(settings.seconds)
         self._left_out: list[str] = []
         self._seconds: dict[str, float] = {}
 
@@ -219,7 +187,7 @@ class _Audit:
             self._routers,
             [perturbation.at_router for perturbation in perturbations],
             self._corpus.seed,
-            SPARE * self._options.flips / calls,
+            SPARE * self._settings.flips / calls,
             max(1, tokens // SIGMA_TOKENS),
         )
         return local, FullEffects(perturbations)
@@ -231,7 +199,7 @@ class _Audit:
         work = plan_work(Plan((audit_phase("audit", self._batches, conditions),)))
         work += LOCAL_COST * tokens * len(conditions)
         for perturbation, condition in self._conditions.items():
-            if perturbation in self._options.repaired:
+            if perturbation in self._repaired:
                 work += REMEDY_PASSES * tokens * pass_cost(condition)
                 work += FORM_PASSES * tokens * (pass_cost(condition) + COSTS["smoothed"])
         if self._runner.ranks.parallel in (None, "data"):
@@ -274,16 +242,21 @@ class _Audit:
         """Add the layers to keep to the rows of rounded routers, and run those if there is time."""
         start = self._budget.elapsed()
         lists = {
-            row.name: self._keep_list(perturbation, row)
+            row.name: keep_list(
+                {layer.name: layer.damage.value or 0.0 for layer in row.layers},
+                self._float32_costs(perturbation),
+                self._settings.recover,
+            )
             for perturbation, row in zip(self._conditions, rows, strict=True)
             if perturbation.kind == "rounding" and perturbation.part == "router"
         }
         keeping = {
             perturbation.name: replace(condition, kept=lists[perturbation.name].layers)
             for perturbation, condition in self._conditions.items()
-            if perturbation.name in lists and self._worth_a_run(lists[perturbation.name])
+            if perturbation.name in lists
+            and 0 < len(lists[perturbation.name].layers) < len(self._routers)
         }
-        seconds = self._options.seconds - start
+        seconds = self._settings.seconds - start
         n_effects = len(self._full.effects)
         if keeping and self._seconds["runs"] * len(keeping) / (2 * n_effects) >= seconds:
             self._left_out.append("runs with the kept layers in float32")
@@ -296,7 +269,7 @@ class _Audit:
         self._seconds["kept layers"] = self._budget.elapsed() - start
         kls = {name: divergences.kl[condition] for name, condition in keeping.items()}
         return tuple(
-            replace(row, keep=_with_kl(lists[row.name], kls.get(row.name), row))
+            replace(row, keep=with_remaining_kl(lists[row.name], kls.get(row.name), row))
             if row.name in lists
             else row
             for row in rows
@@ -305,12 +278,13 @@ class _Audit:
     def remedies(self, effects: Sequence[PerturbationEffect]) -> RemedyTable | None:
         """Try remedies on the perturbations asked for, as long as there is time."""
         start = self._budget.elapsed()
-        conditions = {p: c for p, c in self._conditions.items() if p in self._options.repaired}
-        if not conditions or start > self._options.seconds:
+        conditions = {p: c for p, c in self._conditions.items() if p in self._repaired}
+        if not conditions or start > self._settings.seconds:
             self._left_out += ["remedies"] if conditions else []
             return None
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
-        costs = {p.name: self._all_bytes(p) for p in conditions if p.kind == "rounding"}
+        roundings = [x for x in conditions if x.kind == "rounding"]
+        costs = {x.name: sum(self._float32_costs(x).values()) for x in roundings}
         runs = RemedyRuns(self._runner, conditions, keeps, costs, self._every[0], self._local.kept)
         try:
             completed = runs.run(self._batches, self._budget, self._progress)
@@ -324,23 +298,14 @@ class _Audit:
         shared = self._runner.ranks.share_text
         return runs.table(self._every if shared else [self._batches[n] for n in completed.batches])
 
-    def _all_bytes(self, perturbation: Perturbation) -> int:
-        """Bytes that all routers take more in float32 than in the format."""
+    def _float32_costs(self, perturbation: Perturbation) -> dict[str, int]:
+        """Bytes that each router takes more in float32 than in the format."""
         level = str(perturbation.level)
-        return sum(extra_bytes(router, level) for router in self._routers.values())
+        return {name: extra_bytes(router, level) for name, router in self._routers.items()}
 
-    def _keep_list(self, perturbation: Perturbation, row: PerturbationEffect) -> KeepList:
-        """Routers to keep in float32 under a perturbation, by their measured damage."""
-        level = str(perturbation.level)
-        damages = {layer.name: layer.damage.value or 0.0 for layer in row.layers}
-        costs = {name: extra_bytes(router, level) for name, router in self._routers.items()}
-        return keep_list(damages, costs, self._options.recover)
-
-    def _worth_a_run(self, keep: KeepList) -> bool:
-        """Whether a list keeps some routers, not none and not all."""
-        return 0 < len(keep.layers) < len(self._routers)
-
-    def result(self, effects: tuple[PerturbationEffect, ...]) -> PrecisionAudit:
+    def result(
+        self, effects: tuple[PerturbationEffect, ...], remedies: RemedyTable | None
+    ) -> PrecisionAudit:
         """Assemble the result, with the noise of 1 % flips and the experts that were never hit."""
         start = self._budget.elapsed()
         one_percent = sigma_for_flips(self._local.kept)
@@ -360,6 +325,7 @@ class _Audit:
             never_hit=_never_hit(self._local.hits),
             left_out=tuple(self._left_out),
             impossible=self._impossible,
+            remedies=remedies,
             experts=_experts_per_token(self._local.kept),
             ignore=ignore_lists(self._model),
             provenance=self._provenance(),
@@ -368,11 +334,12 @@ class _Audit:
 
     def _serving(self) -> Serving | None:
         """What the precision served does to the model; None if it was not run."""
-        precision = self._options.serve
-        if served_rounding(precision) not in self._conditions:
+        precision = self._settings.serve
+        rounding = served_rounding(precision)
+        if rounding not in self._conditions:
             return None
         layers = [traces[0] for traces in self._local.kept.values()]
-        return serving_effect(precision, self._full.effects[served_rounding(precision)], layers)
+        return serving_effect(precision, self._full.effects[rounding], layers)
 
     def _provenance(self) -> dict[str, object]:
         """Model, text, settings, processes and versions."""
@@ -385,7 +352,7 @@ class _Audit:
             "batch_size": corpus.batch_size,
             "sequence_length": corpus.length(self._model),
             "seed": corpus.seed,
-            "flips": self._options.flips,
+            "flips": self._settings.flips,
             **self._runner.ranks.provenance(),
             "tokens": sum(batch.numel() for batch in self._every),
         }
@@ -428,15 +395,6 @@ def _possible_perturbations(
     return possible, reason
 
 
-def _with_kl(keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect) -> KeepList:
-    """Add the KL that remains; it is zero where every router is kept."""
-    keeps_all = len(keep.layers) == len(row.layers)
-    kl = Estimate(0.0, 0.0) if keeps_all else None if sums is None else sums.mean()
-    if kl is None or kl.value is None or not row.kl.value:
-        return replace(keep, kl=kl)
-    return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
-
-
 def perturbation_effect(
     perturbation: Perturbation, local: Mapping[str, LocalEffect], full: FullEffect
 ) -> PerturbationEffect:
@@ -462,9 +420,11 @@ def perturbation_effect(
         predicted_low=_complete_mean([layer.predicted_low for layer in layers]),
         full=everywhere,
         any_layer=full.any_layer.mean(),
-        compounding=_full_over_local_flips(everywhere, flips),
+        compounding=(
+            everywhere.value / flips.value if everywhere.value is not None and flips.value else None
+        ),
         moved=full.moved.mean(),
-        moved_p99=_quantile_of_shares(torch.cat(full.shares), 0.99) if full.shares else None,
+        moved_p99=_upper_p99(full.shares),
         damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
         loss=full.loss.mean(),
         kl=kl,
@@ -472,6 +432,14 @@ def perturbation_effect(
         by_flips=share_gone(kl, floor),
         layers=layers,
     )
+
+
+def _upper_p99(pieces: list[torch.Tensor]) -> float | None:
+    """The 99 % quantile of all values, the upper one of two; None without any."""
+    if not pieces:
+        return None
+    values = torch.cat(pieces).sort().values
+    return values[min(len(values) - 1, int(0.99 * len(values)))].item()
 
 
 def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
@@ -493,52 +461,6 @@ def _complete_mean(values: list[float | None]) -> float | None:
     """Mean of all values; None if one is missing."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if len(present) == len(values) else None
-
-
-def _full_over_local_flips(above: Estimate, below: Estimate) -> float | None:
-    """Full-forward flips over layer-local ones; None where one is missing or zero."""
-    if above.value is None or not below.value:
-        return None
-    return above.value / below.value
-
-
-def _quantile_of_shares(values: torch.Tensor, level: float) -> float:
-    """The quantile of a level in (0, 1), the upper one of two."""
-    rank = min(len(values) - 1, int(level * len(values)))
-    return values.sort().values[rank].item()
-
-
-def extra_bytes(router: nn.Module, number_format: str) -> int:
-    """Return the bytes that the router's weights take in float32 beyond those of the format."""
-    bits = 32 - format_named(number_format).bits
-    return sum(weight.numel() for weight in router.parameters()) * bits // 8
-
-
-def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
-    """Choose routers by damage per byte until their damage is at least `wanted` of the whole.
-
-    Args:
-        damages: jump-weighted damage D_l >= 0 of each layer.
-        costs: bytes to keep each layer's router in float32.
-        wanted: share of the damage to recover, in (0, 1].
-    """
-    require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
-    total = sum(damages.values())
-    order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
-    routers: list[str] = []
-    gone = 0.0
-    for name in order:
-        if gone >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
-            break
-        routers.append(name)
-        gone += damages[name]
-    return KeepList(
-        wanted=wanted,
-        layers=tuple(routers),
-        recovered=gone / total if total > 0 else 0.0,
-        bytes=sum(costs[name] for name in routers),
-        bytes_all=sum(costs.values()),
-    )
 
 
 def judge_precisions(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:

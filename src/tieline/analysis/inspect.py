@@ -29,21 +29,23 @@ import transformers
 from torch import Tensor, nn
 
 from tieline._version import __version__
+from tieline.analysis.inspect_observations import (
+    inspection_metrics,
+    judge_routing,
+    routing_observations,
+)
 from tieline.analysis.inspect_records import (
     Inspection,
     LayerJumps,
     NoiseReport,
     TextPiece,
     TextSample,
-    inspection_metrics,
-    judge_routing,
-    observe_routing,
 )
 from tieline.analysis.job_settings import InspectOptions, InspectSettings
 from tieline.analysis.jumps import BlockSampler, JumpSettings, jumps_with_losses, measure_jumps
-from tieline.analysis.precision_noise import SERVED_TOKENS, ServedRuns, measure_serving
+from tieline.analysis.model_effects import SERVED_TOKENS, measure_serving
 from tieline.analysis.route_files import load, source_kind
-from tieline.analysis.served_precision import served_rounding
+from tieline.analysis.served_precision import Serving, served_rounding
 from tieline.core.errors import ParameterError, require
 from tieline.core.records import from_plain, to_plain
 from tieline.core.setting_fields import require_setting, takes_settings
@@ -234,15 +236,11 @@ def inspect(
         text = corpus.tokenised(model.tokenizer, model.module)
     ranks = Ranks.of(settings.parallel, corpus.batches(text))
     facts = _text_facts(text, origin, corpus) | ranks.provenance()
-    run = (clock, settings, progress or _ignore_progress)
-    inspector = _Inspector(model, names, text, ranks, facts, *run)
+    on_progress = progress or (lambda stage, done, total: None)
+    inspector = _Inspector(model, names, text, ranks, facts, clock, settings, on_progress)
     if progress is not None and settings.parallel in (None, "data"):
         inspector.announce()
     return inspector.inspection()
-
-
-Measured = tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]
-"""The routing of a text, its measures and the jumps of every layer."""
 
 
 @dataclass(frozen=True)
@@ -285,16 +283,18 @@ class _Inspector:
     def inspection(self) -> Inspection:
         """Measure everything that the settings ask for."""
         trace, measures, jumps = self._measure()
-        served = self._served()
+        serving, noise = self._served()
         name = {"model": self.model.name} if self.model.name else {}
         return replace(
-            _assembled_inspection(measures, jumps, trace, self.settings.expert_tokens, served),
+            _assembled_inspection(
+                measures, jumps, trace, self.settings.expert_tokens, noise, serving
+            ),
             sample=text_sample(trace, self.text),
             provenance=dict(trace.provenance) | name,
             timings=self.clock.timings(trace.n_tokens),
         )
 
-    def _measure(self) -> Measured:
+    def _measure(self) -> tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]:
         """Run the text once, and measure its layers: from disk while their weights are there."""
         settings = self.settings
         plan = _jump_settings(settings)
@@ -370,14 +370,14 @@ class _Inspector:
                 self.progress("losses", len(measured), len(jumps))
         return tuple(measured)
 
-    def _served(self) -> ServedRuns:
+    def _served(self) -> tuple[Serving | None, NoiseReport]:
         """Measure what the precision served does to the model, or say why not."""
         serve, streamed = self.settings.serve, self.model.stream is not None
         precision = serve or ("none" if streamed else "bf16")
         if precision == "none":
-            return ServedRuns(None, NoiseReport((), NOT_SERVED if serve else STREAMED))
+            return None, NoiseReport((), NOT_SERVED if serve else STREAMED)
         if self.settings.parallel not in (None, "data"):
-            return ServedRuns(None, NoiseReport((), CUT))
+            return None, NoiseReport((), CUT)
         arguments = (self.model, self.names, self.text, self.settings.batch_size)
         with self.clock("served precision"):
             return measure_serving(*arguments, precision, self.progress)
@@ -410,8 +410,8 @@ def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSetti
         else:
             measures, trace = measure(routed, grids), routed
     jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
-    served = ServedRuns(None, NoiseReport((), NEEDS_MODEL))
-    result = _assembled_inspection(measures, jumps, trace, settings.expert_tokens, served)
+    noise = NoiseReport((), NEEDS_MODEL)
+    result = _assembled_inspection(measures, jumps, trace, settings.expert_tokens, noise)
     return replace(result, provenance=dict(measures.provenance), timings=clock.timings())
 
 
@@ -420,17 +420,17 @@ def _assembled_inspection(
     jumps: tuple[LayerJumps, ...],
     trace: RoutingTrace,
     expert_tokens: int,
-    served: ServedRuns,
+    noise: NoiseReport,
+    serving: Serving | None = None,
 ) -> Inspection:
     """The result without text sample, provenance and timings."""
     needs = (
         tokens_needed(layer.name, layer.load.counts, layer.tokens, expert_tokens)
         for layer in measures.layers
     )
-    serving = served.serving
     return Inspection(
         judgement=judge_routing(measures, jumps, serving),
-        observations=observe_routing(measures, jumps),
+        observations=routing_observations(measures, jumps),
         metrics=inspection_metrics(measures, jumps) | (serving.metrics if serving else {}),
         measures=measures,
         jumps=jumps,
@@ -438,7 +438,7 @@ def _assembled_inspection(
         provenance={},
         timings={},
         calibration=neediest_first(needs),
-        noise=served.noise,
+        noise=noise,
         serving=serving,
         trace=trace,
     )
@@ -476,26 +476,20 @@ def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tupl
 
 
 def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
-    """What the bits of a result depend on beside the model: text, batches, threads, build."""
+    """What the bits of a result depend on beside the model.
+
+    Matrix products of other builds of torch round differently.
+    """
     return {
         "text": {"source": origin, "characters": text.characters, "sha256": text.digest},
         "tokens": text.tokens,
         "threads": torch.get_num_threads(),
-        "torch_build": build_digest(),
+        "torch_build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
         "sequences": len(text.sequences),
         "sequence_length": len(text.sequences[0]),
         "batch_size": corpus.batch_size,
         "seed": corpus.seed,
     }
-
-
-def build_digest() -> str:
-    """Short digest of how torch was built: matrix products of other builds round differently."""
-    return hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12]
-
-
-def _ignore_progress(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:

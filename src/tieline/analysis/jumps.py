@@ -60,7 +60,7 @@ from tieline.models.routed_block import Block, BlockCall, BlockRun, Rows, fitted
 from tieline.models.router_output import Choice, RouterOutput
 from tieline.models.router_rule import combine_rule, family_scale, renormalises_weights
 from tieline.run.forward import overridden_output
-from tieline.run.observers import Observer, Rerun, RouteRecorder, Site
+from tieline.run.observers import Observer, Rerun, RouteRecorder, Site, run_blocks
 from tieline.run.plan import Pass
 from tieline.run.ranks import Ranks
 from tieline.trace.counts import SPAN, token_hash
@@ -306,7 +306,7 @@ def measure_jumps(
     layer_jumps = []
     for layer in trace.layers:
         layer_jumps.append(
-            _layer_jumps(model, trace, layer, sampler, settings, runner or _run_blocks_in_turn)
+            _layer_jumps(model, trace, layer, sampler, settings, runner or run_blocks)
         )
         if progress is not None:
             progress(len(layer_jumps), len(trace.layers))
@@ -362,15 +362,6 @@ def _plain_and_swapped_outputs(
     sizes = [len(sample.tokens) for sample in samples]
     plain, swapped = (half.split(sizes) for half in output.chunk(2))
     return list(zip(plain, swapped, strict=True))
-
-
-def _run_blocks_in_turn(runs: Sequence[BlockRun]) -> list[Tensor]:
-    """Run blocks one after the other."""
-    outputs = []
-    for job, scope in runs:
-        with scope():
-            outputs.append(job())
-    return outputs
 
 
 def _sample_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:

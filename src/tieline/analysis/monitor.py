@@ -53,24 +53,23 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.router_calls import LogitSums, RouterCall, watch_routing
 from tieline.core.collectives import gathered_plain, gathered_tensors
 from tieline.core.errors import ParameterError, TielineError, require
 from tieline.core.numerics import PRECISIONS, float_step, grid_step, is_recomputing, one_thread
 from tieline.core.records import to_plain
 from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.core.text import layer_label
-from tieline.measure.boundary import boundary_mass, gap_density
+from tieline.measure.boundary import MassProfile, boundary_mass, gap_density
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
 from tieline.measure.measures import gap_status
 from tieline.measure.noise_flips import LogitView, first_order, logit_view
@@ -78,6 +77,7 @@ from tieline.measure.rounding_flips import precision_flips, shared_cell
 from tieline.models.class_changes import untraced
 from tieline.models.configuration import text_config
 from tieline.models.documents import module_taking_tokens
+from tieline.models.router_calls import LogitSums, RouterCall, watch_routing
 from tieline.routing.gates import SelectiveGate
 from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected
@@ -87,7 +87,8 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_we
 ROW_ERROR = 0.02
 """Probabilities of 64 experts in bf16 sum to 1 within this."""
 
-Tell = Callable[[str | None, str], None]
+Warn = Callable[[str | None, str], None]
+"""Called with a message, None for nothing to say, and its kind."""
 
 
 class RoutingWarning(UserWarning):
@@ -104,34 +105,26 @@ def probability_warning(layer: str, logits: LogitSums) -> str | None:
     )
 
 
-class LossCheck:
-    """Watches the forward passes of a model in training for auxiliary losses that are off."""
+@contextmanager
+def watch_losses(model: nn.Module, warn: Warn) -> Iterator[None]:
+    """Look for auxiliary losses that are off in forward passes of training inside the block."""
 
-    def __init__(self, model: nn.Module, tell: Tell) -> None:
-        """Watch `model` while entered; `tell` gets a message and its kind."""
-        self._model, self._tell, self._hooks = model, tell, ExitStack()
-
-    def __enter__(self) -> "LossCheck":
-        add = self._hooks.callback
-        if _loss_coefficient(self._model) is not None:
-            hook = self._model.register_forward_hook(untraced(self._look))
-            add(hook.remove)
-        for name, layer in self._model.named_modules():
-            if isinstance(layer, MoE):
-                hook = untraced(_layer_loss_hook(name, layer, self._tell))
-                add(layer.register_forward_hook(hook).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _look(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def check_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Warn if the auxiliary loss of this forward pass is off."""
-        if _is_learning(model):
-            self._tell(transformers_warning(model, output), "auxiliary loss")
+        if _is_learning(module):
+            warn(transformers_loss_warning(module, output), "auxiliary loss")
+
+    with ExitStack() as hooks:
+        if _loss_coefficient(model) is not None:
+            hooks.callback(model.register_forward_hook(untraced(check_output)).remove)
+        for name, layer in model.named_modules():
+            if isinstance(layer, MoE):
+                hook = untraced(_layer_loss_hook(name, layer, warn))
+                hooks.callback(layer.register_forward_hook(hook).remove)
+        yield
 
 
-def transformers_warning(model: nn.Module, output: Any) -> str | None:
+def transformers_loss_warning(model: nn.Module, output: Any) -> str | None:
     """Return what is wrong with the auxiliary loss in a model's output; None if nothing is."""
     coefficient = _loss_coefficient(model)
     if coefficient is None or not hasattr(output, "loss"):
@@ -153,23 +146,23 @@ def transformers_warning(model: nn.Module, output: Any) -> str | None:
     return None
 
 
-def _layer_loss_hook(name: str, layer: MoE, tell: Tell) -> Callable[..., None]:
+def _layer_loss_hook(name: str, layer: MoE, warn: Warn) -> Callable[..., None]:
     """A hook that warns if no auxiliary loss can reach a layer."""
 
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def check_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Warn if nothing can balance the layer."""
         gate = layer.gate
         if not (_is_learning(layer) and isinstance(gate, SelectiveGate)):
             return
         if gate.selection_bias is None and not is_collected(layer):
-            tell(
+            warn(
                 f"no auxiliary loss can reach {layer_label(name)}: nothing collects its routing "
                 "(collect_routing, auxiliary_loss) and its gate has no selection_bias that a "
                 "controller could move",
                 "auxiliary loss",
             )
 
-    return look
+    return check_layer
 
 
 def _is_learning(module: nn.Module) -> bool:
@@ -304,19 +297,6 @@ def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
     return scalars | ({"epsilon": sum(widths) / len(widths)} if widths else {})
 
 
-def spacing_mass(layer: LayerTrace, view: LogitView) -> float:
-    """P(Δ <= q): share of tokens within one bf16 spacing at their threshold (Def. 2.1).
-
-    q is converted to the units of the score where these are not logits.
-    """
-    assert view.logits is not None
-    rank = layer.facts.k - 1
-    step = grid_step(view.logits[:, rank : rank + 1], FORMAT)[:, 0] * view.slope[:, rank]
-    gaps = view.scores[:, rank] - view.scores[:, rank + 1]
-    unit = torch.ones(1, dtype=torch.float64, device="cpu")
-    return boundary_mass(gaps / step.clamp(min=TINY), unit).mass[0]
-
-
 def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
     """Effect of bf16 on the choice of these tokens; empty where it is unknown."""
     check_finite_scores(layer)
@@ -327,7 +307,7 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
         return {}
     record, _ = precision_flips(layer, view, FORMAT)
     rates = {
-        "near_bf16": spacing_mass(layer, view),
+        "near_bf16": _ThresholdSpacing.of(layer, view, FORMAT).mass().mass[0],
         "tie_bf16": record.tie_emulated.value,
         "flip_bf16": record.flip_emulated.value,
         "expected": record.flip.value,
@@ -477,11 +457,14 @@ class RoutingMonitor:
         hooks = ExitStack()
         hooks.enter_context(
             watch_routing(
-                self._model, self._take, training_only=self.training_only, failed=self._failed
+                self._model,
+                self._keep_call,
+                training_only=self.training_only,
+                on_failure=self._keep_failure,
             )
         )
         if self.check_losses:
-            hooks.enter_context(LossCheck(self._model, self._tell))
+            hooks.enter_context(watch_losses(self._model, self._warn))
         self._hooks = hooks
 
     def read(self, step: int) -> dict[str, float]:
@@ -543,22 +526,22 @@ class RoutingMonitor:
             with one_thread():  # many small operations
                 layers = {name: layer_scalars(layer_calls) for name, layer_calls in calls.items()}
         except TielineError as error:
-            self._tell(f"routing was not measured (first at step {step}): {error}", str(error))
+            self._warn(f"routing was not measured (first at step {step}): {error}", str(error))
             return None
         for name, layer in layers.items():
-            self._tell(probability_warning(name, layer.logits), "probabilities")
+            self._warn(probability_warning(name, layer.logits), "probabilities")
         return layers
 
-    def _take(self, call: RouterCall) -> None:
+    def _keep_call(self, call: RouterCall) -> None:
         """Keep a call that has tokens."""
         if call.tokens and call.logits is not None:
             self._calls[call.trace.name].append(call)
 
-    def _failed(self, problem: TielineError) -> None:
+    def _keep_failure(self, problem: TielineError) -> None:
         """Keep the first error of a step."""
         self._problem = self._problem or problem
 
-    def _tell(self, message: str | None, kind: str) -> None:
+    def _warn(self, message: str | None, kind: str) -> None:
         """Warn, once for each kind."""
         if message is None or kind in self._kinds:
             return
@@ -664,20 +647,17 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
         return LayerTies(layer.name, UNKNOWN_SIZE if status == "ok" else status)
-    rank = layer.facts.k - 1
-    step = _logit_spacing(view.logits, precision)[:, rank]
-    reach = (step * view.slope[:, rank]).clamp(min=TINY)
-    gaps = view.scores[:, rank] - view.scores[:, rank + 1]
-    mass = boundary_mass(gaps / reach, torch.ones(1, dtype=torch.float64, device=gaps.device))
+    at_threshold = _ThresholdSpacing.of(layer, view, precision)
+    mass, gaps, spacing = at_threshold.mass(), at_threshold.gaps, at_threshold.in_scores
     return LayerTies(
         name=layer.name,
         status="ok",
-        spacing=step.mean().item(),
+        spacing=at_threshold.in_logits.mean().item(),
         within=mass.mass[0],
         low=mass.low[0],
         high=mass.high[0],
-        tie=mean_estimate(shared_cell(gaps, reach)),
-        population=first_order(gap_density(gaps / reach).times(0.5)),
+        tie=mean_estimate(shared_cell(gaps, spacing)),
+        population=first_order(gap_density(gaps / spacing).times(0.5)),
         exact=int((layer.gap == 0).sum()),
     )
 
@@ -690,10 +670,26 @@ def _tie_rate(layer: LayerTies) -> float:
     return 0.0
 
 
-def _logit_spacing(
-    logits: Float[Tensor, "tokens ranks"], precision: str
-) -> Float[Tensor, "tokens ranks"]:
-    """Spacing q of a format at each logit."""
-    if precision == "fp32":
-        return float_step(logits.nan_to_num(neginf=0.0), 23, -126)
-    return grid_step(logits, precision)
+class _ThresholdSpacing(NamedTuple):
+    """Spacing q of a format at each token's threshold, in units of logits and of scores; gaps."""
+
+    in_logits: Float[Tensor, " tokens"]
+    in_scores: Float[Tensor, " tokens"]
+    gaps: Float[Tensor, " tokens"]
+
+    @classmethod
+    def of(cls, layer: LayerTrace, view: LogitView, precision: str) -> "_ThresholdSpacing":
+        """Spacing and gaps of a layer whose logits are known."""
+        assert view.logits is not None
+        rank = layer.facts.k - 1
+        if precision == "fp32":
+            steps = float_step(view.logits.nan_to_num(neginf=0.0), 23, -126)
+        else:
+            steps = grid_step(view.logits, precision)
+        in_scores = (steps[:, rank] * view.slope[:, rank]).clamp(min=TINY)
+        return cls(steps[:, rank], in_scores, view.scores[:, rank] - view.scores[:, rank + 1])
+
+    def mass(self) -> MassProfile:
+        """P(Δ <= q): share of tokens within one spacing of their threshold (Def. 2.1)."""
+        unit = torch.ones(1, dtype=torch.float64, device=self.gaps.device)
+        return boundary_mass(self.gaps / self.in_scores, unit)

@@ -31,11 +31,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from tieline.analysis.router_calls import RouterCall, watch_routing
 from tieline.core.errors import TielineError, require
 from tieline.core.ranking import sets_differ
 from tieline.core.records import to_plain
 from tieline.core.text import layer_label
+from tieline.models.router_calls import RouterCall, watch_routing
 
 VERDICTS = ("identical", "differs, but not by routing", "exact tie", "near-tie flip")
 """From harmless to what crashes: the verdict of several repetitions is the last of theirs."""

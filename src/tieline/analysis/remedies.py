@@ -24,11 +24,18 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
-from tieline.analysis.audit_records import KeepList, Remedy, RemedyEffect, RemedyTable
-from tieline.analysis.perturbation_effects import Divergences
+from tieline.analysis.audit_records import (
+    KeepList,
+    PerturbationEffect,
+    Remedy,
+    RemedyEffect,
+    RemedyTable,
+)
+from tieline.analysis.model_effects import Divergences
 from tieline.analysis.served_precision import replay_bytes
-from tieline.analysis.smooth import NOISE, Calibration
+from tieline.analysis.smooth import NOISE, SmoothingCalibration
 from tieline.core.errors import TielineError, require
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.core.text import layer_label
@@ -36,6 +43,7 @@ from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
 from tieline.models.experts import KERNEL, can_use_experts, use_experts
 from tieline.models.families import family_of
+from tieline.models.number_formats import format_named
 from tieline.models.replay import replay
 from tieline.models.smoothed_model import Smoothing, smoothed_routers, smoothing_record
 from tieline.models.smoothed_router import GateName
@@ -82,6 +90,56 @@ def chosen_perturbations(
     return [by_name[name] for name in names]
 
 
+def extra_bytes(router: nn.Module, number_format: str) -> int:
+    """Return the bytes that the router's weights take in float32 beyond those of the format."""
+    bits = 32 - format_named(number_format).bits
+    return sum(weight.numel() for weight in router.parameters()) * bits // 8
+
+
+def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: float) -> KeepList:
+    """Choose routers by damage per byte until their damage is at least `wanted` of the whole.
+
+    Args:
+        damages: jump-weighted damage D_l >= 0 of each layer.
+        costs: bytes to keep each layer's router in float32.
+        wanted: share of the damage to recover, in (0, 1].
+    """
+    require(0 < wanted <= 1, f"the share of damage to recover is in (0, 1], got {wanted}")
+    total = sum(damages.values())
+    order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
+    routers: list[str] = []
+    gone = 0.0
+    for name in order:
+        if gone >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
+            break
+        routers.append(name)
+        gone += damages[name]
+    return KeepList(
+        wanted=wanted,
+        layers=tuple(routers),
+        recovered=gone / total if total > 0 else 0.0,
+        bytes=sum(costs[name] for name in routers),
+        bytes_all=sum(costs.values()),
+    )
+
+
+def with_remaining_kl(
+    keep: KeepList, sums: SequenceSums | None, row: PerturbationEffect
+) -> KeepList:
+    """Return the list with the KL that remains under a perturbation: 0 if every router is kept.
+
+    Args:
+        keep: the routers.
+        sums: KL of the run that keeps them; None if there was none.
+        row: what the perturbation does without them.
+    """
+    keeps_all = len(keep.layers) == len(row.layers)
+    kl = Estimate(0.0, 0.0) if keeps_all else None if sums is None else sums.mean()
+    if kl is None or kl.value is None or not row.kl.value:
+        return replace(keep, kl=kl)
+    return replace(keep, kl=kl, recovered_kl=1 - kl.value / row.kl.value)
+
+
 class SmoothedForm(NamedTuple):
     """A way to smooth the model, with the experts per token that it uses."""
 
@@ -99,7 +157,7 @@ def smoothed_forms(runner: Runner, calibration: Ids) -> list[SmoothedForm]:
         calibration: tokens that the noise σ and the number of experts are taken from.
     """
     model = runner.models[0].module
-    noise_scores = Calibration.of(model, measure_scores(runner, [calibration], NOISE), NOISE)
+    noise_scores = SmoothingCalibration(model, measure_scores(runner, [calibration], NOISE), NOISE)
     forms = []
     for scale in SCALES:
         widths = noise_scores.by_noise(scale)

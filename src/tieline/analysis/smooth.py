@@ -75,35 +75,16 @@ LATENCY_TOKENS = 512
 Widths = Mapping[str, float]
 
 
-class Calibration:
+class SmoothingCalibration:
     """What is known of a model from its calibration text: scores and noise, layer by layer.
 
     Args:
         model: the original, in float32.
-        batches: tokens to run.
+        measured: its scores and their noise.
         noise: the precision to repair.
-        progress: called with stage, done and total.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Int[Tensor, "rows length"]],
-        noise: str,
-        progress: Progress | None = None,
-    ) -> None:
-        measured = measure_scores(Runner(Model(model)), batches, noise, progress)
-        self._take(model, measured, noise)
-
-    @classmethod
-    def of(cls, model: nn.Module, measured: Measured, noise: str) -> "Calibration":
-        """What scores and noise that were measured before say of a model."""
-        calibration = cls.__new__(cls)
-        calibration._take(model, measured, noise)
-        return calibration
-
-    def _take(self, model: nn.Module, measured: Measured, noise: str) -> None:
-        """Take the layers, scores and noise that were measured."""
+    def __init__(self, model: nn.Module, measured: Measured, noise: str) -> None:
         plans, _ = plan_layers(model, None)
         self.plans: list[LayerPlan] = [plan for plan in plans if plan.k < plan.n_experts]
         self.noise = noise_perturbation(noise)
@@ -112,6 +93,18 @@ class Calibration:
         self.margin_noise = dict(measured.margin_noise)
         positive = any(sigma > 0 for sigma in self.sigmas.values())
         require(positive, f"{noise} does not change the scores of any router: nothing to repair")
+
+    @classmethod
+    def on_batches(
+        cls,
+        model: nn.Module,
+        batches: Sequence[Int[Tensor, "rows length"]],
+        noise: str,
+        progress: Progress | None = None,
+    ) -> "SmoothingCalibration":
+        """Run these tokens, clean and under the noise."""
+        measured = measure_scores(Runner(Model(model)), batches, noise, progress)
+        return cls(model, measured, noise)
 
     def by_noise(self, scale: float) -> dict[str, float]:
         """ε_l = c σ_l."""
@@ -142,15 +135,8 @@ class Calibration:
         widths = {}
         for plan in self.plans:
             measured = self.clean[plan.name]
-            arguments = (
-                measured.scores,
-                plan.k,
-                plan.n_experts,
-                budget,
-                measured.groups,
-                gate,
-            )
-            widths[plan.name] = budget_epsilon(*arguments)
+            sizes = (plan.k, plan.n_experts, budget, measured.groups, gate)
+            widths[plan.name] = budget_epsilon(measured.scores, *sizes)
         return widths
 
 
@@ -272,7 +258,10 @@ class _Smooth(NamedTuple):
         exact_ties = self.check_routers()
         announce_total(self.model, self.runner.ranks.batches, self.work(), self.progress)
         by_noise = settings.by_law or settings.near_original
-        calibration = self.calibrate(settings.noise or NOISE) if by_noise else None
+        noise = settings.noise or NOISE
+        calibration = None
+        if by_noise:
+            calibration = SmoothingCalibration(self.model.module, self.measured(noise), noise)
         record = self.smoothing(calibration)
         table = self.table(record, calibration)
         layers = len(find_routers(self.model.module))
@@ -338,11 +327,7 @@ class _Smooth(NamedTuple):
         refuse_equal_scores(measured.clean)
         return measured
 
-    def calibrate(self, noise: str) -> Calibration:
-        """What the calibration text says of the model."""
-        return Calibration.of(self.model.module, self.measured(noise), noise)
-
-    def smoothing(self, calibration: Calibration | None) -> Smoothing:
+    def smoothing(self, calibration: SmoothingCalibration | None) -> Smoothing:
         """Choose ε as the settings say."""
         wish = self.settings
         if calibration is not None and wish.by_law:
@@ -357,7 +342,7 @@ class _Smooth(NamedTuple):
         measured = self.measured(wish.noise)
         return self._record(budget=wish.budget, noise=wish.noise, calibration=measured)
 
-    def _nearest_smoothing(self, calibration: Calibration) -> Smoothing:
+    def _nearest_smoothing(self, calibration: SmoothingCalibration) -> Smoothing:
         """The widths at which the noisy smoothed model is nearest to the original."""
         ramps = calibration.nearest_to_original()
         widths = {plan.name: 0.0 for plan in calibration.plans}
@@ -377,7 +362,7 @@ class _Smooth(NamedTuple):
         """How the model is smoothed with these widths."""
         return smoothing_record(self.model.module, **widths, **self.settings.form)
 
-    def _scale(self, calibration: Calibration) -> float:
+    def _scale(self, calibration: SmoothingCalibration) -> float:
         """The c = ε/σ that the settings ask for, by the calibration text."""
         wish = self.settings
         record = self._record(epsilon=calibration.by_noise(1.0))
@@ -389,7 +374,7 @@ class _Smooth(NamedTuple):
         points = dict(zip(SCALES, tables, strict=True))
         return chosen_scale(points, factor=wish.factor, max_moved=wish.max_moved)
 
-    def table(self, record: Smoothing, calibration: Calibration | None) -> RepairTable:
+    def table(self, record: Smoothing, calibration: SmoothingCalibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""
         forms, seed = [ModelForm(record)], self.corpus.seed
         precisions = _precisions_compared(self.settings.serve, calibration)
@@ -417,7 +402,9 @@ def _percents(shares: Sequence[float]) -> str:
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
-def _precisions_compared(serve: str, calibration: Calibration | None) -> list[Perturbation]:
+def _precisions_compared(
+    serve: str, calibration: SmoothingCalibration | None
+) -> list[Perturbation]:
     """Routers and model in the precision served, the next coarser one, and what is repaired."""
     order = list(SERVED)
     coarser = order[min(order.index(serve) + 1, len(order) - 1)]

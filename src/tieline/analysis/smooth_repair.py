@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tieline.analysis.model_effects import FullEffect, FullEffects
 from tieline.analysis.served_precision import (
     Recommendation,
     Serving,
@@ -41,7 +42,7 @@ from tieline.models.smoothed_model import Smoothing, recorded_smoothing, with_wi
 from tieline.run.condition import Condition, Perturbation
 from tieline.run.corpus import stacked_batches
 from tieline.run.forward import Ids, forward, only_running
-from tieline.run.observers import Observer, Outcome
+from tieline.run.observers import Outcome
 from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
@@ -221,22 +222,6 @@ class Repair(Result):
         return {name: value for name, value in metrics.items() if value is not None}
 
 
-@dataclass
-class _Effect:
-    """What is counted of one perturbation of one form of the model."""
-
-    kl: SequenceSums = field(default_factory=SequenceSums)
-    floor: SequenceSums = field(default_factory=SequenceSums)
-    to_original: SequenceSums = field(default_factory=SequenceSums)
-    flips: SequenceSums = field(default_factory=SequenceSums)
-    loss: SequenceSums = field(default_factory=SequenceSums)
-
-    @property
-    def sums(self) -> list[SequenceSums]:
-        """Everything that is counted."""
-        return [self.kl, self.floor, self.to_original, self.flips, self.loss]
-
-
 class ModelForm(NamedTuple):
     """A form of the model: smoothed as a record says, or another model of the runner."""
 
@@ -267,35 +252,32 @@ class ModelForm(NamedTuple):
 ORIGINAL = ModelForm()
 
 
-class RepairCounts(Observer):
-    """Counts what perturbations do to one form of the model, and its distance from the original."""
+class RepairCounts(FullEffects):
+    """Counts what perturbations do to one form of the model, and its distance from the original.
+
+    Attributes:
+        experts: experts with weight, by router.
+        moved: KL to the original, both clean.
+        change: loss beyond that of the original; `loss` is the original's.
+    """
 
     def __init__(
         self, form: ModelForm, routers: Collection[str], perturbations: Sequence[Perturbation]
     ) -> None:
         """Count passes of this form."""
+        super().__init__(perturbations)
         self.form = form
         self._key = Condition(smoothing=form.smoothing).smoothing_key
-        self.effects = {perturbation: _Effect() for perturbation in perturbations}
         self.experts = {name: SequenceSums() for name in routers}
-        self.moved, self.loss, self.change = SequenceSums(), SequenceSums(), SequenceSums()
-        self._losses: dict[Pass, Tensor] = {}
+        self.moved, self.change = SequenceSums(), SequenceSums()
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Count a pass of this form."""
-        assert outcome.logits is not None
+        """Count a pass of this form; of the clean original keep the losses."""
         if run == Pass(run.batch):
+            assert outcome.logits is not None
             self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
-        if (run.model, run.condition.smoothing_key) != (self.form.model, self._key):
-            return
-        if run.condition.perturbation is None:
-            self._count_clean(run, outcome)
-        elif run.condition.choice == "forced":
-            assert run.reference is not None
-            effect = self.effects[run.condition.perturbation]
-            effect.floor.add(outcome.divergence(run.reference))
-        else:
-            self._count_perturbed(run, outcome)
+        if (run.model, run.condition.smoothing_key) == (self.form.model, self._key):
+            super().on_pass_done(run, outcome)
 
     def _count_clean(self, run: Pass, outcome: Outcome) -> None:
         """Count experts in use, and what the form itself changes."""
@@ -310,25 +292,10 @@ class RepairCounts(Observer):
             self.loss.add(before)
             self.change.add(self._losses[run] - before)
 
-    def _count_perturbed(self, run: Pass, outcome: Outcome) -> None:
-        """Count flips, KL and loss of a perturbed pass."""
-        assert run.reference is not None
-        assert run.condition.perturbation is not None
-        assert outcome.logits is not None
-        effect = self.effects[run.condition.perturbation]
-        flipped = torch.stack([share >= 0 for share in outcome.lost.values()]).any(dim=0)
-        effect.flips.add(flipped.double().view(tuple(outcome.ids.shape)))
-        effect.kl.add(outcome.divergence(run.reference))
-        for original in run.others:
-            effect.to_original.add(outcome.divergence(original))
-        losses = next_token_losses(outcome.logits, outcome.ids)
-        effect.loss.add(losses - self._losses[run.reference])
-
     def join(self, ranks: Ranks) -> None:
         """Put together what the processes counted."""
-        effects = [sums for effect in self.effects.values() for sums in effect.sums]
-        clean = [self.moved, self.loss, self.change]
-        ranks.join_sums([*effects, *self.experts.values(), *clean])
+        super().join(ranks)
+        ranks.join_sums([*self.experts.values(), self.moved, self.change])
 
     def table(self, original: "RepairCounts", size: tuple[int, int]) -> RepairTable:
         """The table of this form, of so many tokens and sequences."""
@@ -382,7 +349,7 @@ def original_serving(
         layers: routed layers of the model.
         exact_ties: largest share of a layer's tokens that tie exactly at the threshold.
     """
-    row = next(row for row in table.rows if row.name == served_rounding(precision).name)
+    row = table.row(served_rounding(precision).name)
     return Serving(
         precision=precision,
         changed=row.flips_before,
@@ -423,31 +390,13 @@ def measure_repair(
 
 
 def repair_table(
-    model: nn.Module,
-    smoothed: nn.Module,
-    sequences: Sequence[Int[Tensor, " _"]],
-    *,
-    perturbations: Sequence[Perturbation] = REPAIR_PERTURBATIONS,
-    batch_size: int = 8,
-    seed: int = 0,
-    parallel: str | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, smoothed: nn.Module, sequences: Sequence[Int[Tensor, " _"]], **options: Any
 ) -> RepairTable:
     """Measure low precision in a model and in its smoothed form, each against itself in float32.
 
-    Args:
-        model: a Mixture-of-Experts language model of transformers in float32.
-        smoothed: the same after `smooth_`, or any other model to compare with (a control with more
-            experts, one that was trained smooth).
-        sequences: token ids of each sequence; at least two tokens in each.
-        perturbations: what to do.
-        batch_size: sequences per forward pass.
-        seed: seed of all noise.
-        parallel: how processes share the batches: None or "data".
-        progress: called with stage, done and total.
+    Arguments and options as for `repair_tables`.
     """
-    run = {"batch_size": batch_size, "seed": seed, "parallel": parallel, "progress": progress}
-    (table,) = repair_tables(model, smoothed, sequences, perturbations=perturbations, **run)
+    (table,) = repair_tables(model, smoothed, sequences, **options)
     return table
 
 
@@ -463,27 +412,33 @@ def repair_tables(
     parallel: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[RepairTable, ...]:
-    """The same for several widths ε by router name, with one run of the original for all of them.
+    """Make the tables of a model smoothed with several widths, with one run of the original.
 
-    Other arguments as for `repair_table`.
+    Args:
+        model: a Mixture-of-Experts language model of transformers in float32.
+        smoothed: the same after `smooth_`, or any other model to compare with (a control with more
+            experts, one that was trained smooth).
+        sequences: token ids of each sequence; at least two tokens in each.
+        widths: ε by router name, for each table; empty for those that `smoothed` has.
+        perturbations: what to do.
+        batch_size: sequences per forward pass.
+        seed: seed of all noise.
+        parallel: how processes share the batches: None or "data".
+        progress: called with stage, done and total.
     """
     require(batch_size >= 1, f"batch_size must be at least 1, got {batch_size}")
     short = min((len(sequence) for sequence in sequences), default=0)
     require(short >= 2, f"sequences need two tokens at least, got {short}", ShapeError)
     ranks = Ranks.of(parallel, list(stacked_batches(sequences, batch_size)))
-    forms = [_smoothed_form(smoothed, width) for width in widths]
+    forms = [
+        ModelForm(with_widths(recorded_smoothing(smoothed), width)) if width else ModelForm(model=1)
+        for width in widths
+    ]
     runner = Runner(Model(model), Model(smoothed), ranks=ranks)
     return measure_repair(runner, forms, perturbations, seed, progress)
 
 
-def _smoothed_form(smoothed: nn.Module, widths: Mapping[str, float]) -> ModelForm:
-    """The smoothed model as it is, or the original smoothed alike with other widths."""
-    if not widths:
-        return ModelForm(model=1)
-    return ModelForm(with_widths(recorded_smoothing(smoothed), widths))
-
-
-def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> RepairRow:
+def _repair_row(perturbation: Perturbation, before: FullEffect, after: FullEffect) -> RepairRow:
     """The row of a perturbation, from the counts of both forms."""
     top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
     nothing = Estimate(None, None, "no KL after")
@@ -496,8 +451,8 @@ def _repair_row(perturbation: Perturbation, before: _Effect, after: _Effect) -> 
         after.floor.mean(),
         factor,
         after.to_original.mean(),
-        before.flips.mean(),
-        after.flips.mean(),
+        before.any_layer.mean(),
+        after.any_layer.mean(),
         before.loss.mean(),
         after.loss.mean(),
     )

@@ -102,7 +102,7 @@ def _inspection_or_saved(
     admit_source(source, settings.trust_remote_code)
     with progress_bars() as progress, joined_processes(settings.parallel, "inspecting") as parallel:
         from tieline.analysis.inspect import inspect as run
-        from tieline.analysis.inspect_records import inspection_metric_names
+        from tieline.analysis.inspect_observations import inspection_metric_names
         from tieline.analysis.route_files import load, source_kind
         from tieline.models.saved_models import quiet_transformers
 

@@ -361,48 +361,44 @@ def _loss_change(row: PerturbationEffect) -> str:
     return change if error is None else f"{change} ± {significant(error, 1)}"
 
 
-def _share_cell(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
-    """Cells of a share."""
-    return lambda row: percent(estimate(row).value)
-
-
-def _kl_cell(estimate: EstimateOf) -> Callable[[PerturbationEffect], str]:
-    """Cells of a KL."""
-    return lambda row: significant(estimate(row).value, 2)
-
-
 COLUMNS: tuple[Column[PerturbationEffect], ...] = (
-    Column("perturbation", "what is rounded or noisy, and how", lambda row: row.name, 0),
+    Column("perturbation", "what is rounded or noisy, and how", lambda x: x.name, 0),
     Column(
         "local flips",
         "tokens whose experts change when this router alone is perturbed, inputs clean",
-        _share_cell(lambda row: row.local),
+        lambda x: percent(x.local.value),
         1,
     ),
     Column(
         "predicted", "the same, predicted from the clean scores alone", _predicted_flips_cell, 2
     ),
-    Column("full flips", "the same per layer in a full run", _share_cell(lambda row: row.full), 3),
+    Column("full flips", "the same per layer in a full run", lambda x: percent(x.full.value), 3),
     Column(
         "×",
         "full flips over local flips: what depth adds",
-        lambda row: DASH if finite(row.compounding) is None else f"{row.compounding:.1f} ×",
+        lambda x: DASH if finite(x.compounding) is None else f"{x.compounding:.1f} ×",
         7,
     ),
     Column(
-        "any layer", "tokens that flip in a layer at least", _share_cell(lambda r: r.any_layer), 8
+        "any layer",
+        "tokens that flip in a layer at least",
+        lambda x: percent(x.any_layer.value),
+        8,
     ),
     Column(
-        "moved", "routed weight that goes to other experts", _share_cell(lambda row: row.moved), 9
+        "moved", "routed weight that goes to other experts", lambda x: percent(x.moved.value), 9
     ),
-    Column("moved 99 %", "its 99 % quantile", lambda row: percent(row.moved_p99), None),
+    Column("moved 99 %", "its 99 % quantile", lambda x: percent(x.moved_p99), None),
     Column(
-        "damage", "mean change of a layer’s output by flips", _share_cell(lambda r: r.damage), 6
+        "damage",
+        "mean change of a layer’s output by flips",
+        lambda x: percent(x.damage.value),
+        6,
     ),
     Column("Δ loss", "change of the loss, nats per token", _loss_change, 5),
-    Column("KL", "KL to the clean run, nats per token", _kl_cell(lambda row: row.kl), 4),
-    Column("floor", "KL with clean routes forced", _kl_cell(lambda row: row.kl_floor), 10),
-    Column("by flips", "share of the KL due to flips", lambda row: percent(row.by_flips), 11),
+    Column("KL", "KL to the clean run, nats per token", lambda x: significant(x.kl.value, 2), 4),
+    Column("floor", "KL with clean routes forced", lambda x: significant(x.kl_floor.value, 2), 10),
+    Column("by flips", "share of the KL due to flips", lambda x: percent(x.by_flips), 11),
 )
 
 
@@ -422,7 +418,7 @@ def _served_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect],
     kl, floor = (column for column in COLUMNS if column.heading in ("KL", "floor"))
     return (
         COLUMNS[0],
-        Column("changed", "in a layer at least", _share_cell(lambda row: row.any_layer), 0),
+        Column("changed", "in a layer at least", lambda row: percent(row.any_layer.value), 0),
         replace(kl, rank=0),
         replace(floor, rank=0),
         Column("Δ loss (95 %)", "interval of the change of the loss", loss_interval, 0),

@@ -11,7 +11,6 @@ from tieline.analysis.diff_records import (
     DepthStep,
     LayerDiff,
     RoutingDiff,
-    WeightMoved,
 )
 from tieline.core.errors import TraceError
 from tieline.core.statistics import Share
@@ -344,27 +343,23 @@ def _cause_cell(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]
     return lambda row: DASH if row.layer.attribution is None else count(row.layer.attribution)
 
 
-def _weight_cell(number: Callable[[WeightMoved], float]) -> Callable[[DiffRow], str]:
-    """Cells of a share of the combine weight."""
-    return lambda row: percent(row.layer.weight and number(row.layer.weight))
-
-
-def _flips_cell(share: Callable[[DiffRow], Share | None]) -> Callable[[DiffRow], str]:
-    """Cells of a count of flips; a dash where the split is not known."""
-    return lambda row: DASH if (flips := share(row)) is None else f"{flips.count:,}"
-
-
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
     Column("in B", "its name there, where it is another", lambda x: x.name_in_b),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _flip_interval_cell, 5),
-    Column("by format", "of the dequantised weights", _flips_cell(lambda x: x.by_format), 2, True),
+    Column(
+        "by format",
+        "of the dequantised weights",
+        lambda x: DASH if x.by_format is None else f"{x.by_format.count:,}",
+        2,
+        True,
+    ),
     Column(
         "by engine",
         "between those and the engine",
-        _flips_cell(lambda x: x.by_engine),
+        lambda x: DASH if x.by_engine is None else f"{x.by_engine.count:,}",
         2,
         True,
     ),
@@ -396,10 +391,15 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
     Column(
         "weight moved",
         "mean share on other experts",
-        _weight_cell(lambda weight: weight.mean),
+        lambda x: percent(x.layer.weight and x.layer.weight.mean),
         6,
     ),
-    Column("p99", "its 99th percentile over tokens", _weight_cell(lambda weight: weight.p99), 7),
+    Column(
+        "p99",
+        "its 99th percentile over tokens",
+        lambda x: percent(x.layer.weight and x.layer.weight.p99),
+        7,
+    ),
     Column("first flips", "tokens that flip here first", lambda x: f"{x.step.first:,}"),
     Column("so far", "tokens flipped here or before", lambda x: percent(x.step.cumulative)),
 )

@@ -7,18 +7,15 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tieline.analysis.inspect_records import Inspection, JumpMeasures, TextPiece, TextSample
-from tieline.core.statistics import Quantiles
+from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
 from tieline.core.text import short_names
-from tieline.measure.boundary import GapMeasures
-from tieline.measure.expert_load import ExpertLoad
-from tieline.measure.rounding_flips import ProductFlips
 from tieline.report.html_page import Panel
 from tieline.report.inspect_charts import (
     LayerRow,
     inspected_layer_rows,
     inspection_figures,
     inspection_panels,
+    quantile_at,
 )
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
@@ -204,61 +201,6 @@ def _text_pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
     return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
 
 
-def _gap_quantile_cell(probability: float) -> Callable[[LayerRow], str]:
-    """Cells of a quantile of the gaps."""
-    return _gap_cell(lambda gaps: significant(_quantile_at(gaps.quantiles, probability)))
-
-
-def _format_flips_cell(precision: str) -> Callable[[LayerRow], str]:
-    """Cells of the flip rate under a number format."""
-
-    def rates(row: LayerRow) -> dict[str, float | None]:
-        return {x.precision: x.flip_emulated.value for x in row.measures.precision.value or ()}
-
-    return lambda row: percent(rates(row).get(precision))
-
-
-def _product_cell(share: Callable[[ProductFlips], float | None]) -> Callable[[LayerRow], str]:
-    """Cells of a share of the product that computes the logits."""
-    return lambda row: percent((product := row.measures.product.value) and share(product))
-
-
-def _distance_cell(row: LayerRow) -> str:
-    """Median distance of the input to a tie."""
-    distance = row.measures.distance.value
-    return significant(distance and _quantile_at(distance.quantiles, 0.5))
-
-
-def _half_expert_cell(row: LayerRow) -> str:
-    """The ε that costs half an expert per token."""
-    return significant((near := row.measures.near.value) and near.epsilon_half.value)
-
-
-def _jump_cell(number: Callable[[JumpMeasures], float | None]) -> Callable[[LayerRow], str]:
-    """Cells of a share of the jumps at near-ties; a dash where there are none."""
-    return lambda row: percent(row.jumps and number(row.jumps))
-
-
-def _quantile_at(quantiles: Quantiles, probability: float) -> float | None:
-    """Quantile of that level, None if it was not taken."""
-    return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(probability)
-
-
-def _load_cell(number: Callable[[ExpertLoad], str]) -> Callable[[LayerRow], str]:
-    """Cells of a number of the load."""
-    return lambda row: number(row.measures.load)
-
-
-def _gap_cell(text: Callable[[GapMeasures], str]) -> Callable[[LayerRow], str]:
-    """Cells of a number of the gaps; a dash where there are none."""
-    return lambda row: text(row.gaps) if row.gaps else DASH
-
-
-def _experts_used_cell(row: LayerRow) -> str:
-    """Experts in use per token, of a smoothed router."""
-    return DASH if row.measures.used is None else f"{row.measures.used:.2f}"
-
-
 COLUMNS: tuple[Column[LayerRow], ...] = (
     Column("layer", "place of the router in the model", lambda x: x.label, 0),
     Column(
@@ -268,48 +210,93 @@ COLUMNS: tuple[Column[LayerRow], ...] = (
         8,
     ),
     Column(
-        "experts", "experts in use per token, of a smoothed router", _experts_used_cell, 3, True
+        "experts",
+        "experts in use per token, of a smoothed router",
+        lambda x: DASH if x.measures.used is None else f"{x.measures.used:.2f}",
+        3,
+        True,
     ),
-    Column("gap 1 %", "gap below which 1 % of tokens lie", _gap_quantile_cell(0.01), 4),
-    Column("gap 50 %", "gap below which half of the tokens lie", _gap_quantile_cell(0.5), 3),
-    Column("exact ties", "tokens with equal scores", _gap_cell(lambda gaps: f"{gaps.ties:,}"), 10),
+    Column(
+        "gap 1 %",
+        "gap below which 1 % of tokens lie",
+        lambda x: significant(x.gaps and quantile_at(x.gaps.quantiles, 0.01)),
+        4,
+    ),
+    Column(
+        "gap 50 %",
+        "gap below which half of the tokens lie",
+        lambda x: significant(x.gaps and quantile_at(x.gaps.quantiles, 0.5)),
+        3,
+    ),
+    Column(
+        "exact ties",
+        "tokens with equal scores",
+        lambda x: DASH if x.gaps is None else f"{x.gaps.ties:,}",
+        10,
+    ),
     Column(
         "f(0)",
         "density of the gap at zero, per unit of score",
-        _gap_cell(lambda gaps: significant(gaps.density.value)),
+        lambda x: significant(x.gaps and x.gaps.density.value),
     ),
-    Column("flip bf16", "tokens that flip with the logits in bf16", _format_flips_cell("bf16"), 1),
-    Column("flip fp16", "the same for fp16", _format_flips_cell("fp16")),
-    Column("flip fp8", "the same for fp8 (e4m3)", _format_flips_cell("fp8_e4m3"), 5),
-    Column("flip int8", "the same for int8, one scale per token", _format_flips_cell("int8"), 6),
-    Column("flip int4", "the same for int4, one scale per token", _format_flips_cell("int4"), 11),
+    Column(
+        "flip bf16",
+        "tokens that flip with the logits in bf16",
+        lambda x: percent(x.flip_rate("bf16")),
+        1,
+    ),
+    Column("flip fp16", "the same for fp16", lambda x: percent(x.flip_rate("fp16"))),
+    Column("flip fp8", "the same for fp8 (e4m3)", lambda x: percent(x.flip_rate("fp8_e4m3")), 5),
+    Column(
+        "flip int8",
+        "the same for int8, one scale per token",
+        lambda x: percent(x.flip_rate("int8")),
+        6,
+    ),
+    Column(
+        "flip int4",
+        "the same for int4, one scale per token",
+        lambda x: percent(x.flip_rate("int4")),
+        11,
+    ),
     Column(
         "flip bf16 product",
         "tokens that flip when the router multiplies in bf16",
-        _product_cell(lambda product: product.flip_emulated.value),
+        lambda x: percent(x.product and x.product.flip_emulated.value),
     ),
     Column(
         "uncertified",
         "tokens that another summation order of the float32 product may flip, at most",
-        _product_cell(lambda product: product.uncertified.value),
+        lambda x: percent(x.product and x.product.uncertified.value),
     ),
-    Column("ε of k + ½", "band that costs half an expert per token", _half_expert_cell, 12),
-    Column("distance", "median Euclidean distance of the input to a tie", _distance_cell),
+    Column(
+        "ε of k + ½",
+        "band that costs half an expert per token",
+        lambda x: significant((near := x.measures.near.value) and near.epsilon_half.value),
+        12,
+    ),
+    Column(
+        "distance",
+        "median Euclidean distance of the input to a tie",
+        lambda x: significant(
+            (distance := x.measures.distance.value) and quantile_at(distance.quantiles, 0.5)
+        ),
+    ),
     Column(
         "jump",
         "median change of the output when a near-tie flips",
-        _jump_cell(lambda jumps: _quantile_at(jumps.near_quantiles, 0.5)),
+        lambda x: percent(x.jumps and quantile_at(x.jumps.near_quantiles, 0.5)),
         2,
     ),
     Column(
         "dangerous",
         "near-ties whose jump is large",
-        _jump_cell(lambda jumps: jumps.dangerous.value),
+        lambda x: percent(x.jumps and x.jumps.dangerous.value),
         13,
     ),
-    Column("evenness", "entropy of the load / log E", _load_cell(lambda x: f"{x.evenness:.2f}"), 9),
-    Column("busiest", "largest load / even load", _load_cell(lambda x: f"{x.busiest:.1f} ×")),
-    Column("dead", "experts that no token chose", _load_cell(lambda x: str(len(x.dead))), 7),
-    Column("cold", "experts below a tenth of an even load", _load_cell(lambda x: str(len(x.cold)))),
+    Column("evenness", "entropy of the load / log E", lambda x: f"{x.load.evenness:.2f}", 9),
+    Column("busiest", "largest load / even load", lambda x: f"{x.load.busiest:.1f} ×"),
+    Column("dead", "experts that no token chose", lambda x: str(len(x.load.dead)), 7),
+    Column("cold", "experts below a tenth of an even load", lambda x: str(len(x.load.cold))),
     Column("sets", "distinct sets of experts seen", lambda x: f"{x.measures.coalitions.seen:,}"),
 )

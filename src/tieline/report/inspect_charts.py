@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieline.analysis.inspect_records import Inspection, JumpMeasures, JumpSample, OwnNoise
 from tieline.core.errors import TraceError
+from tieline.core.statistics import Quantiles
 from tieline.core.text import short_names
 from tieline.measure.boundary import GapMeasures, MassProfile
+from tieline.measure.expert_load import ExpertLoad
 from tieline.measure.measures import LayerMeasures
-from tieline.measure.rounding_flips import PrecisionFlips
+from tieline.measure.rounding_flips import PrecisionFlips, ProductFlips
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series, above_zero, layer_colour
 from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
@@ -130,9 +132,29 @@ class LayerRow:
         """Distribution of its gaps, where the trace has scores."""
         return self.measures.gap.value
 
+    @property
+    def product(self) -> ProductFlips | None:
+        """Flips by the product that computes its logits, where that was measured."""
+        return self.measures.product.value
+
+    @property
+    def load(self) -> ExpertLoad:
+        """Load of its experts."""
+        return self.measures.load
+
+    def flip_rate(self, precision: str) -> float | None:
+        """Share of its tokens that flip with the logits in a format."""
+        formats = self.measures.precision.value or ()
+        return next((x.flip_emulated.value for x in formats if x.precision == precision), None)
+
     def series(self, x: Sequence[Any], y: Sequence[Any], **look: Any) -> Series:
         """Values with the name and the colour of the layer."""
         return Series(x, y, f"layer {self.label}", self.colour, **look)
+
+
+def quantile_at(quantiles: Quantiles, level: float) -> float | None:
+    """Return the quantile of a level, None if it was not taken."""
+    return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(level)
 
 
 def inspected_layer_rows(result: Inspection) -> list[LayerRow]:

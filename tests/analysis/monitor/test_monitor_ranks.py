@@ -6,7 +6,7 @@ from torch import multiprocessing
 
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.monitor import RoutingMonitor, joined_scalars, layer_scalars
-from tieline.analysis.router_calls import watch_routing
+from tieline.models.router_calls import watch_routing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = 6

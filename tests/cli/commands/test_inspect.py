@@ -13,7 +13,7 @@ import torch
 from tests.report.zoo import make_inspection
 from tieline import __version__
 from tieline.analysis import inspect as analysis
-from tieline.analysis.inspect_records import inspection_metric_names
+from tieline.analysis.inspect_observations import inspection_metric_names
 from tieline.analysis.job_settings import InspectSettings
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.smooth import Calibration
+from tieline.analysis.smooth import SmoothingCalibration
 from tieline.analysis.smooth_repair import repair_tables
 from tieline.core.statistics import Estimate
 from tieline.lab.command_settings import FrontierSettings
@@ -24,7 +24,7 @@ def pair():
     for name, weight in model.named_parameters():
         if "experts" in name:
             weight.mul_(20)
-    known = Calibration(model, [IDS], COARSE)
+    known = SmoothingCalibration.on_batches(model, [IDS], COARSE)
     smoothed = copy.deepcopy(model)
     smooth_(smoothed, epsilon=known.by_noise(1.0))
     return model, smoothed, known

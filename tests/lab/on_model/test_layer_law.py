@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.smooth import Calibration
+from tieline.analysis.smooth import SmoothingCalibration
 from tieline.lab.limits import hard_sensitivity, projected_cost
 from tieline.lab.on_model.layer_law import layer_laws, line_weights
 from tieline.models import smooth_, unsmooth_
@@ -24,7 +24,7 @@ def model():
 
 @cache
 def known():
-    return Calibration(model(), [IDS], COARSE)
+    return SmoothingCalibration.on_batches(model(), [IDS], COARSE)
 
 
 @cache

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.analysis.attribution import test_attribution as runs
-from tests.analysis.inspect.test_inspect_records import (
+from tests.analysis.inspect.test_inspect_observations import (
     HIGH,
     LOW,
     busy_trace,
@@ -33,7 +33,8 @@ from tieline.analysis.diff_records import (
     ReplaySplit,
     SplitPart,
 )
-from tieline.analysis.inspect_records import NoiseReport, judge_routing, observe_routing
+from tieline.analysis.inspect_observations import judge_routing, routing_observations
+from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.analysis.served_precision import Recommendation
 from tieline.core.statistics import Estimate, Share
@@ -53,7 +54,7 @@ def judged(measures, jumps=(), serving=None):
     result = make_inspection()
     facts = {
         "judgement": judge_routing(measures, jumps, serving),
-        "observations": observe_routing(measures, jumps),
+        "observations": routing_observations(measures, jumps),
     }
     facts |= {"noise": NoiseReport((), "not measured: this needs the model"), "serving": serving}
     return replace(result, measures=measures, jumps=jumps, calibration=(), **facts)

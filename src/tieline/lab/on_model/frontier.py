@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple, Unpack
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tieline.analysis.smooth import SCALES, Calibration, TextSplit, split_text
+from tieline.analysis.smooth import SCALES, SmoothingCalibration, TextSplit, split_text
 from tieline.analysis.smooth_repair import (
     REPAIR_PERTURBATIONS,
     RepairRow,
@@ -136,7 +136,7 @@ def frontier(
     model = opened.module
     split = split_text(corpus, opened, settings.calibration)
     ids = corpus.stacked(split.calibration)
-    calibration = Calibration(model, ids, settings.noise, progress)
+    calibration = SmoothingCalibration.on_batches(model, ids, settings.noise, progress)
     smoothed = copy.deepcopy(model)
     gate = settings.gate_name
     smooth_(smoothed, epsilon=calibration.by_noise(1.0), gate=gate)
@@ -155,7 +155,7 @@ def frontier(
 
 def _laws_by_layer(
     model: nn.Module,
-    calibration: Calibration,
+    calibration: SmoothingCalibration,
     split: TextSplit,
     settings: FrontierSettings,
     progress: Progress | None,
@@ -177,7 +177,7 @@ class _Mark(NamedTuple):
 
 def measure_points(
     models: tuple[nn.Module, nn.Module],
-    calibration: Calibration,
+    calibration: SmoothingCalibration,
     sequences: Sequence[Int[Tensor, " _"]],
     settings: FrontierSettings,
     budgets: Sequence[float] = (),

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tieline.analysis.smooth import SCALES, Calibration
+from tieline.analysis.smooth import SCALES, SmoothingCalibration
 from tieline.core.statistics import Estimate, SequenceSums
 from tieline.lab.limits.continuity_cost import hard_sensitivity, least_moved, projected_cost
 from tieline.lab.on_model.subject import Progress
@@ -258,7 +258,7 @@ class _LawSums:
 
 def layer_laws(
     model: nn.Module,
-    widths: Calibration,
+    widths: SmoothingCalibration,
     calibration: Sequence[Ids],
     batches: Sequence[Ids],
     *,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tieline.analysis.inspect import inputs_fit, linear_choice, linear_weights, router_offset
 from tieline.analysis.inspect_records import NoiseReport
-from tieline.analysis.precision_noise import own_noise
+from tieline.analysis.model_effects import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
 from tieline.core.records import Result
 from tieline.core.setting_fields import takes_settings

@@ -1,6 +1,6 @@
 """When the tokens of a model first change their experts under a random walk of their states.
 
-The model runs a piece of text clean and with every number rounded (`analysis.precision_noise`),
+The model runs a piece of text clean and with every number rounded (`analysis.model_effects`),
 which gives, layer by layer,
 
     Σ      E[Δx Δxᵀ], Δx the change of the router's input: not a multiple of the identity
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.analysis.inspect import linear_choice, linear_weights
-from tieline.analysis.precision_noise import PRECISION, rounded_runs
+from tieline.analysis.model_effects import PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result

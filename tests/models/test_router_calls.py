@@ -5,7 +5,7 @@ import torch
 
 from tests.routing.zoo import EXPERTS
 from tieline import Groups, Hard, SmoothTopK, TopK, moe
-from tieline.analysis.router_calls import own_call
+from tieline.models.router_calls import call_of_tieline_layer
 
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS)
 GATES = {
@@ -29,7 +29,7 @@ def test_the_trace_holds_what_the_gate_ranks_and_chooses(name, ranks):
     layer.gate = GATES[name]
     scores = torch.randn(60, EXPERTS)
     weights = layer.gate(scores)
-    call = own_call("here", layer, scores, weights, ranks)
+    call = call_of_tieline_layer("here", layer, scores, weights, ranks)
     k, scores, weights = call.trace.facts.k, scores.cpu(), weights.cpu()
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, call.trace.experts[:, :k], True)
@@ -49,10 +49,12 @@ def test_moving_the_scores_by_the_gap_is_what_changes_the_choice(name):
     layer = moe(d_model=5, n_experts=EXPERTS, k=2, d_hidden=4)
     layer.gate = GATES[name]
     selection = layer.gate.selection(torch.randn(60, EXPERTS).double())
-    call = own_call("here", layer, torch.randn(60, EXPERTS), torch.zeros(60, EXPERTS), None)
+    call = call_of_tieline_layer(
+        "here", layer, torch.randn(60, EXPERTS), torch.zeros(60, EXPERTS), None
+    )
     assert bool((call.trace.gap >= 0).all())
     before = layer.gate.share(selection)
-    ours = own_call("here", layer, *_logits_of(layer.gate, selection), None).trace
+    ours = call_of_tieline_layer("here", layer, *_logits_of(layer.gate, selection), None).trace
     noise = torch.rand_like(selection) - 0.5
     safe = layer.gate.share(selection + noise * ours.gap[:, None].to(noise) * 0.49)
     assert torch.equal(before, safe)
@@ -71,7 +73,7 @@ def _logits_of(gate, selection):
 def test_sums_over_all_logits():
     layer = moe(d_model=5, n_experts=EXPERTS, k=2, d_hidden=4)
     scores = torch.randn(3, 20, EXPERTS)
-    sums = own_call("here", layer, scores, layer.gate(scores), 4).logits
+    sums = call_of_tieline_layer("here", layer, scores, layer.gate(scores), 4).logits
     assert sums.mean_square == pytest.approx(scores.square().mean().item())
     assert sums.largest == pytest.approx(scores.abs().max().item())
     assert sums.least == pytest.approx(scores.min().item())
@@ -83,6 +85,6 @@ def test_sums_over_all_logits():
 def test_no_tokens_have_no_sums():
     layer = moe(d_model=5, n_experts=EXPERTS, k=2, d_hidden=4)
     scores = torch.randn(0, EXPERTS)
-    call = own_call("here", layer, scores, layer.gate(scores), 4)
+    call = call_of_tieline_layer("here", layer, scores, layer.gate(scores), 4)
     assert call.logits is None
     assert call.tokens == 0

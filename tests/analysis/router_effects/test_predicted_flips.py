@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tieline.analysis.perturbation_effects import sigma_for_flips, solve_increasing
+from tieline.analysis.router_effects import sigma_for_flips, solve_increasing
 from tieline.trace.record import LayerFacts, LayerTrace
 
 

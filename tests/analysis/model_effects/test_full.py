@@ -5,7 +5,7 @@ import torch
 
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.perturbation_effects import (
+from tieline.analysis.model_effects import (
     Divergences,
     FullEffect,
     FullEffects,

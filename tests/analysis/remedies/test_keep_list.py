@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.analysis.audit import extra_bytes, keep_list
+from tieline.analysis.remedies import extra_bytes, keep_list
 from tieline.core.errors import ParameterError
 
 damages = st.lists(st.integers(0, 20), min_size=1, max_size=6)

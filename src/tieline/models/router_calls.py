@@ -16,6 +16,7 @@ used           tokens that used each expert (weight not zero, or chosen)
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from tieline.models.documents import (
     forward_argument_names,
     module_called_with_tokens,
 )
-from tieline.models.families import RouterFamily, chosen_routers, family_of
+from tieline.models.families import chosen_routers, family_of
 from tieline.models.router_output import live_output, read_output
 from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
@@ -91,7 +92,7 @@ class RouterCall:
 
 
 @torch.no_grad()
-def transformers_call(
+def call_of_transformers_router(
     observer: LayerObserver, router: nn.Module, call: Call, output: Any, batch: Batch | None
 ) -> RouterCall:
     """Return the call of a transformers router; its tokens are those of `batch` if counts match.
@@ -119,7 +120,7 @@ def transformers_call(
 
 
 @torch.no_grad()
-def own_call(
+def call_of_tieline_layer(
     name: str, layer: MoE, scores: Tensor, weights: Tensor, ranks: int | None
 ) -> RouterCall:
     """Return the call of a Tieline layer, from the inputs and output of its gate."""
@@ -152,8 +153,9 @@ def _own_trace(name: str, gate: Gate, scores: Scores, ranks: int | None) -> Laye
     if isinstance(gate, SelectiveGate):
         k, bias, selection = gate.k, gate.selection_bias, gate.selection(scores)
         facts = _gate_facts(gate, experts, ranks_logits=bias is None and selection is scores)
-        limit = _group_limit(gate)
-        if limit is not None:
+        groups = gate.groups
+        if groups is not None and groups.chosen < groups.count:
+            limit = GroupLimit(groups.count, groups.chosen, groups.score, -torch.inf)
             selection, group_gap = restrict_to_groups(
                 selection, _empty_choice(tokens, scores.device), limit
             )
@@ -180,14 +182,6 @@ def _gate_facts(gate: SelectiveGate, experts: int, ranks_logits: bool) -> LayerF
     return LayerFacts(experts, gate.k, units, groups.count, groups.chosen, groups.score)
 
 
-def _group_limit(gate: SelectiveGate) -> GroupLimit | None:
-    """The limit of the choice to groups; None without one."""
-    groups = gate.groups
-    if groups is None or groups.chosen >= groups.count:
-        return None
-    return GroupLimit(groups.count, groups.chosen, groups.score, -torch.inf)
-
-
 def _empty_choice(tokens: int, device: torch.device) -> Int[Tensor, "tokens none"]:
     """An empty choice, so that the tie rule alone decides."""
     return torch.empty(tokens, 0, dtype=torch.int64, device=device)
@@ -207,51 +201,52 @@ def _logit_sums(logits: Scores, probabilities: bool) -> LogitSums | None:
     return LogitSums(*sums.tolist())
 
 
-Take = Callable[[RouterCall], None]
+OnCall = Callable[[RouterCall], None]
+"""Called with each call of a router."""
 
 
 @contextmanager
 def watch_routing(
     model: nn.Module,
-    take: Take,
+    on_call: OnCall,
     *,
     ranks: int | None = 4,
     repetitions: bool = False,
     training_only: bool = False,
-    failed: Callable[[TielineError], None] | None = None,
+    on_failure: Callable[[TielineError], None] | None = None,
 ) -> Iterator[None]:
-    """Pass every call of every router of `model` to `take` inside the block.
+    """Pass every call of every router of `model` to `on_call` inside the block.
 
     Tokens that the attention mask of a transformers model hides are left out.
 
     Args:
         model: a model, or a part of one, with `MoE` layers or transformers routers in it.
-        take: called with each call, in the order in which routers run.
+        on_call: called with each call, in the order in which routers run.
         ranks: ranks kept beyond k; None keeps all.
         repetitions: report forward passes that checkpointing repeats too.
         training_only: leave out calls in evaluation mode.
-        failed: called with the error of a call that cannot be read; by default it is raised.
+        on_failure: called with the error of a call that cannot be read; by default it is raised.
     """
-    reader = _Reader(take, repetitions, training_only, failed)
+    reporter = _CallReporter(on_call, repetitions, training_only, on_failure)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     routers = [m for m in model.modules() if family_of(m) is not None]
     with ExitStack() as stack:
         for name, layer in layers.items():
             stack.callback(
-                layer.gate.register_forward_hook(reader.of_gate(name, layer, ranks)).remove
+                layer.gate.register_forward_hook(reporter.of_gate(name, layer, ranks)).remove
             )
         if routers or not layers:  # the latter refuses a model without routers
-            reader.names = forward_argument_names(model)
-            hook = untraced(reader.begin)
+            reporter.names = forward_argument_names(model)
+            hook = untraced(reporter.begin)
             called = module_called_with_tokens(model)
             stack.callback(called.register_forward_pre_hook(hook, with_kwargs=True).remove)
             for name, router in chosen_routers(model, None).items():
-                _watch_router(stack, name, router, reader, ranks)
+                _watch_router(stack, name, router, reporter, ranks)
         yield
 
 
 def _watch_router(
-    stack: ExitStack, name: str, router: nn.Module, reader: "_Reader", ranks: int | None
+    stack: ExitStack, name: str, router: nn.Module, reporter: "_CallReporter", ranks: int | None
 ) -> None:
     """Report the calls of a transformers router until the stack is closed."""
     family = family_of(router)
@@ -259,7 +254,7 @@ def _watch_router(
     observer = LayerObserver(
         name, family, ObserverSettings(ranks, (), inputs=False, distances=False)
     )
-    report = reader.of_router(observer, router, family)
+    report = reporter.of_router(observer, router)
     if family.method == "__call__":
         hook = untraced(lambda m, args, kwargs, output: report(args, kwargs, output))
         stack.callback(router.register_forward_hook(hook, with_kwargs=True).remove)
@@ -277,13 +272,13 @@ def _watch_router(
 
 
 @dataclass
-class _Reader:
+class _CallReporter:
     """Turns what hooks see into calls; knows the tokens of the current forward pass."""
 
-    take: Take
+    on_call: OnCall
     repetitions: bool
     training_only: bool
-    failed: Callable[[TielineError], None] | None
+    on_failure: Callable[[TielineError], None] | None
     batch: Batch | None = None
     names: list[str] = field(default_factory=list)
 
@@ -300,19 +295,20 @@ class _Reader:
         """Hook of the gate of a Tieline layer."""
 
         def read(gate: nn.Module, inputs: tuple[Any, ...], weights: torch.Tensor) -> None:
-            self._report(gate, lambda: own_call(name, layer, inputs[0], weights, ranks))
+            self._report(
+                gate, lambda: call_of_tieline_layer(name, layer, inputs[0], weights, ranks)
+            )
 
         return untraced(read)
 
     def of_router(
-        self, observer: LayerObserver, router: nn.Module, family: RouterFamily
+        self, observer: LayerObserver, router: nn.Module
     ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], None]:
         """Report of a transformers router's call."""
 
         def read(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = (args, kwargs)
-            make = lambda: transformers_call(observer, router, call, output, self.batch)  # noqa: E731
-            self._report(router, make)
+            call = ((args, kwargs), output, self.batch)
+            self._report(router, partial(call_of_transformers_router, observer, router, *call))
 
         return read
 
@@ -325,8 +321,8 @@ class _Reader:
         try:
             call = make()
         except TielineError as problem:
-            if self.failed is None:
+            if self.on_failure is None:
                 raise
-            self.failed(problem)
+            self.on_failure(problem)
         else:
-            self.take(call)
+            self.on_call(call)

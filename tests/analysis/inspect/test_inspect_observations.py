@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from tests.report.zoo import make_trace
+from tieline.analysis.inspect_observations import (
+    inspection_metrics,
+    judge_routing,
+    leading_rate,
+    routing_observations,
+)
 from tieline.analysis.inspect_records import (
     GapJumpTable,
     JumpMeasures,
     JumpSample,
     LayerJumps,
     LossJumps,
-    inspection_metrics,
-    judge_routing,
-    leading_rate,
-    observe_routing,
 )
 from tieline.analysis.served_precision import Serving, recommend
 from tieline.core.statistics import Estimate, Quantiles, Share
@@ -111,7 +113,7 @@ def test_what_to_do_follows_from_the_precision_served(measures):
 
 def test_few_near_ties_do_not_tell_whether_they_are_harmless(measures):
     few = jumps_for(measures, HIGH[:3], LOW[:3], HIGH[:3])
-    (unclear,) = by_kind(observe_routing(measures, few), "jump")
+    (unclear,) = by_kind(routing_observations(measures, few), "jump")
     assert unclear.case == "jump:unclear"
 
 
@@ -140,7 +142,7 @@ def softmax_trace():
 def test_unknown_logits_are_judged_by_noise():
     found = measure(softmax_trace(), SETTINGS)
     assert leading_rate(found).name == "0.01"
-    flips = by_kind(observe_routing(found, ()), "flips")
+    flips = by_kind(routing_observations(found, ()), "flips")
     assert [fact.source for fact in flips] == ["0.01", "0.1"]
 
 
@@ -149,14 +151,14 @@ def by_kind(found, kind):
 
 
 def test_the_gravest_come_first_with_their_numbers(measures):
-    found = observe_routing(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
+    found = routing_observations(measures, jumps_for(measures, HIGH, LOW, (0.3, 0.5, 0.9) * 24))
     ranks = [["warning", "notice", "info"].index(fact.severity) for fact in found]
     assert ranks == sorted(ranks)
     names = [layer.name for layer in measures.layers]
     worst = next(rate for rate in measures.model.precision if rate.name == "bf16")
     assert by_kind(found, "flips")[0].number == worst.worst
     other = (0.01, 0.2, 0.3, 0.4) * 24
-    mixed = by_kind(observe_routing(measures, jumps_for(measures, LOW, other, LOW)), "jump")
+    mixed = by_kind(routing_observations(measures, jumps_for(measures, LOW, other, LOW)), "jump")
     assert [fact.severity for fact in mixed] == ["warning", "info"]
     high, low = by_kind(found, "jump")
     assert (high.case, high.number, high.severity) == ("jump:dangerous", 0.5, "warning")
@@ -189,7 +191,7 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
     graded = replace(measures, model=replace(measures.model, precision=rates))
     found = [
         finding
-        for finding in observe_routing(graded, ())
+        for finding in routing_observations(graded, ())
         if finding.number == worst and finding.kind == "flips"
     ]
     assert [finding.severity for finding in found] == [severity]
@@ -197,12 +199,12 @@ def test_flips_are_graded_by_their_share(measures, worst, severity):
 
 def test_losses_are_those_of_the_layers_with_swaps(measures):
     record = jump_record(measures.layers[0].name, HIGH, (1.0, None, 3.0))
-    (loss,) = by_kind(observe_routing(measures, (record,)), "loss")
+    (loss,) = by_kind(routing_observations(measures, (record,)), "loss")
     assert (loss.number, loss.layers) == (0.25, (measures.layers[0].name,))
 
 
 def test_busy_and_unused_experts_are_counted():
-    found = observe_routing(measure(busy_trace(), SETTINGS), ())
+    found = routing_observations(measure(busy_trace(), SETTINGS), ())
     (busy,) = by_kind(found, "load")
     assert busy.number == pytest.approx(38.8)
     (dead,) = by_kind(found, "dead")
@@ -228,14 +230,14 @@ def test_a_low_precision_product_that_flips_is_a_warning(measures):
 
     product = ProductFlips("bf16", 0.1, Estimate(0.03), Estimate(0.025), Estimate(0.0))
     layers = (replace(measures.layers[0], product=Measurement(product)), *measures.layers[1:])
-    found = by_kind(observe_routing(replace(measures, layers=layers), ()), "flips")
+    found = by_kind(routing_observations(replace(measures, layers=layers), ()), "flips")
     (fact,) = [x for x in found if x.case == "flips:product"]
     assert (fact.number, fact.severity, fact.source) == (0.025, "warning", "bf16")
     assert fact.layers == (measures.layers[0].name,)
 
 
 def test_no_kind_is_observed_once_per_layer(measures):
-    found = observe_routing(measures, jumps_for(measures, HIGH, HIGH, HIGH))
+    found = routing_observations(measures, jumps_for(measures, HIGH, HIGH, HIGH))
     for kind in ("jump", "ties", "dead", "cold", "load", "loss"):
         assert len(by_kind(found, kind)) <= 1
     assert len(by_kind(found, "flips")) == 2  # bf16, and all other formats

@@ -1,0 +1,427 @@
+r"""What perturbations do to the whole model: runs beside the clean one, where effects add up.
+
+`FullEffects` counts, by perturbation,
+
+    flips       share of tokens whose experts differ from those of the clean pass, by layer
+    moved       Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e: clean weight of the experts that a token lost
+    loss        -log P(next token)
+    KL          Σ_v P(v) log(P(v) / P'(v)), P of the clean pass, P' of the perturbed one
+
+The floor of the KL is that of a pass in which flipping tokens get the experts and weights of the
+clean one: what would remain if no token ever flipped. `measure_serving` runs a precision served.
+
+`own_noise` gives the size of the noise of a gap, layer by layer, by a clean and a rounded run:
+
+    ε      median |δ| / 0.6745, δ the change of c_[k] - c_[k+1]
+
+At tolerance ε the orders of ties say how many experts the noise can mix (Paper 1, Def. 3.2).
+`tieline.lab.on_model.walks` asks when a token first changes its experts under such noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tieline.analysis.inspect_records import NoiseReport, OwnNoise
+from tieline.analysis.served_precision import (
+    Serving,
+    equal_layers,
+    exact_ties,
+    replay_bytes,
+    router_state,
+    served_rounding,
+)
+from tieline.core.errors import NoLogitsError
+from tieline.core.numerics import one_thread
+from tieline.core.statistics import (
+    Estimate,
+    SequenceSums,
+    clustered_error,
+    mean_estimate,
+    next_token_losses,
+)
+from tieline.measure.boundary import order_shares, tie_order
+from tieline.measure.measures import gap_status
+from tieline.models.capture import ObserverSettings
+from tieline.models.configuration import text_config
+from tieline.models.band_width import NORMAL_MEDIAN
+from tieline.models.families import family_of, find_routers
+from tieline.models.model import Model
+from tieline.run.condition import CLEAN, Condition, Perturbation
+from tieline.run.corpus import TokenisedText, stacked_batches
+from tieline.run.forward import Ids
+from tieline.run.observers import Observer, Outcome, RouteRecorder
+from tieline.run.plan import Pass, Phase, Plan
+from tieline.run.ranks import Ranks
+from tieline.run.runner import Progress, Runner
+from tieline.trace.record import LayerTrace, RoutingTrace
+
+
+@dataclass
+class FullEffect:
+    """What is counted of one perturbation over all layers.
+
+    `to_original` is the KL to the clean original of a form of the model other than the original.
+    """
+
+    flips: dict[str, SequenceSums] = field(default_factory=dict)
+    any_layer: SequenceSums = field(default_factory=SequenceSums)
+    moved: SequenceSums = field(default_factory=SequenceSums)
+    shares: list[Tensor] = field(default_factory=list)
+    loss: SequenceSums = field(default_factory=SequenceSums)
+    kl: SequenceSums = field(default_factory=SequenceSums)
+    floor: SequenceSums = field(default_factory=SequenceSums)
+    to_original: SequenceSums = field(default_factory=SequenceSums)
+
+    @property
+    def sums(self) -> list[SequenceSums]:
+        """Everything that is counted per sequence."""
+        divergences = (self.kl, self.floor, self.to_original)
+        return [*self.flips.values(), self.any_layer, self.moved, self.loss, *divergences]
+
+    def add_pass(self, run: Pass, outcome: Outcome, clean_losses: Tensor | None) -> None:
+        """Count the flips, the KL and the loss of a free perturbed pass."""
+        assert run.reference is not None
+        assert outcome.logits is not None
+        shape, lost = tuple(outcome.ids.shape), []
+        for name, share in outcome.lost.items():
+            changed = (share >= 0).view(shape)
+            self.flips.setdefault(name, SequenceSums()).add(changed.double())
+            lost.append(share.clamp(min=0))
+        flipped = torch.stack([share >= 0 for share in outcome.lost.values()]).any(dim=0)
+        moved = torch.stack(lost)
+        self.any_layer.add(flipped.double().view(shape))
+        self.moved.add(moved.mean(dim=0).view(shape))
+        self.shares.append(moved.flatten().float())
+        self.kl.add(outcome.divergence(run.reference))
+        for original in run.others:
+            self.to_original.add(outcome.divergence(original))
+        if clean_losses is not None:
+            self.loss.add(next_token_losses(outcome.logits, outcome.ids) - clean_losses)
+
+
+class FullEffects(Observer):
+    """Counts what perturbed passes, free and forced, differ by from the clean one.
+
+    Attributes:
+        effects: by perturbation.
+        loss: of the clean passes.
+    """
+
+    def __init__(self, perturbations: Sequence[Perturbation]) -> None:
+        """Count these perturbations."""
+        self.effects = {perturbation: FullEffect() for perturbation in perturbations}
+        self.loss = SequenceSums()
+        self._losses: dict[Pass, Tensor] = {}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Count a pass."""
+        if run.reference is None:
+            self._count_clean(run, outcome)
+            return
+        assert run.condition.perturbation is not None
+        effect = self.effects[run.condition.perturbation]
+        if run.condition.choice == "forced":
+            effect.floor.add(outcome.divergence(run.reference))
+        else:
+            effect.add_pass(run, outcome, self._losses.get(run.reference))
+
+    def _count_clean(self, run: Pass, outcome: Outcome) -> None:
+        """Count the loss of an unperturbed pass."""
+        assert outcome.logits is not None
+        if outcome.ids.shape[1] > 1:
+            self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
+            self.loss.add(self._losses[run])
+
+    def join(self, ranks: Ranks) -> None:
+        """Put together what the processes counted."""
+        effects = list(self.effects.values())
+        ranks.join_sums([self.loss, *(sums for effect in effects for sums in effect.sums)])
+        lost = {
+            str(n): torch.cat(effect.shares) for n, effect in enumerate(effects) if effect.shares
+        }
+        for number, shares in ranks.join_rows(lost).items():
+            effects[int(number)].shares[:] = [shares]
+
+
+def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTrace]) -> Serving:
+    """Assemble what was counted of the model in a precision.
+
+    Args:
+        precision: a name in `SERVED`.
+        effect: what was counted.
+        layers: some routing of each layer.
+    """
+    counts = [int(count) for part in effect.kl.counts for count in part]
+    return Serving(
+        precision=precision,
+        changed=effect.any_layer.mean(),
+        kl=effect.kl.mean(),
+        replayed=effect.floor.mean(),
+        loss=effect.loss.mean(),
+        tokens=sum(counts),
+        sequences=len(counts),
+        layers=len(effect.flips),
+        replay_bytes=sum(replay_bytes(layer, weights=False) for layer in layers),
+        routers=router_state(layers),
+        equal_layers=equal_layers(layers),
+        exact_ties=exact_ties(layers),
+    )
+
+
+def audit_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
+    """Plan clean passes, and under each condition a free and a forced one."""
+    passes = [Pass(number) for number in batches]
+    passes += [
+        Pass(number, chosen, Pass(number))
+        for condition in conditions
+        for number in batches
+        for chosen in (condition, condition.taking("forced"))
+    ]
+    return Phase(name, batches, tuple(passes), compares_routes=True, may_drop=True)
+
+
+def compared_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
+    """Plan clean passes, and under each condition one that is compared with them."""
+    passes = [Pass(number) for number in batches]
+    passes += [Pass(n, condition, Pass(n)) for condition in conditions for n in batches]
+    return Phase(name, batches, tuple(passes))
+
+
+class Divergences(Observer):
+    """The KL of passes to their reference, by condition.
+
+    Attributes:
+        kl: sums by condition.
+    """
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        """Count passes under these conditions."""
+        self.kl = {condition: SequenceSums() for condition in conditions}
+
+    def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
+        """Count a pass."""
+        if run.reference is not None and outcome.logits is not None:
+            self.kl[run.condition].add(outcome.divergence(run.reference))
+
+    def join(self, ranks: Ranks) -> None:
+        """Put together what the processes counted."""
+        ranks.join_sums(list(self.kl.values()))
+
+
+PRECISION = "bf16"
+"""The format whose noise is measured."""
+ROUNDED = Condition(Perturbation("rounding", PRECISION, "model"))
+EVERYTHING = ObserverSettings(None, (), True, False)
+"""What is recorded: the scores of all experts, and the inputs of the routers."""
+TOKENS = 2048
+"""Most tokens that run twice for it."""
+MOST_BYTES = 1 << 28
+"""Largest size of the router inputs that one of the two runs keeps."""
+MOST_WEIGHTS = 8 << 30
+"""Largest size of the weights, of which the rounded run holds a second copy."""
+SERVED_TOKENS = 4096
+"""Most tokens that `measure_serving` runs."""
+MOST_SCORES = 1 << 29
+"""Largest size of the scores that the clean and the rounded run keep."""
+SCORES = ObserverSettings(None, (), False, False)
+"""What is recorded of a precision served: the scores of all experts."""
+MOST_ORDER = 6
+"""Tie orders from this one on are counted together."""
+
+
+class RoundedRuns(NamedTuple):
+    """The routing of one text, clean and with every number of the model rounded.
+
+    Attributes:
+        clean: traces with the scores of all experts and the routers' inputs.
+        rounded: the same of the rounded run; None if it cannot be had.
+        status: "ok", or why not.
+    """
+
+    clean: RoutingTrace | None
+    rounded: RoutingTrace | None
+    status: str = "ok"
+
+
+def rounded_runs(
+    model: nn.Module, names: Sequence[str], text: TokenisedText, batch_size: int
+) -> RoundedRuns:
+    """Run a piece of the text clean and rounded.
+
+    Args:
+        model: the model, in float32.
+        names: its routers to look at.
+        text: the text; its first sequences are run, `TOKENS` tokens at most.
+        batch_size: sequences per forward pass.
+    """
+    status = rounding_status(model, names)
+    if status != "ok":
+        return RoundedRuns(None, None, status)
+    dim = getattr(text_config(model), "hidden_size", None)
+    width = dim if isinstance(dim, int) else 8192
+    sequences = first_sequences(text, min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width))))
+    numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
+    passes = [Pass(n, condition) for condition in (CLEAN, ROUNDED) for n in numbered]
+    recorders = _recorders(model, names, EVERYTHING, (CLEAN, ROUNDED))
+    plan = Plan((Phase("noise", numbered, tuple(passes), logits="none"),))
+    Runner(Model(model)).run(plan, recorders)
+    clean, rounded = (recorder.trace() for recorder in recorders)
+    return RoundedRuns(clean, rounded)
+
+
+def _recorders(
+    model: nn.Module,
+    names: Sequence[str],
+    settings: ObserverSettings,
+    conditions: Sequence[Condition],
+) -> list[RouteRecorder]:
+    """One recorder of these routers for the passes under each condition."""
+    return [
+        RouteRecorder(model, settings, names, lambda run, c=condition: run.condition == c)
+        for condition in conditions
+    ]
+
+
+def own_noise(
+    model: nn.Module, names: Sequence[str], text: TokenisedText, batch_size: int
+) -> NoiseReport:
+    """Run a piece of the text clean and rounded, and compare the routers.
+
+    Arguments as for `rounded_runs`.
+    """
+    clean, rounded, status = rounded_runs(model, names, text, batch_size)
+    if clean is None or rounded is None:
+        return NoiseReport((), status)
+    return noise_report(clean, rounded, PRECISION)
+
+
+def measure_serving(
+    model: Model,
+    names: Sequence[str],
+    text: TokenisedText,
+    batch_size: int,
+    precision: str,
+    progress: Progress | None = None,
+) -> tuple[Serving | None, NoiseReport]:
+    """Run a piece of the text clean, in the precision served, and there with the clean routes.
+
+    Returns what the precision does to the model, None if it cannot be measured, and what it does
+    to the scores of each layer. A model without logits shows the noise of its scores alone.
+
+    Args:
+        model: the model, in float32.
+        names: routers whose noise is reported; experts that change are counted in all of them.
+        text: the text; its first sequences are run, `SERVED_TOKENS` tokens at most.
+        batch_size: sequences per forward pass.
+        precision: a name in `SERVED`.
+        progress: called with stage, done and total.
+    """
+    status = rounding_status(model.module, names)
+    if status != "ok":
+        return None, NoiseReport((), status)
+    sequences = first_sequences(text, _affordable_scores(model))
+    numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
+    rounding = served_rounding(precision)
+    condition, effects = Condition(rounding), FullEffects([rounding])
+    recorders = _recorders(model.module, names, SCORES, (CLEAN, condition))
+    phase = audit_phase("served precision", numbered, [condition])
+    try:
+        Runner(model).run(Plan((phase,)), [effects, *recorders], progress)
+    except NoLogitsError:
+        return None, own_noise(model.module, names, text, batch_size)
+    clean, rounded = (recorder.trace() for recorder in recorders)
+    serving = serving_effect(precision, effects.effects[rounding], clean.layers)
+    return serving, noise_report(clean, rounded, precision)
+
+
+def _affordable_scores(model: Model) -> int:
+    """Number of tokens whose scores fit the memory limit, twice."""
+    experts = 0
+    for router in find_routers(model.module).values():
+        weights = [weight for weight in router.parameters() if weight.ndim == 2]
+        experts += max((min(weight.shape) for weight in weights), default=256)
+    return min(SERVED_TOKENS, max(1, MOST_SCORES // (16 * experts)))
+
+
+def noise_report(clean: RoutingTrace, rounded: RoutingTrace, precision: str) -> NoiseReport:
+    """Compare the routers of a clean run and of one in a precision."""
+    documents = clean.documents.long()
+    with one_thread():  # many small operations
+        layers = [
+            _layer_noise(before, after, documents, precision)
+            for before, after in zip(clean.layers, rounded.layers, strict=True)
+            if gap_status(before) == "ok"
+        ]
+    return NoiseReport(tuple(layers))
+
+
+def rounding_status(model: nn.Module, names: Sequence[str]) -> str:
+    """Return "ok" if rounding shows the noise of this model, else why not."""
+    parameters = list(model.parameters())
+    if any(parameter.is_meta for parameter in parameters):
+        return "not measured: weights that are not in memory cannot be rounded"
+    kinds = {p.dtype for p in parameters if p.is_floating_point()} - {torch.float32, torch.float64}
+    if kinds:
+        kind = str(next(iter(kinds))).removeprefix("torch.")
+        return f"not measured: the model runs in {kind}, whose noise shows against float32 only"
+    if sum(p.numel() * p.element_size() for p in parameters) > MOST_WEIGHTS:
+        return f"not measured: a second copy of the weights exceeds {MOST_WEIGHTS >> 30} GiB"
+    families = [family_of(model.get_submodule(name)) for name in names]
+    if any(family is None or family.in_block for family in families):
+        return "not measured: a router that is no module of its own cannot be rounded"
+    return "ok"
+
+
+def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
+    """The first sequences with at most so many tokens; the beginning of one if it has more."""
+    sequences, n_tokens = [], 0
+    for sequence in text.sequences:
+        if n_tokens + len(sequence) > most:
+            break
+        sequences.append(sequence)
+        n_tokens += len(sequence)
+    return sequences or [text.sequences[0][:most]]
+
+
+def _layer_noise(
+    clean: LayerTrace, rounded: LayerTrace, documents: Tensor, precision: str
+) -> OwnNoise:
+    """Size of the noise of one layer, its flips and the orders of ties at it."""
+    k = clean.facts.k
+    clean_scores, rounded_scores = (by_expert(layer) for layer in (clean, rounded))
+    change = (rounded_scores - clean_scores).gather(1, clean.experts[:, k - 1 : k + 1].long())
+    change = change[change.isfinite().all(dim=1)]
+    delta = (change[:, 0] - change[:, 1]).abs()
+    epsilon = delta.median().item() / NORMAL_MEDIAN if len(delta) else 0.0
+    sets = [layer.experts[:, :k].long().sort(dim=1).values for layer in (clean, rounded)]
+    flipped = (sets[0] != sets[1]).any(dim=1).double()
+    error = clustered_error(flipped, documents)
+    share = mean_estimate(flipped)
+    orders = torch.tensor([1.0] + [0.0] * MOST_ORDER, device="cpu")
+    if epsilon > 0:
+        ranked = clean_scores.masked_fill(
+            clean_scores.isneginf(), clean_scores[clean_scores.isfinite()].min() - 1e3
+        )
+        orders = order_shares(tie_order(ranked, k, epsilon), MOST_ORDER)
+    return OwnNoise(
+        name=clean.name,
+        precision=precision,
+        tokens=len(clean.experts),
+        epsilon=epsilon,
+        flipped=share if error is None else Estimate(share.value, error),
+        orders=tuple(orders.tolist()),
+    )
+
+
+def by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
+    """Selection scores of all experts in float64; minus infinity where a group is left out."""
+    assert layer.scores is not None
+    scores = torch.full(
+        (len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64, device="cpu"
+    )
+    return scores.scatter_(1, layer.experts.long(), layer.scores.double())
