@@ -64,7 +64,8 @@ def test_moved_weight_is_the_mean_over_layers_and_a_flip_counts_in_any():
     lost = {"a": torch.tensor([0.5, -1.0]), "b": torch.tensor([-1.0, -1.0])}
     effect = FullEffect()
     ids, clean = torch.zeros(1, 2, dtype=torch.long), {Pass(0): Predictions(logits)}
-    effect.add(Outcome(ids, logits, clean, lost=lost), Pass(0))
+    run = Pass(0, reference=Pass(0))
+    effect.add_pass(run, Outcome(ids, logits, clean, lost=lost), None)
     assert effect.moved.mean().value == 0.125
     assert effect.any_layer.mean().value == effect.flips["a"].mean().value == 0.5
     assert effect.flips["b"].mean().value == 0
