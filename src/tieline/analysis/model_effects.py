@@ -37,12 +37,12 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.errors import NoLogitsError
 from tieline.core.numerics import one_thread
+from tieline.core.predictions import next_token_losses
 from tieline.core.statistics import (
     Estimate,
     SequenceSums,
     clustered_error,
     mean_estimate,
-    next_token_losses,
 )
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import gap_status

@@ -36,7 +36,6 @@ from tieline.analysis.audit_records import SigmaForFlips
 from tieline.analysis.jumps import relative_change
 from tieline.core.errors import TielineError
 from tieline.core.numerics import grid_step, one_thread
-from tieline.core.predictions import next_token_losses
 from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums
 from tieline.measure.noise_flips import (
