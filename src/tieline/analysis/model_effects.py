@@ -46,9 +46,9 @@ from tieline.core.statistics import (
 )
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.measure.measures import gap_status
+from tieline.models.band_width import NORMAL_MEDIAN
 from tieline.models.capture import ObserverSettings
 from tieline.models.configuration import text_config
-from tieline.models.band_width import NORMAL_MEDIAN
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
 from tieline.run.condition import CLEAN, Condition, Perturbation
