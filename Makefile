@@ -24,12 +24,15 @@ test: $(READY)
 test-nightly: $(READY)
 	HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Runs budgets of waiting and the front door on the pretended device, and losses and grouped products on
-# DEVICE: an accelerator of this machine if there is one, else the pretended one.
+# Runs budgets of waiting and the front door on the pretended device, then GPU_TESTS and the ratios of the
+# layer on DEVICE: an accelerator of this machine if there is one, else the pretended one.
 DEVICE ?= $(shell $(BIN)/python -c "import torch; a = torch.accelerator; print(a.current_accelerator().type if a.is_available() else 'fake')")
+GPU_TESTS ?= $(addprefix tests/,routing measure run models trace analysis)
+GPU_ROUNDS ?= 24
 test-gpu: $(READY)
 	$(BIN)/python -m pytest --device fake tests/device
-	$(BIN)/python -m pytest --device $(DEVICE) tests/routing/test_losses.py tests/routing/dispatch/test_grouped_dispatch.py -ra
+	$(BIN)/python -m pytest --device $(DEVICE) $(GPU_TESTS) -ra
+	PYTHONPATH=src:. $(BIN)/python benchmarks/moe_layer.py --quick --rounds $(GPU_ROUNDS) --shape 0 --device $(DEVICE)
 
 # Breaks the source in known ways, one after the other; every one must make a test fail.
 mutants: $(READY)

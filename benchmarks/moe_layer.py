@@ -12,10 +12,14 @@ Contestants, all with the same shapes and, but for st-moe, the same weights:
     st-moe       st-moe-pytorch (its experts are not gated and drop tokens beyond capacity)
 
     python benchmarks/moe_layer.py [--rounds 24] [--shape 0 1 2 3] [--quick] [--json PATH]
+    python benchmarks/moe_layer.py --quick --device cuda
+
+On an accelerator every step is waited for, wall time counts, and memory is not measured.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -144,6 +148,16 @@ def step(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None) -> N
         parameter.grad = None
 
 
+def waited_for(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The work until the accelerator has done it."""
+
+    def run() -> None:
+        work()
+        torch.get_device_module(device).synchronize()
+
+    return run
+
+
 def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     x = torch.randn(1, shape[0], shape[1])
@@ -160,6 +174,8 @@ def time_shape(shape: Shape, rounds: int, backward: bool, quick: bool) -> dict[s
     for name in LAYERS[: 4 if quick else None]:
         layer = build(name, shape, x)
         run[name] = lambda layer=layer: step(layer, x, grad if backward else None)
+    if x.device.type != "cpu":
+        run = {name: waited_for(work, x.device) for name, work in run.items()}
     slow = {name: run.pop(name) for name in LAYERS[4:] if name in run}
     samples = interleave(run, rounds)
     if quick:
@@ -215,11 +231,18 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs="*", default=range(len(SHAPES)))
     parser.add_argument("--quick", action="store_true", help="leave out rivals without a target")
     parser.add_argument("--json")
+    parser.add_argument("--device", default="cpu", help="where all layers run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child, SHAPES[options.shape[0]])
         return
+    if options.device == "fake":  # the pretended accelerator of the tests
+        from tests.device.pretended import register
+
+        register()
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
     results: list[Ratio] = []
     medians: dict[str, object] = {}
     for index in options.shape:
@@ -230,9 +253,13 @@ def main() -> None:
             medians[key] = {
                 name: {"cpu": median(s.cpu), "wall": median(s.wall)} for name, s in samples.items()
             }
+        if options.device != "cpu":
+            continue
         memory, peaks = memory_ratio(index)
         results.append(memory)
         medians[f"{SHAPES[index]} peak bytes"] = peaks
+    if options.device != "cpu":  # the targets are those of the CPU
+        results = [replace(x, target=None) for x in results]
     report("MoE layer", results, options.json, medians=medians)
 
 

@@ -41,7 +41,8 @@ def run(demo):
     """Routes of the demo model on the tokens, as an engine would return them."""
     with torch.no_grad(), tl.capture(demo[0], distances=False, epsilons=()) as recorder:
         for ids in np.load(TOKENS):
-            demo[0](input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+            row = torch.from_numpy(ids.astype(np.int64))[None].to(demo[0].device)
+            demo[0](input_ids=row, use_cache=False)
     return np.stack([x.experts[:, : x.facts.k].numpy() for x in recorder.trace().layers], 1)
 
 

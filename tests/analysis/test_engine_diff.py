@@ -43,11 +43,12 @@ def computed(model, documents):
     picks, logits, final = [], [], []
     with torch.no_grad():
         for ids in documents:
-            out = model(input_ids=ids[None], output_router_logits=True)
-            logits.append(torch.stack(out.router_logits, 1))
+            out = model(input_ids=ids[None].to(model.device), output_router_logits=True)
+            logits.append(torch.stack(out.router_logits, 1).cpu())
             picks.append(logits[-1].topk(2).indices.int())
-            final.append(out.logits[0].log_softmax(-1))
-    parts = {"picks": picks, "logits": logits, "logprobs": final, "tokens": documents}
+            final.append(out.logits[0].log_softmax(-1).cpu())
+    tokens = [ids.cpu() for ids in documents]
+    parts = {"picks": picks, "logits": logits, "logprobs": final, "tokens": tokens}
     return {name: torch.cat(list(values)).numpy() for name, values in parts.items()}
 
 

@@ -28,7 +28,7 @@ def prompt_layers(*ids):
     """Layers of the demo's trace of a prompt in float32, all experts in the order of scores."""
     model = load_demo()
     with torch.no_grad(), tieline.capture(model, ranks="all") as recorder:
-        model(torch.tensor([ids]))
+        model(torch.tensor([ids], device=model.device))
     return recorder.trace().layers
 
 

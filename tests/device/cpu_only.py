@@ -46,6 +46,7 @@ RECORDS = (
             "test_alignment",
             "test_excess_over_sound_runs",
             "test_noise_shapes",
+            "test_route_files",
             "test_served_precision",
         )
     ),

@@ -91,6 +91,14 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(fake, device):
     assert "\n" not in str(problem.value)
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this build of torch has CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
+def test_a_build_without_the_device_is_named_whatever_its_number(fake, device):
+    line = f"^device '{device}' cannot be used: Torch not compiled with CUDA enabled$"
+    with pytest.raises(TielineError, match=line):
+        tl.Model.open("demo", device=device)
+
+
 def test_the_default_device_of_torch_does_not_matter(fake):
     """As under `torch.set_default_device("cuda")`: records are of the CPU whatever it is."""
     model, ids = tl.Model.open("demo").module.to(fake).eval(), torch.arange(3, 51).view(2, 24)

@@ -380,7 +380,7 @@ def _usable_device(name: str) -> torch.device | None:
         if device.type == "meta":
             raise RuntimeError("tensors on meta have no values")
         count = torch.get_device_module(device).device_count() if device.index else 1
-        if (device.index or 0) >= count:  # a first one that is missing is told by torch
+        if 0 < count <= (device.index or 0):  # torch says why there is none at all
             raise RuntimeError(f"this machine has {count} of its kind, numbered from 0")
         torch.empty(0, device=device)
     except NotImplementedError as problem:

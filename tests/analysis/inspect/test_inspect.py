@@ -14,6 +14,7 @@ from tieline.measure.measures import MeasureSettings, measure
 from tieline.models import capture
 from tieline.models.demo import load_demo_tokenizer
 from tieline.models.model import Model
+from tieline.run.plan import IN_ALL
 from tieline.trace import save_summary, save_trace, summarise
 
 TEXT = "def area(width, height):\n    return width * height  # <script>\n" * 12
@@ -54,12 +55,12 @@ def result(model, tokenizer, told):
 
 
 def test_the_trace_is_what_capture_gives(model, tokenizer, result):
-    ids = torch.tensor(tokenizer(TEXT)["input_ids"][:200])
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"][:200]).to(model.device)
     with torch.inference_mode(), capture(model) as recorder:
         model(input_ids=ids[:192].view(6, 32))
         model(input_ids=ids[None, 192:])
     expected, found = recorder.trace(), result.trace
-    assert torch.equal(found.tokens, ids)
+    assert torch.equal(found.tokens, ids.cpu())
     for one, two in zip(expected.layers, found.layers, strict=True):
         assert torch.equal(one.experts[:, :2], two.experts[:, :2])
         assert torch.allclose(one.scores, two.scores, atol=1e-6)
@@ -105,6 +106,7 @@ def test_the_provenance_tells_model_text_and_settings(result):
 
 
 def test_progress_is_told_to_the_end(result, told):
+    told = [call for call in told if call[0] != IN_ALL]  # a slow machine is told the whole time
     last = {stage: (done, total) for stage, done, total in told}
     served = {"served precision": (9, 9)}
     assert last == {"forward": (3, 3), "jumps": (2, 2), "losses": (2, 2)} | served
