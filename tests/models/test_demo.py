@@ -19,7 +19,6 @@ from tieline.core.ranking import stable_topk
 from tieline.models.demo import (
     DEMO_FOLDER,
     demo_text,
-    demo_training_log,
     load_demo_model,
     load_demo_tokenizer,
 )
@@ -50,7 +49,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def log():
-    return demo_training_log()
+    return json.loads((DEMO_FOLDER / "training.json").read_bytes())
 
 
 @pytest.fixture(scope="module")

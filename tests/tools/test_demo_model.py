@@ -1,6 +1,7 @@
 """The program that makes the demo model: its text, its schedule, and runs that were cut off."""
 
 import hashlib
+import json
 import math
 import platform
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tieline.core.errors import ParameterError
-from tieline.models.demo import demo_text, demo_training_log
+from tieline.models.demo import DEMO_FOLDER, demo_text
 from tools.demo_model import training
 from tools.demo_model.corpus import HELD_OUT, held_out_text, training_documents
 from tools.demo_model.recipe import FAMILIES, Recipe, build_model, train_tokenizer
@@ -21,8 +22,11 @@ TINY = Recipe(
 )  # fmt: skip
 
 
+LOG = json.loads((DEMO_FOLDER / "training.json").read_bytes())
+
+
 def same_python():
-    return platform.python_version() == demo_training_log()["versions"]["python"]
+    return platform.python_version() == LOG["versions"]["python"]
 
 
 needs_same_python = pytest.mark.skipif(
@@ -44,7 +48,7 @@ def test_held_out_text_of_the_same_python_is_the_demo_one():
 @needs_same_python
 def test_training_text_of_the_same_python_is_that_of_the_log(documents):
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    assert digest == demo_training_log()["sha256"]["training"]
+    assert digest == LOG["sha256"]["training"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from tieline.engines.engine_registry import (
     environment_of,
     find_python,
 )
-from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, smallest_id_dtype
+from tieline.trace.record import TOKEN_KEYS, LayerFacts, LayerTrace, RoutingTrace, smallest_id_dtype
 
 Progress = Callable[[str, int, int], None]
 
@@ -183,7 +183,6 @@ def _failure_message(
     return f"the {engine.name} worker left with code {code}: {last:.300}"
 
 
-KEYS = ("tokens", "documents", "positions")
 SHAPES = {"picks": 3, "logits": 3, "weights": 3, "logprobs": 2}
 PROVENANCE_FACTS = (
     "dtype",
@@ -243,7 +242,7 @@ def check_rows(answer: WorkerAnswer, documents: Sequence[np.ndarray]) -> None:
             _check_answer_array(answer, key, axes, len(sent))
     order = np.concatenate([np.arange(len(x)) for x in documents])
     numbers = np.repeat(np.arange(len(documents)), [len(x) for x in documents])
-    for key, expected in zip(KEYS, (sent, numbers, order), strict=True):
+    for key, expected in zip(TOKEN_KEYS, (sent, numbers, order), strict=True):
         same = key in arrays and np.array_equal(arrays[key], expected)
         require(
             same, f"{name} routed other {key} than were sent: rows are not comparable", TraceError
@@ -322,10 +321,8 @@ def answer_trace(
     for key in PROVENANCE_FACTS:
         if facts.get(key) is not None:
             recorded[key] = facts[key]
-    tokens, documents, positions = (torch.from_numpy(arrays[key].astype(np.int64)) for key in KEYS)
-    return RoutingTrace(
-        tuple(layer for layer, _ in layers), tokens, documents, positions, provenance=recorded
-    )
+    keys = {key: torch.from_numpy(arrays[key].astype(np.int64)) for key in TOKEN_KEYS}
+    return RoutingTrace(tuple(layer for layer, _ in layers), provenance=recorded, **keys)
 
 
 def _answer_layer(

@@ -50,8 +50,3 @@ def load_demo_tokenizer() -> PreTrainedTokenizerFast:
 def demo_text() -> str:
     """Return the held-out text of the validation loss: 26 topics of the Python reference."""
     return (DEMO_FOLDER / "text.txt").read_bytes().decode()
-
-
-def demo_training_log() -> dict[str, Any]:
-    """Return recipe, versions, text digests, loss curve and expert load of the training run."""
-    return json.loads((DEMO_FOLDER / "training.json").read_bytes())

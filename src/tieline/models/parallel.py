@@ -14,7 +14,7 @@ process, so that no process would see the experts that were chosen.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from tieline.models.families import family_of, find_routers
 Parallel = Literal["data", "tp", "ep", "pp", "fsdp"]
 """A way to spread the work over processes."""
 
-PARALLEL: tuple[Parallel, ...] = ("data", "tp", "ep", "pp", "fsdp")
+PARALLEL: tuple[str, ...] = get_args(Parallel)
 
 SHARES_TEXT = ("data", "fsdp")
 """Ways in which every process runs another part of the text."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tieline.core.predictions import Predictions
 from tieline.core.ranking import sets_differ
-from tieline.models.capture import LayerObserver, ObserverSettings
+from tieline.models.capture import LayerObserver
 from tieline.models.class_changes import Call
 from tieline.models.configuration import text_config
 from tieline.models.documents import Batch
@@ -39,6 +39,7 @@ from tieline.models.router_output import (
 from tieline.run.condition import REPLAYS
 from tieline.run.forward import finite_logits, forward, model_logits
 from tieline.run.observers import (
+    PLAIN,
     Observer,
     Outcome,
     Site,
@@ -72,10 +73,6 @@ class RunningPass:
     routes: dict[str, LayerTrace] = field(default_factory=dict)
     lost: dict[str, Tensor] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
-
-
-ROUTE_SETTINGS = ObserverSettings(4, (), False, False)
-"""What is recorded of routes that later passes replay."""
 
 
 def chosen_output(
@@ -128,9 +125,7 @@ def _recorded_route(site: Site, call: Call, output: Any) -> LayerTrace:
         len(read_output(site.family, site.module, call, output).ids), device="cpu"
     )
     batch = Batch(tokens, torch.zeros_like(tokens), tokens, None, len(tokens))
-    return LayerObserver(site.name, site.family, ROUTE_SETTINGS).observe(
-        site.module, call, output, batch
-    )
+    return LayerObserver(site.name, site.family, PLAIN).observe(site.module, call, output, batch)
 
 
 def replayed_output(

@@ -177,7 +177,15 @@ class Folder:
         stated = self._stated_tensors(name)["bytes"]
         size = path.stat().st_size
         require(size == stated, f"{path}: has {size} bytes, the index says {stated}", TraceError)
-        return read_header(path)
+        check_header_length(path)
+        with parsing_file(path), safe_open(path, framework="pt") as file:
+            slices = [(tensor, file.get_slice(tensor)) for tensor in list(file.keys())]
+            stored = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in slices}
+        headers = {}
+        for tensor, (kind, shape) in stored.items():
+            require(kind in DTYPES, f"{path}: {tensor!r:.80} has type {kind}, not read", TraceError)
+            headers[tensor] = TensorHeader(DTYPES[kind], tuple(shape))
+        return headers
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Map the tensors of a file into memory; the first call checks its digest."""
@@ -233,22 +241,6 @@ def check_header_length(path: Path) -> None:
         length = int.from_bytes(stream.read(8), "little")
         size = path.stat().st_size
     require(length <= min(HEADER_LIMIT, size), f"{path}: header of {length} bytes", TraceError)
-
-
-def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Return types and shapes of the tensors of a safetensors file, without reading them."""
-    check_header_length(path)
-    with parsing_file(path), safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        slices = {name: file.get_slice(name) for name in names}
-        headers = {
-            name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()
-        }
-    for name, (dtype, _) in headers.items():
-        require(dtype in DTYPES, f"{path}: {name!r:.80} has type {dtype}, not read", TraceError)
-    return {
-        name: TensorHeader(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in headers.items()
-    }
 
 
 Kind = Literal["trace", "summary"]
