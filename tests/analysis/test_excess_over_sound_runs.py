@@ -26,7 +26,9 @@ def kept_experts(seed):
 
 KEPT = [kept_experts(seed) for seed in (1, 2)]
 IDS = np.random.default_rng(3).zipf(1.5, TOKENS) % 50
-SUBJECT = ComparedTokens(NUMBERS, POSITIONS, IDS, [x[:, :K] for x in KEPT], KEPT)
+ROWS = NUMBERS % 4
+DECODED = (POSITIONS >= 3 * LENGTH // 4 - NUMBERS % 3) & (NUMBERS % 5 > 0)
+SUBJECT = ComparedTokens(NUMBERS, POSITIONS, IDS, [x[:, :K] for x in KEPT], KEPT, ROWS, DECODED)
 
 
 def layer(noise, kept, flipped=None):
@@ -100,6 +102,8 @@ def test_noise_that_is_louder_everywhere_has_no_name():
         ("last position", None, POSITIONS == LENGTH - 1),
         ("first position", None, POSITIONS == 0),
         ("document", 5, NUMBERS == 5),
+        ("batch row", 2, ROWS == 2),
+        ("decode", None, DECODED),
         ("expert", 4, (KEPT[0][:, :K] == 4).any(1)),
         ("token", int(np.bincount(IDS).argmax()), np.bincount(IDS).argmax() == IDS),
     ],

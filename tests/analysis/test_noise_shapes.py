@@ -100,6 +100,9 @@ def test_offsets_of_experts_are_found_by_themselves_and_by_the_bias():
     assert alone.offset > 0.7
     like = shape_of(0.3, added=-bias, bias=bias.numpy())
     assert like.likeness > 0.9
+    rounded = shape_of(1e-5, added=-0.01 * bias, bias=bias.numpy())
+    assert rounded.offset > 0.35
+    assert rounded.likeness is None
     assert kinds(like, like._replace(name="y")) == ["offset"]
     everywhere = [alone, alone._replace(name="y")]
     assert "offset" not in kinds(*everywhere)  # rounded router weights may shift every layer

@@ -64,6 +64,7 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
+from tieline.trace.document_runs import batch_rows, decoded_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.select_and_join import select_tokens
 
@@ -255,9 +256,15 @@ class ComparedRuns:
             None if ids is None else ids[of_a].numpy(),
             [x[:, : layer.k] for x, layer in zip(experts, self.layers, strict=True)],
             experts,
+            *(None if x is None else x[rows] for x in self._run_groups()),
         )
         layers_at_tokens = [[x.at_tokens(rows) for x in run] for run in (self.run, *runs)]
         return find_excess(layers_at_tokens[0], layers_at_tokens[1:], tokens, tolerance)
+
+    def _run_groups(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Row of its batch of each token of B, and whether it was decoded; None if unknown."""
+        b, tokens = self.aligned.b, self.aligned.common.in_b
+        return batch_rows(b, tokens), decoded_tokens(b, tokens)
 
     def _compare_layer(self, index: int) -> tuple[Tensor, LayerDiff, _LayerJudgement | None]:
         """Flips of a pair of layers, its record, and its tested flips if scores allow."""

@@ -213,6 +213,8 @@ PatternKind = Literal[
     "token",
     "rare tokens",
     "document",
+    "batch row",
+    "decode",
     "layer",
     "weights",
 ]
@@ -228,8 +230,8 @@ class Pattern(Sentence):
         layer: name of the layer in A, or of the tensor ("weights"); None for all of them.
         effect: how strong it is: a difference of log variances, a share or a ratio.
         limit: effect from which on it counts; zero beside reference runs.
-        number: the expert, document or token id; the first position; the shift of a lag; the
-            layers compared ("permutation"); the tensors that differ ("weights").
+        number: the expert, document, row of a batch or token id; the first position; the shift of
+            a lag; the layers compared ("permutation"); the tensors that differ ("weights").
         flips: flips that a lag was found in.
         detail: "bias" if offsets are the recorded selection bias; "beside" for the layers that a
             loud one is compared with; "reference" if the noise is compared with that

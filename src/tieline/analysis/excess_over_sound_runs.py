@@ -12,10 +12,11 @@ at most zero where B is sound:
                                have more noise)
 
 Both are summed over groups of tokens, layer by layer: all tokens, the first and the last position,
-octaves of positions, single documents, frequent and rare token ids, and the experts that A chose in
-the layer before. One row of a router is found by the level alone, of log |Δ - median Δ| - λ(t) over
-the scores of its expert, which may be twice as loud. Where B has no scores, f_B(t) - (1 + φ) f̄(t)
-takes their place, f saying whether a token flips.
+octaves of positions, single documents, rows of a batch and decoded tokens (where B notes them),
+frequent and rare token ids, and the experts that A chose in the layer before. One row of a router
+is found by the level alone, of log |Δ - median Δ| - λ(t) over the scores of its expert, which may
+be twice as loud. Where B has no scores, f_B(t) - (1 + φ) f̄(t) takes their place, f saying whether
+a token flips.
 
 Tokens of a document are alike, so that every sum is divided by the standard deviation that the sums
 of its documents have, at least by that of independent tokens in the reference runs; the sum of a
@@ -51,6 +52,8 @@ GroupKind = Literal[
     "last position",
     "positions",
     "document",
+    "batch row",
+    "decode",
     "token",
     "rare tokens",
     "expert",
@@ -62,7 +65,9 @@ SPECIFIC: tuple[GroupKind, ...] = (
     "first position",
     "token",
     "rare tokens",
+    "batch row",
     "document",
+    "decode",
     "expert",
     "positions",
     "row",
@@ -176,6 +181,8 @@ class ComparedTokens(NamedTuple):
         ids: its token id; None if unknown.
         chosen: by layer, the experts that A chose; empty where single scores take their place.
         kept: by layer, the experts that A scored.
+        batch_rows: row of the batch that each token of B was run in; None if unknown.
+        decoded: whether B decoded it, one token at a time; None if unknown.
     """
 
     documents: Int[np.ndarray, " tokens"]
@@ -183,6 +190,8 @@ class ComparedTokens(NamedTuple):
     ids: Int[np.ndarray, " tokens"] | None
     chosen: Sequence[Int[np.ndarray, "tokens k"]]
     kept: Sequence[Int[np.ndarray, "tokens ranks"]]
+    batch_rows: Int[np.ndarray, " tokens"] | None = None
+    decoded: Bool[np.ndarray, " tokens"] | None = None
 
     def with_single_scores(self) -> "ComparedTokens":
         """The same with every score a token of its own."""
@@ -197,7 +206,7 @@ class Excess(NamedTuple):
     Attributes:
         layer: number of the layer.
         kind: the kind of group; "all" if the excess is not that of a group.
-        number: document, token id, expert, or first position of an octave.
+        number: document, row of a batch, token id, expert, or first position of an octave.
         ratio: e^d, d the mean over the group: its noise over that of the references.
         statistic: the largest ratio of a sum to its standard deviation.
         limit: limit of that.
@@ -236,6 +245,10 @@ class _TokenGroups:
         for number in np.unique(octave[octave > 0]).tolist():
             self._add_group("positions", octave == number, 2**number - 1)
         self._add_group_per_number("document", tokens.documents[:, None])
+        if tokens.batch_rows is not None:
+            self._add_group_per_number("batch row", tokens.batch_rows[:, None])
+        if tokens.decoded is not None:
+            self._add_group("decode", tokens.decoded)
         if tokens.ids is not None:
             numbers, codes, counts = np.unique(tokens.ids, return_inverse=True, return_counts=True)
             self._add_group("rare tokens", counts[codes] <= RARE)

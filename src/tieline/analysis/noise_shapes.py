@@ -51,6 +51,8 @@ LIMITS = {
 """Effects beyond which a shape counts: differences of log v, shares, or ratios of sizes."""
 LIKENESS = 0.8
 """Correlation from which offsets are those of a recorded bias."""
+DROPPED = 0.1
+"""Least share of the bias that such offsets are: less is the rounding of its largest numbers."""
 ATTENTION = 0.025
 """Relative noise that another attention kernel in 16 bits may make: it begins at position 1."""
 
@@ -244,9 +246,14 @@ def _expert_offsets(differences: _CentredDifferences) -> tuple[float | None, np.
 
 
 def _bias_likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
-    """|correlation| of the offsets with the bias, over the experts with offsets."""
+    """|correlation| of the offsets with the bias, over the experts with offsets.
+
+    None where the offsets are a small share of the bias, as those of a rounded bias are.
+    """
     chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
     if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
+        return None
+    if np.std(means[chosen]) < DROPPED * np.std(bias[chosen]):
         return None
     return abs(float(np.corrcoef(means[chosen], bias[chosen])[0, 1]))
 

@@ -72,6 +72,8 @@ from tieline.models.router_rule import (
     restrict_to_groups,
     selection_scores,
 )
+from tieline.trace.document_runs import KEY as DOCUMENT_RUNS
+from tieline.trace.document_runs import document_runs
 from tieline.trace.record import (
     LayerFacts,
     LayerTrace,
@@ -417,7 +419,9 @@ class Recorder:
         """Return the routing of all tokens so far, in the order of the passes."""
         require(self._sink is None, "the sink has consumed the passes: no trace kept", TraceError)
         require(bool(self._passes), "no forward pass has been captured yet", TraceError)
-        return concatenate(self._passes)
+        trace, runs = concatenate(self._passes), document_runs(self._passes)
+        noted = trace.provenance | ({DOCUMENT_RUNS: runs} if runs else {})
+        return replace(trace, provenance=noted)
 
     def _check_same_layers(self, names: tuple[str, ...]) -> None:
         """Refuse a forward pass in which other layers ran than before."""

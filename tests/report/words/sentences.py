@@ -143,7 +143,16 @@ def diff():
         Pattern("layer", "x", 9.0, 3.5, detail="beside"),
         *(
             Pattern(kind, "x", 3.0, 0.0, 7, detail="reference")
-            for kind in ("row", "expert", "document", "positions", "token", "rare tokens")
+            for kind in (
+                "row",
+                "expert",
+                "document",
+                "positions",
+                "token",
+                "rare tokens",
+                "batch row",
+                "decode",
+            )
         ),
         Pattern("first position", "x", 3.0, 0.0, detail="reference"),
         Pattern("last position", "x", 3.0, 0.0, detail="reference"),

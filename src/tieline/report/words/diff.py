@@ -537,6 +537,12 @@ PATTERNS: dict[str, Callable[[Pattern], str]] = {
     "last position": _group_pattern(
         "the last position of documents", "look at what is done to the last token of a sequence"
     ),
+    "batch row": _group_pattern(
+        "documents in row {} of their batch", "look at padding, masks and indices of the batch"
+    ),
+    "decode": _group_pattern(
+        "tokens decoded one at a time", "compare the cache and positions of decoding with prefill"
+    ),
     "token": _group_pattern("token id {}", "compare its row of the embedding"),
     "rare tokens": _group_pattern("tokens that are rare here", "compare rows of the embedding"),
     "document": lambda x: (

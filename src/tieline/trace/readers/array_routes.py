@@ -90,7 +90,8 @@ def _flat_routes(ids: np.ndarray, arrays: Mapping[str, np.ndarray], name: str) -
     for prompt, answer in PROMPTS:
         if prompt in arrays and answer in arrays and "tokens" not in arrays:
             sequence = np.concatenate([arrays[prompt].ravel(), arrays[answer].ravel()])
-            request = Request(ids, sequence, weights=weights, scores=scores)
+            length = arrays[prompt].size
+            request = Request(ids, sequence, weights=weights, scores=scores, prompt=length)
             return replace(
                 assembled_routes([request], "array", name), n_experts=_stated_experts(arrays)
             )

@@ -117,7 +117,8 @@ def _completion_requests(
             first = _completion_start(answer, choice, fields, where) if start is None else start
             ids, weights = unpacked_weights(rows)
             tokens = _completion_tokens(answer, choice, fields, where)
-            yield Request(ids, tokens, first, weights)
+            prompt = None if tokens is None else len(_prompt_ids(answer, choice, fields))
+            yield Request(ids, tokens, first, weights, prompt=prompt)
 
 
 def _completion_rows(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
@@ -165,10 +166,15 @@ def _route_array_field(thing: Any, names: tuple[str, ...], where: str) -> np.nda
     return array
 
 
+def _prompt_ids(answer: Any, choice: Any, fields: Fields) -> Any:
+    """Token ids of the prompt as they were written, if they are there."""
+    ids = json_field(choice, *fields.prompt_ids)
+    return json_field(answer, *fields.prompt_ids) if ids is None else ids
+
+
 def _completion_tokens(answer: Any, choice: Any, fields: Fields, where: str) -> np.ndarray | None:
     """Token ids of prompt and answer, if both are there."""
-    prompt = json_field(choice, *fields.prompt_ids)
-    prompt = json_field(answer, *fields.prompt_ids) if prompt is None else prompt
+    prompt = _prompt_ids(answer, choice, fields)
     return _joined_token_ids(prompt, json_field(choice, *fields.answer_ids), where)
 
 

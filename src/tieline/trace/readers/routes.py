@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tieline.core.errors import TraceError, require
 from tieline.core.ranking import ranked_choice
+from tieline.trace.document_runs import KEY as DOCUMENT_RUNS
 from tieline.trace.record import (
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -82,6 +83,7 @@ class Routes:
         layer_names: names of the layers.
         n_experts: number of experts that the file states.
         ends: tokens per document that have no row at its end, by document.
+        prompts: tokens of each document's prompt, -1 if unknown; empty if all are.
         problems: documents whose rows do not fit their tokens.
         notes: what was found and assumed, in plain words.
     """
@@ -97,6 +99,7 @@ class Routes:
     layer_names: tuple[str, ...] | None = None
     n_experts: int | None = None
     ends: int = 0
+    prompts: tuple[int, ...] = ()
     problems: tuple[RowProblem, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -139,6 +142,7 @@ class Request:
         start: position of the first row.
         weights: combine weights (rows, layers, k).
         scores: selection scores.
+        prompt: tokens of the prompt; None if unknown.
     """
 
     experts: np.ndarray
@@ -146,6 +150,7 @@ class Request:
     start: int = 0
     weights: np.ndarray | None = None
     scores: np.ndarray | None = None
+    prompt: int | None = None
 
 
 def check_array(array: np.ndarray, name: str) -> None:
@@ -222,9 +227,16 @@ def assembled_routes(
         weights=_joined_request_arrays([request.weights for request in requests]),
         scores=_joined_request_arrays([request.scores for request in requests]),
         ends=ends,
+        prompts=_prompts(requests),
         problems=tuple(problems),
         notes=tuple(messages),
     )
+
+
+def _prompts(requests: Sequence[Request]) -> tuple[int, ...]:
+    """Tokens of each prompt, -1 where unknown; empty if all are."""
+    known = [-1 if request.prompt is None else request.prompt for request in requests]
+    return tuple(known) if max(known) >= 0 else ()
 
 
 def _request_tokens(number: int, request: Request) -> tuple[np.ndarray, RowProblem | None]:
@@ -373,6 +385,7 @@ def trace_of(
     records, notes = _layer_records(routes, layers, kept, facts, names)
     origin = {
         **(provenance or {}),
+        **({DOCUMENT_RUNS: {"prompts": list(routes.prompts)}} if routes.prompts else {}),
         "n_experts": "inferred from the largest id" if stated is None else "given",
         "layers_left_out": [names[layer] for layer in extent.dense],
         "tokens_left_out": len(array) - len(kept),
