@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
+from tests.analysis.planted import trace_of
 from tieline.analysis.excess_over_sound_runs import (
     ComparedTokens,
     RunLayer,
     find_excess,
+    on_score_grid,
     token_clusters,
 )
 from tieline.analysis.score_noise import LayerNoise
@@ -121,6 +124,29 @@ def test_one_row_of_a_router_is_named_where_tokens_are_quiet():
     noise = normal(60) * np.where(KEPT[0] == 7, 12.0, 1.0)
     (found,) = excess_of([layer(noise, KEPT[0]), *run(61)[1:]])
     assert (found.layer, found.kind, found.number) == (0, "row", 7)
+
+
+def test_a_row_that_is_louder_than_quiet_tokens_alone_is_not_named():
+    noise = 0.2 * normal(60) * np.where(KEPT[0] == 7, 5.0, 1.0)
+    assert excess_of([layer(noise, KEPT[0]), *run(61)[1:]]) == ()
+
+
+def test_few_tokens_far_beyond_the_references_are_found():
+    def loud_at(share):
+        chosen = np.random.default_rng(70).random(TOKENS) < share
+        return excess_of(run(71, louder=(np.where(chosen, 60.0, 1.0), 1.0)))
+
+    first, *_ = loud_at(0.03)
+    assert (first.layer, first.kind) == (0, "all")
+    assert loud_at(0.003) == ()
+
+
+def test_references_are_rounded_as_the_scores_of_the_run_are():
+    scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    exact, coarse = trace_of([scores]), trace_of([scores.bfloat16().float()])
+    assert torch.equal(on_score_grid(exact, exact).layers[0].scores, exact.layers[0].scores)
+    rounded = on_score_grid(exact, coarse).layers[0].scores
+    assert torch.equal(rounded, exact.layers[0].scores.bfloat16().float())
 
 
 def test_what_follows_a_flip_is_not_judged_again():

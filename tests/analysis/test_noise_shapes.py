@@ -1,12 +1,14 @@
 """Shapes of noise: nothing in sound noise, and each planted shape by its name."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.analysis.planted import layer_of
+import tieline as tl
+from tests.analysis.planted import layer_of, trace_of
 from tieline.analysis.noise_shapes import (
     NoiseShape,
     Outlier,
@@ -156,3 +158,15 @@ def test_beside_reference_runs_a_lag_and_the_bias_alone_are_shapes():
     assert find_known_patterns([loud._replace(likeness=0.1)]) == ()
     late = NoiseShape("x", None, 0, lag=(1, 0.9, 500))
     assert [x.kind for x in find_known_patterns([loud, late])] == ["lag"]
+
+
+def test_a_bias_that_one_side_holds_in_16_bits_is_no_other_bias():
+    bias = 0.3 * scores(6)[0].float()
+    rounded = bias.bfloat16().float()
+    exact = [scores(seed)[:400] for seed in (0, 1)]
+    coarse = [z + (rounded - bias) + 1e-4 * scores(2)[:400] for z in exact]
+    a, b = (
+        replace(x, layers=tuple(replace(layer, bias=y) for layer in x.layers))
+        for x, y in ((trace_of(exact), bias), (trace_of(coarse), rounded))
+    )
+    assert not tl.diff(a, b, expect="bf16").causes.alarm

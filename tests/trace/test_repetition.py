@@ -55,6 +55,35 @@ def test_sticky_choices_and_a_repeated_token_are_no_warm_up():
     assert finding.severity == "unsound"
 
 
+def test_a_document_of_one_repeated_token_is_suspicious():
+    ids, tokens = sound(400, 2, 4)
+    both = np.concatenate([np.repeat(ids[:1], 280, axis=0), ids])
+    known = {
+        "tokens": np.concatenate([np.repeat(tokens[:1], 280), tokens]),
+        "documents": np.repeat([0, 1], [280, 400]),
+    }
+    (finding,) = repetition_findings(routes(both, **known))
+    assert (finding.severity, finding.reason) == ("suspicious", "warm-up")
+    inside = {**known, "documents": np.zeros(680, int)}
+    assert repetition_findings(routes(both, **inside)) == []
+
+
+def test_a_repeated_token_is_no_stale_layer():
+    rng = np.random.default_rng(0)
+    ids, tokens = sound(400, 3, 4)
+    stretch = slice(100, 160)
+    ids[stretch], tokens[stretch] = ids[100], tokens[100]
+    for layer in (1, 2):  # the text before still moves later layers now and then
+        for row in 100 + np.flatnonzero(rng.random(60) < 0.3):
+            ids[row, layer] = ids[rng.integers(400), layer]
+    assert "layer-run" not in cases(repetition_findings(routes(ids)))
+    assert "layer-run" not in cases(repetition_findings(routes(ids, tokens=tokens)))
+    other, _ = sound(400, 3, 4, seed=1)
+    ids[stretch, 1:] = other[stretch, 1:]
+    assert "layer-run" in cases(repetition_findings(routes(ids)))
+    assert "layer-run" not in cases(repetition_findings(routes(ids, tokens=tokens)))
+
+
 def test_equal_weights_tell_a_warm_up_from_a_repeated_choice():
     ids, _ = sound(1000, 1, 4)
     ids[:80] = ids[0]

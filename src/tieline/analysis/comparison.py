@@ -37,7 +37,13 @@ from tieline.analysis.diff_records import (
     TokenDiff,
     WeightMoved,
 )
-from tieline.analysis.excess_over_sound_runs import ComparedTokens, Excess, RunLayer, find_excess
+from tieline.analysis.excess_over_sound_runs import (
+    ComparedTokens,
+    Excess,
+    RunLayer,
+    find_excess,
+    on_score_grid,
+)
 from tieline.analysis.inspect_records import SEVERITIES, Observation, Severity
 from tieline.analysis.job_settings import SERVED
 from tieline.analysis.noise_shapes import NoiseShape, TokenKeys, flip_lag, measure_shape
@@ -407,7 +413,8 @@ def _bias_difference(a: LayerTrace, b: LayerTrace) -> np.ndarray | None:
         return None
     if len(biases) == 1:
         return biases[0]
-    return biases[0] if np.array_equal(biases[0], biases[1]) else biases[0] - biases[1]
+    is_rounded = np.allclose(biases[0], biases[1], rtol=2**-8, atol=0.0)  # the same in 16 bits
+    return biases[0] if is_rounded else biases[0] - biases[1]
 
 
 def run_layers(aligned: Aligned, keys: TokenKeys) -> list[RunLayer]:
@@ -476,7 +483,8 @@ def compare_runs(
             some of the tokens: its noise is what is measured by.
         expected: that format.
     """
-    base = a if recorded_format(a.provenance) == "fp32" else b
+    base, other = (a, b) if recorded_format(a.provenance) == "fp32" else (b, a)
+    references = [on_score_grid(reference, other) for reference in references]
     return ComparedRuns(
         align(a, b, partial=partial),
         references=[

@@ -3,24 +3,26 @@
 A run B and R reference runs (`sound_runs`) are compared with one run A in float32, on the same
 tokens. λ(t) is the logarithm of the median over experts of |Δ - median Δ|, the differences of the
 scores of token t in a layer: the noise of the token as a whole, whatever single scores do. λ̄(t) is
-its mean over the reference runs, d(t) = λ_B(t) - λ̄(t). Two scores of a token have an expectation of
-at most zero where B is sound:
+its mean over the reference runs, d(t) = λ_B(t) - λ̄(t). Three scores of a token have an expectation
+of at most zero where B is sound:
 
     level    d(t) - τ          cut at ± 3: noise may be e^τ times that of the references
     tail     1{d(t) > q} - π   q: 99 % quantile of d of a reference run, plus τ, at least log 2
                                (not in 8 and 4 bits: beside the scale of a tensor, small states
                                have more noise)
+    far      the same, q larger by log 2.5 and π smaller: few tokens, far beyond the references
 
-Both are summed over groups of tokens, layer by layer: all tokens, the first and the last position,
+All are summed over groups of tokens, layer by layer: all tokens, the first and the last position,
 octaves of positions, single documents, rows of a batch and decoded tokens (where B notes them),
 frequent and rare token ids, and the experts that A chose in the layer before. One row of a router
 is found by the level alone, of log |Δ - median Δ| - λ(t) over the scores of its expert, which may
-be twice as loud. Where B has no scores, f_B(t) - (1 + φ) f̄(t) takes their place, f saying whether
-a token flips.
+be twice as loud, less what the token is quieter than in the references. Where B has no scores,
+f_B(t) - (1 + φ) f̄(t) takes their place, f saying whether a token flips.
 
 Tokens of a document are alike, so that every sum is divided by the standard deviation that the sums
 of its documents have, at least by that of independent tokens in the reference runs; the sum of a
-single document by that of documents in the reference runs. One limit serves all layers, groups and
+single document by that of documents in the reference runs, and the far tail, which sound runs have
+not, by that of as many tokens as are allowed. One limit serves all layers, groups and
 scores: the 99.5 % quantile of the *largest* ratio under the null, that of each reference run
 against the others, whose documents change sign at random.
 
@@ -33,18 +35,24 @@ there. Tokens that nothing has reached are the quiet ones of a late layer, while
 of that layer may stand anywhere: so τ grows by the median level of all tokens in the references
 less that of the judged ones, zero in the first layer.
 
+Some routers round scores as well as logits (LFM2-MoE in bf16). Where all scores of B lie on such a
+grid, those of the reference runs, which compute them in float32, are rounded to it.
+
 An excess is named by a group if that exceeds the limit and the tokens outside it are as they are in
 the references; otherwise the noise as a whole is too large.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 
 from tieline.analysis.score_noise import FEWEST_COMMON, LayerNoise
+from tieline.trace.record import LayerTrace, RoutingTrace
 
 GroupKind = Literal[
     "all",
@@ -87,6 +95,8 @@ TAIL, TAIL_SHARE = 0.99, 0.05
 """Quantile of d in reference runs beyond which a token is in the tail; π, the share allowed."""
 FAR = 0.7
 """Least logarithm by which a token in the tail exceeds that quantile: noise twice as large."""
+FARTHER, FARTHER_SHARE = 0.9, 0.002
+"""Logarithm that the far tail begins beyond the tail, and the share of tokens allowed there."""
 WIDE = 1.5
 """τ from which on the tail is not looked at."""
 LATER = 1.75
@@ -157,11 +167,33 @@ class RunLayer(NamedTuple):
         """Return log max |Δ - median Δ| of each token; NaN where it is unknown."""
         return np.where(np.isnan(self.rows), -np.inf, self.rows).max(1) + self.level
 
+    def with_rows_above(self, references: Sequence["RunLayer"]) -> "RunLayer":
+        """The same with rows as quiet as their tokens are beside the references."""
+        mean = np.mean([x.level for x in references], axis=0)
+        return self._replace(rows=self.rows + np.minimum(self.level - mean, 0.0)[:, None])
+
     def with_single_scores(self) -> "RunLayer":
         """The same with every score a token of its own."""
         single = np.full((self.rows.size, 1), np.nan)
         flipped = np.repeat(self.flipped, self.rows.shape[1])
         return RunLayer(self.rows.ravel(), single, flipped)
+
+
+def on_score_grid(run: RoutingTrace, other: RoutingTrace) -> RoutingTrace:
+    """Round the scores of a run to bf16 or fp16 in layers where all of another run are."""
+    if len(run.layers) != len(other.layers):
+        return run
+    layers = [_layer_on_grid(x, y) for x, y in zip(run.layers, other.layers, strict=True)]
+    return replace(run, layers=tuple(layers))
+
+
+def _layer_on_grid(layer: LayerTrace, other: LayerTrace) -> LayerTrace:
+    """The layer with scores on the grid of another's, if that has one."""
+    for grid in (torch.bfloat16, torch.float16):
+        scores = other.scores
+        if layer.scores is not None and scores is not None and scores.to(grid).equal(scores):
+            return replace(layer, scores=layer.scores.to(grid).to(layer.scores.dtype))
+    return layer
 
 
 def _row_median(values: np.ndarray) -> np.ndarray:
@@ -291,8 +323,12 @@ def token_clusters(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:
     return codes * stretches + tokens.positions * stretches // (int(tokens.positions.max()) + 1)
 
 
+FARTHER_SCORE = 2
+"""Number of the far tail among the scores."""
+
+
 class _ExcessScores(NamedTuple):
-    """Scores of the tokens of a layer, level and tail or flips alone; zero where unknown.
+    """Scores of the tokens of a layer, level and tails or flips alone; zero where unknown.
 
     Attributes:
         values: what is beyond the references.
@@ -336,9 +372,12 @@ def _excess_scores(
         return _ExcessScores(
             difference[None], (tolerance * judged)[None], 0.0 * judged[None], judged
         )
-    values = np.stack((difference, judged & (difference_to_mean > tail + max(tolerance, FAR))))
-    allowed = np.stack((tolerance * judged, TAIL_SHARE * judged))
-    return _ExcessScores(values, allowed, np.stack((0.0 * judged, TAIL_SHARE * judged)), judged)
+    beyond = tail + max(tolerance, FAR)
+    farther = np.isfinite(difference_to_mean) & (difference_to_mean > beyond + FARTHER)
+    values = np.stack((difference, judged & (difference_to_mean > beyond), judged & farther))
+    shares = TAIL_SHARE * judged, FARTHER_SHARE * judged
+    allowed = np.stack((tolerance * judged, *shares))
+    return _ExcessScores(values, allowed, np.stack((0.0 * judged, *shares)), judged)
 
 
 class _LayerSums:
@@ -410,6 +449,8 @@ class _LayerSums:
         clustered = ((sums**2).sum(1) - totals**2 / number) * number / (number - 1)
         single = self._variance_of_documents(score) * self._count.sum(1)
         clustered = np.where(self._is_document, single, clustered)
+        if score == FARTHER_SCORE:  # hardly any in sound runs: a fault would hide in its own spread
+            clustered = np.zeros_like(clustered)
         floor = self.groups.cluster_sums(self._variance[score], self._clusters).sum(1)
         floor = floor + self._variance_of_counts(score)
         return totals / np.sqrt(np.maximum(clustered, np.maximum(floor, 1e-12)))
@@ -497,7 +538,8 @@ def _layer_sums(
     allowed += _quietness(of_references, fresh)
     tables = [(number, _LayerSums(of_b, of_references, groups, clusters, fresh, allowed, has_tail))]
     if not np.isnan(of_b.level).all():
-        ranks, rows = of_b.rows.shape[1], [x.with_single_scores() for x in (of_b, *of_references)]
+        quiet, ranks = of_b.with_rows_above(of_references), of_b.rows.shape[1]
+        rows = [x.with_single_scores() for x in (quiet, *of_references)]
         fresh, clusters = np.repeat(fresh, ranks), np.repeat(clusters, ranks)
         groups = _TokenGroups(tokens.with_single_scores(), number)
         loudest = max(tolerance, ROW)

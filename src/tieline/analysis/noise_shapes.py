@@ -53,8 +53,8 @@ LIKENESS = 0.8
 """Correlation from which offsets are those of a recorded bias."""
 DROPPED = 0.1
 """Least share of the bias that such offsets are: less is the rounding of its largest numbers."""
-ATTENTION = 0.025
-"""Relative noise that another attention kernel in 16 bits may make: it begins at position 1."""
+SIXTEEN_BITS = 0.025
+"""Relative noise that 16 bits may make: another attention kernel, which begins at position 1."""
 
 
 class Outlier(NamedTuple):
@@ -355,7 +355,8 @@ def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> P
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
     is_bias = likeness >= LIKENESS and share >= limit / 2
     other_offsets = [other.offset or 0.0 for other in shapes if other.name != shape.name]
-    is_single = share >= limit and max(other_offsets, default=1.0) < limit / 2
+    is_large = (shape.relative or 0.0) >= SIXTEEN_BITS  # a rounded bias shifts scores too
+    is_single = share >= limit and max(other_offsets, default=1.0) < limit / 2 and is_large
     if not is_bias and not is_single:
         return None
     return Pattern(
@@ -373,7 +374,7 @@ def _position_pattern(shape: NoiseShape) -> Pattern | None:
     rise, error = shape.rise or (0.0, 0.0)
     if abs(rise) < limit or abs(rise) < SURE * error:
         return None
-    if rise > 0 and (shape.relative or 0.0) < ATTENTION:
+    if rise > 0 and (shape.relative or 0.0) < SIXTEEN_BITS:
         return None
     return Pattern("positions", shape.name, rise, limit)
 

@@ -126,8 +126,10 @@ def _run_severity(table: RouteTable, run: EqualRun, share: float) -> Severity | 
     stretch = slice(run.begin, run.begin + run.length)
     tokens = table.routes.tokens
     if tokens is not None and bool((tokens[stretch] >= 0).all()):
-        _, counts = np.unique(tokens[stretch], return_counts=True)
-        return None if counts.max() >= 0.8 * run.length else "unsound"
+        if not _is_one_token(table, stretch):
+            return "unsound"
+        is_dummy = run.length >= CERTAIN_RUN and _fills_document(table, stretch)
+        return "suspicious" if is_dummy else None
     weights = table.routes.weights
     equal = weights is not None and bool((weights[stretch] == weights[run.begin]).all())
     long = run.length >= (LONG_RUN if equal else CERTAIN_RUN)
@@ -179,8 +181,8 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
         stretch = slice(run.begin, run.begin + run.length)
         if table.routed.unwritten[run.begin] or not table.routed.mask[run.begin, layer]:
             continue
-        others = [int((np.diff(codes[x][stretch]) != 0).sum()) for x in table.layers if x != layer]
-        if min(others) < max(LEAST_COPIES, run.length // 4):
+        others = [_changes_in(codes[x], stretch) for x in table.layers if x != layer]
+        if min(others) < max(LEAST_COPIES, run.length // 4) or _is_one_token(table, stretch):
             continue
         evidence = {"layer": table.routes.names[layer], "row": run.begin, "others": min(others)}
         evidence["ids"] = table.experts[run.begin, layer].tolist()[:8]
@@ -189,6 +191,33 @@ def _stale_layers(table: RouteTable) -> Iterator[RouteFinding]:
             "repeated-rows", "unsound", "layer-run", count, total, "stale-layer", evidence
         )
         return
+
+
+def _changes_in(codes: np.ndarray, stretch: slice) -> int:
+    """Changes of a layer's choice in a stretch; 0 if they are half as frequent as elsewhere.
+
+    One token that comes again and again changes all layers more seldom.
+    """
+    changes = np.diff(codes) != 0
+    inside = changes[stretch.start : stretch.stop - 1]
+    outside = (float(changes.sum()) - float(inside.sum())) / max(len(changes) - len(inside), 1)
+    return int(inside.sum()) if inside.mean() > 0.5 * outside else 0
+
+
+def _is_one_token(table: RouteTable, stretch: slice) -> bool:
+    """Whether most rows of a stretch are known to be one token."""
+    if table.routes.tokens is None or bool((table.routes.tokens[stretch] < 0).any()):
+        return False
+    _, counts = np.unique(table.routes.tokens[stretch], return_counts=True)
+    return int(counts.max()) >= 0.8 * int(counts.sum())
+
+
+def _fills_document(table: RouteTable, stretch: slice) -> bool:
+    """Whether a stretch holds all of a document of several, as that of a dummy prompt does."""
+    middle = table.documents[(stretch.start + stretch.stop) // 2]
+    rows = np.flatnonzero(table.documents == middle)
+    inside = stretch.start <= rows[0] and rows[-1] < stretch.stop
+    return bool(inside) and len(rows) < len(table.documents)
 
 
 def _log10_chance_by_load(codes: np.ndarray, run: EqualRun) -> float:

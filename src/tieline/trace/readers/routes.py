@@ -293,10 +293,13 @@ def with_tokens(routes: Routes, documents: Sequence[np.ndarray], start: int = 0)
 
 def _weights_and_scores_between(
     routes: Routes, first: int, last: int
-) -> tuple[np.ndarray | None, ...]:
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Weights and scores of some rows."""
-    arrays = (routes.weights, routes.scores)
-    return tuple(None if value is None else value[first:last] for value in arrays)
+    weights, scores = routes.weights, routes.scores
+    return (
+        None if weights is None else weights[first:last],
+        None if scores is None else scores[first:last],
+    )
 
 
 @dataclass(frozen=True)
