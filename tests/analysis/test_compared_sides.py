@@ -72,3 +72,12 @@ def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
     padding = [((3, 48), False), ((1, 48), False)]
     seeds = [((4, 24), False)] * 2
     assert passes == both + attention + padding + seeds
+
+
+def test_a_model_given_twice_is_compared_as_its_name_given_twice():
+    loaded = Model.open("demo", dtype="fp32")
+    pair = loaded.module, loaded.tokenizer
+    options = {"tokens": 256, "dtype_b": "bf16-emulated"}
+    given, named = diff(pair, pair, **options), diff("demo", "demo", dtype_a="fp32", **options)
+    assert given.metrics == named.metrics
+    assert given.metrics["flip"] > 0

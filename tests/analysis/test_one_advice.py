@@ -16,7 +16,7 @@ from tieline.models.smoothed_model import smooth_
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
 RUN = {"text": words(160), "sequence_length": 40, "batch_size": 2}
-CHOOSING = (*FAMILIES, "demo", "smoothed", "saturated", "sharp")
+CHOOSING = (*FAMILIES, "demo", "smoothed", "saturated", "sharp", "confident", "brittle")
 ONE_EXPERT = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1}
 NAMES = (*CHOOSING, "equal scores", "one equal layer", "all chosen", "one expert")
 SLOW = ("qwen3_moe", "granitemoe")
@@ -32,6 +32,13 @@ def changed(family, factor, layers=(0, 1), **options):
     for number, router in enumerate(find_routers(model).values()):
         if number in layers:
             router.weight.mul_(factor)
+    return model
+
+
+def confident(family, factor):
+    """A model whose predictions are sharp, so that a precision costs it more than is harmless."""
+    model = lively(tiny_model(family))
+    model.get_output_embeddings().weight.data.mul_(factor)
     return model
 
 
@@ -52,6 +59,8 @@ def source(name):
         "one expert": lambda: changed("mixtral", 1.0, **ONE_EXPERT),
         "saturated": lambda: changed("mixtral", 400.0),
         "sharp": lambda: changed("qwen3_moe", 8.0),
+        "confident": lambda: confident("olmoe", 400.0),
+        "brittle": lambda: confident("gpt_oss", 100.0),
     }
     return special.get(name, lambda: lively(tiny_model(name)))(), Letters()
 
@@ -89,6 +98,18 @@ def test_no_command_contradicts_another(name):
     assert None not in advised
     assert len({advice.action for advice in advised if advice.is_sure}) <= 1
     assert advised[0] == advised[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "action"), [("confident", "finer precision"), ("brittle", "repair routing")]
+)
+def test_harm_is_put_down_to_its_cause_or_to_none(name, action):
+    judged = [inspected(name).judgement, audited(name).judgement]
+    assert [judgement.recommendation.action for judgement in judged] == [action] * 2
+    assert compared(name).recommendation.action == "unknown cause"
+    assert "tieline audit --serve bf16" in compared(name).verdict
+    split = tieline.diff(source(name), source(name), dtype_b="bf16-emulated", replay=True, **RUN)
+    assert split.recommendation.action == action
 
 
 @pytest.mark.parametrize("name", usual(NAMES))

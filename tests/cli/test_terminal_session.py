@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tieline.cli.terminal_session import _ascii_spelling
+from tieline.models.demo import DEMO_FOLDER
 
 TIELINE = [sys.executable, "-m", "tieline"]
 
@@ -179,6 +182,18 @@ def test_no_name_and_no_file_acts_on_the_terminal(tieline, tmp_path, number):
     assert code in (1, 2), err
     assert [c for c in out + err if c not in "\n\t" and not c.isprintable()] == []
     assert "a bug of tieline" not in err
+
+
+def test_a_model_and_its_result_of_a_hostile_name_are_shown_in_plain_letters(tieline, tmp_path):
+    folder = shutil.copytree(DEMO_FOLDER, tmp_path / EVIL)
+    few, saved, page = ["--tokens", 64, "--no-jumps"], tmp_path / "a.json", tmp_path / "a.html"
+    runs = [("inspect", folder, *few, "--json", saved), ("inspect", saved, "--html", page)]
+    runs += [("inspect", folder, *few), ("audit", folder, *few[:2], "--formats", "bf16")]
+    for words in runs:
+        code, out, err = tieline(*words)
+        assert code == 0, err
+        assert [c for c in out + err if c not in "\n\t" and not c.isprintable()] == []
+    assert not set(page.read_text()) & set(EVIL) - set(string.printable)
 
 
 def test_a_name_with_a_line_end_is_no_message_of_its_own(tieline, tmp_path):

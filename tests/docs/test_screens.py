@@ -52,6 +52,13 @@ def test_pages_that_show_the_same_command_show_the_same_screen():
             assert text == screens.get(command, text), page
 
 
+def test_the_landing_image_has_no_scrollbar():
+    image = pytest.importorskip("PIL.Image")
+    with image.open(README.parent / "docs" / "img" / "report.png") as picture:
+        edge = picture.convert("RGB").crop((picture.width - 12, 0, picture.width, picture.height))
+    assert len(edge.getcolors()) == 1
+
+
 @pytest.mark.slow  # 20 s to a minute each
 @pytest.mark.parametrize(("command", "text"), SCREENS, ids=[words for words, _ in SCREENS])
 def test_a_screen_of_the_readme_is_that_of_the_command(command, text, tmp_path):

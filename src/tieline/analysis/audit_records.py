@@ -13,10 +13,16 @@
 Standard errors are clustered by sequence throughout.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from tieline.analysis.served_precision import Recommendation, Serving, Tolerance, tolerated
+from tieline.analysis.served_precision import (
+    Recommendation,
+    Serving,
+    Tolerance,
+    recommend,
+    tolerated,
+)
 from tieline.core.records import Result
 from tieline.core.statistics import Estimate
 
@@ -317,3 +323,10 @@ class PrecisionAudit(Result):
     def tolerance(self, row: PerturbationEffect) -> Tolerance:
         """Whether a perturbation is harmless, as far as its intervals tell."""
         return tolerated(row.kl, row.loss, self.sequences)
+
+    def advice(self, row: PerturbationEffect) -> Recommendation | None:
+        """What to do if the model is served as in a row; None where no precision served was run."""
+        if self.serving is None:
+            return None
+        effect = {"changed": row.any_layer, "kl": row.kl, "replayed": row.kl_floor}
+        return recommend(replace(self.serving, **effect, loss=row.loss))

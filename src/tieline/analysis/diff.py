@@ -33,6 +33,7 @@ from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffOptions, DiffSettings
+from tieline.analysis.served_precision import recommend
 from tieline.analysis.token_distances import (
     DistanceObserver,
     Rows,
@@ -43,6 +44,7 @@ from tieline.analysis.token_distances import (
 from tieline.core.errors import TraceError, require
 from tieline.core.numerics import one_thread
 from tieline.core.setting_fields import require_setting, takes_settings
+from tieline.core.statistics import Estimate
 from tieline.models.model import ModelSource
 from tieline.models.parallel import UNROUNDED, check_parallel, check_rounding
 from tieline.run.corpus import as_text, default_length, stacked_batches, tokenise
@@ -231,9 +233,14 @@ def _with_replay(result: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
     """Return a result that says how much of the KL replaying A's routes removes."""
     numbers = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
     observation = Observation("replay", "info", split.by_ids)
+    serving = result.serving
+    if serving is not None:
+        serving = replace(serving, replayed=Estimate(split.both.kl, split.both.error))
     return replace(
         result,
         replay=split,
+        serving=serving,
+        recommendation=None if serving is None else recommend(serving),
         metrics=result.metrics | numbers,
         observations=(*result.observations, observation),
     )

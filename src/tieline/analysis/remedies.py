@@ -168,7 +168,7 @@ def smoothed_forms(runner: Runner, calibration: Ids) -> list[SmoothedForm]:
     if budget > max(plan.k for plan in noise_scores.plans):
         widths = noise_scores.by_budget(budget, "ramp")
         record = smoothing_record(model, epsilon=widths, gate="ramp", k_max=slots)
-        forms.append(SmoothedForm("paper 1's ramp", "ramp", budget, record))
+        forms.append(SmoothedForm("smoothed, gate ramp", "ramp", budget, record))
     return forms
 
 

@@ -48,12 +48,15 @@ Routers = Literal["sound", "equal scores", "all chosen"]
 """Whether routers choose at all: "equal scores" if every expert of a layer has the same score for
 every token, "all chosen" if k is the number of experts."""
 
-Action = Literal["nothing", "repair routing", "finer precision", "mend router", "no ties"]
+Action = Literal[
+    "nothing", "repair routing", "finer precision", "unknown cause", "mend router", "no ties"
+]
 """What to do.
 
 nothing             the predictions move by less than `HARMLESS`
 repair routing      they move by more, in part because tokens change experts: replay or smooth
 finer precision     they move by more, hardly because of that: repairing the routing helps little
+unknown cause       they move by more, and what a replay leaves of it was not measured
 mend router         all scores of a router are equal: it is untrained or broken
 no ties             every expert is chosen, so that no tie is possible
 """
@@ -175,9 +178,10 @@ def recommend(serving: Serving) -> Recommendation:
     exceeds = tolerance == "no" or (serving.kl.value or 0.0) >= HARMLESS
     if not exceeds:
         return Recommendation("nothing", tolerance == "yes")
+    if serving.by_routing is None:
+        return Recommendation("unknown cause", is_sure=False)
     low, high = _limits_by_routing(serving)
-    by_routing = 1.0 if serving.by_routing is None else serving.by_routing
-    action: Action = "repair routing" if by_routing >= BY_ROUTING else "finer precision"
+    action: Action = "repair routing" if serving.by_routing >= BY_ROUTING else "finer precision"
     is_sure = tolerance == "no" and not low < BY_ROUTING <= high
     return Recommendation(action, is_sure)
 

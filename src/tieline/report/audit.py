@@ -127,7 +127,7 @@ def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[Renderable
     below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
     keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
-        below += [Text(served_table_sentence()), Text()]
+        below += [Text(served_table_sentence(result)), Text()]
         below += [] if table is None else remedies_terminal_view(table, brief=True)
         return [*below, *map(Text, audit_caveats(result)), MORE]
     if keeps:

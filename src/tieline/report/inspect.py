@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from tieline.analysis.inspect_records import Inspection, TextPiece, TextSample
@@ -47,6 +48,13 @@ is known of each group."""
 
 ON_PAGE_ONLY = ("epsilon",)
 """Kinds of findings that the terminal leaves to the page."""
+
+LEGEND = (
+    "A gap is that of the last chosen score to the next: 1 % of tokens are below “gap 1 %”. "
+    "“flip” rounds the logits alone; “jump” is the median change of a layer's output when a "
+    "near-tie flips; “dead” experts were never chosen."
+)
+"""How to read the columns of the terminal."""
 
 LIMITS = (0.01, 0.03, 0.1, 0.3)
 """Relative gaps at which the ground of a token becomes weaker; above the last there is none."""
@@ -99,7 +107,8 @@ def _inspection_terminal_views(result: Inspection, width: int) -> list[Renderabl
     sentence = calibration_sentence(result)
     findings = [finding for finding in result.findings if finding.kind not in ON_PAGE_ONLY]
     findings_table = findings_view(tuple(findings), _inspected_layer_names(result))
-    return [table, findings_table, *([Text(sentence)] if sentence else [])]
+    legend = Padding(Text(LEGEND), (0, 0, 1, 0))
+    return [table, legend, findings_table, *([Text(sentence)] if sentence else [])]
 
 
 page, figures, terminal, summary, notebook = report_views(_inspection_report)

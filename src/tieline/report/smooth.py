@@ -23,7 +23,7 @@ from tieline.report.words.numbers import finite, significant
 from tieline.report.words.serving import TOLERANCE
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
-LAYERS = ("layer", "ε", "in units of", "k", "slots", "experts per token")
+LAYERS = ("layer", "ε", "in units of", "k", "at most", "experts per token")
 REPAIRS = (
     *("precision", "KL before", "floor", "verdict", "KL after", "floor", "verdict"),
     *("times lower", "95 % interval"),
@@ -79,7 +79,7 @@ page, figures, terminal, summary, notebook = report_views(_smoothing_report)
 
 
 def _epsilon_table(result: Repair) -> Grid:
-    """ε, slots and experts per token, layer by layer."""
+    """ε, and the most and mean number of experts per token, layer by layer."""
     layers, experts = result.smoothing.layers, result.repair.experts_by_layer
     labels = short_names([layer.name for layer in layers])
     rows = (
@@ -88,7 +88,7 @@ def _epsilon_table(result: Repair) -> Grid:
             significant(layer.epsilon) if layer.epsilon else "0, as it was",
             layer.units,
             str(layer.k),
-            "as needed" if result.smoothing.gate == "projected" else str(layer.k_max),
+            "any number" if result.smoothing.gate == "projected" else str(layer.k_max),
             significant(experts.get(layer.name)),
         )
         for label, layer in zip(labels, layers, strict=True)

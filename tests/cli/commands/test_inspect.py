@@ -97,6 +97,12 @@ def test_the_saved_trace_can_be_loaded(done):
     assert len(trace.layers) == 3
 
 
+def test_a_saved_trace_of_the_model_in_the_box_is_titled_demo(run, tmp_path):
+    assert run("inspect", "--tokens", 64, "--no-jumps", "--save-trace", tmp_path / "trace")[0] == 0
+    code, out, err = run("inspect", tmp_path / "trace")
+    assert (code, out.split()[0]) == (0, "demo"), err
+
+
 def test_what_was_saved_is_shown_again(done, run, tmp_path):
     folder, _ = done
     read = json.loads((folder / "a.json").read_text())

@@ -1,5 +1,8 @@
 """Outputs that somebody else makes while a command works are left alone."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -82,6 +85,16 @@ def test_a_file_made_meanwhile_is_left_alone(tieline, out, made, monkeypatch, wo
     code, _, err = tieline(*spelled(words, out, made), "--overwrite")
     assert code == 0, err
     assert out.read_text() != "mine"
+
+
+def test_one_of_two_runs_into_one_folder_says_that_it_wrote(tmp_path, made):
+    words = [sys.executable, "-m", "tieline", *spelled(FOLDERS["upcycle"], tmp_path / "out", made)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    runs = [subprocess.Popen(words, **pipes) for _ in range(2)]
+    said = [run.communicate(timeout=300)[0] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 2], said
+    assert sum(f"wrote {tmp_path / 'out'}" in text for text in said) == 1, said
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("words", [FOLDERS["upcycle"], FOLDERS["merge"]], ids=["model", "trace"])

@@ -1,6 +1,7 @@
 """Fixed results whose sentences are compared with snapshots."""
 
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
@@ -36,7 +37,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.inspect_observations import judge_routing, routing_observations
 from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
-from tieline.analysis.served_precision import Recommendation
+from tieline.analysis.served_precision import Action, Recommendation
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_settings import Measurement, MeasureSettings
 from tieline.measure.measures import measure
@@ -182,6 +183,7 @@ def diff():
         "alignment": [*aligned.notes, *replace(aligned, token_shift=0, layer_shift=1).notes[:2]],
         "splits": [
             replay_sentence(ReplaySplit(part(0.02, 0.1), part(0.01, 0.1), part(0.002, 0.1), 9, 9)),
+            replay_sentence(ReplaySplit(part(0.02, 0.1), part(0.03, 0.1), part(0.4, 0.1), 9, 9)),
             dequantised_sentence(DequantisedSplit("B", 4.5, (), (), share, share, 0.01, None)),
         ],
     }
@@ -252,7 +254,7 @@ def smooth():
     repair = smoothed_model()
     _, row = repair.repair.rows
     useless = replace(repair.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
-    actions = ("nothing", "repair routing", "finer precision", "mend router", "no ties")
+    actions = get_args(Action)
     return {
         "verdicts": [
             *(

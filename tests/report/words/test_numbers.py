@@ -94,6 +94,9 @@ def test_exponents_have_one_form(number, text):
         (0.996, "100 %"),
         (1.0, "100 %"),
         (6.8, "680 %"),
+        (-0.997, "-100 %"),
+        (-12.34, "-1234 %"),
+        (-8e-19, "> -0.001 %"),
     ],
 )
 def test_percentages_of_sentences_have_no_trailing_zeros(share, text):

@@ -21,6 +21,15 @@ from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
 from tieline.report.words.serving import FLOOR, HARMLESS_MEANING, ROUTERS_RUN, served_sentences
 
+FORMATS_SERVED = {form: precision for precision, form in SERVED.items()}
+"""The precision served of each number format."""
+
+NEIGHBOUR_ADVICE = {
+    "repair routing": "replay the routes, or smooth",
+    "finer precision": "take a finer precision where that matters",
+}
+"""What to do about a precision that is not the one served, by action."""
+
 WHEN = (
     "Routers in float32 win where only the routers' own precision is at fault: the model is not "
     "moved, for the bytes named.",
@@ -39,7 +48,7 @@ def audit_verdict(result: PrecisionAudit) -> str:
     if serving is None or recommendation is None:
         return " ".join(filter(None, _router_format_sentences(result)))
     further = _router_format_sentences(result) if result.is_full else []
-    if result.remedies is not None:
+    if result.remedies is not None and recommendation.action != "nothing":
         further.append(_best_remedy(result.remedies, f"model {SERVED[serving.precision]}"))
     return " ".join(served_sentences(serving, recommendation, *further))
 
@@ -134,11 +143,28 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
     return [*lines, *audit_caveats(result)]
 
 
-def served_table_sentence() -> str:
-    """Write how to read the table of the precision served."""
-    return (
+def served_table_sentence(result: PrecisionAudit) -> str:
+    """Write what to do about harmful neighbours of the precision served, and how to read all."""
+    explanation = (
         f"“changed” counts tokens with another expert in some layer; {FLOOR}. {HARMLESS_MEANING}; "
         f"{ROUTERS_RUN}."
+    )
+    neighbours = [row for row in result.effects if row.level in FORMATS_SERVED]
+    return " ".join(
+        [*filter(None, (_neighbour_advice(result, x) for x in neighbours)), explanation]
+    )
+
+
+def _neighbour_advice(result: PrecisionAudit, row: PerturbationEffect) -> str:
+    """What to do if another precision were served; empty for the one served and harmless ones."""
+    advice, precision = result.advice(row), FORMATS_SERVED[str(row.level)]
+    served = result.serving is None or precision == result.serving.precision
+    if served or row.part != "model" or advice is None or advice.action not in NEIGHBOUR_ADVICE:
+        return ""
+    return (
+        f"Served in {precision} instead: {NEIGHBOUR_ADVICE[advice.action]}; changed experts are "
+        f"behind {percent(max(0.0, row.by_flips or 0.0))} of its KL (`tieline audit --serve "
+        f"{precision}`)."
     )
 
 

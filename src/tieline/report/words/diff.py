@@ -164,12 +164,16 @@ def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
 
 def replay_sentence(split: ReplaySplit) -> str:
     """Write how much of the KL goes with A's routes."""
-    ids, both = (percent(x, 3, trim=True, least=0.0) for x in (split.by_ids, split.by_both))
+    ids, both = (_reduction_text(x) for x in (split.by_ids, split.by_both))
     return (
         f"with A's experts replayed in B the KL is {split.ids.kl:.3g} instead of "
-        f"{split.live.kl:.3g} nats ({ids} less), with A's weights too {split.both.kl:.3g} "
-        f"({both} less)"
+        f"{split.live.kl:.3g} nats ({ids}), with A's weights too {split.both.kl:.3g} ({both})"
     )
+
+
+def _reduction_text(share: float) -> str:
+    """The share by which something fell: "54 % less", or "12 % more" where it rose."""
+    return f"{percent(abs(share), 3, trim=True, least=0.0)} {'less' if share >= 0 else 'more'}"
 
 
 def dequantised_sentence(split: DequantisedSplit) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tieline.analysis.inspect_records import Finding, Inspection, JumpMeasures, Observation
+from tieline.analysis.served_precision import Serving
 from tieline.core.text import layer_labels
 from tieline.measure.measures import LayerMeasures, RoutingMeasures
 from tieline.report.words.numbers import (
@@ -41,9 +42,20 @@ def inspection_verdict(result: Inspection) -> str:
     return " ".join(
         [
             *smoothing_note,
-            *served_sentences(result.serving, judgement.recommendation, *routers_note),
+            *served_sentences(
+                result.serving,
+                judgement.recommendation,
+                *routers_note,
+                tokens=_served_tokens(result.serving, max(layer.tokens for layer in layers)),
+            ),
         ]
     )
+
+
+def _served_tokens(serving: Serving, inspected: int) -> str:
+    """Which of the inspected tokens were served; empty for all."""
+    some = serving.tokens < inspected
+    return f"the first {serving.tokens:,} of {inspected:,} tokens" if some else ""
 
 
 def _routers_alone_sentence(result: Inspection) -> str:
@@ -167,10 +179,10 @@ def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers in which near-ties are mostly harmless."""
+    """Layers in which most near-ties change the output little."""
     where = list_with_commas([layers.label[name] for name in fact.layers])
     return (
-        f"ties are mostly harmless in {where}: swapping the tied experts changes the output by "
+        f"ties matter little in {where}: swapping the tied experts changes the output by "
         f"{percent(fact.number, trim=True)} at most (median per layer)"
     )
 

@@ -55,14 +55,15 @@ def percent(
         return DASH
     assert share is not None
     value = 100 * share
+    size = abs(value)
     limit = (LEAST_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least
     if value == 0:
         return "0 %"
-    if 0 < value < limit:
-        return f"< {limit:.6f}".rstrip("0") + " %"
+    if size < limit:
+        return ("< " if value > 0 else "> -") + f"{limit:.6f}".rstrip("0") + " %"
     if trim:
-        return f"{value:.0f} %" if value >= 10**digits - 0.5 else f"{value:.{digits}g} %"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+        return f"{value:.0f} %" if size >= 10**digits - 0.5 else f"{value:.{digits}g} %"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     return f"{value:.{decimals}f} %"
 
 

@@ -27,27 +27,32 @@ FRAGILE = 0.1
 """Share of a layer's tokens that tie exactly from which the choice is called fragile."""
 
 
-def served_sentences(serving: Serving, recommendation: Recommendation, *further: str) -> list[str]:
+def served_sentences(
+    serving: Serving, recommendation: Recommendation, *further: str, tokens: str = ""
+) -> list[str]:
     """Write what the precision does, what else is known, and last what to do.
 
     Args:
         serving: what the precision does to the model.
         recommendation: what to do; where routers do not choose, nothing else is written.
         further: sentences before what to do.
+        tokens: which tokens were run, if not all.
     """
     if recommendation.action in ("mend router", "no ties"):
         return [serving_advice(serving, recommendation)]
     cause, action = _cause_and_action(serving, recommendation)
-    return [*filter(None, (serving_headline(serving), cause, *further)), f"What to do: {action}"]
+    headline = serving_headline(serving, tokens)
+    return [*filter(None, (headline, cause, *further)), f"What to do: {action}"]
 
 
-def serving_headline(serving: Serving) -> str:
-    """Write what the precision does."""
+def serving_headline(serving: Serving, tokens: str = "") -> str:
+    """Write what the precision does to all tokens, or to those that `tokens` names."""
     layers = serving.layers
     where = "its routed layer" if layers == 1 else f"at least one of {layers} layers"
     sentence = (
-        f"Served in {serving.precision}, {_changed_share_text(serving)} of {serving.tokens:,} "
-        f"tokens change an expert in {where}; the predictions move by "
+        f"Served in {serving.precision}, {_changed_share_text(serving)} of "
+        f"{tokens or f'all {serving.tokens:,} tokens'} change an expert in {where}; the "
+        f"predictions move by "
         f"{_served_kl_text(serving.kl, serving.sequences)} per token (KL)"
     )
     if serving.loss.value is not None:
@@ -109,6 +114,14 @@ def _finer_precision_advice(serving: Serving, recommendation: Recommendation) ->
     return cause, action
 
 
+def _unknown_cause_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
+    """What a replay leaves of it was not measured."""
+    return "How much of that is due to changed experts was not measured.", (
+        f"`tieline audit --serve {serving.precision}` tells whether to replay the routes or to "
+        "serve in a finer precision."
+    )
+
+
 def _broken_router_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
     """All scores are equal."""
     labels = list(layer_labels(serving.equal_layers).values())
@@ -128,6 +141,7 @@ ADVICE = {
     "nothing": _harmless_advice,
     "repair routing": _repair_advice,
     "finer precision": _finer_precision_advice,
+    "unknown cause": _unknown_cause_advice,
     "mend router": _broken_router_advice,
     "no ties": _no_ties_advice,
 }

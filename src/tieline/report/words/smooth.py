@@ -29,8 +29,9 @@ def smoothing_facts(result: Repair) -> list[str]:
         f"{loss_change_text(repair.loss_change, repair.sequences)} nats per token.",
         f"Tokens whose experts change in some layer: {flips}.",
         f"Time of a forward pass: {times or 'not measured'}.",
-        f"KL in nats per token of each model to itself in float32, {repair.tokens:,} tokens in "
-        f"{repair.sequences} sequences that ε was not calibrated on; {FLOOR}. "
+        f"KL in nats per token of each model to itself in float32, over {repair.sequences} "
+        "sequences after those of the calibration, with which `inspect` and `audit` begin: hence "
+        f"their other KLs; {FLOOR}. "
         f"{HARMLESS_MEANING}; {ROUTERS_RUN}.",
     ]
     refused = result.smoothing.refused
@@ -50,12 +51,17 @@ def smoothing_verdict(result: Repair) -> str:
     if row is None:
         return ""
     sentences = (
-        serving_headline(result.serving),
+        serving_headline(result.serving, _held_out_tokens(result)),
         fragile_sentence(result.serving),
         _gain_sentence(result, row),
         _smoothing_advice(result, row),
     )
     return " ".join(filter(None, sentences))
+
+
+def _held_out_tokens(result: Repair) -> str:
+    """The tokens that the repair was measured on."""
+    return f"{result.serving.tokens:,} tokens that ε was not calibrated on"
 
 
 def served_row(result: Repair) -> RepairRow | None:
@@ -82,15 +88,20 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
 def _smoothing_advice(result: Repair, row: RepairRow) -> str:
     """What to do with the smoothed model."""
     action, repaired = result.recommendation.action, (row.factor.value or 0.0) > 1
-    if action in ("mend router", "no ties"):
+    if action in ("mend router", "no ties", "unknown cause"):
         return serving_advice(result.serving, result.recommendation)
     if action == "nothing":
         return (
             "What to do: keep the original, to which that precision does little; replay its routes "
             "with `tieline.replay` where runs must choose the same experts exactly."
         )
-    if action == "finer precision" or not repaired:
+    if action == "finer precision":
         return "What to do: keep the original, and serve it in a finer precision."
+    if not repaired:
+        return (
+            "What to do: keep the original; replay its routes with `tieline.replay` where one run "
+            "must follow another, else serve it in a finer precision."
+        )
     return (
         "What to do: take the smoothed model where independent runs must agree and a model this "
         "near will do; where one run must follow another, replay the routes of the original with "
