@@ -484,3 +484,22 @@ def test_a_folder_is_held_by_one_process(tmp_path):
 def test_a_missing_folder_among_streams_is_refused_before_any_work():
     with pytest.raises(TielineError, match="there is no folder /proc/none"):
         files.check_target(Path("/proc/none/x.json"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc and /sys of Linux")
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_place_in_which_nothing_can_be_made_is_refused_whoever_asks(folder):
+    with pytest.raises(TielineError, match=f"{folder} is not writable"):
+        check_folder(Path(folder) / "new")
+    if folder != "/proc":  # whose names are those of open files
+        with pytest.raises(TielineError, match=f"{folder} is not writable"):
+            check_target(Path(folder) / "new.json")
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path, monkeypatch, nameless):
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    check_target(tmp_path / "a.json")
+    check_folder(tmp_path / "new" / "folder")
+    assert list(tmp_path.iterdir()) == []

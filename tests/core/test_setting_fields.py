@@ -137,3 +137,10 @@ def test_text_that_makes_no_sense_is_refused(read, texts):
 def test_bounds_are_what_they_say(value, bound):
     assert (at_least(bound)(value) == "") == (value >= bound)
     assert (above(float(bound))(value) == "") == (value > bound)
+
+
+def test_numbers_that_torch_cannot_take_are_refused():
+    assert at_least(0)(2**63 - 1) == above(0.0)(3.4e38) == ""
+    assert at_least(0)(2**63) == "must be at most 9,223,372,036,854,775,807"
+    assert at_least(2, most=1000)(1001) == "must be at most 1,000"
+    assert above(0.0)(1e39) == "must be at most 3.4e+38"

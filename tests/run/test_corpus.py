@@ -1,6 +1,7 @@
 """Texts cut into tokens: tokenizers that fail, and ids that a model has no row for."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import tieline
 from tieline.core.errors import TielineError
 from tieline.models.demo import DEMO_FOLDER, demo_text
 from tieline.models.model import Model
-from tieline.run.corpus import tokenise
+from tieline.run.corpus import as_text, tokenise
 
 
 class Panic(BaseException):
@@ -66,3 +67,14 @@ def test_tokens_of_a_beginning_are_those_of_the_whole_text(tokens, tokenizer):
 @pytest.fixture(scope="module")
 def tokenizer():
     return Model.open("demo").tokenizer
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs the devices of Unix")
+def test_what_has_no_end_or_cannot_be_read_is_refused_by_name_and_not_kept():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for endless in ("/dev/zero", "/dev/urandom"):
+        with pytest.raises(TielineError, match=f"{endless} is a binary file, not text"):
+            as_text(Path(endless))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    with pytest.raises(TielineError, match="/proc/self/mem: input/output error"):
+        as_text(Path("/proc/self/mem"))

@@ -33,6 +33,9 @@ from tieline.core.records import Result
 from tieline.core.text import unfiltered_stream
 
 STDOUT = Path("-")
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+"""The model in the box, which is the input where none is named."""
+
 PICTURES = (".html", ".pdf", ".png", ".svg")
 """Files that may be replaced inside an input: no model or trace consists of them."""
 
@@ -103,7 +106,7 @@ class Outputs:
             if path is not None and find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs {package}", name=package)
         names = [Path(name) for name in inputs if isinstance(name, str | Path)]
-        sources = [path for path in names if path.exists()]
+        sources = [DEMO_FOLDER, *(path for path in names if path.exists())]
         for output in self._targets:
             for source in sources:
                 _check_output_apart(output, source)

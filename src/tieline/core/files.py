@@ -83,7 +83,7 @@ def check_target(path: Path) -> None:
         return
     target = _resolved_links(path)
     require(target.parent.is_dir(), f"cannot write {path}: there is no folder {target.parent}")
-    writable = os.access(target.parent, os.W_OK | os.X_OK)
+    writable = _can_make_files(target.parent, target)
     require(writable, f"cannot write {path}: {target.parent} is not writable")
 
 
@@ -93,9 +93,28 @@ def check_folder(path: Path) -> None:
     existing = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     require(existing.is_dir(), f"cannot write to {path}: {existing} is not a folder")
     inside = existing if existing != target else target.parent
-    writable = os.access(inside, os.W_OK | os.X_OK)
+    writable = _can_make_files(inside, target)
     require(writable, f"cannot write to {path}: {inside} is not writable")
     require(not target.is_mount(), f"cannot replace {path}: it is a mount point; name a new folder")
+
+
+def _can_make_files(folder: Path, target: Path) -> bool:
+    """Whether files can be made in a folder: tried, because root is told that it may everywhere.
+
+    Where no file without a name can be made, a folder is, under a name that `remove_rests` knows.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE))
+    except (OSError, AttributeError):
+        probe = folder / _new_hidden_name(target)
+        try:
+            probe.mkdir()
+        except OSError as problem:
+            return problem.errno in FULL
+        probe.rmdir()
+    return True
 
 
 def holds_model(folder: Path) -> bool:
@@ -456,11 +475,16 @@ def _hidden_name_stem(target: Path) -> str:
     return target.name if len(name) <= LONGEST_NAME else hashlib.sha256(name).hexdigest()
 
 
+def _new_hidden_name(target: Path) -> str:
+    """A new name for what becomes `target` once it is complete."""
+    return f".{_hidden_name_stem(target)}.{secrets.token_hex(8)}.partial"
+
+
 @contextmanager
 def _hidden_sibling(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """A new hidden name beside `target`, made and locked while the block runs."""
     while True:
-        half = target.with_name(f".{_hidden_name_stem(target)}.{secrets.token_hex(8)}.partial")
+        half = target.with_name(_new_hidden_name(target))
         make(half)
         if fcntl is None:
             yield half

@@ -232,24 +232,32 @@ def _signature_default(field: dataclasses.Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
-def at_least(least: int) -> Callable[[Any], str]:
-    """Return the check of a whole number with a lower bound."""
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3.4028234663852886e38
+"""The largest whole number and the largest float32 that torch takes."""
+
+
+def at_least(least: int, most: int = LARGEST_INT) -> Callable[[Any], str]:
+    """Return the check of a whole number between two bounds."""
 
     def check(value: Any) -> str:
         if not isinstance(value, int) or isinstance(value, bool):
             return "must be a whole number"
+        if value > most:
+            return f"must be at most {most:,}"
         return "" if value >= least else f"must be at least {least}"
 
     return check
 
 
 def above(bound: float, rule: str = "") -> Callable[[Any], str]:
-    """Return the check of a finite number above a bound; `rule` is what it says otherwise."""
+    """Return the check of a float32 above a bound; `rule` is what it says of one below."""
     sentence = rule or ("must be positive and finite" if bound == 0 else f"must be above {bound:g}")
 
     def check(value: Any) -> str:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return "" if number and bound < value < math.inf else sentence
+        if not (number and bound < value < math.inf):
+            return sentence
+        return "" if value <= LARGEST_FLOAT else f"must be at most {LARGEST_FLOAT:.3g}"
 
     return check
 

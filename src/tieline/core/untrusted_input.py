@@ -5,6 +5,7 @@
     check_files               refuses named pipes, sockets and devices among the files of a folder
     check_config_sizes        refuses sizes that no model has
     refuse_fetched_kernels    refuses fields of a configuration that fetch code
+    weight_map                the file of each tensor, of an index that stays in its folder
     check_stored              refuses sizes that the headers of the files in a folder cannot hold
     check_archive_arrays      refuses an archive by its size and the headers of its arrays
     require_readable          refuses what is no file, and one that is too large
@@ -71,8 +72,10 @@ transformers reports each missing tensor and wrong shape by name, once it has ro
 LONGEST_HEADER = 100 << 20
 """Bytes of a header, the limit of the safetensors format itself."""
 
-LARGEST_CONFIG = 16 << 20
-"""Bytes of a config.json that are read."""
+LARGEST_CONFIG, LARGEST_INDEX = 16 << 20, 256 << 20
+"""Bytes of a config.json and of an index of shards that are read."""
+
+INDEX = "model.safetensors.index.json"
 
 MOST_BYTES, MOST_ARRAYS = 4 << 30, 1024
 GZIP_MAGIC, ZIP_MAGIC, NPY_MAGIC = b"\x1f\x8b", b"PK", b"\x93NUMPY"
@@ -110,15 +113,44 @@ def admit_source(name: object, trust_remote_code: bool = False) -> None:
 
 def _check_model_folder(folder: str | Path, trust_remote_code: bool) -> None:
     """Refuse a configuration that no model has, that fetches code, or that its files do not fit."""
-    file = Path(folder) / "config.json"
-    with file.open("rb") as stream:
-        fields = parse_json(stream.read(LARGEST_CONFIG + 1), str(file), LARGEST_CONFIG)
-    if not isinstance(fields, Mapping):
-        return
+    fields = _config_fields(Path(folder))
     check_config_sizes(fields)
     if not trust_remote_code:
         refuse_fetched_kernels(fields)
     check_stored(fields, Path(folder))
+
+
+def _config_fields(folder: Path) -> Mapping[str, Any]:
+    """The fields of the configuration in a folder."""
+    file = folder / "config.json"
+    with file.open("rb") as stream:
+        data = parse_json(stream.read(LARGEST_CONFIG + 1), str(file), LARGEST_CONFIG)
+    return _table(data, file)
+
+
+def _table(value: object, file: Path) -> Mapping[str, Any]:
+    """The fields that the JSON of a file consists of; refuses JSON that is no table."""
+    if not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"{file}: holds {value!r:.40}, where fields are needed")
+    return value
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index says.
+
+    Refuses an index that is none, and names that lead out of its folder.
+    """
+    with index.open("rb") as stream:
+        data = parse_json(stream.read(LARGEST_INDEX + 1), str(index), LARGEST_INDEX)
+    files = _table(_table(data, index).get("weight_map"), index)
+    for file in {name if isinstance(name, str) else repr(name) for name in files.values()}:
+        fits = Path(file).name == file and file.endswith(".safetensors") and file.isprintable()
+        require(
+            fits,
+            f"{index}: names {file!r:.200}, which is no safetensors file beside it",
+            UnsupportedModelError,
+        )
+    return dict(files)
 
 
 def model_source(name: str | Path) -> str | Path:
@@ -129,6 +161,9 @@ def model_source(name: str | Path) -> str | Path:
         check_files(path)
         require((path / "config.json").is_file(), f"no config.json in the folder {str(name)!r}")
         _refuse_run(path)
+        _config_fields(path)
+        if (path / INDEX).is_file():
+            weight_map(path / INDEX)
         return path
     if path.exists() or path.suffix.lower() in (".gguf", ".safetensors"):
         raise UnsupportedModelError(file_advice(path))
@@ -262,14 +297,18 @@ def stored_tensors(files: Iterable[Path]) -> list[StoredSize]:
     return [size for file in files for size in _header_sizes(file)]
 
 
-def _header_sizes(file: Path) -> Iterator[StoredSize]:
-    """Sizes that the header of a safetensors file states; none if it cannot be read."""
+def _header_sizes(file: Path) -> list[StoredSize]:
+    """Sizes that the header of a safetensors file states; none if it is not true of the file."""
+    sizes = []
     try:
         for facts in tensor_headers(file).values():
             start, stop = facts["data_offsets"]
-            yield StoredSize(math.prod(facts["shape"]), stop - start)
-    except (ValueError, TypeError, LookupError):
-        return
+            if not 0 <= start <= stop <= file.stat().st_size:
+                return []
+            sizes.append(StoredSize(math.prod(facts["shape"]), stop - start))
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
+    return sizes
 
 
 def tensor_headers(file: Path) -> dict[str, Any]:
@@ -320,7 +359,7 @@ def check_stored(fields: Mapping[str, Any], folder: Path) -> None:
             stated = " and ".join(f"{name}={table[name]}" for name in sizes)
             require(
                 needed <= most,
-                f"config.json says {stated}, and the files have {len(tensors):,} tensors of "
+                f"config.json says {stated}, and the files hold {len(tensors):,} tensors in "
                 f"{sum(tensor.bytes for tensor in tensors):,} bytes: they do not belong together",
                 UnsupportedModelError,
             )
@@ -374,7 +413,8 @@ def check_archive(file: Path) -> None:
 def check_archive_arrays(archive: zipfile.ZipFile, file: Path) -> None:
     """Refuse too many arrays, too much to unpack, and routes of a shape that no routes have."""
     members = archive.infolist()
-    require(len(members) <= MOST_ARRAYS, f"{file}: {len(members)} arrays", TraceError)
+    many = f"{file}: has {len(members):,} arrays, and no record of routes has over {MOST_ARRAYS:,}"
+    require(len(members) <= MOST_ARRAYS, many, TraceError)
     stated, most = sum(member.file_size for member in members), _most_unpacked(file)
     require(
         stated <= most,

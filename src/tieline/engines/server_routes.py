@@ -107,8 +107,12 @@ class ServerClient:
     pause: Callable[[float], object] = field(default=time.sleep, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        address = urlsplit(self.url)
-        fits = address.scheme in ("http", "https") and bool(address.hostname)
+        try:
+            address = urlsplit(self.url)
+            fits = address.scheme in ("http", "https") and bool(address.hostname)
+            fits = fits and (address.port is None or address.port > 0)
+        except ValueError:  # brackets without an end, ports that are none
+            fits = False
         require(fits, f"{self.url!r:.200} is no address such as http://127.0.0.1:8000")
         require(
             address.username is None and address.password is None and not address.query,

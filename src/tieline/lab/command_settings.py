@@ -167,7 +167,9 @@ class RatesSettings(JobSettings):
     sizes: Sequence[int] | None = setting(
         None, read=read_whole_numbers, help="Sample sizes, such as 1000,3000,10000."
     )
-    repetitions: int | None = setting(None, check=at_least(2), help="Data sets for each size.")
+    repetitions: int | None = setting(
+        None, check=at_least(2, most=1_000_000), help="Data sets for each size."
+    )
     radii: Sequence[float] | None = setting(
         None, read=read_numbers, option="--radius", help="Start radii, such as 0.05,0.2,0.5."
     )

@@ -336,7 +336,7 @@ def _flip_integrals(
 
 def _rounded_steps(steps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
     """Numbers of steps, up to the next multiple of an eighth of their power of two."""
-    steps = steps.clamp(16, MOST_STEPS)
+    steps = steps.nan_to_num(MOST_STEPS).clamp(16, MOST_STEPS)  # of scores near the largest float
     unit = steps.log2().floor().sub_(3).exp2()
     return (steps / unit).ceil().mul_(unit).clamp_(max=MOST_STEPS).long()
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.files import out_of_space
+from tieline.core.untrusted_input import INDEX
 from tieline.models.shards import (
-    INDEX,
     Shards,
     Stored,
     parse_header,

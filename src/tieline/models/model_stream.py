@@ -30,11 +30,12 @@ from transformers import PreTrainedModel
 
 from tieline.core.errors import ParameterError, StreamingWarning, require
 from tieline.core.setting_fields import require_setting
+from tieline.core.untrusted_input import INDEX
 from tieline.models.experts import FLAG
 from tieline.models.hub import FetchedShards, _hub_location, hub_shards
 from tieline.models.number_formats import stored_in
 from tieline.models.saved_models import VARIANT
-from tieline.models.shards import INDEX, open_shards
+from tieline.models.shards import open_shards
 from tieline.models.stream_weights import Stack, Weights, open_skeleton
 
 USED = 0.75

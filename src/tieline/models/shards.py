@@ -25,8 +25,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tieline.core.errors import TielineError, UnsupportedModelError, first_line, require
+from tieline.core.untrusted_input import INDEX, weight_map
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 
 LONGEST_HEADER = 100 << 20
 """Bytes of a header, the limit of the safetensors format itself."""
@@ -387,21 +388,6 @@ def shard_names(folder: Path) -> list[str]:
         require((folder / SINGLE).is_file(), f"no {SINGLE} and no {INDEX} in {str(folder)!r}")
         return [SINGLE]
     return sorted(set(weight_map(index).values()))
-
-
-def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says; refuses names that lead out of the folder."""
-    try:
-        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = {str(tensor): str(file) for tensor, file in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise UnsupportedModelError(f"{index.name} cannot be read: {problem!r:.200}") from problem
-    for file in pairs.values():
-        is_file_name = Path(file).name == file and file.endswith(".safetensors")
-        require(
-            is_file_name, f"{index.name} names {file!r}, no safetensors file", UnsupportedModelError
-        )
-    return pairs
 
 
 def read_shard_header(path: Path) -> dict[str, Stored]:

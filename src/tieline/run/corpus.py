@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from jaxtyping import Int
@@ -260,14 +260,12 @@ def as_text(text: Text) -> tuple[str, str]:
 def _read_text_file(path: Path) -> str:
     """The text in a file, a pipe or, for `Path("-")`, stdin."""
     if path == STDIN:
-        data = sys.stdin.buffer.read(MOST_TEXT + 1)
+        data = _text_bytes(sys.stdin.buffer, path)
     else:
         require(path.exists(), f"no such file: {path}")
         require(not path.is_dir(), f"not a file: {path}")
         with path.open("rb") as file:
-            data = file.read(MOST_TEXT + 1)
-    require(len(data) <= MOST_TEXT, f"{path} has more than {MOST_TEXT >> 20} MiB: too long a text")
-    require(b"\0" not in data, f"{path} is a binary file, not text")
+            data = _text_bytes(file, path)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -276,6 +274,20 @@ def _read_text_file(path: Path) -> str:
         ) from problem
     require(bool(text.strip()), f"{path} is empty: there is nothing to route")
     return text
+
+
+def _text_bytes(stream: BinaryIO, path: Path) -> bytearray:
+    """The bytes of a text; those of something else, which may have no end, are not kept."""
+    data = bytearray()
+    try:
+        while block := stream.read(1 << 20):
+            require(b"\0" not in block, f"{path} is a binary file, not text")
+            data += block
+            most = f"{path} has more than {MOST_TEXT >> 20} MiB: too long a text"
+            require(len(data) <= MOST_TEXT, most)
+    except OSError as problem:  # of a read, which does not name its file
+        raise ParameterError(f"{path}: {(problem.strerror or str(problem)).lower()}") from problem
+    return data
 
 
 def default_length(model: nn.Module, longest: int = LONGEST) -> int:

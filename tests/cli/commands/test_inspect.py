@@ -54,6 +54,11 @@ def test_a_run_writes_everything_and_says_so(done):
     assert (folder / "report.html").stat().st_size <= 6_000_000
 
 
+def test_the_page_of_a_run_holds_no_address_of_another_site(done):
+    page = (done[0] / "report.html").read_text()
+    assert set(re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]{2,}", page)) <= {"http://www.w3.org"}
+
+
 def test_a_condition_that_holds_fails_the_run_after_its_files_are_written(done):
     _, ended = done
     assert ended.returncode == 1

@@ -10,6 +10,7 @@ from tests.cli.outputs.test_full_disk import FEW
 from tests.models.dense import dense_model
 from tests.trace.zoo import make_trace
 from tieline.core import files
+from tieline.models.demo import DEMO_FOLDER
 from tieline.trace import save_trace
 
 
@@ -104,3 +105,12 @@ def test_files_that_are_written_are_as_readable_as_their_siblings(tieline, tmp_p
     (tmp_path / "sibling").touch()
     mode = (tmp_path / "sibling").stat().st_mode
     assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
+
+
+@pytest.mark.parametrize("words", [["inspect", "--tokens", 64], ["design", "--preset", "olmoe"]])
+def test_the_model_in_the_box_is_never_an_output(tieline, words):
+    config = DEMO_FOLDER / "config.json"
+    before = config.read_bytes()
+    code, _, err = tieline(*words, "--json", config)
+    assert (code, "an output never replaces" in err) == (2, True), err
+    assert config.read_bytes() == before

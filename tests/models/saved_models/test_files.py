@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+import tieline
 from tieline.core.errors import TielineError
 from tieline.core.untrusted_input import check_stored, model_source
 from tieline.models.configuration import check_config_fields
@@ -82,6 +83,44 @@ def test_tied_weights_are_counted_once(folder):
 
 def test_sizes_that_fit_the_files_pass():
     check_stored(json.loads((DEMO_FOLDER / "config.json").read_text()), DEMO_FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "names '../secret.safetensors'"),
+        ('{"weight_map": {"a": "/etc/x.safetensors"}}', "names '/etc/x.safetensors'"),
+        ('{"weight_map": {"a": 5}}', "names '5'"),
+        ('{"weight_map": {"a": ["b"]}}', "which is no safetensors file beside it"),
+        ('{"weight_map": []}', r"holds \[\], where fields are needed"),
+        ("{}", "holds None, where fields are needed"),
+        ("[" * 50_000, "not valid JSON"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_index_that_leaves_its_folder_or_is_none_is_refused_by_name(
+    folder, text, message, stream
+):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(TielineError, match=rf"model.safetensors.index.json: .*{message}"):
+        tieline.inspect(folder, tokens=64, stream=stream)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", '"x"', "3"])
+def test_a_configuration_without_fields_is_refused_by_name(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(TielineError, match=r"config.json: holds .*, where fields are needed"):
+        tieline.inspect(folder, tokens=64)
+
+
+@pytest.mark.parametrize("offsets", [[0, -4], [-8, -4], [4, 0], [0, 4 * 10**12]])
+def test_a_header_that_is_not_true_of_its_file_is_called_damaged(folder, offsets):
+    header = {"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}
+    data = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(4))
+    with pytest.raises(TielineError, match=r"'model.safetensors' is damaged or cut off"):
+        tieline.inspect(folder, tokens=64)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json", "x.bin"])

@@ -270,7 +270,7 @@ def test_other_arrays_in_a_file_are_told_apart(tmp_path):
     with pytest.raises(TraceError, match="tokens must be 4 integers"):
         import_trace(tmp_path / "c.npz")
     np.savez(tmp_path / "d.npz", **{str(place): IDS for place in range(1025)})
-    with pytest.raises(TraceError, match="1025 arrays"):
+    with pytest.raises(TraceError, match="has 1,025 arrays"):
         import_trace(tmp_path / "d.npz")
 
 
