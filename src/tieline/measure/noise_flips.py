@@ -243,7 +243,9 @@ def flip_limits_by_size(
         bool((sigma >= 0).all()) and min(sizes, default=0) >= 0, "noise must be >= 0 and not NaN"
     )
     near = slice(max(0, k - 2), k + 2) if sigma.ndim == 0 else slice(None)
-    sigma = sigma.expand_as(z)
+    # float32 shall hold the steps of noise near its largest number
+    unit = sigma.amax().clamp(min=1.0) if sigma.numel() else 1.0
+    z, sigma = z / unit, (sigma / unit).expand_as(z)
     limits = torch.zeros(2, len(sizes), len(z), dtype=torch.float64, device=z.device)
     if k < ranks:
         sigma = torch.maximum(sigma, sigma.amax(dim=1, keepdim=True) / MOST_STEPS)
@@ -336,7 +338,7 @@ def _flip_integrals(
 
 def _rounded_steps(steps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
     """Numbers of steps, up to the next multiple of an eighth of their power of two."""
-    steps = steps.nan_to_num(MOST_STEPS).clamp(16, MOST_STEPS)  # of scores near the largest float
+    steps = steps.clamp(16, MOST_STEPS)
     unit = steps.log2().floor().sub_(3).exp2()
     return (steps / unit).ceil().mul_(unit).clamp_(max=MOST_STEPS).long()
 

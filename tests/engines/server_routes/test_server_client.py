@@ -191,3 +191,12 @@ def test_the_first_failure_ends_all():
     with pytest.raises(ServerError, match="no"):
         ask_all(ask, range(1000), 1)
     assert asked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://[::1", "http://host:port", "http://host:70000", "http://", "ftp://host", "http:"],
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(TielineError, match="is no address such as"):
+        ServerClient(url)

@@ -235,3 +235,11 @@ def test_groups_change_places_as_their_noise_says(per_group):
 def test_senseless_arguments_are_refused(call):
     with pytest.raises(ValueError, match=r"need|noise|flips are"):
         call()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e20, 1e30, 3e38])
+def test_noise_near_the_largest_float_flips_ties_as_any_other_does(size):
+    """Equal scores of six: the two chosen stay with probability 1/15."""
+    ties = torch.full((3, 6), 1e30)
+    limits = flip_limits_by_size(ties, 2, size, [1.0], 0)
+    torch.testing.assert_close(limits.low, torch.full((1, 3), 14 / 15, dtype=torch.float64))
