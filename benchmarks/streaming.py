@@ -547,6 +547,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ratios = {
         f"{side} / streamed": [x / y for x, y in zip(spent, seconds["streamed"], strict=True)]
         for side, spent in seconds.items()
+        if side != "streamed"
     }
     ratios["streamed / limit"] = [1 / x for x in ratios.pop("limit / streamed")]
     return {
