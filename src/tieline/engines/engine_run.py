@@ -321,8 +321,11 @@ def answer_trace(
     for key in PROVENANCE_FACTS:
         if facts.get(key) is not None:
             recorded[key] = facts[key]
-    keys = {key: torch.from_numpy(arrays[key].astype(np.int64)) for key in TOKEN_KEYS}
-    return RoutingTrace(tuple(layer for layer, _ in layers), provenance=recorded, **keys)
+    tokens, documents, positions = (
+        torch.from_numpy(arrays[key].astype(np.int64)) for key in TOKEN_KEYS
+    )
+    records = tuple(layer for layer, _ in layers)
+    return RoutingTrace(records, tokens, documents, positions, provenance=recorded)
 
 
 def _answer_layer(

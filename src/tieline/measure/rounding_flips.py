@@ -551,6 +551,6 @@ def _widely_certified(
     if not exact or fast or k >= len(weight) or dim * max(unit, 1e3 * single) >= 1:
         return torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
     x, w = inputs.float(), weight.float()
-    gamma, own = (dim * u / (1 - dim * u) for u in (unit, single))
-    reach = 2.02 * (gamma + output_unit * (1 + gamma) + own) * w.norm(dim=1).amax()
+    gamma, single_gamma = (dim * u / (1 - dim * u) for u in (unit, single))
+    reach = 2.02 * (gamma + output_unit * (1 + gamma) + single_gamma) * w.norm(dim=1).amax()
     return gap(x @ w.T, k) > (x.norm(dim=1) * reach).double()

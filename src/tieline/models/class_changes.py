@@ -78,9 +78,11 @@ class ClassRecipe(NamedTuple):
     maker: Callable[..., type]
     arguments: tuple[Any, ...]
 
-    def made(self) -> type:
+    def make_class(self) -> type:
         """Make the class, or return it if `maker` remembers it."""
-        return self.maker(*(a.made() if isinstance(a, ClassRecipe) else a for a in self.arguments))
+        return self.maker(
+            *(a.make_class() if isinstance(a, ClassRecipe) else a for a in self.arguments)
+        )
 
 
 RECIPE = "tieline_recipe"
@@ -108,5 +110,5 @@ def pickled_by(cls: type, maker: Callable[..., type], *arguments: Any) -> type:
 
 def _instance_of(recipe: ClassRecipe) -> Any:
     """An instance without state of the class that a recipe makes."""
-    cls: Any = recipe.made()
+    cls: Any = recipe.make_class()
     return cls.__new__(cls)
