@@ -470,8 +470,11 @@ def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tupl
     if layers is None:
         return tuple(chosen_routers(model, None))
     routers = list(find_routers(model))
-    wrong = [x for x in layers if isinstance(x, int) and not 0 <= x < len(routers)]
-    require(not wrong, f"no layers {wrong}: the model has routers 0 to {len(routers) - 1}")
+    missing_layers = [x for x in layers if isinstance(x, int) and not 0 <= x < len(routers)]
+    require(
+        not missing_layers,
+        f"no layers {missing_layers}: the model has routers 0 to {len(routers) - 1}",
+    )
     return tuple(chosen_routers(model, [routers[x] if isinstance(x, int) else x for x in layers]))
 
 
@@ -523,14 +526,16 @@ def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> Te
 
 def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], float | None]:
     """Gaps of the first tokens over the median gap, and that median; None where unknown."""
-    nothing: list[float | None] = [None] * count
+    unknown_gaps: list[float | None] = [None] * count
     if gap_status(layer) != "ok":
-        return nothing, None
+        return unknown_gaps, None
     gaps = layer.gap
-    middle = gaps.median().item()
-    if not 0 < middle < float("inf"):
-        return nothing, None
-    return [gap if gap < float("inf") else None for gap in (gaps[:count] / middle).tolist()], middle
+    median_gap = gaps.median().item()
+    if not 0 < median_gap < float("inf"):
+        return unknown_gaps, None
+    return [
+        gap if gap < float("inf") else None for gap in (gaps[:count] / median_gap).tolist()
+    ], median_gap
 
 
 PROBES = 64

@@ -203,22 +203,19 @@ class BlockSampler(Observer):
 
     def join(self, ranks: Ranks) -> None:
         """Sample from the tokens of all processes."""
-        if ranks.share_text:
-            self._join_rows(ranks.join_rows)
-
-    def _join_rows(self, everywhere: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-        """Sample from the tokens of all processes: `everywhere` returns the rows of all of them."""
+        if not ranks.share_text:
+            return
         filled = torch.tensor(
             [[pool.filled for pool in both] for both in self._pools.values()], device="cpu"
         )
-        ranks = everywhere({"filled": filled[None]})["filled"]
+        filled_by_rank = ranks.join_rows({"filled": filled[None]})["filled"]
         require(
-            bool((ranks == filled).all()),
+            bool((filled_by_rank == filled).all()),
             "a process saw no token between two experts in some layer: take fewer processes",
             TielineError,
         )
         for pool in (pool for both in self._pools.values() for pool in both if pool.filled):
-            pool.join(everywhere(pool.tensors()))
+            pool.join(ranks.join_rows(pool.tensors()))
 
     def block(self, name: str) -> Block:
         """The block of this router."""

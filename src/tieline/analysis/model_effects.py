@@ -393,7 +393,7 @@ def _layer_noise(
 ) -> OwnNoise:
     """Size of the noise of one layer, its flips and the orders of ties at it."""
     k = clean.facts.k
-    clean_scores, rounded_scores = (by_expert(layer) for layer in (clean, rounded))
+    clean_scores, rounded_scores = (scores_by_expert(layer) for layer in (clean, rounded))
     change = (rounded_scores - clean_scores).gather(1, clean.experts[:, k - 1 : k + 1].long())
     change = change[change.isfinite().all(dim=1)]
     delta = (change[:, 0] - change[:, 1]).abs()
@@ -418,7 +418,7 @@ def _layer_noise(
     )
 
 
-def by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
+def scores_by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
     """Selection scores of all experts in float64; minus infinity where a group is left out."""
     assert layer.scores is not None
     scores = torch.full(

@@ -269,7 +269,7 @@ def layers_of_ranks(layers: Mapping[str, LayerScalars] | None) -> dict[str, Laye
             sums = LogitSums(*logits)
             piece = LayerScalars(tokens, gaps.get(name), units, rounding, load, sums, *rest)
             pieces[name].append(piece)
-    return {name: joined_scalars(some) for name, some in pieces.items()}
+    return {name: joined_scalars(layer_pieces) for name, layer_pieces in pieces.items()}
 
 
 def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:

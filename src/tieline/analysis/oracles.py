@@ -222,8 +222,9 @@ def compare_choices(
         reasons_of_token = []
         for name in ("a", "b"):
             if broken[name][0][token]:
+                ids, last = broken[name][1][token].tolist(), scores.shape[1] - 1
                 reasons_of_token.append(
-                    _invalid_choice_text(name, broken[name][1][token], scores.shape[1])
+                    f"{name} chose {ids}, which are not {len(ids)} experts of 0..{last}"
                 )
             elif beyond_band[name][token]:
                 row = sets[name][token], scores[token]
@@ -277,11 +278,6 @@ def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
     """Tokens with an id outside of the range or an expert named twice."""
     outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
     return outside | (_ids_as_mask(ids, scores).sum(dim=1) < ids.shape[1])
-
-
-def _invalid_choice_text(name: str, ids: Int[Tensor, " k"], experts: int) -> str:
-    """Say that a program chose ids that are not k different experts."""
-    return f"{name} chose {ids.tolist()}, which are not {len(ids)} experts of 0..{experts - 1}"
 
 
 def _regret_text(

@@ -135,17 +135,19 @@ def compare_runs(
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
     causes = next((layer for layer in layers if len(layer.flipped)), None)
     if causes is not None:
-        verdict, why = _first_layer_cause(causes)
+        verdict, explanation = _first_layer_cause(causes)
     elif moved or change != 0.0 or repeated.error:
         size = (
             "no output" if change is None else f"the output differs by {change:.3g} of its largest"
         )
-        why = f"the same experts everywhere; scores moved by up to {moved:.3g}, {size}"
+        explanation = f"the same experts everywhere; scores moved by up to {moved:.3g}, {size}"
         verdict = OTHER
     else:
-        verdict, why = SAME, "the same experts, scores and output, bit for bit"
-    shown = tuple(flips[:most_flips])
-    return Repetition(way, verdict, why, len(flips), shown, moved, change, repeated.error)
+        verdict, explanation = SAME, "the same experts, scores and output, bit for bit"
+    listed_flips = tuple(flips[:most_flips])
+    return Repetition(
+        way, verdict, explanation, len(flips), listed_flips, moved, change, repeated.error
+    )
 
 
 def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
@@ -183,7 +185,7 @@ def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_Lay
     differences = []
     for name, calls in first_calls.items():
         others = repeated_calls.get(name, [])
-        tokens = [sum(call.tokens for call in some) for some in (calls, others)]
+        tokens = [sum(call.tokens for call in layer_calls) for layer_calls in (calls, others)]
         if tokens[0] == tokens[1] and all(c.trace.has_gaps for c in (*calls, *others)):
             differences.append(_layer_difference(name, calls, others, first.rounding))
     return differences
@@ -366,16 +368,14 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
         return output
 
     observed = _observed_run(module, run)
-    first = [call for call in observed.calls if not call.recomputed]
-    again = [call for call in observed.calls if call.recomputed]
-    if not again and not errors:
-        return RecomputeRun(outputs[0], tuple(first), observed.rounding), plain_run(module, inputs)
+    first_calls = [call for call in observed.calls if not call.recomputed]
+    repeated_calls = [call for call in observed.calls if call.recomputed]
+    first = RecomputeRun(outputs[0], tuple(first_calls), observed.rounding)
+    if not repeated_calls and not errors:
+        return first, plain_run(module, inputs)
     repeated = outputs[1] if len(outputs) > 1 else None
     error = errors[0] if errors else None
-    return (
-        RecomputeRun(outputs[0], tuple(first), observed.rounding),
-        RecomputeRun(repeated, tuple(again), observed.rounding, error),
-    )
+    return first, RecomputeRun(repeated, tuple(repeated_calls), observed.rounding, error)
 
 
 def main_tensor(output: Any) -> Tensor:

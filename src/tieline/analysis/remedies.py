@@ -108,16 +108,16 @@ def keep_list(damages: Mapping[str, float], costs: Mapping[str, int], wanted: fl
     total = sum(damages.values())
     order = sorted(damages, key=lambda name: damages[name] / max(1, costs[name]), reverse=True)
     routers: list[str] = []
-    gone = 0.0
+    recovered_damage = 0.0
     for name in order:
-        if gone >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
+        if recovered_damage >= wanted * total * (1 - 1e-12) or damages[name] <= 0:
             break
         routers.append(name)
-        gone += damages[name]
+        recovered_damage += damages[name]
     return KeepList(
         wanted=wanted,
         layers=tuple(routers),
-        recovered=gone / total if total > 0 else 0.0,
+        recovered=recovered_damage / total if total > 0 else 0.0,
         bytes=sum(costs[name] for name in routers),
         bytes_all=sum(costs.values()),
     )

@@ -132,15 +132,15 @@ class RolloutMismatch:
         self._last = live, record
         recorded = rows >= 0
         overlaps = []
-        for index, (ours, theirs) in enumerate(layers):
-            overlaps.append(_set_overlap(ours.experts, theirs, rows))
-            gaps = _gap_bins(ours.gap)
+        for index, (live_layer, recorded_layer) in enumerate(layers):
+            overlaps.append(_set_overlap(live_layer.experts, recorded_layer, rows))
+            gaps = _gap_bins(live_layer.gap)
             self._gaps[0, index] += torch.bincount(gaps[recorded], minlength=N_BINS + 1)
             flips = recorded & (overlaps[-1] < 1)
             self._gaps[1, index] += torch.bincount(gaps[flips], minlength=N_BINS + 1)
-        some = slice(None, None, max(1, len(layers) // MOST_COMPARED))
-        agreement = torch.stack(overlaps[some]).mean(dim=0)
-        documents = _document_faults(live, record, rows, layers[some], agreement)
+        compared = slice(None, None, max(1, len(layers) // MOST_COMPARED))
+        agreement = torch.stack(overlaps[compared]).mean(dim=0)
+        documents = _document_faults(live, record, rows, layers[compared], agreement)
         unrecorded = ~recorded & ~_unsampled_ends(live, recorded)
         counts = (len(rows), int(unrecorded.sum()), *documents)
         self._counts += torch.tensor(counts, device="cpu")
@@ -402,7 +402,7 @@ def _mean_overlaps(
     layers: list[tuple[LayerTrace, LayerTrace]], tokens: Tensor | slice, rows: Tensor
 ) -> Float[Tensor, " tokens"]:
     """Mean over layers of the share of experts that live tokens have in common with these rows."""
-    overlaps = [_set_overlap(ours.experts[tokens], theirs, rows) for ours, theirs in layers]
+    overlaps = [_set_overlap(live.experts[tokens], recorded, rows) for live, recorded in layers]
     return torch.stack(overlaps).mean(dim=0)
 
 

@@ -95,11 +95,11 @@ def predicted_flips(
     product = _router_product(layer, router, inputs)
     chances: dict[Perturbation, FlipChance | None] = dict.fromkeys(perturbations)
     for kind in ("score noise", "state noise"):
-        alike = [perturbation for perturbation in perturbations if perturbation.kind == kind]
-        if alike and (kind == "score noise" or product is not None):
+        same_kind = [perturbation for perturbation in perturbations if perturbation.kind == kind]
+        if same_kind and (kind == "score noise" or product is not None):
             noise = 1.0 if product is None or kind == "score noise" else product.state_noise
-            sizes = [float(perturbation.level) for perturbation in alike]
-            chances.update(zip(alike, chances_by_noise(layer, view, noise, sizes), strict=True))
+            sizes = [float(perturbation.level) for perturbation in same_kind]
+            chances.update(zip(same_kind, chances_by_noise(layer, view, noise, sizes), strict=True))
     for perturbation in perturbations:
         if perturbation.kind == "rounding" and product is not None:
             number_format = format_named(str(perturbation.level))

@@ -37,7 +37,7 @@ from tieline.models.model import Model
 from tieline.models.router_checks import ROUNDINGS
 from tieline.run.corpus import check_token_ids
 from tieline.run.ranks import Ranks
-from tieline.run.runner import recorded_routes
+from tieline.run.runner import Progress, recorded_routes
 from tieline.trace.record import LayerTrace, RoutingTrace
 
 WAYS = ("repeated", "cached", "batched", "after_short")
@@ -47,8 +47,6 @@ SHORTENED = 4
 """The prompts before a batch have this share of the length of its prompts."""
 
 ROUNDING_UNITS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Progress = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -230,17 +228,14 @@ def _answers_by_way(
         for batch in groups if in_batches else [[number] for number in numbers]:
             salt = f"tieline-{nonce:x}-{'alone' if way == 'cached' else way}-{batch[0]}"
             sent = [prompts[number] for number in batch]
-            before = [_shortened_prompt(x) for x in sent] if way == "after_short" else []
-            answers[way] += server.route([*before, *sent], salt)[len(before) :]
+            short: list[list[int]] = []
+            if way == "after_short":  # backwards, so that they share no prefix with the prompts
+                short = [x[: max(2, len(x) // SHORTENED)][::-1] for x in sent]
+            answers[way] += server.route([*short, *sent], salt)[len(short) :]
             done += len(sent)
             if progress is not None:
                 progress("server", done, total)
     return answers
-
-
-def _shortened_prompt(prompt: list[int]) -> list[int]:
-    """The first tokens of a prompt backwards, so that it shares no prefix with it."""
-    return prompt[: max(2, len(prompt) // SHORTENED)][::-1]
 
 
 def _served_way(

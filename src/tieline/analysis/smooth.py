@@ -40,7 +40,7 @@ from tieline.analysis.smooth_repair import (
 )
 from tieline.core.errors import UnsupportedModelError, require
 from tieline.core.setting_fields import SettingError, require_setting, takes_settings
-from tieline.measure.noise_flips import NearestRamp, flip_reduction, nearest_ramp
+from tieline.measure.noise_flips import flip_reduction, nearest_ramp
 from tieline.models.band_width import (
     Measured,
     Scores,
@@ -64,7 +64,7 @@ from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner, halves_batches
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""c = ε/σ that a wish is sought among."""
+"""c = ε/σ that a settings is sought among."""
 
 NOISE = "router bf16"
 """The precision that is repaired unless another is named."""
@@ -109,11 +109,6 @@ class SmoothingCalibration:
     def by_noise(self, scale: float) -> dict[str, float]:
         """ε_l = c σ_l."""
         return {name: scale * sigma for name, sigma in self.sigmas.items()}
-
-    def nearest_to_original(self) -> dict[str, NearestRamp]:
-        """The ramp of each noisy layer whose noisy output is nearest to the original's."""
-        noisy = {name: noise for name, noise in self.margin_noise.items() if noise.abs().any()}
-        return {name: nearest_ramp(noise) for name, noise in noisy.items()}
 
     def experts(self, widths: Widths, gate: GateName) -> float:
         """Mean experts per token and layer at these widths, on the calibration text."""
@@ -329,22 +324,25 @@ class _Smooth(NamedTuple):
 
     def smoothing(self, calibration: SmoothingCalibration | None) -> Smoothing:
         """Choose ε as the settings say."""
-        wish = self.settings
-        if calibration is not None and wish.by_law:
+        settings = self.settings
+        if calibration is not None and settings.by_law:
             scale = self._scale(calibration)
-            chosen = f"factor {wish.factor:g}" if wish.factor else f"KL {wish.max_moved:g}"
+            chosen = (
+                f"factor {settings.factor:g}" if settings.factor else f"KL {settings.max_moved:g}"
+            )
             how = f"{chosen} under {calibration.noise.name}: ε = {scale:.3g} times its noise"
             return self._record(epsilon=calibration.by_noise(scale), how=how)
         if calibration is not None:
             return self._nearest_smoothing(calibration)
-        if wish.epsilon is not None:
-            return self._record(epsilon=wish.epsilon)
-        measured = self.measured(wish.noise)
-        return self._record(budget=wish.budget, noise=wish.noise, calibration=measured)
+        if settings.epsilon is not None:
+            return self._record(epsilon=settings.epsilon)
+        measured = self.measured(settings.noise)
+        return self._record(budget=settings.budget, noise=settings.noise, calibration=measured)
 
     def _nearest_smoothing(self, calibration: SmoothingCalibration) -> Smoothing:
         """The widths at which the noisy smoothed model is nearest to the original."""
-        ramps = calibration.nearest_to_original()
+        noisy = {n: noise for n, noise in calibration.margin_noise.items() if noise.abs().any()}
+        ramps = {name: nearest_ramp(noise) for name, noise in noisy.items()}
         widths = {plan.name: 0.0 for plan in calibration.plans}
         widths |= {name: ramp.epsilon for name, ramp in ramps.items()}
         scales = sorted(r.epsilon / calibration.sigmas[n] for n, r in ramps.items())
@@ -364,7 +362,7 @@ class _Smooth(NamedTuple):
 
     def _scale(self, calibration: SmoothingCalibration) -> float:
         """The c = ε/σ that the settings ask for, by the calibration text."""
-        wish = self.settings
+        settings = self.settings
         record = self._record(epsilon=calibration.by_noise(1.0))
         sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
         ranks = Ranks.of(None, self.corpus.stacked(sequences))
@@ -372,7 +370,7 @@ class _Smooth(NamedTuple):
         forms = [ModelForm(with_widths(record, calibration.by_noise(scale))) for scale in SCALES]
         tables = measure_repair(runner, forms, [calibration.noise], self.corpus.seed, self.progress)
         points = dict(zip(SCALES, tables, strict=True))
-        return chosen_scale(points, factor=wish.factor, max_moved=wish.max_moved)
+        return chosen_scale(points, factor=settings.factor, max_moved=settings.max_moved)
 
     def table(self, record: Smoothing, calibration: SmoothingCalibration | None) -> RepairTable:
         """What the smoothed model repairs, on held-out text."""

@@ -84,11 +84,6 @@ class DiffRow:
     by_format: Share | None = None
     by_engine: Share | None = None
 
-    @property
-    def name_in_b(self) -> str:
-        """The name of the layer in B, where it is another."""
-        return DASH if self.layer.name_b == self.layer.name else self.layer.name_b
-
 
 def _diff_report(result: RoutingDiff) -> Report:
     """Verdict, findings, charts, all layers, alignment, provenance."""
@@ -345,7 +340,11 @@ def _cause_cell(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]
 
 COLUMNS: tuple[Column[DiffRow], ...] = (
     Column("layer", "place of the router in A", lambda x: x.label, 0),
-    Column("in B", "its name there, where it is another", lambda x: x.name_in_b),
+    Column(
+        "in B",
+        "its name there, where it is another",
+        lambda x: DASH if x.layer.name_b == x.layer.name else x.layer.name_b,
+    ),
     Column("flips", "tokens whose set of experts differs", lambda x: f"{x.layer.flip.count:,}", 2),
     Column("flip rate", "their share", lambda x: percent(x.layer.flip.value), 1),
     Column("95 % interval", "of the share, clustered by document", _flip_interval_cell, 5),

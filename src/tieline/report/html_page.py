@@ -102,7 +102,11 @@ def render_page(
     """
     figures = {panel.key: panel.figure for panel in panels if panel.figure is not None}
     styles = _template_source("page.css") + (_template_source(style) if style else "")
-    scripts = _page_scripts() if figures or data else None
+    scripts = None
+    if figures or data:
+        watch, script = (_template_source(name) for name in ("watch.js", "page.js"))
+        scripts = {"watch": watch, "plotly": _plotly_script(), "page": script}
+    embedded = embed_json(compact_json({"figures": figures, **(data or {})}))
     page = (
         template_environment()
         .get_template(template)
@@ -111,7 +115,7 @@ def render_page(
             style=styles,
             scripts=scripts,
             policy=_content_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
-            data=_without_links(embed_json(compact_json({"figures": figures, **(data or {})}))),
+            data=_LINK.sub("‹", embedded),  # Plotly makes a link of a label with <a href=...>
             unmeasured=missing_charts_line(panels),
             **({"provenance": (), "metrics": (), "sections": ()} | content),
         )
@@ -181,11 +185,6 @@ def embed_json(value: object) -> str:
     return text.translate(_UNSAFE)
 
 
-def _without_links(data: str) -> str:
-    """Embedded JSON in which no label holds a link: Plotly makes one of <a href=...>."""
-    return _LINK.sub("‹", data)
-
-
 def script_hash(source: str) -> str:
     """'sha256-...' of an inline script, as a content policy names it."""
     digest = hashlib.sha256(source.encode()).digest()
@@ -221,15 +220,6 @@ def _template_source(name: str) -> str:
     loader = template_environment().loader
     assert loader is not None
     return loader.get_source(template_environment(), name)[0]
-
-
-def _page_scripts() -> dict[str, str]:
-    """The three scripts of a page with charts."""
-    return {
-        "watch": _template_source("watch.js"),
-        "plotly": _plotly_script(),
-        "page": _template_source("page.js"),
-    }
 
 
 @functools.cache

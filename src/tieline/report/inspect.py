@@ -151,8 +151,8 @@ def _inspected_layer_names(result: Inspection) -> list[str]:
 
 def _inspection_page_columns(result: Inspection) -> list[Column[LayerRow]]:
     """All columns; the choice of k among E is left out where the facts tell it for all layers."""
-    alike = len({(layer.k, layer.n_experts) for layer in result.measures.layers}) == 1
-    return [column for column in COLUMNS if not (alike and column is COLUMNS[1])]
+    is_one_choice = len({(layer.k, layer.n_experts) for layer in result.measures.layers}) == 1
+    return [column for column in COLUMNS if not (is_one_choice and column is COLUMNS[1])]
 
 
 def _inspection_key_numbers(result: Inspection) -> list[tuple[str, str]]:
