@@ -10,6 +10,7 @@ from tieline.analysis.excess_over_sound_runs import (
     RunLayer,
     find_excess,
     on_score_grid,
+    prefix_repeats,
     token_clusters,
 )
 from tieline.analysis.score_noise import LayerNoise
@@ -139,6 +140,17 @@ def test_few_tokens_far_beyond_the_references_are_found():
     first, *_ = loud_at(0.03)
     assert (first.layer, first.kind) == (0, "all")
     assert loud_at(0.003) == ()
+
+
+def test_tokens_after_a_common_prompt_are_one_draw():
+    ids = np.where(POSITIONS < 3, POSITIONS, 100 + np.arange(TOKENS))
+    tokens = SUBJECT._replace(ids=ids)
+    repeats = prefix_repeats(tokens)
+    assert repeats.tolist() == np.where(POSITIONS < 3, DOCUMENTS, 1).tolist()
+    unlucky = run(80, louder=(np.where(POSITIONS == 0, 4.0, 1.0), 1.0))
+    (found,) = find_excess(unlucky, REFERENCES, SUBJECT._replace(ids=None), TOLERANCE)
+    assert found.kind == "first position"
+    assert find_excess(unlucky, REFERENCES, tokens, TOLERANCE) == ()
 
 
 def test_references_are_rounded_as_the_scores_of_the_run_are():

@@ -22,9 +22,10 @@ f_B(t) - (1 + φ) f̄(t) takes their place, f saying whether a token flips.
 Tokens of a document are alike, so that every sum is divided by the standard deviation that the sums
 of its documents have, at least by that of independent tokens in the reference runs; the sum of a
 single document by that of documents in the reference runs, and the far tail, which sound runs have
-not, by that of as many tokens as are allowed. One limit serves all layers, groups and
-scores: the 99.5 % quantile of the *largest* ratio under the null, that of each reference run
-against the others, whose documents change sign at random.
+not, by that of as many tokens as are allowed. Tokens after the same prefix (a common prompt, the
+same first token) are one draw: their variance counts as often as they come. One limit serves all
+layers, groups and scores: the 99.5 % quantile of the *largest* ratio under the null, that of each
+reference run against the others, whose documents change sign at random.
 
 Flips carry on: a token that flips leaves another state to the layers above, and attention brings
 that to the later tokens of its document; so does a single score that changes a combine weight. So a
@@ -327,6 +328,22 @@ FARTHER_SCORE = 2
 """Number of the far tail among the scores."""
 
 
+def prefix_repeats(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:
+    """How many documents have the same tokens up to here: with a common prompt all are one draw."""
+    if tokens.ids is None:
+        return np.ones(len(tokens.documents), dtype=np.int64)
+    order = np.lexsort((tokens.positions, tokens.documents))
+    prefixes: dict[tuple[int, int, int], int] = {}
+    numbers = np.empty(len(order), dtype=np.int64)
+    document, prefix = -1, -1
+    for row in order.tolist():
+        if tokens.documents[row] != document:
+            document, prefix = int(tokens.documents[row]), -1
+        key = prefix, int(tokens.positions[row]), int(tokens.ids[row])
+        prefix = numbers[row] = prefixes.setdefault(key, len(prefixes))
+    return np.bincount(numbers)[numbers]
+
+
 class _ExcessScores(NamedTuple):
     """Scores of the tokens of a layer, level and tails or flips alone; zero where unknown.
 
@@ -390,6 +407,7 @@ class _LayerSums:
         groups: _TokenGroups,
         clusters: np.ndarray,
         fresh: np.ndarray,
+        repeats: np.ndarray,
         tolerance: float,
         has_tail: bool,
     ) -> None:
@@ -409,6 +427,7 @@ class _LayerSums:
         if self._has_levels:
             spread = max(float(pooled.var()), least**2) if len(pooled) else 1.0
             self._variance[0] = self.scores.judged * spread
+        self._variance *= repeats
         self._count = groups.cluster_sums(self.scores.judged.astype(float), clusters)
         self._is_document = np.array([kind == "document" for kind, _ in groups.names])
         is_spread = ((self._count > 0).sum(1) >= FEWEST_CLUSTERS) | self._is_document
@@ -506,10 +525,11 @@ def find_excess(
         tokens: the compared tokens.
         tolerance: τ.
     """
+    repeats = prefix_repeats(tokens)
     tables = [
         pair
         for number in range(len(run))
-        for pair in _layer_sums(number, run, references, tokens, tolerance)
+        for pair in _layer_sums(number, run, references, tokens, repeats, tolerance)
     ]
     generator = np.random.default_rng(0)
     signs = generator.choice((-1.0, 1.0), (DRAWS, int(token_clusters(tokens).max()) + 1))
@@ -528,6 +548,7 @@ def _layer_sums(
     run: Sequence[RunLayer],
     references: Sequence[Sequence[RunLayer]],
     tokens: ComparedTokens,
+    repeats: Int[np.ndarray, " tokens"],
     tolerance: float,
 ) -> list[tuple[int, _LayerSums]]:
     """The groups of tokens of a layer and, with scores, the rows of its router."""
@@ -536,16 +557,16 @@ def _layer_sums(
     groups = _TokenGroups(tokens, number)
     allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
     allowed += _quietness(of_references, fresh)
-    tables = [(number, _LayerSums(of_b, of_references, groups, clusters, fresh, allowed, has_tail))]
+    table = _LayerSums(of_b, of_references, groups, clusters, fresh, repeats, allowed, has_tail)
+    tables = [(number, table)]
     if not np.isnan(of_b.level).all():
         quiet, ranks = of_b.with_rows_above(of_references), of_b.rows.shape[1]
         rows = [x.with_single_scores() for x in (quiet, *of_references)]
-        fresh, clusters = np.repeat(fresh, ranks), np.repeat(clusters, ranks)
+        fresh, clusters, repeats = (np.repeat(x, ranks) for x in (fresh, clusters, repeats))
         groups = _TokenGroups(tokens.with_single_scores(), number)
         loudest = max(tolerance, ROW)
-        tables.append(
-            (number, _LayerSums(rows[0], rows[1:], groups, clusters, fresh, loudest, False))
-        )
+        table = _LayerSums(rows[0], rows[1:], groups, clusters, fresh, repeats, loudest, False)
+        tables.append((number, table))
     return tables
 
 
