@@ -149,7 +149,7 @@ def test_a_router_that_is_stored_unquantised_and_differs_is_named(tmp_path, monk
     router, norm = "model.layers.2.mlp.gate.weight", "model.layers.2.input_layernorm.weight"
     twin(tmp_path, monkeypatch, rounded[0], "int8_group", exact=(router, norm))
     stored = dict(np.load(tmp_path / "weights.npz"))
-    original = load_demo_model().get_parameter(router).detach().numpy()
+    original = load_demo_model().get_parameter(router).detach().cpu().numpy()
     np.savez(tmp_path / "weights.npz", **stored | {router: original, norm: stored[norm] + 0.1})
     same = tl.diff("demo", "twin:demo", **SIZE)
     assert not [x for x in same.causes.patterns if x.kind == "weights"]

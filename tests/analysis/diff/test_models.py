@@ -69,12 +69,13 @@ def test_distances_match_their_definitions():
     p, q = a.double().softmax(-1), b.double().softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
     ratio = (q / p)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    kl, ratio = kl.cpu(), ratio.cpu()
     kept = ~found.kl.isnan()
     assert kept.reshape(2, 5).tolist() == [[True] * 4 + [False]] * 2
     torch.testing.assert_close(found.kl[kept], kl[:, :-1].flatten())
     torch.testing.assert_close(found.k3[kept], (ratio - 1 - ratio.log()).flatten())
     loss = torch.nn.functional.cross_entropy(a[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten())
-    torch.testing.assert_close(found.loss_a[kept].mean(), loss)
+    torch.testing.assert_close(found.loss_a[kept].mean(), loss.cpu())
 
 
 def test_the_k3_of_tokens_drawn_from_a_averages_to_the_divergence():
@@ -105,8 +106,9 @@ def test_a_trace_gives_its_sequences_back_and_its_numbers_to_the_model():
     assert [x.tolist() for x in back] == [sequences[i].tolist() for i in (1, 0, 2)]
     again = trace_model(ModelSide(a), back, documents=numbers)
     assert diff(trace, again).tokens.anywhere.count == 0
+    rows = torch.arange(trace.n_tokens, device=trace.tokens.device)
     with pytest.raises(TraceError, match="document 7 of the trace has no token at position 3"):
-        token_sequences(select_tokens(trace, torch.arange(trace.n_tokens) != 3))
+        token_sequences(select_tokens(trace, rows != 3))
 
 
 SMALL_TEXT = {"text": words(192), "sequence_length": 48, "batch_size": 2}

@@ -283,7 +283,7 @@ def saved(model, tmp_path):
 
 
 def test_it_is_loaded_by_name(saved, model):
-    loaded = Model.open(saved).module
+    loaded = Model.open(saved, device=model.device.type).module
     assert router_smoothing(next(iter(find_routers(loaded).values()))).b == 50
     assert torch.equal(run(loaded), run(model))
 

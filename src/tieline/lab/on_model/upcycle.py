@@ -184,15 +184,17 @@ def probe_output(
     if model.main_input_name == "pixel_values":
         size = config.image_size
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        pixels = torch.randn(rows, config.num_channels, *sides, generator=generator)
-        return model(pixel_values=pixels.to(model.dtype))[0]
+        shape = (rows, config.num_channels, *sides)
+        pixels = torch.randn(shape, generator=generator, device=generator.device)
+        return model(pixel_values=pixels.to(model.device, model.dtype))[0]
     if model.main_input_name != "input_ids":
         raise UnsupportedModelError(
             f"{type(model).__name__} takes {model.main_input_name!r}, not tokens or pixels"
         )
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (rows, length), generator=generator)
-    return model(input_ids=ids)[0]
+    shape = (rows, length)
+    ids = torch.randint(vocabulary, shape, generator=generator, device=generator.device)
+    return model(input_ids=ids.to(model.device))[0]
 
 
 def text_loss(
