@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import string
 import subprocess
 import sys
 import time
@@ -193,7 +192,7 @@ def test_a_model_and_its_result_of_a_hostile_name_are_shown_in_plain_letters(tie
         code, out, err = tieline(*words)
         assert code == 0, err
         assert [c for c in out + err if c not in "\n\t" and not c.isprintable()] == []
-    assert not set(page.read_text()) & set(EVIL) - set(string.printable)
+    assert not set(page.read_text()) & set("\x1b\x07\u202e\u2066\x9b")
 
 
 def test_a_name_with_a_line_end_is_no_message_of_its_own(tieline, tmp_path):
