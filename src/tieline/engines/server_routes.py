@@ -78,6 +78,16 @@ class ServerError(TielineError):
         self.code = code
 
 
+def _is_address(url: str) -> bool:
+    """Whether a text is the address of a server: brackets that end, and a port if any."""
+    try:
+        address = urlsplit(url)
+        port = address.port
+    except ValueError:
+        return False
+    return address.scheme in ("http", "https") and bool(address.hostname) and port != 0
+
+
 def is_server(name: object) -> bool:
     """Return whether a name is the address of a server rather than a model."""
     return isinstance(name, str) and name.lower().startswith(("http://", "https://"))
@@ -107,13 +117,9 @@ class ServerClient:
     pause: Callable[[float], object] = field(default=time.sleep, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            address = urlsplit(self.url)
-            fits = address.scheme in ("http", "https") and bool(address.hostname)
-            fits = fits and (address.port is None or address.port > 0)
-        except ValueError:  # brackets without an end, ports that are none
-            fits = False
+        fits = _is_address(self.url)
         require(fits, f"{self.url!r:.200} is no address such as http://127.0.0.1:8000")
+        address = urlsplit(self.url)
         require(
             address.username is None and address.password is None and not address.query,
             f"leave name, password and query out of the address: a key is read from {KEY_VARIABLE}",
