@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from harness import RESAMPLES, Ratio, Samples, report
 from moe_layer import SHAPES, inputs, mixtral, ours, step
 from tieline import TopK
-from tieline.analysis import router_calls as monitor_watch
 from tieline.analysis.monitor import RoutingMonitor
+from tieline.models import router_calls as monitor_watch
 
 SHAPE = SHAPES[1]
 EVERY = 10
