@@ -60,17 +60,17 @@ class Inside:
 @contextmanager
 def hooks_timed(inside: Inside) -> Iterator[None]:
     """Time every report of a router while the block lasts."""
-    plain = monitor_watch._Reader._report
+    plain = monitor_watch._CallReporter._report
 
     def report_(self: Any, module: nn.Module, make: Callable[[], Any]) -> None:
         with inside.timed():
             plain(self, module, make)
 
-    monitor_watch._Reader._report = report_
+    monitor_watch._CallReporter._report = report_
     try:
         yield
     finally:
-        monitor_watch._Reader._report = plain
+        monitor_watch._CallReporter._report = plain
 
 
 class Watched:

@@ -137,7 +137,7 @@ MUTANTS: list[Mutant] = [
         "trace-4",
         "start = int(numbers.max()) + 1",
         "start = int(numbers.max())",
-        "trace/test_select_and_join.py",
+        "trace/test_selection.py",
         "off by one: the last document of a part and the first of the next share a number",
     ),
     _m(

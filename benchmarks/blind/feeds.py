@@ -17,7 +17,7 @@ from torch import Tensor
 import tieline as tl
 from benchmarks.blind.texts import Documents
 from tieline.trace.record import RoutingTrace
-from tieline.trace.select_and_join import concatenate, select_tokens
+from tieline.trace.selection import concatenate, select_tokens
 
 Feed = Callable[[Any, Documents], RoutingTrace]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.blind.changes import Case, Change
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.trace.select_and_join import select_tokens
+from tieline.trace.selection import select_tokens
 
 
 def with_rows(trace: RoutingTrace, index: Tensor) -> RoutingTrace:

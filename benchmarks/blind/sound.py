@@ -18,7 +18,7 @@ from benchmarks.blind import feeds, parts
 from benchmarks.blind.changes import Case, Change
 from benchmarks.blind.precisions import cast
 from tieline.trace.record import RoutingTrace
-from tieline.trace.select_and_join import concatenate, select_tokens
+from tieline.trace.selection import concatenate, select_tokens
 
 Noise = Callable[[Tensor, torch.Generator], Tensor]
 """Noise of unit median size for logits, given a tensor of their shape."""

@@ -45,7 +45,7 @@ from tieline.core.errors import TraceError, require
 from tieline.core.setting_fields import TraceSettingError
 from tieline.core.text import layer_label
 from tieline.trace.record import LayerTrace, LazyLayers, RoutingTrace, check_layer, take_tokens
-from tieline.trace.select_and_join import select_layers, select_tokens
+from tieline.trace.selection import select_layers, select_tokens
 
 SEEN = 5
 """Tokens that must choose an expert on both sides before it counts as evidence."""

@@ -48,7 +48,7 @@ from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
 from tieline.trace.record import RoutingTrace
-from tieline.trace.select_and_join import select_tokens
+from tieline.trace.selection import select_tokens
 
 EMULATED = "-emulated"
 """End of the names of dtypes that are emulated by rounding."""

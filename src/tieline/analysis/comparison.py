@@ -72,7 +72,7 @@ from tieline.core.ranking import n_changed
 from tieline.core.statistics import Estimate, clustered_error, clustered_share
 from tieline.trace.document_runs import batch_rows, decoded_tokens
 from tieline.trace.record import LayerTrace, RoutingTrace
-from tieline.trace.select_and_join import select_tokens
+from tieline.trace.selection import select_tokens
 
 FEWEST_RUNS = 3
 """Reference runs without which chance is unknown."""

@@ -52,7 +52,7 @@ from tieline.run.plan import Pass, Phase, Plan, announce_total, plan_work
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner, halves_batches
 from tieline.trace.record import RoutingTrace
-from tieline.trace.select_and_join import token_sequences
+from tieline.trace.selection import token_sequences
 
 Source = ModelSource | RoutingTrace
 """A model by name or as (model, tokenizer), a trace, or a folder or file of routes."""

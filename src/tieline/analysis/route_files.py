@@ -29,7 +29,7 @@ from tieline.trace.readers import SUFFIXES, import_trace, recognise_format, rout
 from tieline.trace.readers.megatron import FILES as MEGATRON_FILES
 from tieline.trace.record import RoutingTrace
 from tieline.trace.repetition import repeated_rows
-from tieline.trace.select_and_join import select_tokens
+from tieline.trace.selection import select_tokens
 from tieline.trace.store import folder_kind, load_summary, load_trace, merge_folders
 from tieline.trace.summary import RoutingSummary
 from tieline.trace.writers import FORMS, export

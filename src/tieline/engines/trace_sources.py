@@ -27,7 +27,7 @@ from tieline.run.corpus import Text, as_text, check_token_ids, stacked_batches, 
 from tieline.run.ranks import Ranks
 from tieline.run.runner import recorded_routes
 from tieline.trace.record import RoutingTrace
-from tieline.trace.select_and_join import token_sequences
+from tieline.trace.selection import token_sequences
 
 MOST_TEXTS = 512
 """Tokens whose text is compared with that in a GGUF."""

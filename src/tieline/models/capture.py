@@ -81,7 +81,7 @@ from tieline.trace.record import (
     check_epsilons,
     smallest_id_dtype,
 )
-from tieline.trace.select_and_join import concatenate
+from tieline.trace.selection import concatenate
 
 
 @dataclass(frozen=True)

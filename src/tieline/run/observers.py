@@ -50,7 +50,7 @@ from tieline.models.router_checks import PassChecks
 from tieline.models.router_output import Choice, live_output
 from tieline.run.plan import Pass
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, take_tokens
-from tieline.trace.select_and_join import concatenate
+from tieline.trace.selection import concatenate
 
 if TYPE_CHECKING:
     from tieline.run.ranks import Ranks

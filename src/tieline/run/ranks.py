@@ -32,7 +32,7 @@ from tieline.run.forward import forward, only_running
 from tieline.trace.record import (
     RoutingTrace,
 )
-from tieline.trace.select_and_join import concatenate
+from tieline.trace.selection import concatenate
 from tieline.trace.store import load_trace, save_trace
 
 Ids = Int[Tensor, "_ _"]

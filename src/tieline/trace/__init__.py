@@ -7,7 +7,7 @@ from tieline.trace.readers import (
     read_routes,
 )
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace, questions_without_data
-from tieline.trace.select_and_join import (
+from tieline.trace.selection import (
     concatenate,
     select_documents,
     select_layers,

@@ -20,7 +20,7 @@ from a file or goes into one.
     take_tokens    some tokens of one layer
     identical_values  whether two records hold the same values, bit by bit
 
-`tieline.trace.select_and_join` selects from traces and joins them. Layers that were loaded from
+`tieline.trace.selection` selects from traces and joins them. Layers that were loaded from
 disk are made when they are touched (`LazyLayers`).
 """
 

@@ -58,7 +58,7 @@ from tieline.trace.record import (
     check_tensor,
     kind_of,
 )
-from tieline.trace.select_and_join import concatenate
+from tieline.trace.selection import concatenate
 from tieline.trace.summary import (
     MOST_TOKENS,
     LayerSummary,

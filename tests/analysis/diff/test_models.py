@@ -19,7 +19,7 @@ from tieline.models.model import Model
 from tieline.report.words.serving import serving_advice
 from tieline.trace import select_tokens
 from tieline.trace.record import identical_values
-from tieline.trace.select_and_join import token_sequences
+from tieline.trace.selection import token_sequences
 
 FAMILIES = tiers(zoo.FAMILIES, always=("mixtral", "gpt_oss", "deepseek_v3"))
 """One of each kind of scoring always; the others take the softmax of all scores as Mixtral does."""

@@ -12,7 +12,7 @@ import tieline as tl
 from tieline.analysis.route_files import convert
 from tieline.analysis.score_noise import mover_distances, weight_evidence, weights_rank_choices
 from tieline.trace.record import LayerFacts, LayerTrace, RoutingTrace
-from tieline.trace.select_and_join import select_tokens
+from tieline.trace.selection import select_tokens
 from tieline.trace.store import load_trace
 
 TOKENS = 2048

@@ -56,7 +56,7 @@ def test_demo_is_the_model_in_the_box_unless_a_checkpoint_is_called_so(monkeypat
     assert Model.open("demo").name == "demo"
     assert read_shape("demo").n_experts == 16
     (Path("demo") / "config.json").write_text("{")
-    with pytest.raises(TielineError, match="configuration of 'demo'"):
+    with pytest.raises(TielineError, match=r"demo/config\.json: not valid JSON"):
         Model.open("demo")
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.lab.claims.claim.test_claims_can_fail import scaled
 from tieline.core.errors import TielineError
-from tieline.lab.claims import demo_router_inputs
+from tieline.lab.claims import gate_comparisons
 from tieline.lab.claims.claim import ClaimRun, all_claims
 from tieline.lab.claims.ledger import run_claim
 from tieline.lab.claims.paper1 import smoothing as courses
@@ -96,7 +96,7 @@ def test_the_run_is_that_of_the_recipe_and_longer_in_full_mode(monkeypatch, no_a
 
 
 def test_without_what_trains_the_claim_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(demo_router_inputs, "find_spec", lambda name: None)
+    monkeypatch.setattr(gate_comparisons, "find_spec", lambda name: None)
     with pytest.raises(TielineError, match=r"needs transformers: pip install 'tieline\[train\]'"):
         courses.smoothing_course(ClaimRun(True, 0), "smooth50")
 
