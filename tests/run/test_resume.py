@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -55,6 +56,27 @@ def goes_on(folder, reads, tmp_path):
     assert (whole.jumps, whole.metrics) == (found.jumps, found.metrics)
     assert not any((tmp_path / "cache" / "streams").iterdir())
     return loaded.stream.weights
+
+
+def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
+    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+    remove = shutil.rmtree
+
+    def remove_one_file_of_the_state(path, ignore_errors=False):
+        states = sorted(path.glob("model.layers.*/tensors"))
+        if not states:
+            return remove(path, ignore_errors)
+        states[-1].unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_one_file_of_the_state)
+        with pytest.raises(Killed):
+            inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+    resumed = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
+    assert identical_values(whole.trace, resumed.trace)
+    assert not any((tmp_path / "cache" / "streams").iterdir())
 
 
 @pytest.mark.parametrize("reads", [1, 2, 3])

@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,15 @@ class RunState:
             ) from problem
 
     def clear(self) -> None:
-        """Remove all that is kept."""
+        """Remove all that is kept.
+
+        Where the passes stand is renamed first: a process that ends in here leaves nothing to go
+        on from, and not a half of it.
+        """
+        discarded = self.folder / ".last"
+        shutil.rmtree(discarded, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            (self.folder / "last").rename(discarded)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def replay(self, weights: Weights) -> Replay | None:
