@@ -98,6 +98,8 @@ FAR = 0.7
 """Least logarithm by which a token in the tail exceeds that quantile: noise twice as large."""
 FARTHER, FARTHER_SHARE = 0.9, 0.002
 """Logarithm that the far tail begins beyond the tail, and the share of tokens allowed there."""
+FARTHER_SCORE = 2
+"""Number of the far tail among the scores."""
 WIDE = 1.5
 """τ from which on the tail is not looked at."""
 LATER = 1.75
@@ -322,10 +324,6 @@ def token_clusters(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:
     codes = np.unique(tokens.documents, return_inverse=True)[1]
     stretches = -(-CLUSTERS // (int(codes.max()) + 1))
     return codes * stretches + tokens.positions * stretches // (int(tokens.positions.max()) + 1)
-
-
-FARTHER_SCORE = 2
-"""Number of the far tail among the scores."""
 
 
 def prefix_repeats(tokens: ComparedTokens) -> Int[np.ndarray, " tokens"]:

@@ -33,9 +33,9 @@ def forward(model: nn.Module, ids: Int[Tensor, "rows length"], *, predicts: bool
         predicts: whether the logits of all tokens are wanted; without, the output head runs on the
             last token alone where the model can do so: its products and logits may be the largest.
     """
-    known = inspect.signature(model.forward).parameters
-    wanted: dict[str, Any] = {"use_cache": False} | ({} if predicts else {"logits_to_keep": 1})
-    options = {name: value for name, value in wanted.items() if name in known}
+    parameters = inspect.signature(model.forward).parameters
+    arguments: dict[str, Any] = {"use_cache": False} | ({} if predicts else {"logits_to_keep": 1})
+    options = {name: value for name, value in arguments.items() if name in parameters}
     return model(input_ids=ids.to(model_device(model)), **options)
 
 
