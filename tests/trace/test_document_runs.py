@@ -14,7 +14,7 @@ def every_token(trace):
 
 def test_a_capture_notes_rows_and_where_decoding_began():
     model = load_demo_model()
-    ids = torch.randint(3, 512, (3, 10))
+    ids = torch.randint(3, 512, (3, 10)).to(model.device)
     with tl.capture(model) as recorder, torch.no_grad():
         cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
         cache = model(input_ids=ids[:, 4:7], past_key_values=cache).past_key_values
@@ -36,7 +36,7 @@ def test_single_documents_read_at_once_note_nothing():
     model = load_demo_model()
     with tl.capture(model) as recorder, torch.no_grad():
         for _ in range(2):
-            model(input_ids=torch.randint(3, 512, (1, 6)))
+            model(input_ids=torch.randint(3, 512, (1, 6)).to(model.device))
     trace = recorder.trace()
     assert batch_rows(trace, every_token(trace)) is None
     assert decoded_tokens(trace, every_token(trace)) is None
