@@ -1,6 +1,7 @@
 """Texts cut into tokens: tokenizers that fail, and ids that a model has no row for."""
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -73,8 +74,20 @@ def tokenizer():
 def test_what_has_no_end_or_cannot_be_read_is_refused_by_name_and_not_kept():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for endless in ("/dev/zero", "/dev/urandom"):
-        with pytest.raises(TielineError, match=f"{endless} is a binary file, not text"):
+        with pytest.raises(TielineError, match=f"{endless}: is a device, where a file is needed"):
             as_text(Path(endless))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     with pytest.raises(TielineError, match="/proc/self/mem: input/output error"):
         as_text(Path("/proc/self/mem"))
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs the open files of Unix")
+def test_a_named_pipe_is_refused_and_one_that_is_open_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TielineError, match=r"pipe: is a named pipe, where a file is needed"):
+        as_text(tmp_path / "pipe")  # waited for whoever would write to it
+    reading, writing = os.pipe()
+    os.write(writing, b"a text")
+    os.close(writing)
+    assert as_text(Path(f"/dev/fd/{reading}"))[0] == "a text"
+    os.close(reading)

@@ -46,7 +46,7 @@ try:
 except ImportError:  # not on Windows, where nothing is locked and no rest is removed
     fcntl = None
 
-STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 """Names of open files: a rename would part them from whoever reads the other end."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -332,9 +332,14 @@ def _resolved_links(path: Path) -> Path:
     return target
 
 
+def is_open_file(path: Path) -> bool:
+    """Return whether a path names a file that is open already, such as /dev/fd/3."""
+    return str(path.absolute()).startswith(STREAMS)
+
+
 def _is_special(path: Path) -> bool:
     """Whether something is there that is neither a file nor a folder, or that is open already."""
-    if str(path.absolute()).startswith(STREAMS) and path.parent.is_dir():
+    if is_open_file(path) and path.parent.is_dir():
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
 

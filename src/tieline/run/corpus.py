@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from tieline.core.errors import ParameterError, TielineError, first_line, is_panic, require
+from tieline.core.files import is_open_file, kind_of_file, require_file
 from tieline.models.configuration import text_config
 from tieline.models.demo import DEMO, demo_text
 
@@ -262,8 +263,7 @@ def _read_text_file(path: Path) -> str:
     if path == STDIN:
         data = _text_bytes(sys.stdin.buffer, path)
     else:
-        require(path.exists(), f"no such file: {path}")
-        require(not path.is_dir(), f"not a file: {path}")
+        _require_text_file(path)
         with path.open("rb") as file:
             data = _text_bytes(file, path)
     try:
@@ -274,6 +274,13 @@ def _read_text_file(path: Path) -> str:
         ) from problem
     require(bool(text.strip()), f"{path} is empty: there is nothing to route")
     return text
+
+
+def _require_text_file(path: Path) -> None:
+    """Refuse what is no file; a pipe that this process was given open, as `<(...)`, is read."""
+    require(path.exists(), f"no such file: {path}")
+    if not (is_open_file(path) and kind_of_file(path) == "a named pipe"):
+        require_file(path, ParameterError)
 
 
 def _text_bytes(stream: BinaryIO, path: Path) -> bytearray:
