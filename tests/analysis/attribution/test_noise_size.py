@@ -62,14 +62,14 @@ def test_unknown_formats_are_refused_by_name():
 
 
 def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first_layer():
-    sound = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.03, 900)]
+    sound = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.02, 900)]
     loud = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.3, 900), NoiseShape("z", 0.9, 900)]
     bf16 = Expected("bf16", "as asked")
     assert judge_size(sound, bf16).answer == "yes"
     found = judge_size(loud, bf16)
     assert found.answer == "no"
     assert (found.judged, found.noise) == ("y", 0.3)
-    assert found.allowed == allowed_noise("bf16", 1)
+    assert found.allowed == pytest.approx(5 * 0.005)
     assert judge_size(sound, Expected("fp32", "as asked")).answer == "no"
     unknown = judge_size(loud, None)
     assert unknown.answer == "cannot tell"
@@ -93,3 +93,11 @@ def test_what_is_missing_or_silent_is_said():
     assert sizes_like(5.0) == ("more",)
     assert sizes_like(5e-5) == ("less",)
     assert allowed_noise("bf16", 9) == 16 * allowed_noise("bf16", 0)
+
+
+@pytest.mark.parametrize(("later", "answer"), [(0.012, "yes"), (0.03, "no")])
+def test_noise_in_16_bits_grows_at_most_five_fold_over_the_layers_before(later, answer):
+    shapes = [NoiseShape(name, noise, 500) for name, noise in (("a", 0.003), ("b", later))]
+    size = judge_size(shapes, Expected("bf16", "as asked"))
+    assert size.answer == answer
+    assert judge_size(shapes, Expected("int8", "as asked")).answer == "yes"  # a layer may be apart
