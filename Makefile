@@ -16,7 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/tieline inspect --html report.html
 
-# One process per core with one thread each: small tensors gain nothing from threads.
+# One process per core with one thread each: small tensors gain nothing from threads. Bytecode is kept,
+# whatever the environment says: tests start many processes, and each would compile the package again.
+test test-nightly: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations=20
 

@@ -98,8 +98,9 @@ class _GroupedCommands(TyperGroup):
                 for name, command in commands
                 if command is not None
             ]
-            with formatter.section(heading):
-                formatter.write_dl(rows)
+            if rows:  # none are left of a plug-in that does not import
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 app = typer.Typer(
@@ -121,9 +122,10 @@ TAKES_MODEL = (
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
-        _admit_operands(sys.argv[1:] if arguments is None else arguments)
-        app_with_commands()(
-            with_json_target(sys.argv[1:] if arguments is None else arguments), prog_name="tieline"
+        arguments = sys.argv[1:] if arguments is None else arguments
+        _admit_operands(arguments)
+        app_with_commands(next(iter(arguments), ""))(
+            with_json_target(arguments), prog_name="tieline"
         )
         code = FINE
     except SystemExit as left:
@@ -152,11 +154,15 @@ def _admit_operands(arguments: Sequence[str]) -> None:
         admit_source(word, "--trust-remote-code" in words)
 
 
-def app_with_commands() -> typer.Typer:
-    """The application with all its commands."""
-    for group in command_groups().values():
-        for command in group:
-            import_command(command)
+def app_with_commands(first: str = "") -> typer.Typer:
+    """The application with the command that `first` names, or with all where it names none.
+
+    The version needs no command, and is to be there at once.
+    """
+    commands = [command for group in command_groups().values() for command in group]
+    matching = [command for command in commands if command.name == first]
+    for command in [] if first == "--version" else matching or commands:
+        import_command(command)
     return app
 
 

@@ -72,10 +72,20 @@ def test_a_command_of_a_plug_in_is_listed_and_runs(tmp_path):
 )
 def test_what_does_not_import_is_named_in_one_line_and_the_rest_works(tmp_path, files, what):
     installed(tmp_path, "mine", "mine", **files)
-    done = run(tmp_path, "--version")
-    assert (done.returncode, done.stdout) == (0, f"tieline {tieline.__version__}\n")
+    version = run(tmp_path, "--version")
+    assert (version.returncode, version.stdout) == (0, f"tieline {tieline.__version__}\n")
+    done = run(tmp_path, "-h")  # lists every command
+    assert done.returncode == 0
+    assert "Look:" in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"tieline: {what} does not import and is left out: ")
+
+
+def test_a_command_imports_the_commands_of_no_other_plug_in(tmp_path):
+    installed(tmp_path, "mine", "mine", mine=PLUGIN, mine_greet="1 / 0")
+    for words in (["--version"], ["inspect", "-h"]):
+        done = run(tmp_path, *words)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_reading_the_registry_imports_nothing_heavy():
