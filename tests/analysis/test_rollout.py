@@ -129,7 +129,7 @@ def test_steps_begin_anew_and_memory_does_not_grow(model):
         with torch.no_grad(), mismatch.watch(routes(model, ids)):
             model(input_ids=ids)
         assert mismatch.step()["rollout/tokens"] == ROWS * LENGTH
-        sizes.add(mismatch._gaps.numel())
+        sizes.add(mismatch._flips.gaps.numel())
     assert len(sizes) == 1
     assert mismatch.step() == {}
 

@@ -8,13 +8,12 @@
         logger.log(mismatch.step())                  # dict[str, float], reduced over ranks
 
 A token *flips* in a layer if its live experts are not those of the record. Rounding flips tokens
-near a tie alone: with Δ = z_[k] - z_[k+1] of the live scores, a flip is a *near-tie* if Δ is below
-the layer's 25 % quantile of gaps, and *unexplained* if it is above the median, where no noise
-reaches that flips few tokens. Rows that were shifted or documents that were exchanged are found by
-their experts: a document whose record agrees far better one row further, or with another document.
+near a tie alone, and `tieline.serving.flip_counts` tells these apart. Rows that were shifted or
+documents that were exchanged are found by their experts: a document whose record agrees far better
+one row further, or with another document.
 
-Counts and histograms of gaps on a fixed grid are all that is kept, so memory does not grow with
-steps, and sums over ranks are those of one process, exactly.
+Counts are all that is kept, so memory does not grow with steps, and sums over ranks are those of
+one process, exactly.
 """
 
 import warnings
@@ -26,11 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tieline.core.collectives import is_first_rank, message_device
+from tieline.core.collectives import is_first_rank
 from tieline.core.errors import TraceError, require
 from tieline.core.predictions import k3_divergence
 from tieline.models.capture import capture
@@ -38,18 +36,10 @@ from tieline.models.documents import Batch
 from tieline.models.families import find_routers
 from tieline.models.replay import MatchedRows, OrderedRows, replay
 from tieline.run.forward import next_token_logprobs
+from tieline.serving.flip_counts import PREFIX, FlipCounts, flip_scalars, summed_over_ranks
 from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import save_trace
-
-PREFIX = "rollout/"
-BINS_PER_OCTAVE, LOWEST, HIGHEST = 8, -40, 24
-"""The grid of gaps: 2^-40 to 2^24, eight bins to a factor of two; exact zeros in the first."""
-
-N_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
-NEAR_QUANTILE, WIDE_QUANTILE = 0.25, 0.5
-MOST_LAYERS = 128
-"""Layers with keys of their own; the rates of deeper ones are in the mean and the maximum alone."""
 
 SHORTEST = 8
 """Recorded tokens that a document needs for its agreement to mean anything."""
@@ -107,7 +97,7 @@ class RolloutMismatch:
     def _clear(self) -> None:
         """Forget the counts of a step."""
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
-        self._gaps = torch.zeros(2, len(self._names), N_BINS + 1, dtype=torch.int64, device="cpu")
+        self._flips = FlipCounts(len(self._names))
 
     @contextmanager
     def watch(self, routes: RoutingTrace | Any) -> Iterator[None]:
@@ -134,10 +124,7 @@ class RolloutMismatch:
         overlaps = []
         for index, (live_layer, recorded_layer) in enumerate(layers):
             overlaps.append(_set_overlap(live_layer.experts, recorded_layer, rows))
-            gaps = _gap_bins(live_layer.gap)
-            self._gaps[0, index] += torch.bincount(gaps[recorded], minlength=N_BINS + 1)
-            flips = recorded & (overlaps[-1] < 1)
-            self._gaps[1, index] += torch.bincount(gaps[flips], minlength=N_BINS + 1)
+            self._flips.add(index, live_layer.gap[recorded], overlaps[-1][recorded] < 1)
         compared = slice(None, None, max(1, len(layers) // MOST_COMPARED))
         agreement = torch.stack(overlaps[compared]).mean(dim=0)
         documents = _document_faults(live, record, rows, layers[compared], agreement)
@@ -150,7 +137,7 @@ class RolloutMismatch:
 
         Every rank must call it. Warnings are raised on the first rank alone.
         """
-        counts, gaps = _summed_over_ranks(self._counts), _summed_over_ranks(self._gaps)
+        counts, gaps = summed_over_ranks(self._counts), summed_over_ranks(self._flips.gaps)
         self._clear()
         totals: dict[str, int] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if not totals["tokens"]:
@@ -197,7 +184,7 @@ class RolloutMismatch:
                     live = next_token_logprobs(self.model, inputs, temperature)
                 terms = k3_divergence(logprobs[:, 1:].to(live), live)[sampled]
                 sums.append(terms.double().sum().cpu())
-        count, *totals = _summed_over_ranks(torch.stack(sums)).tolist()
+        count, *totals = summed_over_ranks(torch.stack(sums)).tolist()
         return {
             f"{PREFIX}{name}": total / max(count, 1)
             for name, total in zip(runs, totals, strict=True)
@@ -299,18 +286,6 @@ def _set_overlap(
     return (experts[:, :k, None] == recorded[:, None, :]).any(dim=2).sum(dim=1) / k
 
 
-def _gap_bins(gaps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """The bin of each gap on the fixed grid; infinite ones in the last."""
-    exponents = gaps.double().clamp(min=2.0**LOWEST, max=2.0**HIGHEST).log2() - LOWEST
-    return (exponents * BINS_PER_OCTAVE).floor().long().clamp(0, N_BINS)
-
-
-def _quantile_bin(counts: Int[Tensor, " bins"], share: float) -> int:
-    """The bin in which the cumulated share of the gaps is reached."""
-    total = int(counts.sum())
-    return int((counts.cumsum(0) < share * total).sum()) if total else 0
-
-
 def _document_faults(
     live: RoutingTrace,
     record: RoutingTrace,
@@ -408,40 +383,11 @@ def _mean_overlaps(
 
 def _rollout_scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> dict[str, float]:
     """The numbers of a step from its counts."""
-    tokens = gaps[0].sum(dim=1).clamp(min=1).double()
-    flips = gaps[1].sum(dim=1).double()
-    near, wide = torch.zeros_like(flips), torch.zeros_like(flips)
-    for index in range(len(flips)):
-        near_bin = _quantile_bin(gaps[0, index], NEAR_QUANTILE)
-        wide_bin = _quantile_bin(gaps[0, index], WIDE_QUANTILE)
-        near[index] = gaps[1, index, : near_bin + 1].sum()
-        wide[index] = gaps[1, index, wide_bin + 1 :].sum()
-    rates, unexplained = flips / tokens, wide / tokens
     documents = max(totals["documents"], 1)
-    scalars = {
-        "flip_rate": float(rates.mean()),
-        "flip_rate_max": float(rates.max()),
-        "near_ties": float(near.sum() / flips.sum()) if float(flips.sum()) else 1.0,
-        "unexplained": float(unexplained.mean()),
-        "unexplained_max": float(unexplained.max()),
-        "worst_layer": float(unexplained.argmax()),
+    scalars = flip_scalars(gaps, per_layer) | {
         "unrecorded": totals["unrecorded"] / totals["tokens"],
         "shifted_documents": totals["shifted"] / documents,
         "exchanged_documents": totals["exchanged"] / documents,
         "tokens": float(totals["tokens"]),
     }
-    if per_layer:
-        scalars |= {
-            f"flip_rate/layer_{index}": float(rate)
-            for index, rate in enumerate(rates[:MOST_LAYERS])
-        }
     return {f"{PREFIX}{name}": value for name, value in scalars.items()}
-
-
-def _summed_over_ranks(counts: Tensor) -> Tensor:
-    """The counts of all ranks; those of this process where there is one."""
-    if not dist.is_initialized():
-        return counts.clone()
-    total = counts.to(message_device(), copy=True)
-    dist.all_reduce(total)
-    return total.cpu()

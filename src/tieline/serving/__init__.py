@@ -2,4 +2,6 @@
 
 modeling_tieline    copied into the folder of a smoothed model, for `trust_remote_code=True`
 vllm_plugin         lets vLLM serve such a folder
+router_replay       routes of the replay objects of Megatron-Core and verl, and how they differ
+flip_counts         the numbers of a rollout that are logged
 """
