@@ -51,6 +51,7 @@ from tieline.models.capture import ObserverSettings
 from tieline.models.configuration import text_config
 from tieline.models.families import family_of, find_routers
 from tieline.models.model import Model
+from tieline.models.number_formats import in_float32
 from tieline.run.condition import CLEAN, Condition, Perturbation
 from tieline.run.corpus import TokenisedText, stacked_batches
 from tieline.run.forward import Ids
@@ -314,16 +315,29 @@ def measure_serving(
     to the scores of each layer. A model without logits shows the noise of its scores alone.
 
     Args:
-        model: the model, in float32.
+        model: the model; weights in half precision are float32 meanwhile, the reference.
         names: routers whose noise is reported; experts that change are counted in all of them.
         text: the text; its first sequences are run, `SERVED_TOKENS` tokens at most.
         batch_size: sequences per forward pass.
         precision: a name in `SERVED`.
         progress: called with stage, done and total.
     """
-    status = rounding_status(model.module, names)
-    if status != "ok":
-        return None, NoiseReport((), status)
+    with in_float32(model.module, MOST_WEIGHTS):
+        status = rounding_status(model.module, names)
+        if status != "ok":
+            return None, NoiseReport((), status)
+        return _served_effects(model, names, text, batch_size, precision, progress)
+
+
+def _served_effects(
+    model: Model,
+    names: Sequence[str],
+    text: TokenisedText,
+    batch_size: int,
+    precision: str,
+    progress: Progress | None,
+) -> tuple[Serving | None, NoiseReport]:
+    """Measure a precision served, as `measure_serving` says, of a model in float32."""
     sequences = first_sequences(text, _affordable_scores(model))
     numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     rounding = served_rounding(precision)

@@ -16,8 +16,8 @@ Q and Q' are the two draws of a condition (`run.condition`).
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -41,7 +41,7 @@ from tieline.core.statistics import Estimate, SequenceSums
 from tieline.core.text import layer_label
 from tieline.models.capture import capture
 from tieline.models.emulate import modular_routers
-from tieline.models.experts import KERNEL, can_use_experts, use_experts
+from tieline.models.experts import KERNEL, can_use_experts, using_experts
 from tieline.models.families import family_of
 from tieline.models.number_formats import format_named
 from tieline.models.replay import replay
@@ -168,7 +168,7 @@ def smoothed_forms(runner: Runner, calibration: Ids) -> list[SmoothedForm]:
     if budget > max(plan.k for plan in noise_scores.plans):
         widths = noise_scores.by_budget(budget, "ramp")
         record = smoothing_record(model, epsilon=widths, gate="ramp", k_max=slots)
-        forms.append(SmoothedForm("smoothed, gate ramp", "ramp", budget, record))
+        forms.append(SmoothedForm("smoothed by a ramp", "ramp", budget, record))
     return forms
 
 
@@ -291,28 +291,20 @@ class RemedyRuns:
         return self._runner.run(Plan((phase,)), [self._divergences], on_progress, budget=limits)
 
     def _timed(self, ids: Ids) -> dict[str, float]:
-        """Median time of a forward pass over the original's, by remedy, all in turns."""
-        before = getattr(getattr(self._model, "config", None), "_experts_implementation", None)
-        if can_use_experts(self._model):
-            with suppress(TielineError):  # experts of a layout that the kernel refuses
-                use_experts(self._model, KERNEL)
-                forward(self._model, ids)
-        try:
-            return self._in_turns(ids)
-        finally:
-            use_experts(self._model, before if can_use_experts(self._model) else None)
+        """Median time of a forward pass over the original's, by remedy, all in turns.
 
-    def _in_turns(self, ids: Ids) -> dict[str, float]:
-        """Time every form in turns; median over the original."""
+        As in `smooth`, the original runs with its own experts, and smoothed forms with our kernel
+        where it takes them.
+        """
         forms: dict[str, Callable[[], AbstractContextManager[Any]]] = {NOTHING: nullcontext}
         if self._replay_bytes:
             with capture(self._model, distances=False, epsilons=()) as recorder:
                 forward(self._model, ids)
             for name, weights in REPLAYS.items():
                 forms[name] = partial(replay, self._model, recorder.trace(), weights)
-        names = modular_routers(self._model)
+        experts = self._experts_of_forms(ids)
         for form in self._forms:
-            forms[form.name] = partial(smoothed_routers, self._model, form.record, names)
+            forms[form.name] = partial(self._smoothed, form.record, experts)
         seconds: dict[str, list[float]] = {name: [] for name in forms}
         for _ in range(1 + ROUNDS):
             for name, form in forms.items():
@@ -322,6 +314,24 @@ class RemedyRuns:
                     seconds[name].append(time.process_time() - start)
         middle = {name: statistics.median(spent[1:]) for name, spent in seconds.items()}
         return {name: value / max(middle[NOTHING], 1e-9) for name, value in middle.items()}
+
+    def _experts_of_forms(self, ids: Ids) -> str | None:
+        """Our kernel of the experts; None where the model cannot run by it."""
+        if not can_use_experts(self._model):
+            return None
+        try:
+            with using_experts(self._model, KERNEL):
+                forward(self._model, ids)
+        except TielineError:
+            return None
+        return KERNEL
+
+    @contextmanager
+    def _smoothed(self, record: Smoothing, experts: str | None) -> Iterator[None]:
+        """Inside the block, the model is smoothed and its experts are these."""
+        routers = smoothed_routers(self._model, record, modular_routers(self._model))
+        with routers, using_experts(self._model, experts):
+            yield
 
     def table(self, batches: Sequence[Ids]) -> RemedyTable:
         """Assemble what was counted.

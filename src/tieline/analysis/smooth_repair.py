@@ -131,6 +131,12 @@ class RepairTable:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
 
+    def pays(self, row: RepairRow) -> bool:
+        """Whether the model comes nearer to itself, and moves by less than the precision costs."""
+        moved, cost = self.moved.value, row.before.value
+        is_nearer = (row.factor.value or 0.0) > 1
+        return is_nearer and moved is not None and cost is not None and moved < cost
+
     def tolerances(self, row: RepairRow) -> tuple[Tolerance, Tolerance]:
         """Whether a perturbation is harmless before and after, as far as its intervals tell."""
         before = tolerated(row.before, row.loss_before, self.sequences)

@@ -43,6 +43,7 @@ from tieline.core.errors import (
     PrecisionWarning,
     StreamingWarning,
     TielineError,
+    UnusedTensorsWarning,
     require,
     shortened_message,
 )
@@ -202,7 +203,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(run_command)
     def run(debug: bool = False, **values: Any) -> None:
-        printed = warnings_as_notes(PrecisionWarning, StreamingWarning)
+        printed = warnings_as_notes(PrecisionWarning, StreamingWarning, UnusedTensorsWarning)
         try:
             with handle_interrupts(), closed_pipe_ignored(), printed:
                 run_command(**values)

@@ -62,6 +62,10 @@ class StreamingWarning(UserWarning):
     """A model does not fit into memory and is read layer by layer."""
 
 
+class UnusedTensorsWarning(UserWarning):
+    """The files of a model hold tensors that the model of their configuration has no use for."""
+
+
 def require(condition: bool, message: str, error: type[TielineError] = ParameterError) -> None:
     """Raise `error(message)` unless `condition` holds."""
     if not condition:

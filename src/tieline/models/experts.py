@@ -191,6 +191,17 @@ def use_experts(model: nn.Module, name: str | None) -> None:
         raise ParameterError(f"experts implementation {name!r}: {problem}") from problem
 
 
+@contextmanager
+def using_experts(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Inside the block, run the experts by another implementation; None leaves them as they are."""
+    before = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    try:
+        use_experts(model, name)
+        yield
+    finally:
+        use_experts(model, None if name is None else before)
+
+
 IMPLEMENTATIONS = frozenset({"grouped_mm", "batched_mm", "tieline"})
 """Implementations that leave the index E out."""
 

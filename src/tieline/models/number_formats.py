@@ -97,6 +97,28 @@ def has_units(names: tuple[str, ...]) -> bool:
     return any(capabilities.get(name, False) for name in names)
 
 
+@contextmanager
+def in_float32(model: nn.Module, most: int) -> Iterator[None]:
+    """Inside the block, weights in half precision are float32, which represents each exactly.
+
+    Args:
+        model: the model; weights that are not in memory stay as they are.
+        most: bytes in float32 beyond which all stay as they are.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    half = [x for x in tensors if x.dtype in HALF_UNITS and not x.is_meta]
+    if 4 * sum(x.numel() for x in half) > most:
+        half = []
+    stored = [x.data for x in half]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(half, stored, strict=True):
+            tensor.data = data
+
+
 def remember_stored(model: nn.Module, stored: torch.dtype | None) -> None:
     """Note on a loaded model what its weights were stored in, for `stored_in`."""
     model._tieline_stored = None if stored is None else precision_name(stored)  # type: ignore[assignment]

@@ -27,7 +27,8 @@ import functools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -45,7 +46,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tieline.core.errors import UnsupportedModelError, first_line, require
+from tieline.core.errors import (
+    UnsupportedModelError,
+    UnusedTensorsWarning,
+    first_line,
+    require,
+)
 from tieline.core.files import check_folder, holds_model, whole_folder
 from tieline.core.plugins import restorer_module
 from tieline.core.setting_fields import require_setting
@@ -335,7 +341,49 @@ def _read_model(build: Any, source: str | Path, options: dict[str, Any]) -> PreT
     wrong = f"{'; '.join(shapes[:MOST_NAMED])}{_more_names(len(shapes))}"
     hint = "; parts of the experts may be missing" if "experts" in wrong else ""
     require(not shapes, refusal + wrong + hint, UnsupportedModelError)
+    _check_unused(model, sorted(report["unexpected_keys"]), refusal)
     return model
+
+
+def _check_unused(model: PreTrainedModel, names: Sequence[str], refusal: str) -> None:
+    """Refuse layers that the files hold beyond those of the model; warn of other unused tensors.
+
+    Layers that predict further tokens, which transformers does not run, are no such layers.
+    """
+    modules = model.named_modules()
+    lengths = {path: len(x) for path, x in modules if isinstance(x, nn.ModuleList)}
+    unrun = _prediction_layers(model.config)
+    for name in names:
+        for path, number in _numbered_paths(name):
+            require(
+                number < lengths.get(path, number + 1) + unrun,
+                f"{refusal}it describes {lengths.get(path)} of {path!r}, and the files hold number "
+                f"{number}, counted from 0 ({name!r})",
+                UnsupportedModelError,
+            )
+    if names and not getattr(model, "is_quantized", False):
+        listed = ", ".join(map(repr, names[:MOST_NAMED])) + _more_names(len(names))
+        warnings.warn(
+            f"the model has no use for {len(names):,} of the tensors in its files ({listed})",
+            UnusedTensorsWarning,
+            stacklevel=2,
+        )
+
+
+def _numbered_paths(name: str) -> Iterator[tuple[str, int]]:
+    """Yield each number in a tensor's name, with what stands before it."""
+    words = name.split(".")
+    for place, word in enumerate(words):
+        if word.isdecimal() and len(word) < 10:
+            yield ".".join(words[:place]), int(word)
+
+
+def _prediction_layers(config: Any) -> int:
+    """Layers that a configuration names for predicting further tokens."""
+    fields = vars(config.get_text_config())
+    marks = ("nextn", "mtp")
+    counts = [n for name, n in fields.items() if any(mark in name for mark in marks)]
+    return sum(n for n in counts if type(n) is int and n > 0)
 
 
 LOADING = threading.RLock()

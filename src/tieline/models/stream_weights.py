@@ -13,7 +13,7 @@ straight into their place; all others go through transformers' own converters. B
 that `from_pretrained` gives. Memory of a layer is used again for the next one of the same shapes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,7 @@ class Weights:
         units: modules that are loaded as one, by name.
         layers: names of those that are decoder layers.
         meta: every saved tensor of the model, on the meta device.
+        unused: names that the model has no parameter for.
         plans: how the weights of each unit are read.
     """
 
@@ -165,7 +166,9 @@ class Weights:
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        self._sources = [s for key in shards.tensors for s in self._mapped(key, renamings)]
+        mapped = [self._mapped(key, renamings) for key in shards.tensors]
+        self._sources = [source for source in mapped if source.target in self.meta]
+        self.unused = {source.target for source in mapped if source.target not in self.meta}
         self.stored_targets = self._stored_targets()
         self._pool: dict[int, list[Tensor]] = {}
         self._pooled: dict[str, list[Tensor]] = {}
@@ -176,14 +179,13 @@ class Weights:
         plan = config.dtype_plan or {}
         self._special = (*build_glob_alternation(list(plan))[:2], plan) if plan else None
 
-    def _mapped(self, key: str, renamings: list[Any]) -> Iterator[Source]:
-        """The parameter that a tensor of the checkpoint goes into, if the model has it."""
+    def _mapped(self, key: str, renamings: list[Any]) -> Source:
+        """The parameter that a tensor of the checkpoint goes into, which the model may not have."""
         prefix = self.model.base_model_prefix
         target, pattern = rename_source_key(key, renamings, self._converters, prefix, self.meta)
         if target not in self.meta and key in self.meta:
             target, pattern = rename_source_key(key, [], [], prefix, self.meta)
-        if target in self.meta:
-            yield Source(key, target, pattern)
+        return Source(key, target, pattern)
 
     def _stored_targets(self) -> set[str]:
         """Parameters that the checkpoint has; a converter may make more than one of a tensor."""
@@ -481,7 +483,7 @@ def open_skeleton(
         nothing: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
         report = LoadStateDictInfo(
             missing_keys=missing,
-            unexpected_keys=set(),
+            unexpected_keys=weights.unused,
             mismatched_keys=shapes,
             skipped_pp_keys=set(),
             **nothing,

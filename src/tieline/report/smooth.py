@@ -23,7 +23,7 @@ from tieline.report.words.numbers import finite, significant
 from tieline.report.words.serving import TOLERANCE
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
-LAYERS = ("layer", "ε", "in units of", "k", "at most", "experts per token")
+LAYERS = ("layer", "ε", "in units of", "k", "experts per token", "at most")
 REPAIRS = (
     *("precision", "KL before", "floor", "verdict", "KL after", "floor", "verdict"),
     *("times lower", "95 % interval"),
@@ -88,8 +88,8 @@ def _epsilon_table(result: Repair) -> Grid:
             significant(layer.epsilon) if layer.epsilon else "0, as it was",
             layer.units,
             str(layer.k),
-            "any number" if result.smoothing.gate == "projected" else str(layer.k_max),
             significant(experts.get(layer.name)),
+            str(layer.k_max),
         )
         for label, layer in zip(labels, layers, strict=True)
     )

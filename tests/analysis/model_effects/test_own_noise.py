@@ -8,10 +8,11 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
-from tieline.analysis.model_effects import own_noise
+from tieline.analysis.model_effects import measure_serving, own_noise
 from tieline.measure.boundary import order_shares, tie_order
 from tieline.models import capture, find_routers
 from tieline.models.emulate import emulate
+from tieline.models.model import Model
 from tieline.run.corpus import tokenise
 
 
@@ -64,3 +65,20 @@ def test_what_cannot_be_measured_says_why():
     assert "runs in bfloat16" in half.status
     inside, _ = report(lively(tiny_model("dbrx")))
     assert "no module of its own" in inside.status
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_served_as_the_same_in_float32(dtype):
+    half = lively(tiny_model("mixtral")).to(dtype)
+    stored = {name: x.data_ptr() for name, x in half.named_parameters()}
+    exact = lively(tiny_model("mixtral")).to(dtype).float()
+    text = tokenise(Letters(), words(240), 240, 40)
+    (served, noise), (expected, _) = (
+        measure_serving(Model(model), tuple(find_routers(model)), text, 3, "bf16")
+        for model in (half, exact)
+    )
+    assert served == expected
+    assert (served.kl.value or 0) > 0
+    assert noise.status == "ok"
+    assert {name: x.data_ptr() for name, x in half.named_parameters()} == stored
+    assert {x.dtype for x in half.parameters()} == {dtype}

@@ -8,11 +8,14 @@ import torch
 
 from tests.analysis.zoo import Letters, words
 from tests.models.tiny import batch, lively, tiny_model
+from tieline.analysis import remedies
 from tieline.analysis.audit import audit
 from tieline.analysis.audit_records import PrecisionAudit
 from tieline.analysis.remedies import chosen_perturbations
-from tieline.core.errors import ParameterError
-from tieline.models import smooth_
+from tieline.core.errors import ParameterError, UnsupportedModelError
+from tieline.models import find_routers, smooth_
+from tieline.models.experts import KERNEL
+from tieline.models.smoothed_router import router_smoothing
 from tieline.run.condition import Perturbation
 from tieline.run.forward import forward
 
@@ -103,6 +106,30 @@ def test_others_do_not_move_it_and_name_their_price(result):
     sizes = [one.bytes_per_token for one in result.remedies.remedies if one.kind == "replay"]
     layers = len(result.layers)
     assert sizes == [2 * layers, 2 * layers * 5]  # ids of one byte, weights of four
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_time_is_of_the_original_as_it_runs_and_of_smoothed_forms_by_the_kernel(
+    monkeypatch, refuses
+):
+    model, timed = strong(), []
+
+    def noted(module, ids, **options):
+        name = module.config._experts_implementation
+        if refuses and name == KERNEL:
+            raise UnsupportedModelError("another layout")
+        routers = find_routers(module).values()
+        timed.append((name, any(router_smoothing(router) for router in routers)))
+        return forward(module, ids, **options)
+
+    before = model.config._experts_implementation
+    monkeypatch.setattr(remedies, "forward", noted)
+    table = run(model, remedies=[ROUTER.name]).remedies
+    assert model.config._experts_implementation == before != KERNEL
+    assert {name for name, smoothed in timed if smoothed} == {before if refuses else KERNEL}
+    plain = [name for name, smoothed in timed if not smoothed]
+    assert plain.count(KERNEL) == (0 if refuses else 1)  # the trial of the kernel
+    assert all(one.time is not None for one in table.remedies if one.kind in ("smooth", "ramp"))
 
 
 def test_the_table_is_part_of_the_json(result):

@@ -102,6 +102,7 @@ def test_the_list_names_the_published_settings(run):
         ([*QUICK, "--radius", "inf"], "finite numbers"),
         ([*QUICK, "--radius", "-1"], "not negative"),
         ([*QUICK, "--repetitions", 1], "--repetitions must be at least 2, got 1"),
+        ([*QUICK, "--repetitions", 10**18], "--repetitions must be at most 1,000,000, got 1000"),
         ([*QUICK, "--fitted", 1], "at least the 2 true experts"),
         ([*QUICK, "--executor", "warp"], "executor must be one of"),
         ([*QUICK, "--figure", "a.gif"], "a figure is"),

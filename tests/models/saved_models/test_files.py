@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import save_file
 
 import tieline
-from tieline.core.errors import TielineError
+from tieline.core.errors import TielineError, UnsupportedModelError, UnusedTensorsWarning
 from tieline.core.untrusted_input import check_stored, model_source
 from tieline.models.configuration import check_config_fields
 from tieline.models.demo import DEMO_FOLDER
@@ -53,6 +53,21 @@ def test_sizes_beyond_the_files_are_refused_without_their_memory(folder, field, 
     with pytest.raises(TielineError, match=r"config.json (says|describes)"):
         Model.open(folder, stream=stream)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_of_fewer_layers_than_its_files_is_refused(folder, stream):
+    change_config(folder, num_hidden_layers=3, layer_types=None)
+    with pytest.raises(UnsupportedModelError, match=r"3 of 'model.layers', .* hold number 3"):
+        Model.open(folder, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_layers_that_predict_further_tokens_and_other_unused_tensors_are_named(folder, stream):
+    change_config(folder, num_hidden_layers=3, layer_types=None, num_nextn_predict_layers=1)
+    with pytest.warns(UnusedTensorsWarning, match=r"no use for \d+ of the tensors .*layers.3"):
+        model = Model.open(folder, stream=stream)
+    assert len(model.routers) == 3
 
 
 def test_every_door_to_a_model_checks_its_size(folder):

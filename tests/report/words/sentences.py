@@ -253,6 +253,7 @@ def smooth():
     """Verdicts of every recommendation, and facts of a smoothed model."""
     repair = smoothed_model()
     _, row = repair.repair.rows
+    far = replace(repair.repair, moved=row.before)
     useless = replace(repair.repair, rows=(replace(row, factor=Estimate(0.9, 0.1)),))
     actions = get_args(Action)
     return {
@@ -262,6 +263,9 @@ def smooth():
                 for x in actions
             ),
             smoothing_verdict(replace(repair, repair=useless)),
+            smoothing_verdict(
+                replace(repair, repair=far, recommendation=Recommendation("repair routing"))
+            ),
             smoothing_verdict(replace(repair, repair=replace(repair.repair, rows=()))),
         ],
         "facts": smoothing_facts(repair),

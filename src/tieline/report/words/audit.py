@@ -19,13 +19,19 @@ from tieline.analysis.audit_records import (
 from tieline.analysis.job_settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
-from tieline.report.words.serving import FLOOR, HARMLESS_MEANING, ROUTERS_RUN, served_sentences
+from tieline.report.words.serving import (
+    FLOOR,
+    HARMLESS_MEANING,
+    ROUTERS_RUN,
+    served_sentences,
+)
 
 FORMATS_SERVED = {form: precision for precision, form in SERVED.items()}
 """The precision served of each number format."""
 
 NEIGHBOUR_ADVICE = {
-    "repair routing": "replay the routes, or smooth",
+    "repair routing": "replay the routes where one run must follow another, else compare "
+    "smoothing with a finer precision",
     "finer precision": "take a finer precision where that matters",
 }
 """What to do about a precision that is not the one served, by action."""
@@ -145,10 +151,7 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
 
 def served_table_sentence(result: PrecisionAudit) -> str:
     """Write what to do about harmful neighbours of the precision served, and how to read all."""
-    explanation = (
-        f"“changed” counts tokens with another expert in some layer; {FLOOR}. {HARMLESS_MEANING}; "
-        f"{ROUTERS_RUN}."
-    )
+    explanation = f"{FLOOR[0].upper()}{FLOOR[1:]}. {HARMLESS_MEANING}; {ROUTERS_RUN}."
     neighbours = [row for row in result.effects if row.level in FORMATS_SERVED]
     return " ".join(
         [*filter(None, (_neighbour_advice(result, x) for x in neighbours)), explanation]
@@ -191,11 +194,12 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
     best = [] if brief else [_best_remedy(table, name) for name in table.perturbations]
     second_runs = ""
     if 0 < table.half_tokens < table.tokens:
-        second_runs = f", second runs over {table.half_tokens:,} of them"
+        second_runs = f" (over {table.half_tokens:,})"
     explanation = (
-        f"KL in nats per token over {table.tokens:,} tokens{second_runs}; σ is the noise of each "
-        f"layer's gap under {table.noise}. Two runs differ by the draw of the noise, or by noise "
-        "of the size of the format's own errors."
+        f"KL per token over {table.tokens:,} tokens; two runs{second_runs} differ by noise of the "
+        "size of rounding errors; “moved” is how far the repair moves the model in float32; × is "
+        f"time over the original's, σ the noise of a layer's gap under {table.noise}; a ramp lets "
+        "weights fall to zero below the last chosen expert."
     )
     obstacles = [f"Not possible: {reason}." for reason in table.impossible]
     return [*filter(None, best), *(() if brief else WHEN), explanation, *obstacles]

@@ -23,6 +23,9 @@ ROUTERS_RUN = (
 HARMLESS_MEANING = f"“harmless” is a KL below {HARMLESS:g} nats per token, by its 95 % interval"
 FLOOR = "the floor is the KL that stays with the clean run's experts forced, so not by flips"
 
+REPLAY = "replay the routes with `tieline.replay` where one run must follow another"
+"""What to do where changed experts do the damage."""
+
 FRAGILE = 0.1
 """Share of a layer's tokens that tie exactly from which the choice is called fragile."""
 
@@ -100,9 +103,8 @@ def _repair_advice(serving: Serving, recommendation: Recommendation) -> tuple[st
     share = serving.by_routing
     cause = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
     return f"{cause}{_uncertainty_note(recommendation)}".strip(), (
-        "replay the routes with `tieline.replay` where one run must follow another"
-        f"{_replay_price(serving)}; where independent runs must agree, compare smoothing with a "
-        "finer precision (`tieline audit`)."
+        f"{REPLAY}{_replay_price(serving)}; where independent runs must agree, compare "
+        "smoothing with a finer precision (`tieline audit`)."
     )
 
 

@@ -9,6 +9,7 @@ from tieline.report.words.numbers import decimal, finite, percent, significant
 from tieline.report.words.serving import (
     FLOOR,
     HARMLESS_MEANING,
+    REPLAY,
     ROUTERS_RUN,
     fragile_sentence,
     loss_change_text,
@@ -22,12 +23,14 @@ def smoothing_facts(result: Repair) -> list[str]:
     repair = result.repair
     before, after = repair.experts_before.value, repair.experts_after.value
     flips = "; ".join(map(_flips_before_and_after, repair.rows))
+    rises = any((x.flips_after.value or 0) > (x.flips_before.value or 0) for x in repair.rows)
+    reason = "; more than before, since experts then come and go with little weight"
     times = "; ".join(map(_latency_text, result.latency))
     sentences = [
         f"Experts per token: {significant(before)} before, {significant(after)} after. "
         f"Loss: {significant(repair.loss.value, 5)} before, changed by "
         f"{loss_change_text(repair.loss_change, repair.sequences)} nats per token.",
-        f"Tokens whose experts change in some layer: {flips}.",
+        f"Tokens whose experts change in some layer: {flips}{reason * rises}.",
         f"Time of a forward pass: {times or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, over {repair.sequences} "
         "sequences after those of the calibration, with which `inspect` and `audit` begin: hence "
@@ -87,7 +90,7 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
 
 def _smoothing_advice(result: Repair, row: RepairRow) -> str:
     """What to do with the smoothed model."""
-    action, repaired = result.recommendation.action, (row.factor.value or 0.0) > 1
+    action = result.recommendation.action
     if action in ("mend router", "no ties", "unknown cause"):
         return serving_advice(result.serving, result.recommendation)
     if action == "nothing":
@@ -97,15 +100,11 @@ def _smoothing_advice(result: Repair, row: RepairRow) -> str:
         )
     if action == "finer precision":
         return "What to do: keep the original, and serve it in a finer precision."
-    if not repaired:
-        return (
-            "What to do: keep the original; replay its routes with `tieline.replay` where one run "
-            "must follow another, else serve it in a finer precision."
-        )
+    if not result.repair.pays(row):
+        return f"What to do: keep the original; {REPLAY}, else serve it in a finer precision."
     return (
         "What to do: take the smoothed model where independent runs must agree and a model this "
-        "near will do; where one run must follow another, replay the routes of the original with "
-        "`tieline.replay`."
+        f"near will do, or the original in a finer precision; {REPLAY}."
     )
 
 
@@ -122,13 +121,9 @@ def _price_sentence(row: RepairRow) -> str:
 def _latency_text(latency: Latency) -> str:
     """How long a pass takes, relative to the original."""
     kernel, original_kernel = latency.implementation, latency.original
-    kernels = (
-        f"{kernel} experts"
-        if kernel == original_kernel
-        else f"{kernel} experts, {original_kernel} before"
-    )
+    before = "" if kernel == original_kernel else f", the original by {original_kernel}"
     interval = f"{latency.low:.2f} to {latency.high:.2f}"
-    return f"{latency.ratio:.2f} times the original ({interval}, {kernels})"
+    return f"{latency.ratio:.2f} times the original ({interval}; experts by {kernel}{before})"
 
 
 def _flips_before_and_after(row: RepairRow) -> str:
