@@ -78,8 +78,15 @@ def is_panic(problem: BaseException) -> bool:
 
 
 def first_line(problem: BaseException) -> str:
-    """Return the first line of an error's message that is not empty."""
-    return next((line.strip() for line in str(problem).splitlines() if line.strip()), repr(problem))
+    """Return the first line of an error's message that is not empty.
+
+    A line that ends with a colon goes on with the next one; a lookup that failed says so.
+    """
+    if isinstance(problem, KeyError) and len(problem.args) == 1:
+        return f"nothing is named {problem.args[0]!r:.200}"
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [repr(problem)]
+    more = lines[1:2] if lines[0].endswith(":") else []
+    return " ".join([lines[0], *more])
 
 
 @contextmanager
