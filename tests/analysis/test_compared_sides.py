@@ -4,11 +4,12 @@ import torch
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis import diff as diff_module
-from tieline.analysis.compared_sides import ModelSide
+from tieline.analysis.compared_sides import ModelSide, _routes, trace_model
 from tieline.analysis.diff import diff, diff_models
 from tieline.core.records import to_plain
 from tieline.models.model import Model
 from tieline.run import schedule
+from tieline.trace.record import identical_values
 
 
 def numbers(result):
@@ -72,6 +73,19 @@ def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
     padding = [((3, 48), False), ((1, 48), False)]
     seeds = [((4, 24), False)] * 2
     assert passes == both + attention + padding + seeds
+
+
+def test_reference_runs_end_at_the_last_router_with_the_same_routes():
+    side, texts, calls = ModelSide(lively(tiny_model("olmoe")), "bf16"), sequences(4), []
+    whole = trace_model(side, texts, batch_size=2)
+    after = side.model.get_output_embeddings()
+    handle = after.register_forward_pre_hook(lambda *call: calls.append(call))
+    assert identical_values(whole, _routes(side, texts, 2))
+    assert not calls
+    logits = side.model(torch.stack(texts)).logits  # nothing of the pass that was cut stays behind
+    handle.remove()
+    assert len(calls) == 1
+    assert torch.equal(logits, lively(tiny_model("olmoe"))(torch.stack(texts)).logits)
 
 
 def test_a_model_given_twice_is_compared_as_its_name_given_twice():

@@ -43,7 +43,7 @@ from tieline.models.model_stream import ModelStream
 from tieline.models.number_formats import FORMATS
 from tieline.run.condition import CLEAN, Condition, Perturbation, rounding_noise
 from tieline.run.corpus import stacked_batches
-from tieline.run.observers import Observer, RouteRecorder
+from tieline.run.observers import Observer, RouteRecorder, RoutersAlone
 from tieline.run.plan import Logits, Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
@@ -101,18 +101,20 @@ def trace_side(
     ranks: Ranks,
     observers: Sequence[Observer] = (),
     progress: Progress | None = None,
+    logits: Logits = "optional",
 ) -> RoutingTrace:
     """Run batches through one model, and return their routing.
 
     Args:
         side: the model.
         ranks: the batches, and how processes share them.
-        observers: what else looks at the passes, with their logits.
+        observers: what else looks at the passes.
         progress: called with stage, done and total.
+        logits: whether these look at logits; nothing else does.
     """
     recorder = side.recorder()
     passes = tuple(Pass(n, side.condition) for n in ranks.numbered)
-    logits: Logits = "optional" if observers else "none"
+    logits = logits if observers else "none"
     plan = Plan((Phase("forward", ranks.numbered, passes, logits=logits),))
     Runner(side.opened, ranks=ranks).run(plan, [recorder, *observers], progress)
     return recorder.trace()
@@ -343,13 +345,13 @@ def _runs_in_format(
     elif name is not None and predictions is not None:
         runs.append(_trace_with_predictions(exact, side, sequences, batch_size, predictions))
     elif name is not None:
-        runs.append(trace_model(side, sequences, batch_size=batch_size))
+        runs.append(_routes(side, sequences, batch_size))
     with _other_attention(exact.model) as is_other:
         if is_other:
             size = min(batch_size, ATTENTION_BATCH)
-            runs.append(trace_model(side, sequences, batch_size=size))
+            runs.append(_routes(side, sequences, size))
     padded = [torch.cat((x, x[:1].expand(PADDING))) for x in sequences]
-    trace = trace_model(side, padded, batch_size=SMALL_BATCH)
+    trace = _routes(side, padded, SMALL_BATCH)
     lengths = torch.tensor([len(x) for x in sequences], device="cpu")
     is_original = trace.positions.long() < lengths[trace.documents.long()]
     runs.append(select_tokens(trace, is_original.nonzero().flatten()))
@@ -357,8 +359,14 @@ def _runs_in_format(
         noisy_side = side._replace(changes=_with_seeded_noise(side.condition, seed))
         ratio = FLOAT32_NOISE if name is None else rounding_noise(name)
         with _noisy_embeddings(exact.model, ratio, seed):
-            runs.append(trace_model(noisy_side, sequences, batch_size=batch_size))
+            runs.append(_routes(noisy_side, sequences, batch_size))
     return runs
+
+
+def _routes(side: ModelSide, sequences: Sequences, batch_size: int) -> RoutingTrace:
+    """The routing of a model that has run whole before; what follows its routers is not run."""
+    ranks = Ranks.of(None, list(stacked_batches(sequences, batch_size)))
+    return trace_side(side, ranks, [RoutersAlone(side.model)], logits="none")
 
 
 @contextmanager

@@ -256,9 +256,11 @@ class Excess(NamedTuple):
 
 
 class _TokenGroups:
-    """Groups of tokens of one layer, as pairs (group, token)."""
+    """Groups of tokens of one layer, as pairs (group, token), and the clusters of the tokens."""
 
-    def __init__(self, tokens: ComparedTokens, layer: int) -> None:
+    def __init__(
+        self, tokens: ComparedTokens, layer: int, clusters: Int[np.ndarray, " tokens"]
+    ) -> None:
         self.names: list[tuple[GroupKind, int | None]] = []
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self.are_rows = not tokens.chosen
@@ -267,6 +269,8 @@ class _TokenGroups:
         else:
             self._add_token_groups(tokens, layer)
         self.group, self.token = (np.concatenate(x) for x in zip(*self._pairs, strict=True))
+        self._shape = len(self.names), int(clusters.max()) + 1
+        self._cells = self.group * self._shape[1] + clusters[self.token]
 
     def _add_token_groups(self, tokens: ComparedTokens, layer: int) -> None:
         """All groups but single rows of a router."""
@@ -305,12 +309,10 @@ class _TokenGroups:
         self._pairs.append((codes.ravel() + len(self.names), rows))
         self.names.extend((kind, int(number)) for number in numbers)
 
-    def cluster_sums(self, values: np.ndarray, clusters: np.ndarray) -> Sums:
+    def cluster_sums(self, values: np.ndarray) -> Sums:
         """Sum of the values of each group in each cluster."""
-        width, height = int(clusters.max()) + 1, len(self.names)
-        codes = self.group * width + clusters[self.token]
-        flat = np.bincount(codes, weights=values[self.token], minlength=height * width)
-        return flat.reshape(height, width)
+        weights, cells = values[self.token], math.prod(self._shape)
+        return np.bincount(self._cells, weights=weights, minlength=cells).reshape(self._shape)
 
     def tokens_in(self, numbers: Sequence[int]) -> np.ndarray:
         """Which tokens are in one of these groups."""
@@ -426,10 +428,12 @@ class _LayerSums:
             spread = max(float(pooled.var()), least**2) if len(pooled) else 1.0
             self._variance[0] = self.scores.judged * spread
         self._variance *= repeats
-        self._count = groups.cluster_sums(self.scores.judged.astype(float), clusters)
+        self._count = groups.cluster_sums(self.scores.judged.astype(float))
         self._is_document = np.array([kind == "document" for kind, _ in groups.names])
         is_spread = ((self._count > 0).sum(1) >= FEWEST_CLUSTERS) | self._is_document
         self.tested = is_spread & (self._count.sum(1) >= FEWEST_TOKENS)
+        scores = range(len(self.scores.values))
+        self._least_variances = [self._least_variance(score) for score in scores]
 
     def _variance_of_counts(self, score: int) -> float:
         """Variance added to that of a count; none to that of a level."""
@@ -438,8 +442,11 @@ class _LayerSums:
     def group_statistics(self) -> Float[np.ndarray, "scores groups"]:
         """Sums of B beyond what is allowed, over their standard deviations."""
         values = self.scores.values - self.scores.allowed
-        sums = [self.groups.cluster_sums(x, self._clusters) for x in values]
-        ratios = [self._sums_over_deviations(x, score)[0] for score, x in enumerate(sums)]
+        every, as_it_is = np.ones_like(self.tested), np.ones((1, self._count.shape[1]))
+        ratios = [
+            self._sums_over_deviations(self.groups.cluster_sums(x), score, every, as_it_is)[:, 0]
+            for score, x in enumerate(values)
+        ]
         return np.where(self.tested, np.stack(ratios), -math.inf)
 
     def null_maxima(self, signs: Float[np.ndarray, "draws clusters"]) -> np.ndarray:
@@ -448,29 +455,38 @@ class _LayerSums:
         for run, null in enumerate(self._nulls):
             for score, values in enumerate(null.values):
                 mean = values.sum() / max(int(null.judged.sum()), 1)
-                centred = np.where(null.judged, values - mean, 0.0)
-                ratios = self._sums_over_deviations(
-                    self.groups.cluster_sums(centred, self._clusters), score, signs
-                )
-                largest = ratios[:, self.tested].max(1, initial=0.0)
-                maxima[run] = np.maximum(maxima[run], largest)
+                sums = self.groups.cluster_sums(np.where(null.judged, values - mean, 0.0))
+                ratios = self._sums_over_deviations(sums, score, self.tested, signs)
+                np.maximum(maxima[run], ratios.max(0, initial=0.0), out=maxima[run])
         return maxima
 
     def _sums_over_deviations(
-        self, sums: Sums, score: int, signs: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Totals over clusters, over their standard deviations (draws, groups)."""
-        signs = np.ones((1, sums.shape[1])) if signs is None else signs
-        totals = signs @ sums.T
-        number = np.maximum((self._count > 0).sum(1), 2)
-        clustered = ((sums**2).sum(1) - totals**2 / number) * number / (number - 1)
-        single = self._variance_of_documents(score) * self._count.sum(1)
-        clustered = np.where(self._is_document, single, clustered)
+        self, sums: Sums, score: int, groups: Bool[np.ndarray, " groups"], signs: np.ndarray
+    ) -> Float[np.ndarray, "tested draws"]:
+        """Totals over clusters of some groups, over their standard deviations."""
+        sums, least = sums[groups], self._least_variances[score][groups, None]
+        totals = (torch.from_numpy(sums) @ torch.from_numpy(signs).T).numpy()  # on torch's threads
         if score == FARTHER_SCORE:  # hardly any in sound runs: a fault would hide in its own spread
-            clustered = np.zeros_like(clustered)
-        floor = self.groups.cluster_sums(self._variance[score], self._clusters).sum(1)
-        floor = floor + self._variance_of_counts(score)
-        return totals / np.sqrt(np.maximum(clustered, np.maximum(floor, 1e-12)))
+            return totals / np.sqrt(least)
+        number = np.maximum((self._count[groups] > 0).sum(1), 2)[:, None]
+        spread = totals**2  # one array from here on: fresh memory takes longer than the numbers
+        spread /= number
+        np.subtract((sums**2).sum(1)[:, None], spread, out=spread)
+        spread *= number
+        spread /= number - 1
+        spread[self._is_document[groups]] = 0.0
+        np.maximum(spread, least, out=spread)
+        np.sqrt(spread, out=spread)
+        return np.divide(totals, spread, out=spread)
+
+    def _least_variance(self, score: int) -> Float[np.ndarray, " groups"]:
+        """Least variance of the sum of each group; that of a document is known by the others."""
+        floor = self.groups.cluster_sums(self._variance[score]).sum(1)
+        floor = np.maximum(floor + self._variance_of_counts(score), 1e-12)
+        if score == FARTHER_SCORE:
+            return floor
+        single = self._variance_of_documents(score) * self._count.sum(1)
+        return np.where(self._is_document, np.maximum(single, floor), floor)
 
     def _variance_of_documents(self, score: int) -> float:
         """Variance per token of the sum of one document, over the reference runs."""
@@ -552,7 +568,7 @@ def _layer_sums(
     """The groups of tokens of a layer and, with scores, the rows of its router."""
     of_b, of_references = run[number], [reference[number] for reference in references]
     fresh, clusters = _tokens_before_flips(number, run, references, tokens), token_clusters(tokens)
-    groups = _TokenGroups(tokens, number)
+    groups = _TokenGroups(tokens, number, clusters)
     allowed, has_tail = tolerance * (LATER if number else 1.0), tolerance < WIDE
     allowed += _quietness(of_references, fresh)
     table = _LayerSums(of_b, of_references, groups, clusters, fresh, repeats, allowed, has_tail)
@@ -561,7 +577,7 @@ def _layer_sums(
         quiet, ranks = of_b.with_rows_above(of_references), of_b.rows.shape[1]
         rows = [x.with_single_scores() for x in (quiet, *of_references)]
         fresh, clusters, repeats = (np.repeat(x, ranks) for x in (fresh, clusters, repeats))
-        groups = _TokenGroups(tokens.with_single_scores(), number)
+        groups = _TokenGroups(tokens.with_single_scores(), number, clusters)
         loudest = max(tolerance, ROW)
         table = _LayerSums(rows[0], rows[1:], groups, clusters, fresh, repeats, loudest, False)
         tables.append((number, table))

@@ -109,13 +109,13 @@ def token_distances(
 def _row_distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     """k3, KL and both losses of rows of logits."""
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
-    terms = k3_divergence(log_a, log_b)
-    if bool(terms.isnan().any()):  # tokens that both exclude from the vocabulary
-        terms = terms.masked_fill(log_a.isneginf() & log_b.isneginf(), 0.0)
-    kl = (log_a.exp() * terms).sum(1)
     index = target.cpu()[:, None]
-    at_text = (x.gather(1, index).squeeze(1) for x in (terms, -log_a, -log_b))
-    of_text, loss_a, loss_b = at_text
+    loss_a, loss_b = (-x.gather(1, index).squeeze(1) for x in (log_a, log_b))
+    terms = k3_divergence(log_a, log_b)
+    if bool(terms.sum().isnan()):  # tokens that both exclude from the vocabulary
+        terms = terms.masked_fill(log_a.isneginf() & log_b.isneginf(), 0.0)
+    of_text = terms.gather(1, index).squeeze(1)
+    kl = log_a.exp_().mul_(terms).sum(1)
     return of_text, kl, loss_a, loss_b
 
 

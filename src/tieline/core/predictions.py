@@ -40,20 +40,21 @@ class Predictions:
 
     Args:
         logits: logits of each token.
-        keep: whether the log-probabilities, twice the bytes of float32 logits, are computed once.
+        keep: whether probabilities and their logarithms, each twice the bytes of float32 logits,
+            are computed once.
     """
 
     def __init__(self, logits: Float[Tensor, "rows length words"], keep: bool = False) -> None:
         self.logits, self._keep = logits, keep
-        self._log_probabilities: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def divergence(self, other: Float[Tensor, "rows length words"]) -> Float[Tensor, "rows length"]:
         """KL(p ‖ q) = Σ_w p_w (log p_w - log q_w) of each token, q from these logits, in nats."""
         chunks = self._chunks(other)
         rows_kl = []
-        for p, after in zip(self._chunked_log_probabilities(), chunks, strict=True):
+        for (p, log_p), after in zip(self._distributions(), chunks, strict=True):
             q = after.double().log_softmax(dim=-1)
-            rows_kl.append(torch.sub(p, q, out=q).mul_(p.exp()).sum(dim=-1).clamp_(min=0).cpu())
+            rows_kl.append(torch.sub(log_p, q, out=q).mul_(p).sum(dim=-1).clamp_(min=0).cpu())
         return torch.cat(rows_kl).view(other.shape[:2])
 
     def _chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
@@ -61,13 +62,15 @@ class Predictions:
         rows = max(2, CHUNK // logits.shape[2])  # threads would share the sum of a single row
         return logits.flatten(0, 1).split(rows)
 
-    def _chunked_log_probabilities(self) -> Iterable[Tensor]:
-        """Log p of some tokens at a time, in float64."""
-        computed = (x.double().log_softmax(dim=-1) for x in self._chunks(self.logits))
-        if not self._keep:
-            return computed
-        self._log_probabilities = self._log_probabilities or list(computed)
-        return self._log_probabilities
+    def _distributions(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Probabilities and their logarithms of some tokens at a time, in float64."""
+        if self._kept:
+            return self._kept
+        logarithms = (x.double().log_softmax(dim=-1) for x in self._chunks(self.logits))
+        computed = ((log_p.exp(), log_p) for log_p in logarithms)
+        if self._keep:
+            computed = self._kept = list(computed)
+        return computed
 
 
 def k3_divergence(

@@ -438,6 +438,10 @@ _MOVES = frozenset(
 """Functions whose result has numbers of their first argument, moved or negated."""
 
 
+_WRITES_TO_FIRST = frozenset({torch.Tensor.__setitem__, torch.Tensor.index_add_})
+"""Functions that write to the memory of their first argument and to no other."""
+
+
 @cache
 def _may_write(function: Any) -> bool:
     """Whether a function of torch may write to its arguments, by the convention of its name."""
@@ -471,6 +475,7 @@ class _Products(TorchFunctionMode):
         self._kept, self._single = kept, single
         self._scope, self._weights = scope, weights
         self._unwritten = object()
+        self._written: set[int] = set()
 
     def __torch_function__(
         self,
@@ -482,7 +487,7 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         writes = _may_write(func) or kwargs.get("out") is not None or kwargs.get("inplace")
         if writes:
-            self._unwritten = object()  # tensors rounded so far may hold other numbers now
+            self._note_write(func, args)
         if not self._active():
             return func(*args, **kwargs)
         positions = self._operands(func, args)
@@ -497,6 +502,19 @@ class _Products(TorchFunctionMode):
         if func in _MOVES:
             self._carry_mark(args[0], result)
         return result
+
+    def _note_write(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Tensors rounded so far may hold other numbers now: those of one memory, or all."""
+        if func in _WRITES_TO_FIRST:
+            self._written.add(_storage_address(args[0]))
+        else:
+            self._unwritten, self._written = object(), set()
+
+    def _is_marked(self, value: Tensor, state: tuple[Any, object]) -> bool:
+        """Whether a tensor was rounded so, and nothing may have written to it since."""
+        if getattr(value, _ROUNDED, None) != state:
+            return False
+        return not self._written or _storage_address(value) not in self._written
 
     def _active(self) -> bool:
         """Whether products that run now are rounded."""
@@ -520,7 +538,7 @@ class _Products(TorchFunctionMode):
         if not isinstance(value, Tensor) or not value.is_floating_point() or rounding is None:
             return value
         state = (rounding, self._unwritten)
-        if not rounding.scaled and getattr(value, _ROUNDED, None) == state:
+        if not rounding.scaled and self._is_marked(value, state):
             return value
         if is_new and type(value) is Tensor and not value.requires_grad:
             round_in_place(value, rounding)  # nobody else has it, and fresh memory is slow
@@ -541,8 +559,10 @@ class _Products(TorchFunctionMode):
     def _carry_mark(self, source: Any, result: Any) -> None:
         """Mark numbers that were moved as rounded if those that they come from were."""
         sources = (source,) if isinstance(source, Tensor) else source
-        marks = {getattr(tensor, _ROUNDED, None) for tensor in sources}
+        mark = getattr(sources[0], _ROUNDED, None)
         results = (result,) if isinstance(result, Tensor) else result
-        if len(marks) == 1 and None not in marks and results[0].dtype == sources[0].dtype:
+        if mark is None or results[0].dtype != sources[0].dtype:
+            return
+        if all(self._is_marked(tensor, mark) for tensor in sources):
             for tensor in results:
-                setattr(tensor, _ROUNDED, *marks)
+                setattr(tensor, _ROUNDED, mark)

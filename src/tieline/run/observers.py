@@ -169,6 +169,32 @@ def run_blocks(blocks: Sequence[BlockRun]) -> list[Any]:
     return outputs
 
 
+class EndOfPass(BaseException):
+    """Raised inside a pass in memory of which nothing more is looked at."""
+
+
+class RoutersAlone(Observer):
+    """Ends a pass once every router of the model has run; stands last among the observers.
+
+    For models that have run whole before: a router that runs twice in a pass is not noticed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = frozenset(sites_of(model))
+        self._called: dict[Pass, set[str]] = {}
+
+    def watches(self, run: Pass) -> bool:
+        """Every pass."""
+        return True
+
+    def on_router(self, run: Pass, site: Site, call: Call, output: Any) -> None:
+        """End the pass after the last router."""
+        called = self._called.setdefault(run, set())
+        called.add(site.name)
+        if called == self._names:
+            raise EndOfPass
+
+
 class Watch:
     """Shows the calls inside one pass to its observers, except those that observers make."""
 

@@ -40,6 +40,7 @@ from tieline.run.condition import REPLAYS
 from tieline.run.forward import finite_logits, forward, model_logits
 from tieline.run.observers import (
     PLAIN,
+    EndOfPass,
     Observer,
     Outcome,
     Site,
@@ -228,7 +229,10 @@ class Schedule:
     def logits(self, state: RunningPass) -> Any:
         """Run a pass and return its logits; None where the phase looks at none."""
         predicts = self.phase.logits != "none"
-        output = forward(self.module(state.run), state.ids, predicts=predicts)
+        try:
+            output = forward(self.module(state.run), state.ids, predicts=predicts)
+        except EndOfPass:
+            return None
         if not predicts:
             return None
         if self.phase.logits == "optional":

@@ -211,6 +211,24 @@ def test_what_was_rounded_is_rounded_again_only_after_a_write(roundings):
     assert not torch.equal(kept, grid(kept))  # what others may hold stays as it is
 
 
+def test_a_write_to_one_tensor_leaves_the_others_rounded(roundings):
+    x, model = torch.randn(6, 5), lively(tiny_model("olmoe"))
+    with torch.inference_mode(), rounded_products(model, "bf16", "all"):
+        sums, other = x + x, x + x.mul(2.0)
+        sums.view(-1)[:3] = 1e-3  # through a view, so that `sums` itself is not named
+        roundings.clear()
+        other + other
+        assert roundings == [(6, 5)]  # the result alone
+        roundings.clear()
+        moved = sums.transpose(0, 1)
+        moved * 1.0
+        assert roundings == [(5, 6)] * 2  # its mark went with the write
+        roundings.clear()
+        other.index_add_(0, torch.tensor([1]), x[:1])
+        other * 1.0
+        assert roundings == [(6, 5)] * 2
+
+
 def test_what_was_rounded_and_moved_is_not_rounded_again(roundings):
     x = torch.randn(6, 4)
     model = lively(tiny_model("olmoe"))
