@@ -109,7 +109,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do, as data; `report.words.serving` writes the sentence.
+    """What to do, as data; `report.words.served_precision` writes the sentence.
 
     Attributes:
         action: what to do, by the estimates.

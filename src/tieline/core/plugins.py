@@ -117,7 +117,7 @@ INSTRUMENT = Plugin(
         ),
         "tieline-check": ResultFormat("tieline.analysis.check:RouteCheck", "tieline.report.check"),
         "tieline-serve-check": ResultFormat(
-            "tieline.analysis.serve_check:ServeCheck", "tieline.report.check:SERVE_CHECK"
+            "tieline.analysis.serve_check:ServeCheck", "tieline.report.serve_check"
         ),
     },
     restorers={"smooth": "tieline.models.smoothed_model"},

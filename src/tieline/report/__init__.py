@@ -40,7 +40,7 @@ SENTENCES = {
     "ShapeAnswer.text": "tieline.report.words.diff:pattern_answer",
     "PrecisionAudit.verdict": "tieline.report.words.audit:audit_verdict",
     "RouteCheck.verdict": "tieline.report.words.check:check_verdict",
-    "ServeCheck.verdict": "tieline.report.words.check:serve_check_verdict",
+    "ServeCheck.verdict": "tieline.report.words.serve_check:serve_check_verdict",
     "RouteFinding.message": "tieline.report.words.check:route_finding_message",
     "RouteFinding.where": "tieline.report.words.check:route_finding_place",
     "RouteFinding.cause": "tieline.report.words.check:route_finding_cause",

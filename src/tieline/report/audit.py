@@ -41,7 +41,7 @@ from tieline.report.words.audit import (
     served_table_sentence,
 )
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
-from tieline.report.words.serving import TOLERANCE
+from tieline.report.words.served_precision import TOLERANCE
 
 FLIPS = Panel(
     "audit-flips",

@@ -20,7 +20,7 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table, text_table
 from tieline.report.words.numbers import finite, significant
-from tieline.report.words.serving import TOLERANCE
+from tieline.report.words.served_precision import TOLERANCE
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
 LAYERS = ("layer", "ε", "in units of", "k", "experts per token", "at most")

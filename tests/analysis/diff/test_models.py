@@ -16,7 +16,7 @@ from tieline.analysis.token_distances import before_flips, token_distances
 from tieline.core.errors import ParameterError, TielineError, TraceError, UnsupportedModelError
 from tieline.models.experts import use_experts
 from tieline.models.model import Model
-from tieline.report.words.serving import serving_advice
+from tieline.report.words.served_precision import serving_advice
 from tieline.trace import select_tokens
 from tieline.trace.record import identical_values
 from tieline.trace.selection import token_sequences

@@ -19,7 +19,7 @@ from tieline.analysis.audit_records import (
 from tieline.analysis.job_settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
-from tieline.report.words.serving import (
+from tieline.report.words.served_precision import (
     FLOOR,
     HARMLESS_MEANING,
     ROUTERS_RUN,

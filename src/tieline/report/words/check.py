@@ -1,17 +1,16 @@
-"""Sentences of both checks: of files of routes, and of a running server.
+"""Sentences of a check of routes.
 
-check_verdict          whether files are sound; `route_finding_message`, `_place`, `_cause` of each
-serve_check_verdict    whether a server's choices depend on the batch
+check_verdict      whether files are sound; `route_finding_message`, `_place`, `_cause` of each
+checks_sentences   what was compared, and what was not
 """
 
 from string import Formatter
 from typing import Any, NamedTuple
 
 from tieline.analysis.check import RouteCheck
-from tieline.analysis.serve_check import FirstFlip, ServeCheck, ServedWay
 from tieline.core.errors import TraceError, require
 from tieline.core.text import layer_label
-from tieline.report.words.numbers import list_with_and, percent, significant
+from tieline.report.words.numbers import percent
 from tieline.trace.soundness import RouteFinding
 
 
@@ -289,21 +288,6 @@ def check_verdict(result: RouteCheck) -> str:
     return "No problems found."
 
 
-WAYS = {
-    "repeated": "sent again",
-    "cached": "with a cached prefix",
-    "batched": "in batches",
-    "after_short": "behind short prompts",
-}
-"""How prompts are sent, in words."""
-
-INVARIANCE = {
-    "vllm": "VLLM_BATCH_INVARIANT=1",
-    "sglang": "--enable-deterministic-inference",
-}
-"""What makes an engine batch-invariant."""
-
-
 def checks_sentences(result: RouteCheck) -> list[str]:
     """Write what was checked, and what was not for want of tokens, a model or a second file.
 
@@ -327,79 +311,3 @@ def checks_sentences(result: RouteCheck) -> list[str]:
         )
     sentences = [f"Checked: {'; '.join(checked)}."]
     return sentences + [f"Not checked: {'; '.join(unchecked)}."] * bool(unchecked)
-
-
-def serve_check_verdict(result: ServeCheck) -> str:
-    """Write whether the choices depend on how prompts are sent."""
-    size = f"all {result.tokens:,} tokens of {result.prompts} prompts"
-    if result.invariant:
-        return (
-            f"Batch-invariant here: {size} choose the same experts alone, repeated, with a cached "
-            "prefix and in batches."
-        )
-    flipped = {way.way: way for way in result.ways if way.flipped}
-    if "repeated" in flipped:
-        share = percent(flipped["repeated"].share, trim=True)
-        return f"Not repeatable: {share} of tokens choose other experts when they are sent again."
-    worst = max(flipped.values(), key=lambda way: way.flipped)
-    where = list_with_and([WAYS[name] for name in flipped])
-    return (
-        f"The choice depends on the batch: up to {percent(worst.share, trim=True)} of tokens "
-        f"choose other experts {where}."
-    )
-
-
-def first_flip_sentence(way: ServedWay) -> str:
-    """Write where the first difference is, and which experts were exchanged."""
-    flip = way.first
-    if flip is None:
-        return f"{WAYS[way.way][:1].upper()}{WAYS[way.way][1:]}: no difference."
-    return (
-        f"First difference {WAYS[way.way]}: layer {flip.layer}, token {flip.token} of prompt "
-        f"{flip.prompt}, {_experts(flip.entered)} for {_experts(flip.left)}{_score_words(flip)}."
-    )
-
-
-def _score_words(flip: FirstFlip) -> str:
-    """The difference of the exchanged scores, if a model judged the flip."""
-    if flip.near_tie is None:
-        return ""
-    if flip.difference is None:
-        return "; its score is far below the others"
-    kind = "a near-tie" if flip.near_tie else "no near-tie"
-    return f"; {kind}, scores differ by {significant(abs(flip.difference), 2)}"
-
-
-def _experts(numbers: tuple[int, ...]) -> str:
-    """Experts by number."""
-    return f"expert{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
-
-
-def near_tie_sentence(result: ServeCheck) -> str:
-    """Write whether rounding explains the first flips; empty without flips."""
-    firsts = sum(way.first_flips for way in result.ways)
-    if not firsts:
-        return ""
-    if result.judged_by is None:
-        return (
-            "Whether these are near-ties is not known without scores: name the model that is "
-            "served with --model."
-        )
-    near_ties = sum(way.near_ties or 0 for way in result.ways)
-    if near_ties == firsts:
-        return f"All {firsts} first flips are near-ties, as {result.precision} rounding explains."
-    return (
-        f"{firsts - near_ties} of {firsts} first flips are no near-ties: {result.precision} "
-        "rounding does not explain them; look for a bug."
-    )
-
-
-def invariance_sentence(result: ServeCheck) -> str:
-    """Write what batch-invariant kernels would change; empty without flips in batches."""
-    if not result.batch_flips:
-        return ""
-    share = percent(result.batch_flips / result.tokens, trim=True)
-    return (
-        f"Batch-invariant kernels ({INVARIANCE[result.engine]}) would keep the choice of "
-        f"{result.batch_flips:,} tokens ({share})."
-    )

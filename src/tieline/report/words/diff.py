@@ -19,7 +19,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.inspect_records import Finding, Observation
 from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
-from tieline.report.words.serving import served_sentences
+from tieline.report.words.served_precision import served_sentences
 
 REPLAY = (
     "What to do: replay the routes of A in B with `tieline.replay` where they must agree; `tieline "

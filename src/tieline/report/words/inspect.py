@@ -19,7 +19,7 @@ from tieline.report.words.numbers import (
     tokens_needed,
     with_interval,
 )
-from tieline.report.words.serving import served_sentences
+from tieline.report.words.served_precision import served_sentences
 
 
 def inspection_verdict(result: Inspection) -> str:

@@ -6,7 +6,7 @@ from tieline.analysis.job_settings import SERVED
 from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.core.statistics import mean_limits
 from tieline.report.words.numbers import decimal, finite, percent, significant
-from tieline.report.words.serving import (
+from tieline.report.words.served_precision import (
     FLOOR,
     HARMLESS_MEANING,
     REPLAY,
