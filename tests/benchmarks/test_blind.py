@@ -1,8 +1,11 @@
 """The blind protocol: its hash, its split, and generators that do what they say."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
+from benchmarks import blind_sample
 from benchmarks.blind import attention, changes, models, pairs, protocol, strength, tables, texts
 from benchmarks.blind.faults import FAULTS
 from benchmarks.blind.models import KINDS, kind_named
@@ -151,3 +154,14 @@ def test_stress_has_two_hundred_of_each():
     for half in ("development", "held-out"):
         for change in STRESS:
             assert sum(x.change == change.name for x in pairs.pairs(half)) == 200
+
+
+def test_a_sample_is_in_random_order_that_its_seed_fixes():
+    options = Namespace(seed=4, sections=["sound", "faulty"], kinds=None)
+    sample = blind_sample.drawn(options)
+    assert sample == blind_sample.drawn(options)
+    assert len({pair.kind for pair in sample[:200]}) == 10  # all kinds but the SmolLM2 mixture
+    assert {pair.section for pair in sample} == {"sound", "faulty"}
+    of_one = blind_sample.drawn(Namespace(**vars(options) | {"kinds": ["smollm2 mixture"]}))
+    assert {pair.kind for pair in of_one} == {"smollm2 mixture"}
+    assert not set(sample) & set(of_one)

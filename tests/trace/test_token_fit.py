@@ -55,6 +55,29 @@ def test_two_requests_exchanged_where_the_token_decides_half(seed):
     assert set(finding.evidence["documents"]) == {"0 → 3", "3 → 0"}
 
 
+def few_common_tokens(seed):
+    """Five documents with a common prompt; of the tokens that follow, half stand in one alone."""
+    documents = np.repeat(range(5), 60)
+    rng = np.random.default_rng(seed)
+    tokens = np.tile(np.append(np.arange(36), np.zeros(24, int)), 5)
+    tail = np.arange(300) % 60 >= 36
+    tokens[tail] = rng.permuted(np.tile(np.arange(36, 60), (5, 1)), axis=1).ravel()
+    alone = tail & ((np.arange(300) % 2 == 0) == (documents % 2 == 0))
+    tokens[alone] = 60 + np.arange(alone.sum())
+    experts = np.argsort(-rng.normal(size=(2, 400, 16)), axis=2)[..., :2]
+    return experts[:, tokens].transpose(1, 0, 2), tokens, documents
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exchanged_requests_are_told_by_tokens_that_only_one_of_them_shares(seed):
+    ids, tokens, documents = few_common_tokens(seed)
+    assert fit_cases(ids, tokens, documents) == {}
+    made = ids.copy()
+    made[documents == 1], made[documents == 2] = ids[documents == 2], ids[documents == 1]
+    finding = fit_cases(made, tokens, documents)["exchanged-documents"]
+    assert set(finding.evidence["documents"]) == {"1 → 2", "2 → 1"}
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_that_follow_their_tokens_a_little_are_sound(seed):
     ids, tokens = noisy(seed, 0.8, 64, 1)

@@ -18,7 +18,9 @@ may have changed places, profiles of the remaining documents give
 
     f(S_a, w_b) + f(S_b, w_a) - f(S_a, w_a) - f(S_b, w_b)
 
-at each position, in which popular experts and tokens cancel, so that the sign test alone decides.
+at each position, in which popular experts and tokens cancel, so that the sign test alone decides. A
+token that no remaining document has fits a row as rows do on average, by the load of its experts;
+the positions at which one token stands opposite such tokens are one draw, their mean.
 
 **Unrelated rows.** The fit with the own tokens less that with tokens of the same document in random
 order has mean zero if rows and tokens have nothing to do with each other. Reported if its upper
@@ -92,6 +94,13 @@ class TokenProfiles(NamedTuple):
         numbers = np.unique(tokens, return_inverse=True)[1]
         counts = np.bincount(numbers)
         return cls(ids, numbers, documents, counts, _choice_counts(ids, numbers, len(counts)))
+
+    def average_fit(self) -> np.ndarray:
+        """Fit (rows,) of each row with a token of which nothing is known."""
+        layers = self.ids.shape[1]
+        loads = self.chosen.sum(1) / len(self.ids)
+        chosen_loads = [loads[layer][self.ids[:, layer]] for layer in range(layers)]
+        return np.stack(chosen_loads).mean((0, 2))
 
     def without(self, document: int) -> "OtherProfiles":
         """The profiles of all other documents."""
@@ -184,20 +193,39 @@ def _exchanges(
     profiles: TokenProfiles, rows: dict[int, np.ndarray], level: float
 ) -> Iterator[DocumentMove]:
     """Pairs of documents whose rows fit better once they change places."""
+    average_fit = profiles.average_fit()
     for pair in combinations(rows, 2):
         count = min(len(rows[number]) for number in pair)
-        a, b = (rows[number][:count] for number in pair)
-        vocabulary, tokens = np.unique(profiles.tokens[np.append(a, b)], return_inverse=True)
+        both = np.stack([rows[number][:count] for number in pair])
+        vocabulary, tokens = np.unique(profiles.tokens[both], return_inverse=True)
         remaining = profiles.of_remaining(pair, vocabulary)
-        fits = [
-            [remaining.fit(profiles.ids[x], stated) for stated in (tokens[:count], tokens[count:])]
-            for x in (a, b)
-        ]
-        stated_fit, other_fit = fits[0][0] + fits[1][1], fits[0][1] + fits[1][0]
-        differ = tokens[:count] != tokens[count:]
-        gain = _fit_gain(stated_fit, other_fit, differ, level, least_wins=0.5)
+        tokens = tokens.reshape(2, count)
+        gains = _exchange_gains(remaining, profiles.ids[both], tokens, average_fit[both])
+        gain = _certain_gain(gains, level, least_wins=0.5)
         if gain is not None:
             yield from (DocumentMove(x, y, None, gain / 2) for x, y in (pair, pair[::-1]))
+
+
+def _exchange_gains(
+    remaining: OtherProfiles, ids: np.ndarray, tokens: np.ndarray, average_fit: np.ndarray
+) -> np.ndarray:
+    """What two documents gain in fit by changing places, one number per draw.
+
+    Args:
+        remaining: profiles of all other documents.
+        ids: chosen experts of both (2, n, layers, k).
+        tokens: their tokens (2, n).
+        average_fit: fit (2, n) of their rows with an unknown token.
+    """
+    unknown = remaining.counts[tokens] == 0
+    fits = np.stack([[remaining.fit(rows, stated) for stated in tokens] for rows in ids])
+    fits = np.where(unknown, average_fit[:, None], fits)
+    compared = (tokens[0] != tokens[1]) & ~unknown.all(0)
+    gains = (fits[0, 1] + fits[1, 0] - fits[0, 0] - fits[1, 1])[compared]
+    positions = np.where(unknown.any(0), -1, np.arange(tokens.shape[1]))
+    keys = np.stack([*np.where(unknown, -1, tokens), positions])[:, compared]
+    draw = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
+    return np.bincount(draw, gains) / np.bincount(draw)
 
 
 def _moves_of(
@@ -229,11 +257,15 @@ def _fit_gain(
     other_fit: np.ndarray,
     differ: np.ndarray,
     level: float,
-    least_wins: float = LEAST_WINS,
 ) -> float | None:
     """Mean fit that the alternative gains; None if the rows do not belong there."""
     compared = differ & np.isfinite(stated_fit) & np.isfinite(other_fit)
-    gains = (other_fit - stated_fit)[compared].round(6)  # equal sums in another order are equal
+    return _certain_gain((other_fit - stated_fit)[compared], level, LEAST_WINS)
+
+
+def _certain_gain(gains: np.ndarray, level: float, least_wins: float) -> float | None:
+    """Mean gain if gains outnumber losses beyond chance, else None."""
+    gains = gains.round(6)  # equal sums in another order are equal
     wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
     if wins == 0 or wins < least_wins * (wins + losses):
         return None
