@@ -10,13 +10,14 @@ that gets the trainer's weights before every rollout; it hands its routes over. 
 rollouts:
 
     shifted       rows of one prompt of ten one position late
-    checkpoint    weights of the pretraining 50 steps before the last
+    checkpoint    weights of the pretraining 50 steps before the last; 20, 10, 5, 2 or 1 steps where
+                  the name says so
     bias          no selection bias
 
-Twenty runs of each, and forty without a fault, count as warned if a `RolloutWarning` is raised
-within the five steps, and end there. Limits are the defaults; they may be looked at on the
-development seeds. Judged seeds have models, prompts and samples of their own. What `FOLDER` holds
-of an earlier call is not repeated.
+Twenty runs of each, ten of the smaller changes, and forty without a fault, count as warned if a
+`RolloutWarning` is raised within the five steps, and end there. Limits are the defaults; they may
+be looked at on the development seeds. Judged seeds have models, prompts and samples of their own.
+What `FOLDER` holds of an earlier call is not repeated.
 """
 
 import argparse
@@ -45,9 +46,13 @@ from tieline.trace.record import RoutingTrace
 SEEDS = {"development": (0, 1), "judged": (100, 101, 102)}
 """Seeds of the models; run i of a kind has model i modulo their number, and a seed of its own."""
 
-PRETRAINED, EARLIER = 200, 150
+PRETRAINED = 200
+EARLIER = {"checkpoint": 50} | {f"checkpoint-{steps}": steps for steps in (20, 10, 5, 2, 1)}
+"""By how many steps of the pretraining the engine's weights are older."""
+
 STEPS, PROMPTS, COMPLETIONS = 5, 10, 2
 RUNS = {"shifted": 20, "checkpoint": 20, "bias": 20, "sound": 40}
+RUNS |= dict.fromkeys([name for name in EARLIER if name != "checkpoint"], 10)
 BIAS_RATE = 0.001
 
 
@@ -112,16 +117,21 @@ def small_model(seed: int) -> Any:
 
 @cache
 def checkpoints(seed: int, folder: Path) -> dict[int, dict[str, Tensor]]:
-    """State of the pretraining at two steps, kept in the folder."""
-    files = {step: folder / f"model-{seed}-{step}.safetensors" for step in (EARLIER, PRETRAINED)}
+    """States of the pretraining, kept in the folder."""
+    files = {step: folder / f"model-{seed}-{step}.safetensors" for step in kept_steps()}
     if not all(file.is_file() for file in files.values()):
         for step, state in pretrained_states(seed).items():
             save_file(state, files[step])
     return {step: load_file(file) for step, file in files.items()}
 
 
+def kept_steps() -> list[int]:
+    """Steps of the pretraining whose states are kept."""
+    return [PRETRAINED, *(PRETRAINED - steps for steps in EARLIER.values())]
+
+
 def pretrained_states(seed: int) -> dict[int, dict[str, Tensor]]:
-    """State of the pretraining at two steps."""
+    """States of the pretraining at the steps that are kept."""
     model, text = small_model(seed), tokens_of_text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +145,7 @@ def pretrained_states(seed: int) -> dict[int, dict[str, Tensor]]:
         loss.backward()
         optimizer.step()
         move_biases(model, recorder.trace())
-        if step in (EARLIER, PRETRAINED):
+        if step in kept_steps():
             states[step] = {k: v.detach().clone() for k, v in model.state_dict().items()}
     return states
 
@@ -159,7 +169,7 @@ class Engine:
     def synced_model(self, live: Any) -> Any:
         """The engine's model: parameters in bfloat16, biases and positions as they are."""
         model = small_model(0).eval()
-        model.load_state_dict(self.earlier if self.fault == "checkpoint" else live.state_dict())
+        model.load_state_dict(self.earlier if self.fault in EARLIER else live.state_dict())
         for name, tensor in model.named_buffers():
             if self.fault == "bias" and name.endswith("e_score_correction_bias"):
                 tensor.zero_()
@@ -268,7 +278,7 @@ def trained_run(fault: str, model_seed: int, seed: int, folder: Path) -> Run:
             args=arguments,
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts_of(seed)}),
             processing_class=tokenizer,
-            rollout_func=Engine(fault, seed, states[EARLIER]),
+            rollout_func=Engine(fault, seed, states[PRETRAINED - EARLIER.get(fault, 0)]),
             callbacks=[steps],
         )
         trainer.remove_callback(PrinterCallback)

@@ -13,15 +13,25 @@ import tieline
 from tests.models.tiny import lively, tiny_model
 from tieline.core.errors import TielineError
 from tieline.engines.engine_registry import engine_named, environment_of, find_python
+from tieline.lab.on_model.rerouted_model import reroute_, unreroute_
 from tieline.models.demo import load_demo_model
+from tieline.models.saved_models import changes_of
 from tieline.models.smoothed_model import portable_rules, smooth_
-from tieline.serving.modeling_tieline import smooth_choice
+from tieline.serving import vllm_rerouted
+from tieline.serving.modeling_tieline import CHANGED, smooth_choice
 from tieline.serving.vllm_plugin import (
+    ReroutedModelConfig,
     SmoothedModelConfig,
     refuse_unserved,
     routing_function,
     slots_of,
     smooth_factory,
+)
+from tieline.serving.vllm_rerouted import (
+    keep_router_tensor,
+    require_router_tensors,
+    rerouted_function,
+    rerouted_rules,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,6 +98,69 @@ def test_only_layers_with_a_rule_are_built_otherwise(rule):
     assert built == [(8, True), (2, False), (2, False)]
 
 
+ROUTERS = {"linear": {}, "perturbed_cosine": {}, "cosine": {"d_proj": 6, "temperature": 0.5}}
+
+
+@pytest.fixture(params=ROUTERS)
+def rerouted(request):
+    model = lively(tiny_model("mixtral"))
+    options = {"router_options": ROUTERS[request.param]}
+    reroute_(model, router=request.param, keep_start=False, **options)
+    return model
+
+
+def test_a_rerouted_layer_has_the_weights_of_transformers(rerouted, monkeypatch):
+    rules = rerouted_rules(changes_of(rerouted.config))
+    router = rerouted.get_submodule(rules[0]["name"])
+    monkeypatch.setattr(vllm_rerouted, "TENSORS", {})
+    for name, tensor in rerouted.state_dict().items():
+        assert keep_router_tensor(name, tensor) == (".tieline_router." in name)
+    require_router_tensors(rules)
+    tokens = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    tokens[0] = 0
+    with torch.no_grad():
+        _, expected, experts = router(tokens)
+        weights, ids = rerouted_function(rules[0])(tokens, tokens, 2, True)
+    assert torch.equal(ids.long(), experts)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rerouted_layer_keeps_its_number_of_experts(rerouted):
+    built, rule = [], rerouted_rules(changes_of(rerouted.config))[0]
+
+    def factory(
+        num_experts, top_k, prefix="", custom_routing_function=None, scoring_func="softmax"
+    ):
+        built.append((top_k, custom_routing_function is not None))
+
+    build = smooth_factory(factory, lambda: [rule])
+    prefix = f"{rule['name'].rpartition('.')[0]}.experts"
+    build(8, 2, prefix=prefix)
+    assert built == [(2, True)]
+    with pytest.raises(ValueError, match="has scoring_func='sigmoid', which vLLM applies"):
+        build(8, 2, prefix=prefix, scoring_func="sigmoid")
+
+
+def test_a_rerouted_folder_is_read_as_the_model_itself(rerouted):
+    fields = json.loads(rerouted.config.to_json_string())
+    assert fields["model_type"] == CHANGED.format(kind="mixtral", changes="reroute")
+    config = ReroutedModelConfig.from_dict(fields)
+    assert (config.model_type, len(config.tieline_rules)) == ("mixtral", 2)
+
+
+def test_what_vllm_cannot_choose_is_refused():
+    model = lively(tiny_model("mixtral"))
+    reroute_(model, router="quadratic")
+    with pytest.raises(ValueError, match=r"\(quadratic\): only new routers of the kinds linear"):
+        rerouted_rules(changes_of(model.config))
+    unreroute_(model)
+    reroute_(model, gate="relu")
+    with pytest.raises(ValueError, match=r"\(relu\): only new routers"):
+        rerouted_rules(changes_of(model.config))
+    with pytest.raises(ValueError, match=r"no layers\.0\.gate\.tieline_router\.weight"):
+        require_router_tensors([{"name": "layers.0.gate", "router": "linear"}])
+
+
 def test_the_plug_in_needs_nothing_of_tieline_but_its_room():
     code = (
         "import sys, tieline.serving.vllm_plugin;"
@@ -126,18 +199,22 @@ SETTINGS = {
     not os.environ.get("TIELINE_TEST_ENGINES"),
     reason="set TIELINE_TEST_ENGINES=1 (make test-engines)",
 )
-def test_vllm_generates_what_transformers_does(tmp_path):
+@pytest.mark.parametrize("change", ["smoothed", "rerouted"])
+def test_vllm_generates_what_transformers_does(change, tmp_path):
     try:
         python = find_python(engine_named("vllm"))
     except TielineError as problem:
         pytest.skip(str(problem))
     model = load_demo_model().eval()
-    smooth_(model, 0.2)
-    model.save_pretrained(tmp_path / "smoothed")
+    if change == "smoothed":
+        smooth_(model, 0.2)
+    else:
+        reroute_(model, router="perturbed_cosine", router_options={"temperature": 0.1})
+    model.save_pretrained(tmp_path / change)
     source = {"PYTHONPATH": str(Path(tieline.__file__).parents[1])}
     environment = environment_of(engine_named("vllm"), python) | SETTINGS | source
     target = tmp_path / "answers.pt"
-    command = [str(python), "-c", PROGRAM, str(tmp_path / "smoothed"), str(target)]
+    command = [str(python), "-c", PROGRAM, str(tmp_path / change), str(target)]
     subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
     tokens, scores = torch.load(target)
     ids = torch.randint(3, 500, (64, 12), generator=torch.Generator().manual_seed(5))

@@ -55,7 +55,12 @@ from tieline.analysis.diff_records import (
     YesNo,
 )
 from tieline.analysis.excess_over_sound_runs import Excess
-from tieline.analysis.noise_shapes import NoiseShape, find_known_patterns, find_patterns
+from tieline.analysis.noise_shapes import (
+    NoiseShape,
+    find_known_patterns,
+    find_patterns,
+    position_pattern,
+)
 from tieline.core.setting_fields import require_setting
 from tieline.core.statistics import Estimate
 from tieline.models.number_formats import OF_ROUTERS
@@ -526,10 +531,13 @@ def _numbering_patterns(alignment: Alignment) -> list[Pattern]:
 
 
 def _excess_patterns(shapes: Sequence[NoiseShape], excess: Sequence[Excess]) -> tuple[Pattern, ...]:
-    """The group that holds the first excess, if one does."""
+    """The group that holds the first excess, if one does; else its growth along positions."""
     first = excess[0] if excess else None
-    if first is None or first.kind == "all":
+    if first is None:
         return ()
+    if first.kind == "all":
+        growth = position_pattern(shapes[first.layer])
+        return () if growth is None else (growth,)
     layer = shapes[first.layer - (first.kind == "expert")].name
     effect = 2 * math.log(first.ratio)
     return (Pattern(first.kind, layer, effect, 0.0, first.number, detail="reference"),)

@@ -307,7 +307,7 @@ def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     experts = [x for shape in noisy if (x := _loud_expert_pattern(shape, shapes))]
     offsets = [x for shape in noisy if (x := _expert_offset_pattern(shape, shapes))]
     rows = [x for shape in noisy if (x := _outlier_pattern("row", shape.name, shape.row))]
-    positions = [x for shape in noisy[:1] if (x := _position_pattern(shape))]
+    positions = [x for shape in noisy[:1] if (x := position_pattern(shape))]
     documents = [x for s in noisy[:1] if (x := _outlier_pattern("document", s.name, s.document))]
     layers = _layer_patterns(shapes)
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))][:1]
@@ -368,8 +368,8 @@ def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> P
     )
 
 
-def _position_pattern(shape: NoiseShape) -> Pattern | None:
-    """Growth along positions that is large and sure."""
+def position_pattern(shape: NoiseShape) -> Pattern | None:
+    """Return the growth of a layer's noise along positions, if it is large and sure."""
     limit = LIMITS["positions"]
     rise, error = shape.rise or (0.0, 0.0)
     if abs(rise) < limit or abs(rise) < SURE * error:

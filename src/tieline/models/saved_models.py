@@ -72,7 +72,7 @@ from tieline.models.class_changes import (
     wrapped_class,
 )
 from tieline.models.configuration import check_config_fields
-from tieline.serving.modeling_tieline import MARKER, TielineConfig
+from tieline.serving.modeling_tieline import CHANGED, MARKER, TielineConfig
 
 Facts = dict[str, Any]
 
@@ -178,10 +178,7 @@ def _saving_config(cls: type) -> type:
         inner.pop(ATTRIBUTE, None)
         changes = changes_of(config)  # in their order, which the text has not
         kind = inner.get("model_type", config.model_type)
-        sentence = (
-            f"{kind} changed by Tieline ({', '.join(changes)}): it does not run as saved without "
-            "it; load it with tieline.models.load_pretrained"
-        )
+        sentence = CHANGED.format(kind=kind, changes=", ".join(changes))
         outer = {"model_type": sentence, KEY: {"changes": changes, "config": inner}}
         return json.dumps(outer, indent=2) + "\n"
 

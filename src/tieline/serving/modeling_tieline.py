@@ -35,6 +35,12 @@ VARIANT = "tieline"
 MARKER = "tieline_marker"
 """The tensor by which weights that were saved smoothed are recognised."""
 
+CHANGED = (
+    "{kind} changed by Tieline ({changes}): it does not run as saved without it; load it with "
+    "tieline.models.load_pretrained"
+)
+"""The `model_type` of models with other changes, which nothing else loads by accident."""
+
 SKIPPING = ("grouped_mm", "batched_mm")
 """Implementations of experts that leave an index beyond the last expert out."""
 

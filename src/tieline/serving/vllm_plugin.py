@@ -1,10 +1,11 @@
-"""vLLM serves smoothed models: a plug-in of the entry point `vllm.general_plugins`.
+"""vLLM serves smoothed and rerouted models: a plug-in of the entry point `vllm.general_plugins`.
 
 A folder that `tieline smooth` wrote has `model_type` "tieline" and the rule of each router in its
 config.json. The plug-in reads it as the configuration of the model itself, and gives the experts of
 every smoothed layer a `custom_routing_function` with K slots per token: the shared experts first,
 the other slots with weight 0. K is the number of experts up to 16 of them, else k + 8, or
 `TIELINE_VLLM_SLOTS`; a token that shares its seats among more experts keeps the K largest shares.
+Rerouted models are those of `vllm_rerouted`.
 
 Needs torch, transformers and vLLM; nothing else of Tieline is imported. Written for vLLM 0.32; a
 version whose interfaces differ is refused in one line, and so is a model whose router has groups, a
@@ -22,15 +23,21 @@ import torch
 from torch import Tensor
 
 from tieline.serving.modeling_tieline import (
+    CHANGED,
     MARKER,
     TielineConfig,
     combine_weights,
     selection_scores,
     shared_experts,
 )
-
-RULES = "tieline_rules"
-"""Attribute of the model's configuration with the rules of its routers."""
+from tieline.serving.vllm_rerouted import (
+    RULES,
+    keep_router_tensor,
+    refuse_other_rules,
+    require_router_tensors,
+    rerouted_function,
+    rerouted_rules,
+)
 
 SLOTS_VARIABLE = "TIELINE_VLLM_SLOTS"
 EXTRA_SLOTS, FEW_EXPERTS = 8, 16
@@ -45,17 +52,32 @@ class SmoothedModelConfig(TielineConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """Return the configuration of the model, an instance of its own class."""
-        from transformers import CONFIG_MAPPING
-
         facts = config_dict.get("tieline") or {}
         if "rules" not in facts:
             raise ValueError("config.json holds no rules of a smoothed model: save it with Tieline")
         refuse_unserved(facts["rules"])
-        inner = facts["config"]
-        read = CONFIG_MAPPING[inner["model_type"]].from_dict(inner, **options)
-        config = read[0] if isinstance(read, tuple) else read
-        setattr(config, RULES, facts["rules"])
-        return read
+        return _inner_config(facts, facts["rules"], options)
+
+
+class ReroutedModelConfig(TielineConfig):
+    """Reads the configuration of a rerouted model as that of the model itself, with its rules."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Return the configuration of the model, an instance of its own class."""
+        facts = config_dict["tieline"]
+        return _inner_config(facts, rerouted_rules(facts["changes"]), options)
+
+
+def _inner_config(facts: dict[str, Any], rules: list[dict[str, Any]], options: Any) -> Any:
+    """The configuration of the model itself, which knows the rules of its routers."""
+    from transformers import CONFIG_MAPPING
+
+    inner = facts["config"]
+    read = CONFIG_MAPPING[inner["model_type"]].from_dict(inner, **options)
+    config = read[0] if isinstance(read, tuple) else read
+    setattr(config, RULES, rules)
+    return read
 
 
 def refuse_unserved(rules: list[dict[str, Any]]) -> None:
@@ -112,9 +134,14 @@ def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) ->
         if rule is None:
             return factory(*args, **options)
         bound = inspect.signature(factory).bind(*args, **options)
-        slots = slots_of(rule, int(bound.arguments["num_experts"]))
-        bound.arguments["top_k"] = slots
-        bound.arguments["custom_routing_function"] = routing_function(rule, slots)
+        if "router" in rule:
+            refuse_other_rules(bound.arguments, rule["name"])
+            function = rerouted_function(rule)
+        else:
+            slots = slots_of(rule, int(bound.arguments["num_experts"]))
+            bound.arguments["top_k"] = slots
+            function = routing_function(rule, slots)
+        bound.arguments["custom_routing_function"] = function
         ROUTED.add(rule["name"])
         return factory(*bound.args, **bound.kwargs)
 
@@ -122,19 +149,20 @@ def smooth_factory(factory: Callable[..., Any], rules_now: Callable[[], Any]) ->
 
 
 def without_marker(read: Callable[..., Any], rules_now: Callable[[], Any]) -> Callable[..., Any]:
-    """Return vLLM's reader of weights without the marker; it checks that layers are smoothed."""
+    """Return vLLM's reader of weights without Tieline's; it checks that layers have their rule."""
 
     @functools.wraps(read)
     def unmarked_weights(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         missing = [rule["name"] for rule in rules_now() or () if rule["name"] not in ROUTED]
         if missing:
             raise ValueError(
-                f"vLLM built {missing[0]!r} and {len(missing) - 1} more without its smoothing: "
+                f"vLLM built {missing[0]!r} and {len(missing) - 1} more without Tieline's rule: "
                 "this version builds the experts of the model in another way than 0.32"
             )
         for name, tensor in read(*args, **options):
-            if name != MARKER:
+            if name != MARKER and not keep_router_tensor(name, tensor):
                 yield name, tensor
+        require_router_tensors([rule for rule in rules_now() or () if "router" in rule])
 
     return unmarked_weights
 
@@ -157,6 +185,9 @@ def register() -> None:
     if hasattr(factory, "__wrapped__"):
         return
     config._CONFIG_REGISTRY[TielineConfig.model_type] = SmoothedModelConfig
+    for kind in import_module("transformers").CONFIG_MAPPING:
+        name = CHANGED.format(kind=kind, changes="reroute")
+        config._CONFIG_REGISTRY[name] = ReroutedModelConfig
     smoothing_factory = smooth_factory(factory, rules_in_force)
     for module in (layer, fused_moe):
         vars(module)["FusedMoEFactory"] = smoothing_factory

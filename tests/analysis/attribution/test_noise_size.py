@@ -6,12 +6,14 @@ import torch
 from tieline.analysis.attribution import (
     ROUNDING,
     Expected,
+    _excess_patterns,
     allowed_noise,
     expected_format,
     judge_size,
     read_format,
     sizes_like,
 )
+from tieline.analysis.excess_over_sound_runs import Excess
 from tieline.analysis.noise_shapes import NoiseShape
 from tieline.core.errors import ParameterError
 from tieline.models.number_formats import FORMATS
@@ -82,6 +84,13 @@ def test_a_reference_run_decides_where_there_is_one():
     assert found.answer == "no"
     assert (found.kind, found.judged, found.ratio) == ("reference", "y", 1.9)
     assert judge_size(shapes[:1], Expected("bf16", "as asked")).answer == "yes"
+
+
+@pytest.mark.parametrize(("rise", "named"), [((7.0, 0.3), ["positions"]), ((2.0, 0.3), [])])
+def test_an_excess_of_all_tokens_is_named_where_it_grows_along_positions(rise, named):
+    shapes = [NoiseShape("x", 0.05, 900, rise=rise), NoiseShape("y", 0.1, 900)]
+    patterns = _excess_patterns(shapes, [Excess(0, "all", None, 20.0, 90.0, 6.0)])
+    assert [pattern.kind for pattern in patterns] == named
 
 
 def test_what_is_missing_or_silent_is_said():
