@@ -116,3 +116,16 @@ def test_a_result_is_saved_and_read_again(tmp_path):
 def test_what_cannot_be_checked_is_refused(source, options, message):
     with pytest.raises(TielineError, match=message):
         tl.check(source, **options)
+
+
+@pytest.mark.parametrize("number", [1 << 16, 1 << 32, 1 << 62])
+@pytest.mark.parametrize("n_experts", [None, 16])
+def test_ids_beyond_any_model_are_refused_and_not_counted(number, n_experts, tmp_path):
+    array = np.load(SIXTEEN).astype(np.int64)
+    array[0, 0, 0] = number
+    np.save(tmp_path / "routes.npy", array)
+    for given in (array, tmp_path / "routes.npy"):
+        with pytest.raises(TielineError, match=f"the id {number:,}, and no model has over 65,536"):
+            tl.check(given, n_experts=n_experts)
+    with pytest.raises(TielineError, match="no model has over 65,536"):
+        tl.check(SIXTEEN, against=array)

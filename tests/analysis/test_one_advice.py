@@ -1,8 +1,10 @@
 """One model gets one number and one advice from inspect, audit, smooth and diff."""
 
+import copy
 from functools import cache
 
 import pytest
+import torch
 
 import tieline
 from tests.analysis.zoo import Letters, words
@@ -141,6 +143,22 @@ def test_routers_with_equal_scores_are_named_and_not_smoothed(name, layers):
         repaired(name)
     with pytest.raises(UnsupportedModelError, match="all scores are equal"):
         tieline.smooth(source(name), text=words(280), tokens=120, calibration=80, epsilon=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("equal scores", "All scores of a layer are equal: an untrained or broken router."),
+        ("all chosen", "All experts are chosen: no tie is possible."),
+    ],
+)
+def test_routers_that_do_not_choose_are_named_where_no_precision_is_compared(name, sentence):
+    model, tokenizer = source(name)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    result = tieline.diff((half, tokenizer), (half, tokenizer), **RUN)
+    assert result.serving is None
+    assert sentence in result.verdict
+    assert "What to do: nothing." not in result.verdict
 
 
 @pytest.mark.parametrize("name", ["all chosen", "one expert"])

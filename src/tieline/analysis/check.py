@@ -23,7 +23,7 @@ from tieline.run.runner import recorded_routes
 from tieline.trace.agreement import agreement_findings
 from tieline.trace.readers import ReadOptions, Routes, read_routes, routes_of_trace
 from tieline.trace.readers.route_formats import token_documents
-from tieline.trace.record import RoutingTrace
+from tieline.trace.record import MOST_EXPERTS, RoutingTrace
 from tieline.trace.repetition import repetition_findings
 from tieline.trace.soundness import RouteFinding, route_table, soundness_findings
 from tieline.trace.store import load_trace
@@ -177,7 +177,19 @@ def _checked_routes(source: Any, options: ReadOptions) -> Routes:
         kind = type(source).__name__
         readable = any(hasattr(source, name) for name in ("outputs", "choices", "routed_experts"))
         require(readable, f"check takes a path, an array or an answer of an engine, got {kind}")
-    return read_routes(source, options)
+    return _with_possible_ids(read_routes(source, options))
+
+
+def _with_possible_ids(routes: Routes) -> Routes:
+    """The routes; refuses ids beyond any model's experts, which would be counted one by one."""
+    largest = int(routes.experts.max(initial=0))
+    require(
+        largest < MOST_EXPERTS,
+        f"{routes.name}: has the id {largest:,}, and no model has over {MOST_EXPERTS:,} experts: "
+        "are these numbers of experts?",
+        TraceError,
+    )
+    return routes
 
 
 def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:

@@ -62,6 +62,7 @@ from tieline.analysis.score_noise import (
 )
 from tieline.analysis.served_precision import (
     Serving,
+    advice_on_routers,
     equal_layers,
     exact_ties,
     recommend,
@@ -544,7 +545,9 @@ def diff_result(
         timings=timings,
         causes=causes,
         serving=serving,
-        recommendation=None if serving is None else recommend(serving),
+        recommendation=(
+            advice_on_routers(aligned.a.layers) if serving is None else recommend(serving)
+        ),
         traces=traces,
     )
 

@@ -640,7 +640,8 @@ class RoutingDiff(Result):
             unless an engine ran a quantised model beside the original.
         serving: what the precision of one side does beside the other in float32; None unless a
             served precision was compared with float32 and predictions were.
-        recommendation: what to do about that precision; None without `serving`.
+        recommendation: what to do about that precision, or about routers that do not choose; None
+            without either.
         traces: the routing of A and of B; not part of the JSON.
     """
 

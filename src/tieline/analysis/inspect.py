@@ -230,7 +230,7 @@ def inspect(
     corpus = Corpus(**settings.corpus)
     origin = corpus.origin  # a text that cannot be read is refused before a model is loaded
     job = "inspect takes a trace or summary, or"
-    model = Model.open(source, job, dtype=settings.dtype, **settings.loading)
+    model = Model.open(source, job, dtype=_opened_dtype(settings), **settings.loading)
     clock, names = _Clock(), router_names(model.module, settings.layers)
     with clock("tokenise"):
         text = corpus.tokenised(model.tokenizer, model.module)
@@ -241,6 +241,12 @@ def inspect(
     if progress is not None and settings.parallel in (None, "data"):
         inspector.announce()
     return inspector.inspection()
+
+
+def _opened_dtype(settings: InspectSettings) -> str:
+    """The precision of the run: float32 for streamed weights that shall also be rounded."""
+    served = settings.serve not in (None, "none")
+    return "fp32" if settings.stream and served and settings.dtype == "auto" else settings.dtype
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,7 @@ def measure_serving(
         progress: called with stage, done and total.
     """
     with in_float32(model.module, MOST_WEIGHTS):
-        status = rounding_status(model.module, names)
+        status = rounding_status(model.module, names, model.stream is not None)
         if status != "ok":
             return None, NoiseReport((), status)
         return _served_effects(model, names, text, batch_size, precision, progress)
@@ -374,16 +374,23 @@ def noise_report(clean: RoutingTrace, rounded: RoutingTrace, precision: str) -> 
     return NoiseReport(tuple(layers))
 
 
-def rounding_status(model: nn.Module, names: Sequence[str]) -> str:
-    """Return "ok" if rounding shows the noise of this model, else why not."""
+def rounding_status(model: nn.Module, names: Sequence[str], streamed: bool = False) -> str:
+    """Return "ok" if rounding shows the noise of this model, else why not.
+
+    Args:
+        model: the model.
+        names: its routers to look at.
+        streamed: whether a runner reads the weights when they are needed.
+    """
     parameters = list(model.parameters())
-    if any(parameter.is_meta for parameter in parameters):
+    if not streamed and any(parameter.is_meta for parameter in parameters):
         return "not measured: weights that are not in memory cannot be rounded"
     kinds = {p.dtype for p in parameters if p.is_floating_point()} - {torch.float32, torch.float64}
     if kinds:
         kind = str(next(iter(kinds))).removeprefix("torch.")
         return f"not measured: the model runs in {kind}, whose noise shows against float32 only"
-    if sum(p.numel() * p.element_size() for p in parameters) > MOST_WEIGHTS:
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    if not streamed and size > MOST_WEIGHTS:
         return f"not measured: a second copy of the weights exceeds {MOST_WEIGHTS >> 30} GiB"
     families = [family_of(model.get_submodule(name)) for name in names]
     if any(family is None or family.in_block for family in families):

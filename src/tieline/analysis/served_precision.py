@@ -168,6 +168,13 @@ def tied_share(scores: Float[Tensor, "tokens experts"], k: int) -> float:
     return (gap(scores, k) == 0).double().mean().item()
 
 
+def advice_on_routers(layers: Iterable[LayerTrace]) -> Recommendation | None:
+    """Return what to do about routers that do not choose; None for those that do."""
+    actions: dict[Routers, Action] = {"equal scores": "mend router", "all chosen": "no ties"}
+    action = actions.get(router_state(layers))
+    return None if action is None else Recommendation(action)
+
+
 def recommend(serving: Serving) -> Recommendation:
     """Decide what to do about a model that is served in a low precision."""
     if serving.routers == "equal scores":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.models.tiny import lively, tiny_model
+from tests.tiers import tiers
 from tieline.analysis.inspect import inspect
 from tieline.analysis.jumps import JumpSettings
 from tieline.analysis.route_files import load
@@ -267,3 +268,18 @@ def test_a_run_of_the_demo_is_called_so_however_it_was_loaded():
     result = inspect((loaded.module, loaded.tokenizer), tokens=64, jumps=False)
     assert result.provenance["model"] == "demo"
     assert Model.open("demo", stream=True).provenance.model == "demo"
+
+
+@pytest.mark.parametrize("family", tiers(["mixtral", "gpt_oss", "deepseek_v3"], always=["mixtral"]))
+def test_a_streamed_model_is_served_as_the_same_in_memory(family, tmp_path, tokenizer):
+    folder = tmp_path / "model"
+    lively(tiny_model(family, vocab_size=512)).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    run = {"tokens": 80, "sequence_length": 20, "batch_size": 2, "jumps": False, "serve": "int8"}
+    streamed, loaded = (
+        inspect(folder, text=TEXT, stream=stream, dtype=dtype, **run)
+        for stream, dtype in ((True, "auto"), (False, "fp32"))
+    )
+    assert loaded.serving.kl.value > 0
+    assert streamed.serving == loaded.serving
+    assert streamed.noise == loaded.noise

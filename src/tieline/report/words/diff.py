@@ -19,7 +19,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.inspect_records import Finding, Observation
 from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
-from tieline.report.words.served_precision import served_sentences
+from tieline.report.words.served_precision import MEND_ROUTER, served_sentences
 
 REPLAY = (
     "What to do: replay the routes of A in B with `tieline.replay` where they must agree; `tieline "
@@ -27,6 +27,12 @@ REPLAY = (
 )
 NAME_FORMAT = "What to do: name the precision with --expect, or give the model, and compare again."
 NOTHING = "What to do: nothing."
+ROUTERS = {
+    "mend router": "All scores of a layer are equal: an untrained or broken router. What to do: "
+    f"{MEND_ROUTER}",
+    "no ties": "All experts are chosen: no tie is possible. What to do: nothing about routing.",
+}
+"""What is said of routers that do not choose, by action."""
 TIES = ("no flips", "explained by ties")
 """Conclusions after which there is nothing to look for."""
 CAPTURE = "What to do: capture both runs with scores and compare them again."
@@ -62,6 +68,8 @@ def _advice_on_ties(result: RoutingDiff, causes: Causes) -> list[str]:
     """What to do where ties explain all: by what the precision served does, if it was measured."""
     if causes.conclusion not in TIES:
         return []
+    if result.serving is None and result.recommendation is not None:
+        return [ROUTERS[result.recommendation.action]]
     if result.serving is None or result.recommendation is None:
         return [NOTHING if causes.conclusion == "no flips" else REPLAY]
     return served_sentences(result.serving, result.recommendation)

@@ -23,6 +23,7 @@ ROUTERS_RUN = (
 HARMLESS_MEANING = f"“harmless” is a KL below {HARMLESS:g} nats per token, by its 95 % interval"
 FLOOR = "the floor is the KL that stays with the clean run's experts forced, so not by flips"
 
+MEND_ROUTER = "check the checkpoint; nothing else that is measured here means anything."
 REPLAY = "replay the routes with `tieline.replay` where one run must follow another"
 """What to do where changed experts do the damage."""
 
@@ -128,10 +129,7 @@ def _broken_router_advice(serving: Serving, recommendation: Recommendation) -> t
     """All scores are equal."""
     labels = list(layer_labels(serving.equal_layers).values())
     where = f" in {list_with_commas(labels)}" if labels else ""
-    return (
-        f"All scores are equal{where}: an untrained or broken router.",
-        "check the checkpoint; nothing else that is measured here means anything.",
-    )
+    return f"All scores are equal{where}: an untrained or broken router.", MEND_ROUTER
 
 
 def _no_ties_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
