@@ -102,6 +102,28 @@ class RouterScope:
                 handle.remove()
             self.running, self.exact = None, False
 
+    @contextmanager
+    def inside_routers(self, mode: TorchFunctionMode) -> Iterator[None]:
+        """A mode is in force while a router runs: elsewhere it would only take time."""
+        entered: list[TorchFunctionMode] = []
+
+        def enter(*call: object) -> None:
+            entered.append(mode.__enter__())
+
+        def leave(*call: object) -> None:
+            if entered:  # not where an earlier hook has failed
+                entered.pop().__exit__(None, None, None)
+
+        handles = []
+        for router in self._routers.values():
+            handles.append(router.register_forward_pre_hook(enter))
+            handles.append(router.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _setter(self, attribute: str, value: object) -> Callable[..., None]:
         """Hook that sets an attribute of this scope."""
         return lambda *call: setattr(self, attribute, value)
@@ -202,7 +224,7 @@ def score_noise(model: nn.Module, sigma: float, generator: torch.Generator) -> I
                 f"{layer_label(name)}: the logits of {type(router).__name__} are not one product"
             )
     scope = RouterScope(routers)
-    with scope.watching(), _NoisyLogits(scope, sigma, generator):
+    with scope.watching(), scope.inside_routers(_NoisyLogits(scope, sigma, generator)):
         yield
 
 
@@ -370,13 +392,22 @@ def rounded_products(
     It holds for the thread that enters it.
     """
     chosen, routers = _checked_format(number_format, region), modular_routers(model)
-    kept, scope = kept_names(routers, keep), RouterScope(routers, position_tables(model))
+    kept = kept_names(routers, keep)
+    if region == "router":
+        scope = RouterScope(routers)
+        parameters = (x for router in routers.values() for x in router.parameters())
+        weights = frozenset(_storage_address(x) for x in parameters if not x.is_meta)
+        mode = _Products(chosen, region, kept, set(), scope, weights)
+        with scope.watching(), scope.inside_routers(mode):
+            yield
+        return
     single = {
         name for name, router in routers.items() if region == "all" and computes_single(router)
     }
     storages = frozenset(
         _storage_address(weight) for weight in model.parameters() if not weight.is_meta
     )
+    scope = RouterScope(routers, position_tables(model))
     with scope.watching(), _Products(chosen, region, kept, single, scope, storages):
         yield
 
@@ -476,6 +507,10 @@ class _Products(TorchFunctionMode):
         self._scope, self._weights = scope, weights
         self._unwritten = object()
         self._written: set[int] = set()
+
+    def __enter__(self) -> "_Products":
+        self._unwritten = object()  # what was written before the block is not known
+        return super().__enter__()
 
     def __torch_function__(
         self,

@@ -229,6 +229,19 @@ def test_a_write_to_one_tensor_leaves_the_others_rounded(roundings):
         assert roundings == [(6, 5)] * 2
 
 
+def test_rounded_routers_watch_no_function_outside_of_them(monkeypatch):
+    model, names = lively(tiny_model("olmoe")), []
+    watched = emulate_room._Products.__torch_function__
+    monkeypatch.setattr(
+        emulate_room._Products,
+        "__torch_function__",
+        lambda self, *call: names.append(self._scope.running) or watched(self, *call),
+    )
+    with torch.inference_mode(), emulate(model, "bf16", region="router"):
+        model(input_ids=batch())
+    assert set(names) == set(emulate_room.modular_routers(model))
+
+
 def test_what_was_rounded_and_moved_is_not_rounded_again(roundings):
     x = torch.randn(6, 4)
     model = lively(tiny_model("olmoe"))
