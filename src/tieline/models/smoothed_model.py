@@ -72,6 +72,7 @@ from tieline.serving import modeling_tieline
 
 MODEL_TYPE = "tieline"
 MODELLING_FILE = Path(modeling_tieline.__file__)
+MLX_FILE = MODELLING_FILE.with_name("modeling_tieline_mlx.py")  # needs MLX, so is not imported
 
 CARD = """\
 # A smoothed Mixture-of-Experts model
@@ -85,6 +86,8 @@ they would run as another model, which is why `model_type` is "tieline".
 - **Tieline**: `import tieline`, then the same without `trust_remote_code`; or
   `tieline.models.load_pretrained(FOLDER)`.
 - **vLLM**: with Tieline's plug-in installed, `vllm serve FOLDER`.
+- **mlx-lm**: `mlx_lm.generate --model FOLDER --trust-remote-code`; the code is
+  `modeling_tieline_mlx.py`.
 - llama.cpp and TensorRT-LLM cannot serve it: their routers take a fixed number of experts by a rule
   of their own.
 
@@ -179,9 +182,11 @@ def make_portable(model: nn.Module, folder: Path) -> bool:
         "model_type": MODEL_TYPE,
         "architectures": ["TielineForCausalLM"],
         "auto_map": {door: f"{module}.{name}" for door, name in names.items()},
+        "model_file": MLX_FILE.name,  # where mlx-lm looks for the model
     }
     fields[MODEL_TYPE]["rules"] = rules
-    shutil.copyfile(MODELLING_FILE, folder / MODELLING_FILE.name)
+    for file in (MODELLING_FILE, MLX_FILE):
+        shutil.copyfile(file, folder / file.name)
     write_whole(folder / "README.md", _model_card(fields, rules).encode())
     write_whole(path, (json.dumps(fields, indent=2) + "\n").encode())
     return True
