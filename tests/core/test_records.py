@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from tieline.core.records import (
     LONGEST,
     Result,
     canonical_json,
+    entry_named,
     from_plain,
     parse_json,
     read_result,
@@ -360,3 +362,10 @@ def test_a_record_that_holds_much_is_shown_in_a_few_lines():
     assert "column=Tensor(300, 4), rows=<2000 Wide>" in repr(wide)
     assert "('model', 'demo') and 1 more" in repr(wide)
     assert repr(Wide("x", 1.5, (1, 2), {})) == "Wide(name='x', column=1.5, rows=(1, 2), facts={})"
+
+
+def test_a_record_that_is_not_there_names_those_that_are():
+    entries = [SimpleNamespace(name="router bf16"), SimpleNamespace(name="model bf16")]
+    assert entry_named(entries, "model bf16") is entries[1]
+    with pytest.raises(ParameterError, match="'bf16': there are router bf16, model bf16"):
+        entry_named(entries, "bf16")

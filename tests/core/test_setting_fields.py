@@ -4,6 +4,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ def test_settings_are_frozen_read_and_inherit():
     assert roll == Roll(water=0.7)
     assert Roll.of(roll, {"seeds": "poppy"}) == Roll(water=0.7, seeds="poppy")
     assert Roll.of(roll, {}).changed() == {"water": 0.7}
+    assert type(Roll.of(None, {"flour": np.int64(7)}).flour) is int
     assert hash(roll) == hash(Roll(water=0.7))
     with pytest.raises(AttributeError):
         roll.flour = 3
@@ -65,6 +67,7 @@ def test_settings_are_frozen_read_and_inherit():
     ("options", "message"),
     [
         ({"flour": 0}, "flour must be at least 1, got 0"),
+        ({"flour": None}, "flour must be given a value, got None"),
         ({"flour": True}, "flour must be a whole number, got True"),
         ({"flour": 2.5}, "flour must be a whole number, got 2.5"),
         ({"water": "wet"}, "water is a share such as 0.01 or 1%, got 'wet'"),

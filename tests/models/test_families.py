@@ -374,3 +374,18 @@ def test_incomplete_records_are_refused():
             RouterFamily(**({"name": "own", "routers": ("R",)} | wrong))
     with pytest.raises(ParameterError, match="attribute or an argument"):
         RouterFamily("own", ("R",), bias="b", bias_argument="b")
+
+
+@pytest.mark.usefixtures("no_axis_checks")
+@pytest.mark.parametrize(
+    "watch",
+    [lambda model: capture(model).__enter__(), tieline.RoutingMonitor, find_routers],
+    ids=["capture", "monitor", "find_routers"],
+)
+def test_what_is_no_module_is_refused_by_its_kind(watch):
+    with pytest.raises(
+        ParameterError, match=r"need a torch\.nn\.Module, got Model: give its `module`"
+    ):
+        watch(tieline.Model.open("demo"))
+    with pytest.raises(ParameterError, match=r"need a torch\.nn\.Module, got NoneType"):
+        watch(None)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tieline
-from tieline.core.errors import TielineError
+from tieline.core.errors import ParameterError, TielineError
 from tieline.models.demo import DEMO_FOLDER, demo_text
 from tieline.models.model import Model
-from tieline.run.corpus import as_text, tokenise
+from tieline.run.corpus import Corpus, as_text, tokenise
 
 
 class Panic(BaseException):
@@ -91,3 +91,13 @@ def test_a_named_pipe_is_refused_and_one_that_is_open_is_read(tmp_path):
     os.close(writing)
     assert as_text(Path(f"/dev/fd/{reading}"))[0] == "a text"
     os.close(reading)
+
+
+def test_the_name_of_a_file_is_not_taken_for_a_text(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("Once upon a time")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ParameterError, match=r"'mine.txt' is a file, .* give Path\('mine.txt'\)"):
+        Corpus(text="mine.txt").origin  # noqa: B018
+    assert as_text(Path("mine.txt")) == ("Once upon a time", "mine.txt")
+    for text in ("mine", "a\0b", "a" * 5000, ""):
+        assert as_text(text) == (text, "")

@@ -23,7 +23,7 @@ from tieline.analysis.served_precision import (
     recommend,
     tolerated,
 )
-from tieline.core.records import Result
+from tieline.core.records import Result, entry_named
 from tieline.core.statistics import Estimate
 
 
@@ -318,7 +318,7 @@ class PrecisionAudit(Result):
 
     def effect(self, name: str) -> PerturbationEffect:
         """The row of that name."""
-        return next(row for row in self.effects if row.name == name)
+        return entry_named(self.effects, name)
 
     def tolerance(self, row: PerturbationEffect) -> Tolerance:
         """Whether a perturbation is harmless, as far as its intervals tell."""

@@ -33,7 +33,7 @@ from tieline.analysis.served_precision import (
 )
 from tieline.core.errors import ShapeError, require
 from tieline.core.predictions import next_token_losses
-from tieline.core.records import Result
+from tieline.core.records import Result, entry_named
 from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
@@ -129,7 +129,7 @@ class RepairTable:
 
     def row(self, name: str) -> RepairRow:
         """The row of that name."""
-        return next(row for row in self.rows if row.name == name)
+        return entry_named(self.rows, name)
 
     def pays(self, row: RepairRow) -> bool:
         """Whether the model comes nearer to itself, and moves by less than the precision costs."""

@@ -8,6 +8,7 @@
     read_result    the result in a JSON file
     parse_json     JSON from a file that anybody may have written
     write_json     a JSON file, whole or not at all
+    entry_named    one of several records
     canonical_json  the one text of a JSON value
     short_repr     `repr` of a record that holds much, in a few lines
 
@@ -36,7 +37,7 @@ from typing import (
     get_type_hints,
 )
 
-from tieline.core.errors import TraceError, require
+from tieline.core.errors import ParameterError, TraceError, require
 from tieline.core.files import write_whole
 from tieline.core.plugins import result_formats
 
@@ -115,6 +116,15 @@ class Result(Worded):
 
 LONGEST_SHOWN = 80
 """Characters of one field that `short_repr` shows."""
+
+
+def entry_named(entries: Sequence[Any], name: str) -> Any:
+    """Return the record of that name; refuses a name that none has."""
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    names = ", ".join(entry.name for entry in entries)
+    raise ParameterError(f"nothing is named {name!r:.80}: there are {names}")
 
 
 def short_repr(self: Any) -> str:

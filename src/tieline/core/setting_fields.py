@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
+from numbers import Integral
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from tieline.core.errors import ParameterError, TraceError
@@ -113,6 +114,8 @@ class SettingField:
             held = self.read(value) if self.read and isinstance(value, str) else value
         except ValueError as problem:
             rule = str(problem)
+        if isinstance(held, Integral) and not isinstance(held, bool):
+            held = int(held)  # also of numpy, which JSON does not take
         if held is not None and not rule and self.check is not None:
             rule = self.check(held)
         message = f"{{{name}}} {{rule}}, got {{value}}"
@@ -170,6 +173,9 @@ class Settings:
     def of(cls: type[Chosen], settings: Chosen | None, options: Mapping[str, Any]) -> Chosen:
         """Return `settings`, by default those of the class, with `options` changed."""
         described = cls.described()
+        for name in described.keys() & options.keys():
+            optional = options[name] is not None or cls.default(name) is None
+            require_setting(optional, f"{{{name}}} must be given a value, got None")
         values = {
             name: described[name].value(name, value) if name in described else value
             for name, value in options.items()

@@ -208,8 +208,16 @@ def family_of(module: nn.Module) -> RouterFamily | None:
     return None
 
 
+def require_module(model: object) -> None:
+    """Refuse what is no module of torch."""
+    hint = ": give its `module`" if hasattr(model, "module") else ""
+    message = f"need a torch.nn.Module, got {type(model).__name__}{hint}"
+    require(isinstance(model, nn.Module), message)
+
+
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of a model by qualified name, in order; refuses a model without any."""
+    require_module(model)
     import_added("families")
     routers = {name: m for name, m in model.named_modules() if family_of(m) is not None}
     if routers:

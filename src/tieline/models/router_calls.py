@@ -34,7 +34,7 @@ from tieline.models.documents import (
     forward_argument_names,
     module_called_with_tokens,
 )
-from tieline.models.families import chosen_routers, family_of
+from tieline.models.families import chosen_routers, family_of, require_module
 from tieline.models.router_output import live_output, read_output
 from tieline.models.router_rule import GroupLimit, at_least_single, restrict_to_groups
 from tieline.routing.gates import Gate, Hard, SelectiveGate, TopK
@@ -227,6 +227,7 @@ def watch_routing(
         training_only: leave out calls in evaluation mode.
         on_failure: called with the error of a call that cannot be read; by default it is raised.
     """
+    require_module(model)
     reporter = _CallReporter(on_call, repetitions, training_only, on_failure)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     routers = [m for m in model.modules() if family_of(m) is not None]

@@ -6,6 +6,7 @@ routed.sequences, routed.digest, corpus.batches(routed)
 """
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -255,6 +256,10 @@ def as_text(text: Text) -> tuple[str, str]:
     if isinstance(text, Path):
         return _read_text_file(text), "stdin" if text == STDIN else text.name
     require(isinstance(text, str), f"a text is a str or the Path of a file, got {text!r:.80}")
+    require(
+        not os.path.isfile(text),
+        f"{text!r:.200} is a file, and a str is the text itself: give Path({text!r:.200})",
+    )
     return text, ""
 
 

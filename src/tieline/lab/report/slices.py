@@ -135,7 +135,8 @@ def slice_words(plane: RouterSlice) -> list[str]:
     sure = plane.checked - plane.undecided
     return [
         f"Slice of {layer_label(plane.layer)} through the tokens {tokens} (document:position).",
-        f"It holds {len(cut.cells)} coalitions; {band}.",
+        f"The plane through three inputs of the router meets {len(cut.cells)} coalitions, sets of "
+        f"experts that are chosen together; {band}.",
         f"Asked at {plane.checked:,} random points of the plane, the router chose the coalition of "
         f"the picture at {plane.agreed:,} of the {sure:,} that are not ties.",
     ]
