@@ -89,7 +89,7 @@ def test_a_file_made_meanwhile_is_left_alone(tieline, out, made, monkeypatch, wo
 
 
 def test_one_of_two_runs_into_one_folder_says_that_it_wrote(tmp_path, made):
-    words = [sys.executable, "-m", "tieline", *spelled(FOLDERS["upcycle"], tmp_path / "out", made)]
+    words = [sys.executable, "-m", "tieline", *spelled(FOLDERS["merge"], tmp_path / "out", made)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     runs = [subprocess.Popen(words, **pipes) for _ in range(2)]
     said = [run.communicate(timeout=300)[0] for run in runs]

@@ -153,7 +153,7 @@ def test_a_dask_cluster_gives_the_same_verdicts(expected, tmp_path):
     from distributed import LocalCluster
 
     store = ResultStore(tmp_path)
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}  # two: slow
     with LocalCluster(processes=True, **options) as cluster:
         address = cluster.scheduler_address
         done = run_claims(select(QUICK), RUN, store, executor="dask", address=address)
