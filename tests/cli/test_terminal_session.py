@@ -97,6 +97,21 @@ def test_a_closed_pipe_is_no_error(words):
     assert (done.returncode, told(done.stderr)) == (0, [])
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed, tmp_path):
+    page = tmp_path / "page.html"
+    command = f'exec "$0" -m tieline design --preset olmoe --html "$1" {closed}'
+    words = ["sh", "-c", command, sys.executable, str(page)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, "bug of" in done.stderr, "Traceback" in done.stderr) == (
+        0,
+        False,
+        False,
+    )
+    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text().rstrip().endswith("</html>")
+
+
 @pytest.mark.parametrize("words", [LIST, (*LIST, "--json", "-"), ("--version",)])
 def test_a_full_stdout_is_an_error(words):
     with open("/dev/full", "w") as full:

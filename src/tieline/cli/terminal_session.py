@@ -85,8 +85,24 @@ def open_terminal_session(ends_process: bool) -> Iterator[None]:
         ends_process: whether the process ends with the block. Ctrl-C is then ignored while large
             libraries shut down.
     """
+    if ends_process:
+        _open_closed_streams()
     with _printable_streams(), _interrupts_handled(ends_process):
         yield
+
+
+def _open_closed_streams() -> None:
+    """Discard what goes to a stream that is closed, as by `>&-`.
+
+    The next file that is opened would otherwise take its number, and what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with suppress(OSError):  # closed for Python alone
+                os.fstat(number)
+                continue
+            handle = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            setattr(sys, name, os.fdopen(handle, "r" if number == 0 else "w"))
 
 
 @contextmanager
