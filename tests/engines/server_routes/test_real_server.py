@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -47,8 +47,9 @@ def _wait_until_up(url, process, log):
     return pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
+@contextmanager
+def _vllm_server(folder, **variables):
+    """A server of the demo model; its address."""
     try:
         python = find_python(engine_named("vllm"))
     except TielineError as problem:
@@ -56,12 +57,9 @@ def url(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script, log = (
-        Path(__file__).parents[1] / "vllm_server.py",
-        tmp_path_factory.mktemp("log") / "log",
-    )
+    script, log = Path(__file__).parents[1] / "vllm_server.py", folder / "log"
     command = [str(python), str(script), str(DEMO_FOLDER), str(port)]
-    environment = environment_of(engine_named("vllm"), python) | SETTINGS
+    environment = environment_of(engine_named("vllm"), python) | SETTINGS | variables
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -74,6 +72,26 @@ def url(tmp_path_factory):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with _vllm_server(tmp_path_factory.mktemp("log")) as address:
+        yield address
+
+
+def test_a_dependence_on_the_batch_is_named_where_it_begins(tmp_path):
+    with _vllm_server(tmp_path, PLANTED_DEPENDENCE="1") as address:
+        result = serve_check(
+            address, count=8, length=32, batch_size=4, model="demo", precision="fp32"
+        )
+    ways = {way.way: way for way in result.ways}
+    assert ways["repeated"].flipped == 0
+    first = ways["batched"].first
+    assert first is not None
+    assert (first.layer, first.near_tie) == (2, False)
+    assert 0 in first.entered
+    assert not result.invariant
 
 
 def test_routes_over_http_are_those_of_the_engine_offline(url):
