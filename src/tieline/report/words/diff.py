@@ -390,7 +390,7 @@ def noise_size_answer(answer: SizeAnswer) -> str:
     )
     if answer.largest is not None:
         noise += f", up to {_noise_text(answer.largest)} later"
-    differ = f"the scores differ by {noise}, the size of {_noise_like_rounding_text(answer.like)}"
+    differ = f"the scores differ by {noise}, {_noise_like_rounding_text(answer.like)}"
     expected = f"{answer.expected} ({answer.origin})"
     if answer.kind == "not stated":
         return f"{differ}; no format is expected that it could be judged by"
@@ -425,11 +425,12 @@ def _noise_text(relative: float | None) -> str:
 def _noise_like_rounding_text(like: tuple[str, ...]) -> str:
     """Formats whose rounding has the size of the noise."""
     special: dict[tuple[str, ...], str] = {
-        ("fp32",): "float32 rounding",
+        ("fp32",): "the size of float32 rounding",
         ("more",): "more than 4-bit rounding makes",
         ("less",): "less than 16-bit rounding makes",
     }
-    return special.get(like, f"{' to '.join(like)} rounding")
+    size = "the size" if len(like) == 1 else "between the sizes"
+    return special.get(like, f"{size} of {' and '.join(like)} rounding")
 
 
 def outputs_answer(answer: OutputAnswer) -> str:

@@ -180,10 +180,12 @@ def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
     """Layers in which most near-ties change the output little."""
-    where = list_with_commas([layers.label[name] for name in fact.layers])
+    labels = [layers.label[name] for name in fact.layers]
+    change = percent(fact.number, trim=True)
+    size = f"{change} (median)" if len(labels) == 1 else f"at most {change} (median of each layer)"
     return (
-        f"ties matter little in {where}: swapping the tied experts changes the output by "
-        f"{percent(fact.number, trim=True)} at most (median per layer)"
+        f"ties matter little in {list_with_commas(labels)}: swapping the tied experts changes the "
+        f"output by {size}"
     )
 
 
