@@ -369,10 +369,10 @@ def _check_unused(model: PreTrainedModel, names: Sequence[str], refusal: str) ->
 
 def _numbered_paths(name: str) -> Iterator[tuple[str, int]]:
     """Yield each number in a tensor's name, with what stands before it."""
-    words = name.split(".")
-    for place, word in enumerate(words):
-        if word.isdecimal() and len(word) < 10:
-            yield ".".join(words[:place]), int(word)
+    fields = name.split(".")
+    for depth, field in enumerate(fields):
+        if field.isdecimal() and len(field) < 10:
+            yield ".".join(fields[:depth]), int(field)
 
 
 def _prediction_layers(config: Any) -> int:

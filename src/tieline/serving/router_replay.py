@@ -108,11 +108,11 @@ class RouteRows:
         for number, document in enumerate(self.documents):
             rows = slice(int(starts[number]), int(starts[number + 1]))
             first.setdefault(_token_key(document), rows)
-        parts = [
+        rows_of_documents = [
             _padded_rows(self.experts, first, document)
             for document in (document.long() for document in documents)
         ]
-        return RouteRows(torch.cat(parts), documents)
+        return RouteRows(torch.cat(rows_of_documents), documents)
 
 
 def _token_key(document: Tensor) -> bytes:
@@ -249,16 +249,16 @@ class ReplayedRouters:
         """Count the flips of a layer."""
         self._live[layer] = live.cpu()
         recorded = recorded.to(live.device)
-        known = torch.ones(len(live), dtype=torch.bool, device=live.device)
+        is_recorded = torch.ones(len(live), dtype=torch.bool, device=live.device)
         if blank is not None:
-            known = ~blank.to(live.device)
+            is_recorded = ~blank.to(live.device)
         if self._counts is None:
             self._counts = FlipCounts(len(self._routers) or self._controller.num_targets)
         flips = (live.sort(dim=1).values != recorded.sort(dim=1).values).any(dim=1)
-        self._counts.add(layer, gaps[known], flips[known])
+        self._counts.add(layer, gaps[is_recorded], flips[is_recorded])
         if layer == 0:
             ends = 0 if self._ends is None else int(self._ends.sum())
-            counts = [len(live), int((~known).sum()) - ends]
+            counts = [len(live), int((~is_recorded).sum()) - ends]
             self._tokens += torch.tensor(counts, device="cpu")
 
     def step(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
