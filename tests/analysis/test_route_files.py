@@ -35,7 +35,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, data, words):
 def test_a_text_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ParameterError, match="no such file"):
         as_text(tmp_path / "a.txt")
-    with pytest.raises(ParameterError, match="not a file"):
+    with pytest.raises(ParameterError, match="is a folder, where a file is needed"):
         as_text(tmp_path)
 
 

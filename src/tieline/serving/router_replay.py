@@ -64,9 +64,10 @@ class RouteRows:
         """Write the tokens that have a record to an .npz file that Tieline reads."""
         if Path(path).suffix != ".npz":
             raise ValueError(f"{path}: must end in .npz")
-        lengths = torch.tensor([len(document) for document in self.documents])
-        documents = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        lengths = torch.tensor([len(document) for document in self.documents], device="cpu")
+        numbers = torch.arange(len(lengths), device="cpu")
+        documents = torch.repeat_interleave(numbers, lengths)
+        positions = torch.cat([torch.arange(n, device="cpu") for n in lengths.tolist()])
         tokens = torch.cat([document.cpu().long() for document in self.documents])
         recorded = (self.experts >= 0).all(dim=2).all(dim=1).cpu()
         columns = (self.experts.cpu().int(), tokens, documents, positions)
@@ -281,11 +282,11 @@ class ReplayedRouters:
 
 def _unsampled_ends(routes: RouteRows, blank: Tensor) -> Tensor:
     """The last tokens, without a record, of documents that have one: nothing was sampled there."""
-    ends = torch.cumsum(torch.tensor([len(document) for document in routes.documents]), 0) - 1
+    lengths = [len(document) for document in routes.documents]
+    ends = torch.tensor(lengths, device=blank.device).cumsum(0)
     follows = torch.zeros_like(blank)
-    follows[ends] = True
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1])
-    follows[starts] = False
+    follows[ends - 1] = True
+    follows[ends - torch.tensor(lengths, device=blank.device)] = False  # the first of each document
     return follows & blank & ~blank.roll(1)
 
 
