@@ -1,5 +1,8 @@
 """A plan is run in the right order, and observers see what the model does."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -126,6 +129,21 @@ def test_observing_shows_calls_whoever_makes_them(opened, batches):
     with only_running(opened.module), observing(opened.module, [observer]):
         forward(opened.module, batches[0])
     assert [name for _, name in observer.routers] == list(opened.routers)
+
+
+def test_what_a_run_held_goes_with_its_observers(opened, batches):
+    gc.collect()
+    gc.disable()
+    try:
+        observer = Divergence()
+        Runner(opened, ranks=Ranks.of(None, list(batches.values()))).run(
+            plan_of(batches), [observer]
+        )
+        reference = weakref.ref(observer)
+        del observer
+        assert reference() is None  # not when cycles are collected some time
+    finally:
+        gc.enable()
 
 
 def test_a_plan_is_known_before_it_runs(batches):

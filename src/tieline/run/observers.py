@@ -272,21 +272,20 @@ def watching(
 
     def shown_output(site: Site, router: nn.Module, call: Call, output: Any) -> Any:
         """Show the call of a router, and return its rewritten output."""
-        if watch.busy or is_recomputing():
+        shown, rewritten = current
+        if shown.busy or is_recomputing():
             return output
-        if watch.observers:
-            watch.show_router(site, call, live_output(site.family, router, output))
-        for rewritten in rewrites:
-            output = rewritten(site, call, output)
-        return output
+        if shown.observers:
+            shown.show_router(site, call, live_output(site.family, router, output))
+        return output if rewritten is None else rewritten(site, call, output)
 
     if not watch.observers and rewrite is None:
         yield
         return
-    rewrites = [] if rewrite is None else [rewrite]
+    current: list[Any] = [watch, rewrite]
     with ExitStack() as stack:
-        # classes are collected late, and must not keep the tensors of a pass alive until then
-        stack.callback(rewrites.clear)
+        # classes are collected late, and must not keep the tensors of a run alive until then
+        stack.callback(current.clear)
         for site in sites.values():
             name = method if method and site.family.method == "__call__" else site.family.method
             cls = wrapped_class(type(site.module), name, partial(shown_output, site))
