@@ -211,6 +211,7 @@ def test_what_was_rounded_is_rounded_again_only_after_a_write(roundings):
     assert not torch.equal(kept, grid(kept))  # what others may hold stays as it is
 
 
+@pytest.mark.cpu("tensors of the pretended device share one address")
 def test_a_write_to_one_tensor_leaves_the_others_rounded(roundings):
     x, model = torch.randn(6, 5), lively(tiny_model("olmoe"))
     with torch.inference_mode(), rounded_products(model, "bf16", "all"):
