@@ -608,8 +608,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "analysis-effects-3",
-        "rows_kl.append(torch.sub(log_p, q, out=q).mul_(p).sum(",
-        "rows_kl.append(torch.sub(q, log_p).mul_(q.exp()).sum(",
+        "p = x.sub_(normaliser[:, None]).exp_()",
+        "p = other.double().softmax(dim=-1)",
         "analysis/audit analysis/router_effects analysis/model_effects run/test_runner.py",
         "the KL is that of the clean predictions to the perturbed ones",
     ),

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.models.model_stream.test_passes import saved, some_batches
+from tests.models.model_stream.test_passes import saved
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.core.errors import ParameterError
 from tieline.core.predictions import kl_divergence
@@ -174,40 +174,6 @@ def test_hidden_states_that_do_not_fit_are_refused_before_any_work(tmp_path):
         check_room(loaded.stream, tokens=10**9, passes=17, memory=None)
     with pytest.raises(ParameterError, match=r"4.35 GB beside 0.00 GB of weights"):
         check_room(loaded.stream, tokens=10**6, passes=17, memory=4 * 10**9)
-
-
-def test_log_probabilities_of_a_reference_are_computed_once_per_batch(monkeypatch):
-    model, computed = Model(lively(tiny_model("olmoe"))), []
-    softmax = torch.Tensor.log_softmax
-
-    def counted(logits, dim):
-        computed.append(logits.shape)
-        return softmax(logits, dim)
-
-    noisy = [Condition(Perturbation("score noise", s), seed=(0,)) for s in (0.1, 0.2, 0.3)]
-    batches = dict(enumerate(some_batches()))
-    passes = [Pass(n) for n in batches]
-    passes += [Pass(n, condition, Pass(n)) for condition in noisy for n in batches]
-
-    class Counting(Observer):
-        def __init__(self):
-            self.kl = []
-
-        def on_pass_done(self, run, outcome):
-            if run.reference is not None:
-                monkeypatch.setattr(
-                    torch.Tensor,
-                    "log_softmax",
-                    lambda x, dim: computed.append(x) or softmax(x, dim),
-                )
-                self.kl.append(outcome.divergence(run.reference))
-                monkeypatch.undo()
-                clean = outcome.references[run.reference]
-                assert torch.equal(self.kl[-1], kl_divergence(clean, outcome.logits))
-
-    counting = Counting()
-    Runner(model).run(Plan((Phase("noise", batches, tuple(passes)),)), [counting])
-    assert len(computed) == len(counting.kl) + len(batches)
 
 
 def test_a_plan_of_two_phases_tells_of_both(opened, batches):

@@ -2,17 +2,14 @@
 
 next_token_losses    loss of each predicted token
 kl_divergence        KL(p ‖ q) of two predictions, from logits
-Predictions          predictions that several others are compared with, one after the other
 k3_divergence        terms whose mean under p is KL(p ‖ q), from log-probabilities
 """
-
-from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-CHUNK = 1 << 19
+CHUNK = 1 << 16
 """Numbers of a distribution that are held in float64 at a time, so that they stay in the cache."""
 
 
@@ -31,46 +28,35 @@ def next_token_losses(
 def kl_divergence(
     clean: Float[Tensor, "rows length words"], other: Float[Tensor, "rows length words"]
 ) -> Float[Tensor, "rows length"]:
-    """KL(clean ‖ other) of each token's prediction, in nats and float64, from logits."""
-    return Predictions(clean).divergence(other)
+    """KL(p ‖ q) = Σ_w p_w (x_w - y_w) + L(y) - L(x) of each token's prediction, in nats.
 
-
-class Predictions:
-    """Predicted distributions of tokens that others are compared with, one after the other.
+    x and y are the logits of p and q, and L(x) = log Σ_w exp x_w, in float64. Equal logits have the
+    divergence 0 exactly.
 
     Args:
-        logits: logits of each token.
-        keep: whether probabilities and their logarithms, each twice the bytes of float32 logits,
-            are computed once.
+        clean: logits x of p.
+        other: logits y of q.
     """
+    chunks = zip(_split_tokens(clean), _split_tokens(other), strict=True)
+    return torch.cat([_chunk_divergence(x, y).cpu() for x, y in chunks]).view(other.shape[:2])
 
-    def __init__(self, logits: Float[Tensor, "rows length words"], keep: bool = False) -> None:
-        self.logits, self._keep = logits, keep
-        self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def divergence(self, other: Float[Tensor, "rows length words"]) -> Float[Tensor, "rows length"]:
-        """KL(p ‖ q) = Σ_w p_w (log p_w - log q_w) of each token, q from these logits, in nats."""
-        chunks = self._chunks(other)
-        rows_kl = []
-        for (p, log_p), after in zip(self._distributions(), chunks, strict=True):
-            q = after.double().log_softmax(dim=-1)
-            rows_kl.append(torch.sub(log_p, q, out=q).mul_(p).sum(dim=-1).clamp_(min=0).cpu())
-        return torch.cat(rows_kl).view(other.shape[:2])
+def _split_tokens(logits: Float[Tensor, "rows length words"]) -> tuple[Tensor, ...]:
+    """Logits of some tokens at a time, views of about `CHUNK` numbers."""
+    rows = max(2, CHUNK // logits.shape[2])  # threads would share the sum of a single row
+    return logits.flatten(0, 1).split(rows)
 
-    def _chunks(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """Logits of some tokens at a time."""
-        rows = max(2, CHUNK // logits.shape[2])  # threads would share the sum of a single row
-        return logits.flatten(0, 1).split(rows)
 
-    def _distributions(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Probabilities and their logarithms of some tokens at a time, in float64."""
-        if self._kept:
-            return self._kept
-        logarithms = (x.double().log_softmax(dim=-1) for x in self._chunks(self.logits))
-        computed = ((log_p.exp(), log_p) for log_p in logarithms)
-        if self._keep:
-            computed = self._kept = list(computed)
-        return computed
+def _chunk_divergence(
+    clean: Float[Tensor, "tokens words"], other: Float[Tensor, "tokens words"]
+) -> Float[Tensor, " tokens"]:
+    """KL of each token of a chunk (`kl_divergence`)."""
+    x, y = (logits.to(torch.float64, copy=True) for logits in (clean, other))
+    normaliser = x.logsumexp(dim=-1)
+    shift = y.logsumexp(dim=-1) - normaliser
+    change = torch.sub(x, y, out=y)  # in place: fresh memory costs more than the arithmetic
+    p = x.sub_(normaliser[:, None]).exp_()
+    return change.mul_(p).sum(dim=-1).add_(shift).clamp_(min=0)
 
 
 def k3_divergence(

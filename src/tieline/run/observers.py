@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tieline.core.errors import TielineError, TraceError, require
 from tieline.core.numerics import is_recomputing
-from tieline.core.predictions import Predictions
+from tieline.core.predictions import kl_divergence
 from tieline.core.records import from_plain, to_plain
 from tieline.core.text import layer_label
 from tieline.models.capture import (
@@ -74,7 +74,7 @@ class Outcome:
     Attributes:
         ids: its tokens.
         logits: its logits; None where the phase looks at none, or the model has none.
-        predictions: those of the passes that it is compared with.
+        references: logits of the passes that it is compared with.
         lost: by router, the share of routed weight that each token lost against the reference
             pass, -1 where its experts are the same.
         choices: by router, weights and experts, where later passes are compared with them.
@@ -83,20 +83,15 @@ class Outcome:
 
     ids: Int[Tensor, "rows length"]
     logits: Float[Tensor, "rows length words"] | None
-    predictions: Mapping[Pass, Predictions] = field(default_factory=dict)
+    references: Mapping[Pass, Tensor] = field(default_factory=dict)
     lost: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def references(self) -> dict[Pass, Tensor]:
-        """Logits of the passes that it is compared with."""
-        return {other: predictions.logits for other, predictions in self.predictions.items()}
-
     def divergence(self, other: Pass) -> Float[Tensor, "rows length"]:
         """KL of a pass that it is compared with to this one, at each token, in nats."""
         assert self.logits is not None
-        return self.predictions[other].divergence(self.logits)
+        return kl_divergence(self.references[other], self.logits)
 
 
 class Observer:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tieline.core.predictions import Predictions
 from tieline.core.ranking import sets_differ
 from tieline.models.capture import LayerObserver
 from tieline.models.class_changes import Call
@@ -194,10 +193,6 @@ WINDOW = 32 << 20
 """Bytes of logits that are kept for later passes of a window of batches."""
 
 
-KEPT = 16 << 20
-"""Bytes of logits of a batch whose log-probabilities are kept for all that is compared with it."""
-
-
 class Schedule:
     """What both schedules share: passes under way, and what later passes need of finished ones."""
 
@@ -212,7 +207,7 @@ class Schedule:
         self._choices, self._routes = phase.references_of_choices, phase.references_of_routes
         self._uses = Counter(other for run in phase.passes for other in run.compared_with)
         self._running: dict[Pass, RunningPass] = {}
-        self._predictions: dict[Pass, Predictions] = {}
+        self._logits: dict[Pass, Tensor] = {}
 
     def begin(self, run: Pass) -> RunningPass:
         """Prepare a pass."""
@@ -273,22 +268,18 @@ class Schedule:
     def finish(self, state: RunningPass, logits: Any) -> None:
         """Show the logits of a pass to the observers, and drop what no pass needs any more."""
         run = state.run
-        predictions = self._predictions
         compared = {
-            other: predictions[other] for other in run.compared_with if other in predictions
+            other: self._logits[other] for other in run.compared_with if other in self._logits
         }
         outcome = Outcome(state.ids, logits, compared, state.lost, state.choices, state.changed)
         for observer in self.observers:
             observer.on_pass_done(run, outcome)
         if self._uses[run] and logits is not None:
-            keeps_log_probabilities = (
-                self._uses[run] > 1 and logits.numel() * logits.itemsize <= KEPT
-            )
-            self._predictions[run] = Predictions(logits, keep=keeps_log_probabilities)
+            self._logits[run] = logits
         for other in run.compared_with:
             self._uses[other] -= 1
             if not self._uses[other]:
-                self._predictions.pop(other, None)
+                self._logits.pop(other, None)
                 self._running.pop(other, None)
         if not self._uses[run]:
             self._running.pop(run, None)
