@@ -16,11 +16,11 @@ it: reading once, what its forward passes took 17 times, and the rounding. All a
 in the same process. Files have the tensors of the published checkpoint, one per expert; values are
 random.
 
-`compare` records the routes of the same batches by streaming, by streaming without the thread that
-reads the next layer ahead, and with accelerate's disk offload, its decoder layers on disk and all
-else in memory: in turns, each in a process of its own with cold files. All compute in float32
-without the output head, and their experts must be equal. Opening stands apart: accelerate writes
-a second copy of the layers then, in float32, and is left out where the disk has no room for it.
+`compare` records the routes of the same batches by streaming and with accelerate's disk offload,
+its decoder layers on disk and all else in memory: in turns, each in a process of its own with cold
+files. Both compute in float32 without the output head, and their experts must be equal. Opening
+stands apart: accelerate writes a second copy of the layers then, in float32, and is left out where
+the disk has no room for it.
 The limit is one read and the operations. Peaks, the largest layer and what was read are in GB.
 """
 
@@ -486,7 +486,6 @@ def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             if options.side != "accelerate":
                 loaded = Model.open(folder, dtype="fp32", stream=True)
                 assert loaded.stream is not None
-                loaded.stream.ahead *= options.side == "streamed"
                 largest = loaded.stream.largest
                 run = partial(recorded_routes, loaded, Ranks.of(None, batches))
             else:
@@ -507,7 +506,7 @@ def measure_routes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SIDES = ("streamed", "not ahead", "accelerate")
+SIDES = ("streamed", "accelerate")
 
 
 def sides_with_room(folder: Path) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from torch import Tensor
 
 from tieline.core.errors import UnsupportedModelError, first_line, require
 from tieline.core.files import out_of_space
@@ -149,10 +148,6 @@ class FetchedShards(Shards):
     def prefetch(self, names: Iterable[str]) -> None:
         """Read ahead what is here already."""
         super().prefetch(name for name in names if self.tensors[name].file in self._here)
-
-    def read_ahead(self, names: Iterable[str], room: Tensor) -> None:
-        """Read ahead what is here already: files are fetched by the run itself."""
-        super().read_ahead([n for n in names if self.tensors[n].file in self._here], room)
 
     def release(self, names: Iterable[str]) -> None:
         """Drop files of which every tensor was released."""

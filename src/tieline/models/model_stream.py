@@ -225,18 +225,13 @@ class ModelStream:
         groups: experts that are read in groups, by unit.
         first: name of the unit of the embeddings; None without one.
         head: name of the unit of the output head; None without one.
-        ahead: most bytes of the next layer that are read while one computes.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        weights: Weights,
-        groups: dict[str, ExpertGroups],
-        ahead: int = 0,
+        self, model: PreTrainedModel, weights: Weights, groups: dict[str, ExpertGroups]
     ) -> None:
         """Stream `model` from `weights`, the experts of some units in groups."""
-        self.model, self.weights, self.groups, self.ahead = model, weights, groups, ahead
+        self.model, self.weights, self.groups = model, weights, groups
         self.first = self._unit_named(model.get_input_embeddings())
         self.head = self._unit_named(model.get_output_embeddings())
 
@@ -365,9 +360,7 @@ def open_stream(
         )
     taken = resident_memory()
     budget = taken + free_memory() if memory is None else memory
-    stream = ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
-    stream.ahead = max(0, int(USED * budget) - taken - copies * stream.largest)
-    return stream
+    return ModelStream(model, weights, plan_groups(model, weights, budget, taken, copies))
 
 
 class StreamedModel:

@@ -6,16 +6,15 @@
     shards.copy("model.norm.weight", into)  the same into memory that is there, cast on the way
 
 Tensors are read by their place in the file into memory of this process, never mapped: mapped pages
-would count as its memory. `read_ahead` lets a thread read tensors before they are asked for, in the
-precision that they are stored in; `prefetch` asks the operating system to do so into its own cache.
+would count as its memory. `prefetch` asks the operating system to read tensors into its own cache
+before they are asked for.
 A missing, truncated or malformed file is refused when the shards are opened, by name.
 """
 
 import json
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,76 +98,12 @@ class LazyTensor:
         return list(self._shards.tensors[self._name].shape)
 
 
-class ReadAhead(threading.Thread):
-    """Reads tensors before they are asked for, in the precision that they are stored in.
-
-    Args:
-        shards: the files.
-        names: tensors, in the order in which they are read. Those that do not fit into the memory
-            are left to the operating system.
-        room: memory for their bytes.
-    """
-
-    def __init__(self, shards: "Shards", names: Iterable[str], room: Tensor) -> None:
-        super().__init__(name="tieline-read-ahead", daemon=True)
-        self._shards, self._rest, start = shards, [], 0
-        self._slots: dict[str, Tensor] = {}
-        for name in names:
-            size = shards.tensors[name].size
-            if start + size > len(room):
-                self._rest.append(name)
-                continue
-            self._slots[name] = room[start : start + size]
-            start += size + -size % LINE
-        self._ready: set[str] = set()
-        self._progress, self._stopping, self._ended = threading.Condition(), False, False
-        self._problem: BaseException | None = None
-
-    def run(self) -> None:
-        """Read tensor after tensor, until one cannot be read: whoever asks for it is told why."""
-        try:
-            for name, slot in self._slots.items():
-                if not self._shards.fill_bytes(name, slot, lambda: self._stopping):
-                    break
-                with self._progress:
-                    self._ready.add(name)
-                    self._progress.notify_all()
-            if not self._stopping:
-                self._shards.prefetch(self._rest)
-        except TielineError:
-            pass  # read again by `Shards.read` or `copy`, which raise it
-        except BaseException as problem:  # raised where a tensor is waited for
-            self._problem = problem
-        with self._progress:
-            self._ended = True
-            self._progress.notify_all()
-
-    def bytes_of(self, name: str) -> Tensor | None:
-        """Wait for the bytes of a tensor; None if they are not, or could not be, read ahead."""
-        if name not in self._slots:
-            return None
-        with self._progress:
-            self._progress.wait_for(lambda: name in self._ready or self._ended)
-        if name in self._ready:
-            return self._slots[name]
-        if self._problem is not None:
-            raise self._problem
-        return None
-
-    def stop(self) -> None:
-        """End the thread, at the latest after the piece that it reads."""
-        self._stopping = True
-        if self.is_alive():
-            self.join()
-
-
 class Shards:
     """The tensors of local files.
 
     Attributes:
         tensors: where each tensor stands, by name.
         bytes_read: bytes of tensors read so far, each counted when it is asked for.
-        bytes_ahead: those of them that a thread had read before.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -181,8 +116,7 @@ class Shards:
                 twice = f"the tensor {name!r} stands in two files, {both!r} and {file!r}"
                 require(name not in self.tensors, twice, UnsupportedModelError)
                 self.tensors[name] = stored
-        self.bytes_read = self.bytes_ahead = 0
-        self._reader: ReadAhead | None = None
+        self.bytes_read = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
@@ -203,12 +137,8 @@ class Shards:
         self.path(self.tensors[name].file)
         stored = self._some(name, rows)
         data = aligned_bytes(stored.size, stored.start, stored.dtype)
-        ahead = self._bytes_ahead(name) if rows is None else None
-        if ahead is not None:
-            data.copy_(ahead)
-        else:
-            with self._open(stored.file) as handle:
-                self._fill(handle, stored.start, data, name)
+        with self._open(stored.file) as handle:
+            self._fill(handle, stored.start, data, name)
         self.bytes_read += stored.size
         return data.view(stored.dtype).reshape(stored.shape)
 
@@ -225,10 +155,6 @@ class Shards:
         wrong = f"{name!r} has the shape {stored.shape} instead of {tuple(into.shape)}"
         require(stored.shape == tuple(into.shape), wrong, UnsupportedModelError)
         self.bytes_read += stored.size
-        ahead = self._bytes_ahead(name) if rows is None else None
-        if ahead is not None:
-            flat.copy_(ahead.view(stored.dtype))
-            return
         if len(self._buffer) < CHUNK:
             self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device="cpu")
         width = stored.dtype.itemsize
@@ -238,47 +164,6 @@ class Shards:
                 self._fill(handle, stored.start + start, piece, name)
                 first = start // width
                 flat[first : first + len(piece) // width].copy_(piece.view(stored.dtype))
-
-    def read_ahead(self, names: Iterable[str], room: Tensor) -> None:
-        """Let a thread read these tensors until `stop_reading`, as far as the memory holds them.
-
-        Args:
-            names: tensors that `read` or `copy` will ask for as a whole.
-            room: bytes of memory, which are the thread's until then.
-        """
-        self.stop_reading()
-        self._reader = ReadAhead(
-            self, sorted(names, key=lambda n: (self.tensors[n].file, self.tensors[n].start)), room
-        )
-        self._reader.start()
-
-    def stop_reading(self) -> None:
-        """End the thread that reads ahead, and forget what it has read."""
-        if self._reader is not None:
-            self._reader.stop()
-            self._reader = None
-
-    def _bytes_ahead(self, name: str) -> Tensor | None:
-        """Bytes of a tensor that the thread reads; None if it does not."""
-        data = None if self._reader is None else self._reader.bytes_of(name)
-        self.bytes_ahead += 0 if data is None else len(data)
-        return data
-
-    def fill_bytes(self, name: str, into: Tensor, is_stopped: Callable[[], bool]) -> bool:
-        """Fill memory with the bytes of a tensor, piece by piece; False if stopped before the end.
-
-        Args:
-            name: the tensor.
-            into: its bytes.
-            is_stopped: asked before every piece.
-        """
-        stored = self.tensors[name]
-        with self._open(stored.file) as handle:
-            for start in range(0, stored.size, CHUNK):
-                if is_stopped():
-                    return False
-                self._fill(handle, stored.start + start, into[start : start + CHUNK], name)
-        return True
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the operating system to read these tensors ahead; it may ignore that."""
@@ -297,13 +182,13 @@ class Shards:
     def _spans(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         """Parts of files that hold these tensors, neighbours joined."""
         by_file: dict[str, list[tuple[int, int]]] = {}
-        for stored in sorted(self.tensors[name] for name in names):
+        for stored in sorted((self.tensors[name] for name in names), key=lambda x: x.start):
             spans = by_file.setdefault(stored.file, [])
             if spans and spans[-1][1] >= stored.start:
                 spans[-1] = (spans[-1][0], max(spans[-1][1], stored.stop))
             else:
                 spans.append((stored.start, stored.stop))
-        return {file: sorted(spans) for file, spans in by_file.items()}
+        return by_file
 
     def _some(self, name: str, rows: slice | None) -> Stored:
         """Where some rows of a tensor are stored."""

@@ -363,24 +363,16 @@ def _without_head(stream: ModelStream) -> Iterator[None]:
         yield
 
 
-LEAST_AHEAD = 256 << 20
-"""Bytes of the next layer that are read while one computes, whatever the layers take."""
-
-
 class _ResidentUnit:
     """The unit whose weights are in memory while passes are led through.
 
-    A thread reads the next layer meanwhile, in the precision that it is stored in: half of a layer
-    at most, and no more than lets the process stay below twice the largest layer. What else it
-    takes is known once a layer has computed; until then, and where that leaves nothing, the thread
-    has `LEAST_AHEAD` bytes, and the operating system is asked to read the rest.
+    The operating system is asked to read the next layer meanwhile. A thread that reads it into
+    memory of this process is no faster, and half as fast where the cores are busy
+    (docs/benchmarks.md).
     """
 
     def __init__(self, stream: ModelStream, events: StreamEvents) -> None:
         self._weights, self._groups, self._events = stream.weights, stream.groups, events
-        self._largest, self._most_ahead = stream.largest, stream.ahead
-        self._room, self._following = torch.empty(0, dtype=torch.uint8, device="cpu"), ""
-        self._has_computed = self._is_measured = False
         self._start, self._size = stream.weights.shards.bytes_read, stream.size
         self._unit: str | None = None
 
@@ -395,7 +387,7 @@ class _ResidentUnit:
             self._groups[unit].install()
         else:
             self._weights.load(unit)
-            self._read_after(unit)
+            self._prefetch_after(unit)
         read = self._weights.shards.bytes_read - self._start
         self._events.on_read(read, max(read, self._size))
 
@@ -403,48 +395,23 @@ class _ResidentUnit:
         """Drop the unit that is there, which all passes have left."""
         if self._unit is not None:
             self._events.on_unit_done(self._unit)
-            self._has_computed |= self._unit in self._weights.layers
-        self._drop()
+        self.close()
 
     def close(self) -> None:
-        """Drop the unit that is there, if any, and end the thread that reads the next."""
-        self._weights.shards.stop_reading()
-        self._drop()
-
-    def _drop(self) -> None:
+        """Drop the unit that is there, if any."""
         if self._unit is not None:
             if self._unit in self._groups:
                 self._groups[self._unit].remove()
             self._weights.free(self._unit)
             self._unit = None
 
-    def _read_after(self, unit: str) -> None:
-        """Let a thread read the layer after a unit."""
-        names, shards = list(self._weights.units), self._weights.shards
-        rest, parent = names[names.index(unit) + 1 :], unit.rpartition(".")[0]
-        following = next((name for name in rest if name in self._weights.layers), "")
-        if following == self._following:
-            return
-        shards.stop_reading()
-        self._following = following if following.startswith(parent) else ""
-        if not self._following:
-            self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
-        elif following in self._groups:
-            shards.prefetch(self._weights.plans[following].keys)
-        else:
-            self._make_room()
-            shards.read_ahead(self._weights.plans[following].keys, self._room)
-
-    def _make_room(self) -> None:
-        """Make memory for what is read ahead, anew once a layer has computed."""
-        if self._is_measured or (len(self._room) and not self._has_computed):
-            return
-        spare = 2 * self._largest - resident_memory(peak=True) if self._has_computed else 0
-        size = min(max(LEAST_AHEAD, spare), self._largest // 2, self._most_ahead)
-        self._room, self._is_measured = (
-            torch.empty(size, dtype=torch.uint8, device="cpu"),
-            self._has_computed,
-        )
+    def _prefetch_after(self, unit: str) -> None:
+        """Ask the operating system to read the layer after a unit."""
+        names = list(self._weights.units)
+        later, parent = names[names.index(unit) + 1 :], unit.rpartition(".")[0]
+        following = next((name for name in later if name in self._weights.layers), "")
+        if following.startswith(parent) and following:
+            self._weights.shards.prefetch(self._weights.plans[following].keys)
 
 
 STATES_KEPT = 2

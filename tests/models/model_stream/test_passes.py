@@ -1,9 +1,6 @@
 """A streamed model computes, bit for bit, what the same model in memory computes."""
 
 import json
-import os
-import threading
-import time
 
 import pytest
 import torch
@@ -333,77 +330,10 @@ def test_a_file_that_is_cut_off_during_the_run_is_told_at_once(tmp_path):
         streamed(loaded)
 
 
-def readers():
-    return [thread for thread in threading.enumerate() if thread.name == "tieline-read-ahead"]
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_the_next_layer_is_read_while_one_computes_as_far_as_half_a_layer_holds_it(
-    stored, tmp_path
-):
-    folder = saved(tmp_path / "model", "olmoe", stored, num_hidden_layers=4)
-    loaded = agree(folder)
-    stream, shards = loaded.stream, loaded.stream.weights.shards
-    layers = [stream.weights.stored(name) for name in stream.weights.layers]
-    if stored == torch.bfloat16:  # in half of the memory that float32 takes
-        assert sum(layers) * 0.9 < shards.bytes_ahead <= sum(layers)
-    else:
-        assert 0.3 * sum(layers) < shards.bytes_ahead <= 0.5 * sum(layers)
-    assert not readers()
-
-
-def test_nothing_is_read_ahead_where_the_memory_is_all_taken(tmp_path):
-    folder = saved(tmp_path / "model", "olmoe", torch.bfloat16)
-    loaded = Model.open(folder, stream=True, dtype="fp32")
-    loaded.stream.ahead = 0
-    found, _ = streamed(loaded)
-    assert all(map(torch.equal, ordinary(folder)[0], found))
-    assert loaded.stream.weights.shards.bytes_ahead == 0
-
-
-def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
-    read, alive = os.preadv, []
-
-    def read_slowly(*arguments):
-        if threading.current_thread() in readers():
-            time.sleep(0.02)
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", read_slowly)
+def test_the_system_is_asked_for_the_next_layer_while_one_computes(tmp_path, monkeypatch):
     loaded = Model.open(saved(tmp_path / "model", "olmoe", num_hidden_layers=4), stream=True)
-    model = loaded.module
-
-    class Interrupted(StreamEvents):
-        def on_unit_done(self, unit):
-            if unit == "model.layers.1":
-                alive.extend(readers())
-                raise KeyboardInterrupt
-
-    threads = threading.active_count()
-    jobs = [PassJob(lambda ids=ids: forward(model, ids)) for ids in some_batches()]
-    with pytest.raises(KeyboardInterrupt), only_running(model):
-        lead_passes(loaded.stream, jobs, Interrupted())
-    assert len(alive) == 1
-    assert threading.active_count() == threads
-    assert not readers()
-
-
-def test_a_layer_that_is_cut_off_while_it_is_read_ahead_is_refused_in_the_same_words(tmp_path):
-    messages = []
-    for ahead in (0, 1 << 30):
-        folder = saved(tmp_path / str(ahead), "olmoe", num_hidden_layers=4)
-        loaded = Model.open(folder, stream=True)
-        loaded.stream.ahead = ahead
-
-        places = loaded.stream.weights.shards.tensors
-        file = folder / places["model.layers.3.self_attn.q_proj.weight"].file
-
-        class Cut(StreamEvents):
-            def on_begun(self, file=file):
-                file.write_bytes(file.read_bytes()[:64])
-
-        with pytest.raises(UnsupportedModelError, match=file.name) as refusal:
-            streamed(loaded, Cut())
-        messages.append(str(refusal.value))
-        assert not readers()
-    assert messages[0] == messages[1]
+    weights, asked = loaded.stream.weights, []
+    monkeypatch.setattr(weights.shards, "prefetch", lambda names: asked.append(set(names)))
+    streamed(loaded)
+    first, *later = weights.layers
+    assert asked == [set(weights.plans[name].keys) for name in (first, *later)]
