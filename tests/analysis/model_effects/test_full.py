@@ -13,7 +13,7 @@ from tieline.analysis.model_effects import (
     compared_phase,
 )
 from tieline.core.errors import UnsupportedModelError
-from tieline.core.predictions import Predictions, kl_divergence
+from tieline.core.predictions import kl_divergence
 from tieline.models.emulate import modular_routers
 from tieline.models.model import Model
 from tieline.run.condition import Condition, Perturbation
@@ -63,7 +63,7 @@ def test_moved_weight_is_the_mean_over_layers_and_a_flip_counts_in_any():
     logits = torch.randn(1, 2, 5)
     lost = {"a": torch.tensor([0.5, -1.0]), "b": torch.tensor([-1.0, -1.0])}
     effect = FullEffect()
-    ids, clean = torch.zeros(1, 2, dtype=torch.long), {Pass(0): Predictions(logits)}
+    ids, clean = torch.zeros(1, 2, dtype=torch.long), {Pass(0): logits}
     run = Pass(0, reference=Pass(0))
     effect.add_pass(run, Outcome(ids, logits, clean, lost=lost), None)
     assert effect.moved.mean().value == 0.125
@@ -75,9 +75,7 @@ def test_divergences_are_those_of_the_reference_to_the_perturbed_run():
     condition = Condition(LARGE)
     clean, noisy = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
     counted, run = Divergences([condition]), Pass(0, condition, Pass(0))
-    counted.on_pass_done(
-        run, Outcome(torch.zeros(1, 3, dtype=torch.long), noisy, {Pass(0): Predictions(clean)})
-    )
+    counted.on_pass_done(run, Outcome(torch.zeros(1, 3, dtype=torch.long), noisy, {Pass(0): clean}))
     expected = kl_divergence(clean, noisy).mean().item()
     assert counted.kl[condition].mean().value == pytest.approx(expected)
     assert expected != pytest.approx(kl_divergence(noisy, clean).mean().item(), rel=1e-3)
