@@ -1,7 +1,7 @@
 """Gloo processes for tests: started quickly, met without a port, never left behind.
 
-They are forked from a server that has imported torch once, meet through a file (no port to lose a
-race for), and are killed by their own handles when they are no longer needed.
+They are forked from a server that has imported torch and the analyses once, meet through a file (no
+port to lose a race for), and are killed by their own handles when they are no longer needed.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ import torch
 
 LIMIT = 240.0  # seconds; only a hang takes so long, also on a busy machine
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.lab.training.runs"])
+SERVER.set_forkserver_preload(["tests.lab.training.runs", "tests.run.on_ranks"])
 
 
 class Ranks:

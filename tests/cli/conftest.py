@@ -1,9 +1,14 @@
 """How every command is run here, and what a run leaves behind undone."""
 
+from functools import cache
+
 import pytest
+import typer
 
 from tieline import cli
 from tieline.cli import progress
+
+BUILD_PARSER = typer.main.get_command
 
 
 @pytest.fixture
@@ -34,3 +39,17 @@ def _quiet_again():
 def _patience(monkeypatch):
     """No lines of progress among the messages that a test compares, however busy the machine is."""
     monkeypatch.setattr(progress, "PATIENCE", 1e6)
+
+
+@cache
+def _parser(application, n_commands):
+    """The parser of so many commands."""
+    return BUILD_PARSER(application)
+
+
+@pytest.fixture(autouse=True)
+def _built_parser(monkeypatch):
+    """Build the parser once: a process of its own needs one command, here all are registered."""
+    monkeypatch.setattr(
+        typer.main, "get_command", lambda app: _parser(app, len(app.registered_commands))
+    )

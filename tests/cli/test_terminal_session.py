@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.tiers import slow
 from tieline.cli.terminal_session import _ascii_spelling
 from tieline.models.demo import DEMO_FOLDER
 
@@ -97,7 +98,7 @@ def test_a_closed_pipe_is_no_error(words):
     assert (done.returncode, told(done.stderr)) == (0, [])
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-", slow("<&-"), slow("2>&-")])
 def test_a_closed_stream_is_no_error(closed, tmp_path):
     page = tmp_path / "page.html"
     command = f'exec "$0" -m tieline design --preset olmoe --html "$1" {closed}'
@@ -198,6 +199,7 @@ def test_no_name_and_no_file_acts_on_the_terminal(tieline, tmp_path, number):
     assert "a bug of tieline" not in err
 
 
+@pytest.mark.filterwarnings("default::tieline.core.errors.PrecisionWarning")
 def test_a_model_and_its_result_of_a_hostile_name_are_shown_in_plain_letters(tieline, tmp_path):
     folder = shutil.copytree(DEMO_FOLDER, tmp_path / EVIL)
     few, saved, page = ["--tokens", 64, "--no-jumps"], tmp_path / "a.json", tmp_path / "a.html"

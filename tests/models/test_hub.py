@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import huggingface_hub
 import pytest
@@ -31,14 +30,12 @@ def asked(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("opened", [Model.open, load_dense, load_tokenizer, read_shape])
 def test_an_id_without_a_hub_is_refused_after_one_question(asked, opened):
-    started = time.perf_counter()
     with pytest.raises(
         UnsupportedModelError,
         match=r"'org/model' is no local folder, and the hub \(https://.*\) is not reachable",
     ):
         opened("org/model")
     assert len(asked) == 1
-    assert time.perf_counter() - started < 5
 
 
 def test_a_model_in_the_cache_is_read_from_there(asked, monkeypatch):

@@ -32,6 +32,20 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "cache_folder", lambda name: tmp_path / "cache" / name)
 
 
+def inspected(folder):
+    return inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The folder of a small OLMoE, and its inspection without an interruption."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    folder = saved(root / "model", "olmoe", vocab_size=512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "cache_folder", lambda name: root / "cache" / name)
+        return folder, inspected(folder)
+
+
 def killed_after(folder, reads):
     """Inspect until so many units were read, and die."""
     count = 0
@@ -46,8 +60,7 @@ def killed_after(folder, reads):
         inspect(Model.open(folder, stream=True, dtype="fp32"), progress=progress, **SMALL)
 
 
-def goes_on(folder, reads, tmp_path):
-    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+def goes_on(folder, whole, reads, tmp_path):
     killed_after(folder, reads)
     loaded = Model.open(folder, stream=True, dtype="fp32")
     found = inspect(loaded, resume=True, **SMALL)
@@ -58,9 +71,10 @@ def goes_on(folder, reads, tmp_path):
     return loaded.stream.weights
 
 
-def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(tmp_path, monkeypatch):
-    folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
-    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(
+    uninterrupted, tmp_path, monkeypatch
+):
+    folder, whole = uninterrupted
     remove = shutil.rmtree
 
     def remove_one_file_of_the_state(path, ignore_errors=False):
@@ -80,8 +94,8 @@ def test_a_run_killed_while_it_removes_its_state_leaves_nothing_half(tmp_path, m
 
 
 @pytest.mark.parametrize("reads", [1, 2, 3])
-def test_a_killed_run_goes_on_without_reading_finished_layers_again(reads, tmp_path):
-    weights = goes_on(saved(tmp_path / "model", "olmoe", vocab_size=512), reads, tmp_path)
+def test_a_killed_run_goes_on_without_reading_finished_layers_again(uninterrupted, reads, tmp_path):
+    weights = goes_on(*uninterrupted, reads, tmp_path)
     units = list(weights.units)  # embedding, two layers, norm, head
     finished = 0 if reads == 1 else reads
     again = [name for name in units[:-1] if units.index(name) >= finished]
@@ -90,10 +104,8 @@ def test_a_killed_run_goes_on_without_reading_finished_layers_again(reads, tmp_p
 
 
 @pytest.mark.parametrize("writes", [1, 2, 3])
-def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypatch):
-    folder = saved(tmp_path / "model", "olmoe", vocab_size=512)
-    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
-    count = 0
+def test_a_disk_that_fills_leaves_a_run_that_goes_on(uninterrupted, writes, tmp_path, monkeypatch):
+    (folder, whole), count = uninterrupted, 0
 
     def fills(write):
         def save(tensors, path, *more):
@@ -109,7 +121,7 @@ def test_a_disk_that_fills_leaves_a_run_that_goes_on(writes, tmp_path, monkeypat
     with monkeypatch.context() as full:
         full.setattr(resume, "save_file", fills(resume.save_file))
         with pytest.raises(NoSpaceError, match=r"no space left .* go on with --resume"):
-            inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+            inspected(folder)
     kept = [path.name for path in (tmp_path / "cache" / "streams").glob("*/*")]
     assert not [name for name in kept if name.endswith(".partial")]
     found = inspect(Model.open(folder, stream=True, dtype="fp32"), resume=True, **SMALL)
@@ -125,7 +137,8 @@ def test_every_family_goes_on_to_the_same_bits(family, tmp_path):
     if family in WHOLE:
         pytest.skip("its small model has fewer words than the tokenizer")
     changes = {"vocab_size": 512} | LARGER.get(family, {})
-    goes_on(saved(tmp_path / "model", family, **changes), 2, tmp_path)
+    folder = saved(tmp_path / "model", family, **changes)
+    goes_on(folder, inspected(folder), 2, tmp_path)
 
 
 def inspected_and_killed(folder, seconds):
@@ -144,7 +157,7 @@ def inspected_and_killed(folder, seconds):
 def test_killed_at_any_moment_the_next_run_goes_on(tmp_path):
     folder = saved(tmp_path / "model", "olmoe", vocab_size=512, num_hidden_layers=6)
     began = time.perf_counter()
-    whole = inspect(Model.open(folder, stream=True, dtype="fp32"), **SMALL)
+    whole = inspected(folder)
     took, moments, kills = time.perf_counter() - began, random.Random(0), 0
     layer = max(map(Model.open(folder, stream=True).stream.weights.stored, ["model.layers.0"]))
     for _ in range(20):

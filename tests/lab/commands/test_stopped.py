@@ -1,4 +1,4 @@
-"""Runs of tieline train that were killed, or met trouble, in processes of their own."""
+"""Runs of tieline train that were killed; the run that goes on is a process of its own."""
 
 import shutil
 import subprocess
@@ -6,12 +6,9 @@ import sys
 
 import pytest
 
+from tieline import cli
+
 RECIPE = "demo-smoke-smooth1"
-
-
-def run(*words):
-    command = [sys.executable, "-m", "tieline", "train", RECIPE, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +17,10 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / "run"
     folder.mkdir()
     (folder / ".config.json.0123456789abcdef.partial").touch()
-    done = run("-o", folder, "--json")
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", RECIPE, "-o", str(folder), "--json"])
+    assert not left.value.code
     return folder
-
-
-def told(done):
-    """What stderr says beside progress, whose lines end in seconds."""
-    return [line for line in done.stderr.splitlines() if not line.endswith(" s")]
 
 
 def test_a_resumed_run_removes_halves_and_says_nothing_of_libraries(trained, tmp_path):
@@ -38,8 +31,11 @@ def test_a_resumed_run_removes_halves_and_says_nothing_of_libraries(trained, tmp
     (folder / "result.json").unlink()
     (folder / "checkpoint-20" / "complete.json").unlink()
     (folder / "checkpoint-20" / "half").touch()
-    done = run("-o", folder, "--resume", "--json")
-    assert (done.returncode, told(done)) == (0, [])
+    words = ["train", RECIPE, "-o", str(folder), "--resume", "--json"]
+    command = [sys.executable, "-m", "tieline", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    messages = [line for line in done.stderr.splitlines() if not line.endswith(" s")]  # progress
+    assert (done.returncode, messages) == (0, [])
     assert not (folder / "checkpoint-20" / "half").exists()
     weights = [path / "model" / "model.safetensors" for path in (folder, trained)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -8,7 +8,9 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,9 @@ from tieline.models.configuration import check_config_fields
 from tieline.models.demo import DEMO_FOLDER
 from tieline.models.model import Model, load_dense, load_tokenizer
 from tieline.models.saved_models import load_pretrained
+
+Peak = tuple[int, float, str]
+"""Exit code, largest memory in MiB and messages of a command."""
 
 
 @pytest.fixture
@@ -227,27 +232,48 @@ def test_a_gguf_says_which_command_runs_it(tmp_path):
 
 
 PEAK = """
-import sys
-from tieline.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as left:
-    (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    print("peak", left.code, peak.split()[1])
+import json, os, sys
+from tieline.cli import app, main
+for line in sys.stdin:
+    log, *words = json.loads(line)
+    if os.fork() == 0:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        try:
+            main(words)
+        except SystemExit as left:
+            (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+            print("peak", left.code, peak.split()[1], flush=True)
+        os._exit(0)
+    os.wait()
+    print("end", flush=True)
 """
 
 
-def peak_of(*words: object) -> tuple[int, float, str]:
-    """Exit code, largest memory in MiB and messages of a command."""
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *map(str, words)], capture_output=True, text=True
-    )
-    _, code, peak = done.stdout.split()[-3:]
-    return int(code), int(peak) / 1024, done.stderr
+@pytest.fixture(scope="module")
+def peak_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Peak]]:
+    """Run a command: its exit code, largest memory in MiB and messages.
+
+    Each runs in a fork of one process that has imported the command line: the peak of a fork begins
+    with the memory of that process and is its own.
+    """
+    log = tmp_path_factory.mktemp("log") / "stderr"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PEAK], **pipes) as process:
+
+        def run(*words: object) -> Peak:
+            log.unlink(missing_ok=True)
+            process.stdin.write(json.dumps([str(log), *map(str, words)]) + "\n")
+            process.stdin.flush()
+            *_, told = iter(process.stdout.readline, "end\n")
+            _, code, peak = told.split()
+            return int(code), int(peak) / 1024, log.read_text()
+
+        yield run
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def start() -> float:
+def start(peak_of: Callable[..., Peak]) -> float:
     """Memory of the command line itself, in MiB."""
     return peak_of("--version")[1]
 
@@ -269,7 +295,9 @@ def hostile_model(folder: Path, kind: str) -> Path:
     "kind", ["intermediate_size", "vocab_size", "hidden_size", "pipe", "kernel"]
 )
 @pytest.mark.parametrize("command", ["inspect", "audit", "soften", "upcycle"])
-def test_refusing_a_model_takes_the_memory_of_the_command_line(folder, start, kind, command):
+def test_refusing_a_model_takes_the_memory_of_the_command_line(
+    folder, peak_of, start, kind, command
+):
     code, peak, message = peak_of(command, hostile_model(folder, kind))
     assert code == 2
     assert message.startswith("error: ")
@@ -277,20 +305,26 @@ def test_refusing_a_model_takes_the_memory_of_the_command_line(folder, start, ki
     assert peak <= 1.2 * start
 
 
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of files whose content is much larger than they are, and a pipe."""
+    folder = tmp_path_factory.mktemp("archives")
+    os.mkfifo(folder / "pipe.npz")
+    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress(b"\n" * (90 << 20)))
+    for name, shape in (("bomb.npz", (1 << 24, 4, 2)), ("flat.npz", 1 << 22)):
+        np.savez_compressed(folder / name, routed_experts=np.zeros(shape, np.uint8))
+    return folder
+
+
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs Linux's account of memory"
 )
 @pytest.mark.parametrize("kind", ["bomb.npz", "flat.npz", "bomb.jsonl.gz", "pipe.npz"])
 @pytest.mark.parametrize("command", ["check", "inspect", "convert"])
-def test_refusing_an_archive_takes_the_memory_of_the_command_line(tmp_path, start, kind, command):
-    file = tmp_path / kind
-    if kind == "pipe.npz":
-        os.mkfifo(file)
-    elif kind.endswith("gz"):
-        file.write_bytes(gzip.compress(b"\n" * (90 << 20)))
-    else:
-        shape = (1 << 24, 4, 2) if kind == "bomb.npz" else 1 << 22
-        np.savez_compressed(file, routed_experts=np.zeros(shape, np.uint8))
+def test_refusing_an_archive_takes_the_memory_of_the_command_line(
+    archives, peak_of, start, kind, command
+):
+    file = archives / kind
     code, peak, message = peak_of(command, file)
     assert code == 2
     assert str(file) in message
@@ -298,7 +332,7 @@ def test_refusing_an_archive_takes_the_memory_of_the_command_line(tmp_path, star
     assert peak <= 1.2 * start
 
 
-def test_what_is_given_after_options_is_refused_as_soon(folder):
+def test_what_is_given_after_options_is_refused_as_soon(folder, peak_of):
     change_config(folder, vocab_size=3_000_000)
     _, peak, message = peak_of("audit", "--tokens", "64", folder)
     assert "config.json says vocab_size=3000000 and hidden_size=" in message

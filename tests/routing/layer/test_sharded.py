@@ -1,16 +1,14 @@
 """The layer under FSDP2 and activation checkpointing on two processes equals one process."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.ranks import Ranks
 from tieline import auxiliary_loss, collect_routing, moe
 
 pytestmark = pytest.mark.cpu("two processes of their own, which meet by gloo")
@@ -56,22 +54,15 @@ def mean_gradient(parameter):
     return parameter.grad / 2
 
 
-def sharded_step(rank, port, gate, recompute, folder):
+def sharded_step(gate, recompute):
     """One process: its half of the tokens, its shards of the layers."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    try:
-        model = Stack(gate, recompute).double()
-        mesh = init_device_mesh("cpu", (2,))
-        scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 takes none: a learned ε
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, ignored_params=scalars)
-        y = step(model, batch()[rank])
-        grads = {name: mean_gradient(p) for name, p in model.named_parameters()}
-        torch.save((y, grads), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    model = Stack(gate, recompute).double()
+    mesh = init_device_mesh("cpu", (2,))
+    scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP2 takes none: a learned ε
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=scalars)
+    y = step(model, batch()[dist.get_rank()])
+    return y, {name: mean_gradient(p) for name, p in model.named_parameters()}
 
 
 SLOW = pytest.mark.slow
@@ -81,12 +72,12 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "gate", ["smooth", *(pytest.param(g, marks=SLOW) for g in ("topk", "projected"))]
 )
-def test_two_processes_compute_what_one_does(gate, recompute, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(sharded_step, (port, gate, recompute, str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+def test_two_processes_compute_what_one_does(gate, recompute):
+    pair = Ranks(2)
+    try:
+        ranks = pair.run(sharded_step, gate, recompute)
+    finally:
+        pair.close()
     model = Stack(gate, recompute=False).double()
     outputs = [step(model, x) for x in batch()]  # gradients of both halves add up
     for (y, grads), expected in zip(ranks, outputs, strict=True):
