@@ -87,7 +87,7 @@ def test_launches_do_not_grow_with_the_number_of_experts(fake):
 
 
 def test_many_rows_without_a_bound_are_counted_once(fake, monkeypatch):
-    monkeypatch.setattr(DISPATCH, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(DISPATCH, "MAX_STATIC_ELEMENTS", 1)
     layer, x = make("smooth", torch.bfloat16, fake)
     with counting() as traffic:
         training_step(layer, x)
@@ -100,7 +100,7 @@ def test_many_rows_without_a_bound_are_counted_once(fake, monkeypatch):
 
 
 def test_a_bounded_gate_needs_no_count_however_many_rows_there_are(fake, monkeypatch):
-    monkeypatch.setattr(DISPATCH, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(DISPATCH, "MAX_STATIC_ELEMENTS", 1)
     for gate in ("topk", "smooth, at most 4"):
         layer, x = make(gate, torch.bfloat16, fake)
         with counting() as traffic:

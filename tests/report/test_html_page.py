@@ -183,7 +183,7 @@ def test_a_page_without_charts_carries_no_script():
 
 
 def test_a_page_that_would_be_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr(html_page, "LARGEST_PAGE", 1000)
+    monkeypatch.setattr(html_page, "MAX_PAGE_BYTES", 1000)
     with pytest.raises(ParameterError, match="at most 1000"):
         page([])
 

@@ -10,7 +10,7 @@ from tests.report.browser import BROWSERS, find_browser, look_at
 from tests.report.zoo import HOSTILE, make_inspection
 from tieline.core.errors import ParameterError
 from tieline.report import html_page
-from tieline.report.html_page import LARGEST_PAGE, visible_characters
+from tieline.report.html_page import MAX_PAGE_BYTES, visible_characters
 from tieline.report.inspect import (
     calibration_grid,
     notebook,
@@ -143,11 +143,11 @@ def test_a_large_model_keeps_the_page_small(tmp_path):
     sample = replace(result.sample, layers=names, pieces=(piece,) * 5000)
     large = replace(result, measures=measures, jumps=jumps, sample=sample, observations=())
     large.to_html(tmp_path / "large.html")
-    assert (tmp_path / "large.html").stat().st_size <= LARGEST_PAGE
+    assert (tmp_path / "large.html").stat().st_size <= MAX_PAGE_BYTES
 
 
 def test_a_page_that_would_be_too_large_is_not_written(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(html_page, "LARGEST_PAGE", 1000)
+    monkeypatch.setattr(html_page, "MAX_PAGE_BYTES", 1000)
     with pytest.raises(ParameterError, match="at most 1000"):
         result.to_html(tmp_path / "large.html")
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ KEYS = [
     "tie-orders",
     "load",
 ]
-ROLES = (
+ROLE_COLOURS = (
     "accent",
     "ramp:",
     "scale:ramp",
@@ -81,7 +81,7 @@ def test_a_figure_is_valid_has_axis_titles_and_is_explained(result, key):
     assert drawn.how.endswith(".")
     for axis in ("xaxis", "yaxis"):
         assert drawn.figure["layout"][axis]["title"]["text"]
-    assert all(colour[1:].startswith(ROLES) for colour in colours(drawn.figure))
+    assert all(colour[1:].startswith(ROLE_COLOURS) for colour in colours(drawn.figure))
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "load"])

@@ -14,10 +14,10 @@ from tieline.report.html_page import visible_characters
 from tieline.report.inspect import COLUMNS, terminal
 from tieline.report.inspect_charts import inspected_layer_rows
 from tieline.report.tables import (
-    SIGNS,
+    SEVERITY_SIGNS,
     Column,
     dotted_rows,
-    finding_text,
+    finding_sentence,
     grid,
     rich_table,
     text_table,
@@ -41,7 +41,7 @@ def test_verdict_layers_and_findings_are_shown_as_they_are(result):
 
 
 def test_a_long_list_of_findings_is_cut_and_says_so(result):
-    chosen = [next(x for x in result.observations if x.severity == s) for s in SIGNS]
+    chosen = [next(x for x in result.observations if x.severity == s) for s in SEVERITY_SIGNS]
     text = shown(replace(result, observations=tuple(chosen) * 4), 100)
     assert text.count("▲") == text.count("◆") == text.count("●") == 2
     assert "6 more in the page and the JSON" in text
@@ -86,7 +86,7 @@ def test_what_cannot_be_answered_is_a_dash(ids_only):
     ],
 )
 def test_a_finding_is_a_sentence_that_names_its_layer_once(text, layer, sentence):
-    assert finding_text(Finding("info", text, 1.0, layer), {"m.3.gate": "3"}) == sentence
+    assert finding_sentence(Finding("info", text, 1.0, layer), {"m.3.gate": "3"}) == sentence
 
 
 def test_a_grid_holds_the_cells_of_its_columns_without_the_empty_ones():
@@ -103,7 +103,7 @@ def test_a_grid_holds_the_cells_of_its_columns_without_the_empty_ones():
 
 def test_long_cells_of_a_table_are_folded_not_cut():
     console = Console(file=io.StringIO(), width=30)
-    console.print(text_table(("name", "words"), [("a", "word " * 20)], left=2, fold=True))
+    console.print(text_table(("name", "words"), [("a", "word " * 20)], left_aligned=2, fold=True))
     assert console.file.getvalue().count("word") == 21
 
 

@@ -1,4 +1,4 @@
-"""Results as pages, tables and figures: draws the records that it is given and computes nothing.
+"""Results as pages, tables and figures: draws records and computes nothing.
 
     page        a self-contained HTML page
     figures     matplotlib figures by name, each drawn when called; the first is the main one
@@ -7,9 +7,9 @@
     notebook    a piece of HTML with table and figures, without script
     sentence    a sentence of a record: the verdict of a result, the text of an answer
 
-`tieline.core.plugins` says what draws a result, by the name of its format: a module or an object
-with the first five (`tieline.report.result_views`). `SENTENCES` names the function that writes a
-sentence, by class and property.
+`tieline.core.plugins` maps the format of a result to the module or object that has the first five
+functions (`tieline.report.result_views`). `SENTENCES` maps class and property to the function that
+writes the sentence.
 """
 
 import importlib
@@ -45,11 +45,11 @@ SENTENCES = {
     "RouteFinding.where": "tieline.report.words.check:route_finding_place",
     "RouteFinding.cause": "tieline.report.words.check:route_finding_cause",
 }
-"""Class and property of a record to "module:function"."""
+""" "module:function" that writes a sentence, by class and property of a record."""
 
 
 def sentence(record: Any, name: str) -> Any:
-    """Write a sentence of a record.
+    """Return a sentence of a record, such as its verdict.
 
     Args:
         record: a record with sentences.
@@ -61,33 +61,33 @@ def sentence(record: Any, name: str) -> Any:
 
 def page(result: Any) -> str:
     """Return the self-contained HTML page of a result."""
-    return _result_drawing(result).page(result)
+    return _views_of_result(result).page(result)
 
 
 def figures(result: Any) -> "dict[str, Callable[[], Figure]]":
     """Return matplotlib figures by name, each drawn when called; the main one first."""
-    return _result_drawing(result).figures(result)
+    return _views_of_result(result).figures(result)
 
 
 def terminal(result: Any, width: int) -> "RenderableType":
     """Return a result for a terminal that is `width` characters wide; its texts are printable."""
     from tieline.report.result_views import UnbrokenView, printable_view
 
-    return UnbrokenView(printable_view(_result_drawing(result).terminal(result, width)))
+    return UnbrokenView(printable_view(_views_of_result(result).terminal(result, width)))
 
 
 def summary(result: Any) -> str:
     """Return a result in a few plain lines; its texts are printable."""
-    return printable(_result_drawing(result).summary(result))
+    return printable(_views_of_result(result).summary(result))
 
 
 def notebook(result: Any) -> str:
     """Return a piece of HTML with table and figures, without script."""
-    return _result_drawing(result).notebook(result)
+    return _views_of_result(result).notebook(result)
 
 
-def _result_drawing(result: Any) -> Any:
-    """The module or the object that draws results of this format."""
+def _views_of_result(result: Any) -> Any:
+    """Return the module or object that draws results of this format."""
     formats = result_formats()
     if result.format not in formats:
         raise ParameterError(f"no report draws {result.format!r}, only {', '.join(formats)}")

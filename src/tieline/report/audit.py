@@ -1,4 +1,4 @@
-"""A precision audit: its report, charts, tables and the remedies side by side."""
+"""Report of a precision audit: charts, tables, routers to keep and remedies side by side."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ from tieline.report.tables import (
 from tieline.report.words.audit import (
     audit_caveats,
     audit_notes,
-    remedies_of,
+    remedies_under,
     remedy_sentences,
     served_table_sentence,
 )
 from tieline.report.words.numbers import DASH, finite, percent, significant, with_error
-from tieline.report.words.served_precision import TOLERANCE
+from tieline.report.words.served_precision import TOLERANCE_TEXT
 
-FLIPS = Panel(
+FLIPS_PANEL = Panel(
     "audit-flips",
     "Tokens that change experts",
     "Filled dots: every router perturbed by itself, on inputs of the clean run. Dashes: the same, "
@@ -51,7 +51,7 @@ FLIPS = Panel(
     "disturbs the next. Bars are two standard errors, clustered by sequence.",
     wide=True,
 )
-KL = Panel(
+KL_PANEL = Panel(
     "audit-kl",
     "Damage to the predictions",
     "Dots: KL to the clean run per token, with two standard errors. Dashes: its floor, the KL that "
@@ -59,7 +59,7 @@ KL = Panel(
     "what flips cost.",
     wide=True,
 )
-LAYERS = Panel(
+LAYER_DAMAGE_PANEL = Panel(
     "audit-layers",
     "Where rounded routers do their damage",
     "Mean relative change of each layer’s output by flips of its own router, inputs clean. Layers "
@@ -70,20 +70,20 @@ KEEP_HEADINGS = ("format", "layers", "of the damage", "of the KL", "bytes more")
 LAYER_HEADINGS = ("layer", "perturbation", "local flips", "predicted", "full flips", "damage")
 REMEDY_HEADINGS = ("remedy", "KL to the original", "KL of two runs", "model moved by", "price")
 SHORT_REMEDY_HEADINGS = ("remedy", "to original", "two runs", "moved", "price")
-NumberOf = Callable[[PerturbationEffect], float | None]
-EstimateOf = Callable[[PerturbationEffect], Estimate]
+EffectNumber = Callable[[PerturbationEffect], float | None]
+EffectEstimate = Callable[[PerturbationEffect], Estimate]
 
 
-MOST_LEVEL = 8
-"""Perturbations whose names stand level below a chart."""
+MAX_LEVEL_NAMES = 8
+"""Largest number of perturbations whose names are written level below a chart."""
 
-MORE = Text("--all runs every format, noise and remedy; page and JSON have every number.")
+RUN_ALL_HINT = Text("--all runs every format, noise and remedy; page and JSON have every number.")
 IGNORE_HEADINGS = ("library", "argument")
 IGNORE_TITLE = "Keeping the routers out of quantisation"
 
 
 def _audit_report(result: PrecisionAudit) -> Report:
-    """Verdict, all perturbations, charts, routers to keep, remedies, layers, provenance."""
+    """Build the report: verdict, perturbations, charts, routers to keep, remedies, layers."""
     columns = [column for column in COLUMNS if (column.rank or 0) < 7]
     size = {"width": 6.75, "height": 3.4}
     return Report(
@@ -103,7 +103,7 @@ def _audit_report(result: PrecisionAudit) -> Report:
 
 
 def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
-    """What the template of the page shows."""
+    """Return the values that the template of the page shows."""
     table = result.remedies
     return {
         "template": "audit.html",
@@ -122,14 +122,14 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
 
 
 def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[RenderableType]:
-    """One row per perturbation, the remedies and what was left out; everything if all was run."""
+    """Return the terminal's tables and sentences; fewer unless the full audit was run."""
     columns = _all_columns(result) if result.is_full else _served_columns(result)
-    below: list[RenderableType] = [rich_table(columns, result.effects, width, left=1)]
+    below: list[RenderableType] = [rich_table(columns, result.effects, width, left_aligned=1)]
     keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
         below += [Text(served_table_sentence(result)), Text()]
         below += [] if table is None else remedies_terminal_view(table, brief=True)
-        return [*below, *map(Text, audit_caveats(result)), MORE]
+        return [*below, *map(Text, audit_caveats(result)), RUN_ALL_HINT]
     if keeps:
         below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if table is not None:
@@ -142,8 +142,8 @@ def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[Renderable
 def _titled_table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> tuple[RenderableType, ...]:
-    """A bold title, a table and an empty line, for a terminal."""
-    table = text_table(head, rows, left=2, fold=True)
+    """Return a bold title, a table and an empty line, for a terminal."""
+    table = text_table(head, rows, left_aligned=2, fold=True)
     return Text(title, style="bold"), table, Text()
 
 
@@ -151,18 +151,20 @@ page, figures, terminal, summary, notebook = report_views(_audit_report)
 
 
 def audit_panels(result: PrecisionAudit) -> list[Panel]:
-    """Every chart of the page, or the reason why it cannot be drawn."""
+    """Return every panel with its chart, or with the reason why it has none."""
     layers = _layer_damage_chart(result)
     reason = ["no rounding of the routers was run"]
     return [
-        FLIPS.with_chart(_audit_flips_chart(result.effects)),
-        KL.with_chart(_audit_kl_chart(result.effects)),
-        LAYERS.with_chart(layers) if layers else LAYERS.without_chart(reason),
+        FLIPS_PANEL.with_chart(_audit_flips_chart(result.effects)),
+        KL_PANEL.with_chart(_audit_kl_chart(result.effects)),
+        LAYER_DAMAGE_PANEL.with_chart(layers)
+        if layers
+        else LAYER_DAMAGE_PANEL.without_chart(reason),
     ]
 
 
 def ignored_router_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
-    """For each quantisation library: the argument that leaves all routers alone, as Python."""
+    """Return each quantisation library and the Python argument that excludes all routers."""
     return tuple(
         (library, ", ".join(f"{name}={value!r}" for name, value in arguments.items()))
         for library, arguments in result.ignore.items()
@@ -170,7 +172,7 @@ def ignored_router_rows(result: PrecisionAudit) -> tuple[tuple[str, str], ...]:
 
 
 def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
-    """For each rounding of the routers: format, layers to keep, what that recovers and costs."""
+    """Return per router format the layers to keep in float32, what that recovers and costs."""
     labels = _audited_layer_labels(result)
     keep_lists = [(row.level, row.keep) for row in result.effects if row.keep and row.keep.layers]
     return tuple(
@@ -188,7 +190,7 @@ def kept_router_rows(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
 
 
 def _effects_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
-    """One row per perturbation and layer."""
+    """Return flips and damage, one row per perturbation and layer."""
     labels = short_names(result.layers)
     return tuple(
         (
@@ -205,7 +207,7 @@ def _effects_by_layer(result: PrecisionAudit) -> tuple[tuple[str, ...], ...]:
 
 
 def _audit_facts(result: PrecisionAudit) -> str:
-    """Layers, tokens, perturbations and precision, in one line."""
+    """Return one line with layers, tokens, perturbations and precision."""
     facts = [
         f"{len(result.layers)} routed layers",
         f"{result.tokens:,} tokens in {result.sequences} sequences",
@@ -216,10 +218,10 @@ def _audit_facts(result: PrecisionAudit) -> str:
 
 
 def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
-    """For each perturbation its name and a table, one row for each remedy.
+    """Return the name of each perturbation and a table with one row per remedy.
 
     The columns are the KL that remains to the clean original, the KL between two perturbed runs,
-    how far the model itself moved, and the price.
+    the KL by which the remedy moves the model itself, and the price.
     """
     return [
         (name, Grid(REMEDY_HEADINGS, tuple(_remedy_rows(table, name, lambda x: with_error(x, 2)))))
@@ -228,7 +230,7 @@ def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
 
 
 def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[RenderableType]:
-    """The tables of the remedies for a terminal, and their sentences unless `brief`."""
+    """Return the tables of the remedies for a terminal; `brief` shortens the sentences below."""
     below: list[RenderableType] = []
     for name in table.perturbations:
         rows = [
@@ -236,16 +238,16 @@ def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[Rend
             for *cells, price in _remedy_rows(table, name, lambda x: significant(x.value, 2))
         ]
         title = Text(f"Remedies under {name}", style="bold")
-        below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left=1), Text()]
+        below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left_aligned=1), Text()]
     return [*below, *map(Text, remedy_sentences(table, brief)), *([] if brief else [Text()])]
 
 
 def _remedy_rows(
     table: RemedyTable, name: str, text: Callable[[Estimate], str]
 ) -> list[tuple[str, ...]]:
-    """Name, three KLs and price of each remedy; `text` writes a KL."""
+    """Return name, three KLs and price of each remedy; `text` formats a KL."""
     rows = []
-    for remedy, effect in remedies_of(table, name):
+    for remedy, effect in remedies_under(table, name):
         kls = (effect.to_original, effect.two_runs, remedy.moved)
         values = ("0" if kl.value == 0 else text(kl) for kl in kls)
         rows.append((remedy.name, *values, _remedy_price(remedy, effect)))
@@ -253,7 +255,7 @@ def _remedy_rows(
 
 
 def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
-    """What a remedy costs: bytes, bytes a token or experts, and time."""
+    """Return the price of a remedy: bytes, bytes per token or experts, and time."""
     if remedy.kind == "nothing":
         return DASH
     if remedy.kind == "float32":
@@ -265,12 +267,12 @@ def _remedy_price(remedy: Remedy, effect: RemedyEffect) -> str:
 
 
 def _audited_layer_labels(result: PrecisionAudit) -> dict[str, str]:
-    """Short name of each layer."""
+    """Return the short name of each layer."""
     return dict(zip(result.layers, short_names(result.layers), strict=True))
 
 
 def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
-    """Local, predicted and full flip rates, by perturbation."""
+    """Chart local, predicted and full flip rates, by perturbation."""
     series = (
         _perturbation_estimates(rows, "local, counted", lambda row: row.local, "circle", "@accent"),
         _perturbation_points(rows, "local, predicted", lambda row: row.predicted, "dash", "@ink"),
@@ -281,7 +283,7 @@ def _audit_flips_chart(rows: Sequence[PerturbationEffect]) -> Chart:
 
 
 def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
-    """KL to the clean run and its floor, by perturbation."""
+    """Chart the KL to the clean run and its floor, by perturbation."""
     series = (
         _perturbation_estimates(rows, "KL", lambda row: row.kl, "circle", "@warn"),
         _perturbation_points(rows, "floor", lambda row: row.kl_floor.value, "dash", "@ink"),
@@ -291,14 +293,14 @@ def _audit_kl_chart(rows: Sequence[PerturbationEffect]) -> Chart:
 
 
 def _perturbations_chart(y: Axis, series: tuple[Series, ...]) -> Chart:
-    """A chart over perturbations; the names of many are slanted, and need room below."""
-    if len(series[0].x) <= MOST_LEVEL:
+    """Return a chart over perturbations, with slanted names if there are many."""
+    if len(series[0].x) <= MAX_LEVEL_NAMES:
         return Chart(Axis("", "category"), y, series, height=420)
     return Chart(Axis("", "category", angle=-40), y, series, height=520, margin_below=150)
 
 
 def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
-    """Damage of each layer, by format of the routers; None if no router was rounded."""
+    """Chart the damage of each layer, by router format; None if no router was rounded."""
     rows, labels = [row for row in result.effects if row.keep], short_names(result.layers)
     if not rows:
         return None
@@ -319,9 +321,9 @@ def _layer_damage_chart(result: PrecisionAudit) -> Chart | None:
 
 
 def _perturbation_points(
-    rows: Sequence[PerturbationEffect], name: str, value: NumberOf, symbol: Symbol, colour: str
+    rows: Sequence[PerturbationEffect], name: str, value: EffectNumber, symbol: Symbol, colour: str
 ) -> Series:
-    """One point per row; zero has no place on a logarithmic axis."""
+    """Return one point per perturbation, on a logarithmic axis: None in place of zero."""
     return Series(
         [row.name for row in rows],
         above_zero(map(value, rows)),
@@ -334,16 +336,20 @@ def _perturbation_points(
 
 
 def _perturbation_estimates(
-    rows: Sequence[PerturbationEffect], name: str, estimate: EstimateOf, symbol: Symbol, colour: str
+    rows: Sequence[PerturbationEffect],
+    name: str,
+    estimate: EffectEstimate,
+    symbol: Symbol,
+    colour: str,
 ) -> Series:
-    """The same with bars of two standard errors."""
+    """Return one point per perturbation with bars of two standard errors."""
     spread = [2 * (finite(estimate(row).standard_error) or 0.0) for row in rows]
     series = _perturbation_points(rows, name, lambda row: estimate(row).value, symbol, colour)
     return replace(series, errors=(spread, spread))
 
 
 def _predicted_flips_cell(row: PerturbationEffect) -> str:
-    """Range of the predicted flip rates."""
+    """Return the range of the predicted flip rate as text."""
     low, high = row.predicted_low, row.predicted
     if high is None:
         return DASH
@@ -351,8 +357,8 @@ def _predicted_flips_cell(row: PerturbationEffect) -> str:
     return percent(high) if is_point else f"{percent(low)} – {percent(high)}"
 
 
-def _loss_change(row: PerturbationEffect) -> str:
-    """Change of the loss with its standard error."""
+def _loss_change_cell(row: PerturbationEffect) -> str:
+    """Return the change of the loss with its standard error as text."""
     if row.loss.value is None:
         return DASH
     error = row.loss.standard_error
@@ -395,7 +401,7 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
         lambda x: percent(x.damage.value),
         6,
     ),
-    Column("Δ loss", "change of the loss, nats per token", _loss_change, 5),
+    Column("Δ loss", "change of the loss, nats per token", _loss_change_cell, 5),
     Column("KL", "KL to the clean run, nats per token", lambda x: significant(x.kl.value, 2), 4),
     Column("floor", "KL with clean routes forced", lambda x: significant(x.kl_floor.value, 2), 10),
     Column("by flips", "share of the KL due to flips", lambda x: percent(x.by_flips), 11),
@@ -403,12 +409,12 @@ COLUMNS: tuple[Column[PerturbationEffect], ...] = (
 
 
 def _all_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect], ...]:
-    """Every column, and the verdict at the end."""
+    """Return all columns, the verdict last."""
     return (*COLUMNS, _verdict_column(result))
 
 
 def _served_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect], ...]:
-    """Columns of an audit of the precision served, all of which a terminal has room for."""
+    """Return the columns for an audit of the precision served; all fit into a terminal."""
 
     def loss_interval(row: PerturbationEffect) -> str:
         low, high = mean_limits(row.loss, result.sequences)
@@ -427,6 +433,6 @@ def _served_columns(result: PrecisionAudit) -> tuple[Column[PerturbationEffect],
 
 
 def _verdict_column(result: PrecisionAudit) -> Column[PerturbationEffect]:
-    """Whether each perturbation is harmless, as far as its interval tells."""
+    """Return the column that states, by its interval, whether a perturbation is harmless."""
     meaning = f"whether the KL is below {HARMLESS:g} nats, by its 95 % interval"
-    return Column("verdict", meaning, lambda row: TOLERANCE[result.tolerance(row)], 2)
+    return Column("verdict", meaning, lambda row: TOLERANCE_TEXT[result.tolerance(row)], 2)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from tieline.report.words.numbers import finite
 
-MOST_TICKS = 8
+MAX_LAYER_TICKS = 8
 """Largest number of layers that an axis names one by one."""
 
 Symbol = Literal[
@@ -34,10 +34,10 @@ class Axis:
     """An axis of a chart.
 
     Attributes:
-        title: what it shows.
+        title: quantity and unit.
         scale: "linear", "log" or "category".
         percent: whether ticks are percentages.
-        limits: ends of the axis; by default those of the data.
+        limits: ends of the axis; by default the range of the data.
         from_zero: whether it begins at zero.
         reverse: whether values grow downwards.
         angle: angle of the ticks' names, in degrees.
@@ -56,7 +56,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one name.
+    """Points, a line or bars under one name.
 
     Attributes:
         x: numbers or names.
@@ -101,9 +101,9 @@ class Heat:
         y: names of the rows.
         values: one row of numbers per row; None for an empty cell.
         colours: role of the scale, "gap" or "load".
-        title: what colour means.
+        title: quantity that the colour shows.
         ticks: names of some values.
-        limits: values at the ends of the scale; by default those of the data.
+        limits: values at the ends of the scale; by default the range of the data.
         texts: text of each cell; empty for none.
         details: further texts for the hover text.
         hover: text shown on a page at a cell.
@@ -148,7 +148,7 @@ class Guide:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn, on a page and on paper alike.
+    """A chart, drawn on pages by Plotly and on paper by matplotlib.
 
     Attributes:
         x: horizontal axis.
@@ -156,10 +156,10 @@ class Chart:
         series: what is drawn, from the back to the front.
         heat: a heat map behind it; may be None.
         guides: lines with names.
-        layers: names of the layers that colours of the ramp stand for, in order of depth.
+        layers: names of the layers that the ramp's colours stand for, in order of depth.
         height: pixels of the page.
         stacked: whether bars are stacked.
-        margin_below: pixels of the page below the axes; 0 for as many as usual.
+        margin_below: pixels of the page below the axes; 0 for the default.
     """
 
     x: Axis
@@ -174,16 +174,16 @@ class Chart:
 
 
 def layer_colour(index: int, count: int) -> str:
-    """Return the role of the colour of a layer, by its depth."""
+    """Return the colour role of layer `index` of `count`."""
     return f"@ramp:{index / (count - 1) if count > 1 else 0.5:.3f}"
 
 
 def layer_axis(labels: Sequence[str]) -> Axis:
-    """Return an axis of layers at 0, 1, …: all of a few have a name, some of many."""
-    step = max(1, math.ceil(len(labels) / MOST_TICKS))
+    """Return an axis of layers at 0, 1, … with at most about `MAX_LAYER_TICKS` names."""
+    step = max(1, math.ceil(len(labels) / MAX_LAYER_TICKS))
     return Axis("layer", ticks={float(i): labels[i] for i in range(0, len(labels), step)})
 
 
 def above_zero(values: Iterable[float | None]) -> list[float | None]:
-    """Return values for a logarithmic axis: None for zero and for what is not finite."""
+    """Return values for a logarithmic axis: None in place of zero, infinity, NaN and None."""
     return [finite(value) or None for value in values]

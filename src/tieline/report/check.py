@@ -1,4 +1,4 @@
-"""A check of files of routes: a verdict, a table of findings, a table of files."""
+"""Report of a check of route files: a verdict, a table of findings, a table of files."""
 
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from tieline.report.words.check import checks_sentences
 from tieline.trace.soundness import RouteFinding
 
 FILE_HEADINGS = ("file", "format", "rows", "documents", "layers", "routed", "k", "experts", "type")
-HEAD = ("severity", "kind", "what was found", "where", "likely cause")
-STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
+FINDING_HEADINGS = ("severity", "kind", "what was found", "where", "likely cause")
+SEVERITY_STYLES = {"unsound": "bold red", "suspicious": "bold yellow", "note": "dim"}
 
 
 def _check_report(result: RouteCheck) -> Report:
-    """Verdict, findings and files."""
+    """Build the report: verdict, findings and files."""
     several = len(result.files) > 1
     notes = [*([] if result.findings else ["Nothing was found."]), *checks_sentences(result)]
     table = _route_findings_grid(result) if result.findings else None
@@ -27,25 +27,25 @@ def _check_report(result: RouteCheck) -> Report:
     return Report(
         kind="check",
         title=f"{len(result.files)} files" if several else result.files[0].name,
-        facts=_check_subtitle(result),
+        facts=_check_facts(result),
         verdict=result.verdict,
         table=lambda: table or _route_files_grid(result),
         body=lambda: {"sections": [findings, files]},
-        below=partial(_check_terminal, result),
+        below=partial(_check_terminal_views, result),
     )
 
 
-def _check_terminal(result: RouteCheck, width: int) -> list[RenderableType]:
-    """The files, then the findings one by one."""
+def _check_terminal_views(result: RouteCheck, width: int) -> list[RenderableType]:
+    """Return the table of files, the readers' notes and one line per finding, for a terminal."""
     rows = [(Path(name).name, *others) for name, *others in _route_files_grid(result).rows]
     lines = [_route_finding_line(finding, len(result.files) > 1) for finding in result.findings]
     notes = [Text(note, "dim") for note in _route_reader_notes(result)]
     checks = map(Text, checks_sentences(result))
-    return [text_table(FILE_HEADINGS, rows, left=2), *notes, *lines, *checks]
+    return [text_table(FILE_HEADINGS, rows, left_aligned=2), *notes, *lines, *checks]
 
 
 def _check_summary(result: RouteCheck) -> str:
-    """Verdict and findings in plain lines."""
+    """Return the verdict and one plain line per finding."""
     lines = [f"{finding.severity} {finding.kind}: {finding.message}" for finding in result.findings]
     return "\n".join([result.verdict, *lines])
 
@@ -55,8 +55,8 @@ page, figures, terminal, summary, notebook = report_views(_check_report)._replac
 )
 
 
-def _check_subtitle(result: RouteCheck) -> str:
-    """Rows, model and reference in a line."""
+def _check_facts(result: RouteCheck) -> str:
+    """Return one line with the number of rows, the model and the reference."""
     facts = [f"{sum(file.rows for file in result.files):,} rows"]
     if result.model is not None:
         facts.append(f"{result.compared:,} tokens routed by {result.model}")
@@ -66,28 +66,28 @@ def _check_subtitle(result: RouteCheck) -> str:
 
 
 def _route_finding_line(finding: RouteFinding, several: bool) -> Text:
-    """Severity, kind, sentence, place and cause of a finding."""
+    """Return a finding's severity, kind, message and place, with its likely cause below."""
     where = f" [{finding.where}]" if finding.where else ""
     file = f"{finding.file}: " if several else ""
     text = Text.assemble(
-        (finding.severity, STYLES[finding.severity]),
+        (finding.severity, SEVERITY_STYLES[finding.severity]),
         f"  {finding.kind}: {file}{finding.message}{where}",
     )
     return text.append(f"\n    {finding.cause}", "dim") if finding.cause else text
 
 
 def _route_findings_grid(result: RouteCheck) -> Grid:
-    """One row per finding."""
+    """Return the table with one row per finding."""
     several = len(result.files) > 1
     rows = [
         (x.severity, x.kind, (f"{x.file}: " if several else "") + x.message, x.where, x.cause)
         for x in result.findings
     ]
-    return Grid(HEAD, tuple(rows))
+    return Grid(FINDING_HEADINGS, tuple(rows))
 
 
 def _route_files_grid(result: RouteCheck) -> Grid:
-    """One row per file: its name, format and sizes."""
+    """Return the table with one row per file: name, format, sizes and integer type."""
     rows = []
     for x in result.files:
         sizes = (x.rows, x.documents, x.layers, x.routed, x.k, x.n_experts)
@@ -96,7 +96,7 @@ def _route_files_grid(result: RouteCheck) -> Grid:
 
 
 def _route_reader_notes(result: RouteCheck) -> list[str]:
-    """What the readers found and assumed."""
+    """Return what the readers reported and assumed about each file, one sentence each."""
     several = len(result.files) > 1
     return [
         f"{file.name}: {note}." if several else f"{note[:1].upper()}{note[1:]}."

@@ -1,4 +1,4 @@
-"""A comparison of two runs: its report, charts and table."""
+"""Report of a comparison of two runs: charts, table and alignment."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from tieline.report.html_page import Panel
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
-    MOST_FINDINGS,
+    MAX_FINDINGS_SHOWN,
     Column,
     finding_rows,
     findings_view,
@@ -32,13 +32,13 @@ from tieline.report.tables import (
 )
 from tieline.report.words.numbers import DASH, percent, significant
 
-RATES = Panel(
+FLIP_RATES_PANEL = Panel(
     "diff-rates",
     "Tokens that choose other experts, layer by layer",
     "Each dot is the share of tokens whose set of experts differs between A and B, with its 95 % "
     "interval, clustered by document.",
 )
-CAUSES = Panel(
+CAUSES_PANEL = Panel(
     "diff-causes",
     "Near-ties, or something else?",
     "A first flip is a near-tie if the noise of its own token explains it: the experts that "
@@ -46,25 +46,25 @@ CAUSES = Panel(
     "likely. "
     "Flips of tokens that had flipped in an earlier layer are consequences of that.",
 )
-DEPTH = Panel(
+DEPTH_PANEL = Panel(
     "diff-depth",
     "How the difference grows with depth",
     "The share of tokens that have flipped in this layer or before, beside what it would be if "
     "layers flipped independently of each other.",
 )
-AFTER = Panel(
+LATER_FLIPS_PANEL = Panel(
     "diff-after",
     "Does a flip bring others?",
     "Flip rate of tokens that have flipped in an earlier layer, and of those that have not. Where "
     "the first is higher, flips compound.",
 )
-WEIGHT = Panel(
+WEIGHT_PANEL = Panel(
     "diff-weight",
     "Combine weight that goes to other experts",
     "0 % means that both combine the same experts alike, 100 % that no weight stays where it was.",
     wide=True,
 )
-CAUSE_KINDS: tuple[tuple[str, Callable[[Attribution], int], str], ...] = (
+CAUSE_SERIES: tuple[tuple[str, Callable[[Attribution], int], str], ...] = (
     ("first flip, a near-tie", lambda x: x.explained, "@accent"),
     ("after an earlier flip", lambda x: x.later, "@notice"),
     ("first flip, unexplained", lambda x: x.unexplained, "@warn"),
@@ -73,7 +73,7 @@ CAUSE_KINDS: tuple[tuple[str, Callable[[Attribution], int], str], ...] = (
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One layer: its short name in A, the comparison, and how far the runs are apart there.
+    """One layer: its short name in A, its comparison, and its share of flipped tokens by depth.
 
     Where a side is quantised, `by_format` and `by_engine` split its flips.
     """
@@ -86,7 +86,7 @@ class DiffRow:
 
 
 def _diff_report(result: RoutingDiff) -> Report:
-    """Verdict, findings, charts, all layers, alignment, provenance."""
+    """Build the report: verdict, findings, charts, all layers, alignment, provenance."""
     columns = [column for column in COLUMNS if column.rank is not None]
     return Report(
         kind="routing comparison",
@@ -109,13 +109,13 @@ def _diff_report(result: RoutingDiff) -> Report:
 
 
 def _diff_page_body(result: RoutingDiff) -> dict[str, Any]:
-    """What the template of the page shows."""
+    """Return the values that the template of the page shows."""
     return {
         "template": "diff.html",
         "style": "",
         "panels": diff_panels(result),
         "findings": finding_rows(result.findings, _compared_layer_names(result)),
-        "shown": MOST_FINDINGS,
+        "shown": MAX_FINDINGS_SHOWN,
         "table": grid(COLUMNS, _diff_rows(result)),
         "alignment": _alignment_rows(result.alignment),
         "provenance": provenance_rows(result.provenance, result.timings),
@@ -127,21 +127,25 @@ page, figures, terminal, summary, notebook = report_views(_diff_report)
 
 
 def _required_causes_chart(result: RoutingDiff) -> Chart:
-    """The causes of flips; raises where they cannot be told."""
+    """Return the chart of causes; raises `TraceError` if no cause was attributed."""
     if (chart := _flip_causes_chart(result)) is None:
         raise TraceError(f"no figure of the causes: {result.layers[0].attribution_status}")
     return chart
 
 
 def diff_panels(result: RoutingDiff) -> list[Panel]:
-    """Every chart, or the reason why it cannot be drawn."""
+    """Return every panel with its chart, or with the reason why it has none."""
     layers = result.layers
     charts = (
-        (RATES, _flip_rates_chart(result), []),
-        (CAUSES, _flip_causes_chart(result), [layer.attribution_status for layer in layers]),
-        (DEPTH, _flips_by_depth_chart(result), []),
-        (AFTER, _flips_after_flips_chart(result), ["no token flips before the last layer"]),
-        (WEIGHT, _weight_moved_chart(result), [layer.weight_status for layer in layers]),
+        (FLIP_RATES_PANEL, _flip_rates_chart(result), []),
+        (CAUSES_PANEL, _flip_causes_chart(result), [layer.attribution_status for layer in layers]),
+        (DEPTH_PANEL, _flips_by_depth_chart(result), []),
+        (
+            LATER_FLIPS_PANEL,
+            _flips_after_flips_chart(result),
+            ["no token flips before the last layer"],
+        ),
+        (WEIGHT_PANEL, _weight_moved_chart(result), [layer.weight_status for layer in layers]),
     )
     return [
         p.with_chart(chart) if chart else p.without_chart(statuses) for p, chart, statuses in charts
@@ -149,17 +153,17 @@ def diff_panels(result: RoutingDiff) -> list[Panel]:
 
 
 def _compared_layer_names(result: RoutingDiff) -> list[str]:
-    """Names of the layers in A."""
+    """Return the names of the layers in A."""
     return [layer.name for layer in result.layers]
 
 
 def _compared_layer_labels(result: RoutingDiff) -> list[str]:
-    """Short names of the layers in A."""
+    """Return the short names of the layers in A."""
     return short_names(_compared_layer_names(result))
 
 
 def _diff_rows(result: RoutingDiff) -> list[DiffRow]:
-    """One row per layer; flips of a quantised side are split by format and engine."""
+    """Return one row per layer; flips of a quantised side are split by format and engine."""
     rows = [
         DiffRow(*row)
         for row in zip(
@@ -174,7 +178,7 @@ def _diff_rows(result: RoutingDiff) -> list[DiffRow]:
 
 
 def _diff_side_name(provenance: object) -> str:
-    """Model or file, engine, precision and kernel of one side."""
+    """Return model or file, engine, precision and kernel of one side as text."""
     name, engine = (
         provenance_text(provenance, "model", "file") or "unnamed run",
         provenance_text(provenance, "engine"),
@@ -188,7 +192,7 @@ def _diff_side_name(provenance: object) -> str:
 
 
 def _diff_facts(result: RoutingDiff) -> str:
-    """Tokens, layers and experts that are compared, in one line."""
+    """Return one line with the numbers of compared tokens, layers and experts."""
     alignment, layers = result.alignment, result.layers
     routing = dict.fromkeys(f"{layer.k} of {layer.n_experts} experts" for layer in layers)
     tokens = f"{alignment.tokens:,} tokens of {alignment.documents:,} documents"
@@ -196,7 +200,7 @@ def _diff_facts(result: RoutingDiff) -> str:
 
 
 def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
-    """How B was aligned with A; what is empty on both sides is left out."""
+    """Return name and text of each alignment fact, without the empty ones."""
     shift = alignment.layer_shift
     rows = {
         "tokens compared": f"{alignment.tokens:,}, of which {alignment.ids_checked:,} by equal ids",
@@ -222,30 +226,32 @@ def _alignment_rows(alignment: Alignment) -> list[tuple[str, str]]:
 
 
 def _counts_of_both_sides(a: int, b: int) -> str:
-    """Two counts; empty if both are zero."""
+    """Return "a, b"; empty if both are zero."""
     return f"{a:,}, {b:,}" if a or b else ""
 
 
-LAYER = Axis("layer of A", "category")
+LAYER_AXIS = Axis("layer of A", "category")
 
 
 def _token_share_axis(title: str) -> Axis:
-    """A percent axis from zero."""
+    """Return a percent axis that starts at zero."""
     return Axis(title, percent=True, from_zero=True)
 
 
 def _flip_rates_chart(result: RoutingDiff) -> Chart:
-    """Flip rate of every layer with its interval."""
+    """Chart the flip rate of every layer with its 95 % interval."""
     rates = [layer.flip for layer in result.layers]
     above = [(rate.high or 0.0) - (rate.value or 0.0) for rate in rates]
     below = [(rate.value or 0.0) - (rate.low or 0.0) for rate in rates]
     dots = _flip_rate_points(result, "flip rate", rates, "@accent")
     dots = replace(dots, errors=(above, below), in_legend=False)
-    return Chart(LAYER, _token_share_axis("tokens that choose other experts"), (dots,), height=380)
+    return Chart(
+        LAYER_AXIS, _token_share_axis("tokens that choose other experts"), (dots,), height=380
+    )
 
 
 def _flip_causes_chart(result: RoutingDiff) -> Chart | None:
-    """Stacked flips by cause, layer by layer; None if no cause can be told."""
+    """Chart stacked flips by cause and layer; None if no layer has an attribution."""
     causes = [layer.attribution for layer in result.layers]
     if not any(causes):
         return None
@@ -258,13 +264,13 @@ def _flip_causes_chart(result: RoutingDiff) -> Chart | None:
             "bar",
             hover=f"layer %{{x}}: %{{y:,}} flips {name}<extra></extra>",
         )
-        for name, count, colour in CAUSE_KINDS
+        for name, count, colour in CAUSE_SERIES
     )
-    return Chart(LAYER, Axis("flips", from_zero=True), bars, stacked=True)
+    return Chart(LAYER_AXIS, Axis("flips", from_zero=True), bars, stacked=True)
 
 
 def _flips_by_depth_chart(result: RoutingDiff) -> Chart:
-    """Share of tokens flipped so far, and if layers flipped independently."""
+    """Chart the share of tokens flipped so far, and its value for independent layers."""
     steps, labels = result.tokens.depth, _compared_layer_labels(result)
     cumulative_line = _layer_share_line(
         labels, [step.cumulative for step in steps], "flipped so far", "@accent"
@@ -274,14 +280,14 @@ def _flips_by_depth_chart(result: RoutingDiff) -> Chart:
         labels, independent, "if layers were independent", "@muted"
     )
     return Chart(
-        LAYER,
+        LAYER_AXIS,
         _token_share_axis("share of tokens"),
         (cumulative_line, replace(independent_line, dash="dash")),
     )
 
 
 def _flips_after_flips_chart(result: RoutingDiff) -> Chart | None:
-    """Flip rates with and without an earlier flip; None without earlier flips."""
+    """Chart flip rates with and without an earlier flip; None if no token flipped earlier."""
     steps = result.tokens.depth
     if not any(step.after.total for step in steps):
         return None
@@ -292,23 +298,23 @@ def _flips_after_flips_chart(result: RoutingDiff) -> Chart | None:
         result, "after an earlier flip", [step.after for step in steps], "@warn"
     )
     dots = (fresh_points, replace(later_points, symbol="diamond", size=9))
-    return Chart(LAYER, _token_share_axis("flip rate"), dots)
+    return Chart(LAYER_AXIS, _token_share_axis("flip rate"), dots)
 
 
 def _weight_moved_chart(result: RoutingDiff) -> Chart | None:
-    """Combine weight on other experts, mean and 99th percentile; None without weights."""
+    """Chart the weight moved to other experts, mean and 99th percentile; None without weights."""
     weights, labels = [layer.weight for layer in result.layers], _compared_layer_labels(result)
     if not any(weights):
         return None
     mean = _layer_share_line(labels, [x and x.mean for x in weights], "mean over tokens", "@accent")
     worst = _layer_share_line(labels, [x and x.p99 for x in weights], "99th percentile", "@warn")
-    return Chart(LAYER, _token_share_axis("share of the weight"), (mean, worst), height=380)
+    return Chart(LAYER_AXIS, _token_share_axis("share of the weight"), (mean, worst), height=380)
 
 
 def _flip_rate_points(
     result: RoutingDiff, name: str, rates: Sequence[Share], colour: str
 ) -> Series:
-    """A dot per layer, with its counts at the pointer."""
+    """Return one dot per layer, with its counts in the hover text."""
     return Series(
         _compared_layer_labels(result),
         [rate.value for rate in rates],
@@ -322,19 +328,19 @@ def _flip_rate_points(
 def _layer_share_line(
     labels: list[str], values: Sequence[float | None], name: str, colour: str
 ) -> Series:
-    """A line over the layers."""
+    """Return a line of one share per layer."""
     hover = f"layer %{{x}}: %{{y:percent}} {name}<extra></extra>"
     return Series(labels, values, name, colour, "line+points", size=6, hover=hover)
 
 
 def _flip_interval_cell(row: DiffRow) -> str:
-    """The interval of the flip rate."""
+    """Return the 95 % interval of a layer's flip rate as text."""
     low, high = row.layer.flip.low, row.layer.flip.high
     return DASH if low is None else f"{percent(low)} – {percent(high)}"
 
 
-def _cause_cell(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
-    """A cell of the attribution; a dash where there is none."""
+def _attribution_cell(count: Callable[[Attribution], str]) -> Callable[[DiffRow], str]:
+    """Return a function that writes a cell from a row's attribution, or a dash without one."""
     return lambda row: DASH if row.layer.attribution is None else count(row.layer.attribution)
 
 
@@ -365,28 +371,30 @@ COLUMNS: tuple[Column[DiffRow], ...] = (
     Column(
         "near-ties",
         "first flips that noise explains",
-        _cause_cell(lambda x: f"{x.explained:,}"),
+        _attribution_cell(lambda x: f"{x.explained:,}"),
         4,
     ),
     Column(
         "unexplained",
         "first flips wider than that",
-        _cause_cell(lambda x: f"{x.unexplained:,}"),
+        _attribution_cell(lambda x: f"{x.unexplained:,}"),
         3,
     ),
     Column(
         "later",
         "flips that follow from one in an earlier layer",
-        _cause_cell(lambda x: f"{x.later:,}"),
+        _attribution_cell(lambda x: f"{x.later:,}"),
         4,
     ),
     Column(
         "noise",
         "difference of a token's scores",
-        _cause_cell(lambda x: significant(x.noise)),
+        _attribution_cell(lambda x: significant(x.noise)),
         8,
     ),
-    Column("relative", "to the spread of scores", _cause_cell(lambda x: percent(x.relative)), 10),
+    Column(
+        "relative", "to the spread of scores", _attribution_cell(lambda x: percent(x.relative)), 10
+    ),
     Column(
         "weight moved",
         "mean share on other experts",

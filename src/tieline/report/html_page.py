@@ -6,7 +6,7 @@ every script except the three written here, whose hashes it names: text from a m
 be shown but never run, follows no link and turns no words around.
 
     Panel             a chart on a page, with its title and how to read it
-    render            a template of `templates/` as a whole page
+    render_page       a template of `templates/` as a whole page
     notebook_html     title, verdict, table and figures without script
     embed_json        JSON that cannot end the script element which holds it
 """
@@ -32,28 +32,28 @@ from tieline.report.matplotlib_figures import Drawings, inline_image
 from tieline.report.plotly_figures import plotly_figure
 from tieline.report.tables import Grid
 
-LARGEST_PAGE = 6_000_000
+MAX_PAGE_BYTES = 6_000_000
 """Bytes; a larger page is refused rather than written."""
 
 PLAIN_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 
 _ADDRESS = re.compile(r"https?://(?=\w)(?!www\.w3\.org/)")
 
-_LINK = re.compile(r"\\u003c(?=[aA]\b)")
+_LINK_TAG = re.compile(r"\\u003c(?=[aA]\b)")
 
-_UNSAFE = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+_UNSAFE_IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart on a page with the sentence that says how to read it.
+    """A chart on a page, with its title and an explanation of how to read it.
 
     Attributes:
-        key: name of the panel in the page.
+        key: identifier of the panel in the page.
         title: heading.
-        how: how to read it.
+        how: how to read the chart.
         figure: Plotly figure, as JSON values; None if there is nothing to draw.
-        reason: why not.
+        reason: why there is no figure.
         wide: whether it takes the whole width of the page.
     """
 
@@ -69,7 +69,7 @@ class Panel:
         return replace(self, figure=plotly_figure(chart))
 
     def without_chart(self, statuses: Sequence[str]) -> "Panel":
-        """Return the panel without a chart, with each reason of the sections that it needs once."""
+        """Return the panel without a chart; its reason joins the distinct statuses but "ok"."""
         return replace(self, reason="; ".join(dict.fromkeys(s for s in statuses if s != "ok")))
 
 
@@ -89,7 +89,7 @@ def render_page(
     style: str = "",
     **content: Any,
 ) -> str:
-    """Render a template as a page that needs nothing else; text is escaped.
+    """Render a template as a self-contained page; text is escaped.
 
     Args:
         template: file of `templates/` that extends `frame.html`.
@@ -97,8 +97,8 @@ def render_page(
         data: JSON values for `page.js` beside the figures; scripts are left out of a page that
             has neither.
         style: file of `templates/` with more style.
-        content: what the template shows: `kind`, `title`, `facts`, `verdict` and, at its end,
-            `provenance` and `metrics` of the frame, and its own names.
+        content: values of the template: `kind`, `title`, `facts`, `verdict`, optionally the
+            `provenance` and `metrics` at the end of the page, and the template's own names.
     """
     figures = {panel.key: panel.figure for panel in panels if panel.figure is not None}
     styles = _template_source("page.css") + (_template_source(style) if style else "")
@@ -115,13 +115,13 @@ def render_page(
             style=styles,
             scripts=scripts,
             policy=_content_policy(list(scripts.values())) if scripts else PLAIN_POLICY,
-            data=_LINK.sub("‹", embedded),  # Plotly makes a link of a label with <a href=...>
+            data=_LINK_TAG.sub("‹", embedded),  # Plotly makes a link of a label with <a href=...>
             unmeasured=missing_charts_line(panels),
             **({"provenance": (), "metrics": (), "sections": ()} | content),
         )
     )
     size = len(page.encode())
-    require(size <= LARGEST_PAGE, f"the page has {size} bytes, at most {LARGEST_PAGE}")
+    require(size <= MAX_PAGE_BYTES, f"the page has {size} bytes, at most {MAX_PAGE_BYTES}")
     return page
 
 
@@ -132,14 +132,14 @@ def notebook_html(
     table: Grid,
     drawings: Drawings,
 ) -> str:
-    """Title, verdict, table and figures as a piece of HTML without script.
+    """Return title, verdict, table and figures as HTML without script.
 
     Args:
         title: name of the result.
         facts: one line below it.
-        verdict: what it comes to; may be empty.
+        verdict: the main result in a sentence; may be empty.
         table: its main table.
-        drawings: figures by name; those that the result cannot give are left out.
+        drawings: figures by name; those that raise `TraceError` are left out.
     """
     images = []
     for name, draw in drawings.items():
@@ -150,7 +150,7 @@ def notebook_html(
 
 
 def arranged_panels(panels: Sequence[Panel]) -> list[Panel]:
-    """The panels that have a chart; one that would stand alone in its row takes the whole width."""
+    """Return the panels that have a chart; one alone in its row is made wide."""
     panels_with_chart = [panel for panel in panels if panel.figure is not None]
     row_length = 0
     for index, panel in enumerate(panels_with_chart):
@@ -162,7 +162,7 @@ def arranged_panels(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def compact_json(value: Any, digits: int = 4) -> Any:
-    """The JSON value with printable texts and floating-point numbers of `digits` digits.
+    """Return a JSON value with printable texts and numbers of `digits` significant digits.
 
     Numbers that are not finite become None.
     """
@@ -180,20 +180,20 @@ def compact_json(value: Any, digits: int = 4) -> Any:
 
 
 def embed_json(value: object) -> str:
-    r"""JSON in which <, >, & and the two line separators are written as \uXXXX."""
+    r"""Return JSON with <, >, & and the two line separators as \uXXXX, safe inside a script."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(_UNSAFE)
+    return text.translate(_UNSAFE_IN_SCRIPT)
 
 
 def script_hash(source: str) -> str:
-    """'sha256-...' of an inline script, as a content policy names it."""
+    """Return 'sha256-...' of an inline script, the form that a content policy uses."""
     digest = hashlib.sha256(source.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 @functools.cache
 def template_environment() -> Environment:
-    """The templates: texts are escaped and printable, and a name that is not given is an error."""
+    """Return the Jinja environment: text is escaped and printable, undefined names are errors."""
     templates = Environment(
         loader=PackageLoader("tieline.report"),
         autoescape=True,
@@ -211,12 +211,12 @@ def template_environment() -> Environment:
 
 
 def _printable_value(value: object) -> object:
-    """Make what a template shows printable; what is marked safe was written in this room."""
+    """Return a template value as printable text; values marked safe come from this room as is."""
     return value if hasattr(value, "__html__") else printable(str(value))
 
 
 def _template_source(name: str) -> str:
-    """The text of a file of `templates/`."""
+    """Return the text of a file of `templates/`."""
     loader = template_environment().loader
     assert loader is not None
     return loader.get_source(template_environment(), name)[0]
@@ -224,10 +224,10 @@ def _template_source(name: str) -> str:
 
 @functools.cache
 def _plotly_script() -> str:
-    """Plotly's script without addresses of its makers, of map services and of other sites.
+    """Return Plotly's script with "https://" removed from every web address.
 
-    They lose "https://": what stays names the authors in its licences and leads nowhere. Names of
-    XML languages, which look like addresses, are needed.
+    Licences still name their authors, and no address can be followed. XML namespaces, which look
+    like addresses, are needed and stay.
     """
     # imported here: plotly is an extra, and only its script is read
     from plotly.offline import get_plotlyjs
@@ -236,7 +236,7 @@ def _plotly_script() -> str:
 
 
 def _content_policy(scripts: Sequence[str]) -> str:
-    """The content policy that allows these inline scripts and no request."""
+    """Return the content policy that allows these inline scripts and no request."""
     hashes = " ".join(map(script_hash, scripts))
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
@@ -244,26 +244,28 @@ def _content_policy(scripts: Sequence[str]) -> str:
     )
 
 
-_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_DIRECTION_MARKS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 
 
 def visible_characters(text: str) -> str:
-    """The text with a sign for every control character; line ends get a sign before them.
+    """Return the text with a visible sign for every control character and before every line end.
 
-    Marks that turn the direction of writing would rearrange the text around them, so they are
-    shown by number; halves of surrogate pairs cannot be written to a file at all.
+    Marks of writing direction would rearrange the text around them, so they are shown by code
+    point; halves of surrogate pairs, which no file can hold, become U+FFFD.
     """
     return "".join(map(_visible_character, text))
 
 
 def _visible_character(sign: str) -> str:
-    """What stands for one character."""
+    """Return the visible replacement of one character."""
     if sign == "\n":
         return "↵\n"
     if sign == "\t":
         return "⇥\t"
     if ord(sign) < 0x20:
         return chr(0x2400 + ord(sign))
-    if sign in _DIRECTIONS or unicodedata.category(sign) in ("Cc", "Zl", "Zp"):
+    if sign in _DIRECTION_MARKS or unicodedata.category(sign) in ("Cc", "Zl", "Zp"):
         return f"⟨{ord(sign):04X}⟩"
     return "\ufffd" if unicodedata.category(sign) == "Cs" else sign

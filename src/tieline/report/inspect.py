@@ -1,4 +1,4 @@
-"""An inspection: its report and its table of layers."""
+"""Report of an inspection, with its table of layers and the coloured text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from tieline.report.inspect_charts import (
 )
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import (
-    MOST_FINDINGS,
+    MAX_FINDINGS_SHOWN,
     Column,
     Grid,
     finding_rows,
@@ -35,37 +35,37 @@ from tieline.report.tables import (
 from tieline.report.words.inspect import calibration_sentence
 from tieline.report.words.numbers import DASH, finite, percent, significant, tokens_needed
 
-IN_BF16 = "tokens change an expert per layer when its logits are rounded to bf16"
-IN_NOISE = "tokens change an expert per layer under noise of 0.01 on its logits"
+BF16_FLIPS_MEANING = "tokens change an expert per layer when its logits are rounded to bf16"
+NOISE_FLIPS_MEANING = "tokens change an expert per layer under noise of 0.01 on its logits"
 KEY_NUMBERS: tuple[tuple[tuple[tuple[str, str], ...], Callable[[float], str]], ...] = (
-    ((("flip@bf16", IN_BF16), ("flip@0.01", IN_NOISE)), percent),
+    ((("flip@bf16", BF16_FLIPS_MEANING), ("flip@0.01", NOISE_FLIPS_MEANING)), percent),
     ((("gap@0.5", "median gap between the last chosen score and the next"),), significant),
     ((("evenness", "evenness of the load over the experts, mean over layers"),), percent),
     ((("dead", "experts were never chosen"),), lambda number: f"{number:.0f}"),
 )
-"""Names and meanings of the numbers in large type, none of which the verdict says; the first that
-is known of each group."""
+"""Metrics shown in large type and how they are formatted; of each group, the first available one.
+The verdict states none of them."""
 
-ON_PAGE_ONLY = ("epsilon",)
-"""Kinds of findings that the terminal leaves to the page."""
+PAGE_ONLY_FINDINGS = ("epsilon",)
+"""Kinds of findings that only the page shows."""
 
-LEGEND = (
+COLUMN_LEGEND = (
     "A gap is that of the last chosen score to the next: 1 % of tokens are below “gap 1 %”. "
     "“flip” rounds the logits alone; “jump” is the median change of a layer's output when a "
     "near-tie flips; “dead” experts were never chosen."
 )
-"""How to read the columns of the terminal."""
+"""Explanation of the terminal table's columns."""
 
-LIMITS = (0.01, 0.03, 0.1, 0.3)
-"""Relative gaps at which the ground of a token becomes weaker; above the last there is none."""
-MOST_GAPS = 40_000
-"""Gaps of tokens in layers that the page holds; longer stretches of text are cut."""
-TEXT = Panel("text", "A stretch of the text, coloured by gap", "")
-NO_TEXT = "not answerable: the text of these tokens is not known"
+GAP_LIMITS = (0.01, 0.03, 0.1, 0.3)
+"""Relative gaps at which a token's background fades by one level; none above the last."""
+MAX_TEXT_GAPS = 40_000
+"""Largest number of gaps (tokens × layers) in a page; longer texts are cut."""
+TEXT_PANEL = Panel("text", "A stretch of the text, coloured by gap", "")
+NO_TEXT_REASON = "not answerable: the text of these tokens is not known"
 
 
 def _inspection_report(result: Inspection) -> Report:
-    """Verdict, findings, charts, text by nearness to a tie, all layers, provenance."""
+    """Build the report: verdict, findings, charts, coloured text, all layers, provenance."""
     columns = [column for column in _inspection_page_columns(result) if column.rank is not None]
     return Report(
         kind="routing report",
@@ -82,7 +82,7 @@ def _inspection_report(result: Inspection) -> Report:
 
 
 def _inspection_page_body(result: Inspection) -> dict[str, Any]:
-    """What the template of the page shows."""
+    """Return the values that the template of the page shows."""
     return {
         "template": "inspect.html",
         "style": "",
@@ -90,11 +90,11 @@ def _inspection_page_body(result: Inspection) -> dict[str, Any]:
         "data": {"text": _text_gaps_data(result.sample)},
         "numbers": _inspection_key_numbers(result),
         "findings": finding_rows(result.findings, _inspected_layer_names(result)),
-        "shown": MOST_FINDINGS,
+        "shown": MAX_FINDINGS_SHOWN,
         "text": _coloured_text(result),
         "calibration": calibration_grid(result),
         "calibration_words": calibration_sentence(result),
-        "text_title": TEXT.title,
+        "text_title": TEXT_PANEL.title,
         "table": grid(_inspection_page_columns(result), inspected_layer_rows(result)),
         "provenance": provenance_rows(result.provenance, result.timings),
         "metrics": metric_rows(result.metrics),
@@ -102,12 +102,12 @@ def _inspection_page_body(result: Inspection) -> dict[str, Any]:
 
 
 def _inspection_terminal_views(result: Inspection, width: int) -> list[RenderableType]:
-    """One row per layer, findings, and how many tokens calibration needs."""
+    """Return the table of layers, the findings and the calibration sentence, for a terminal."""
     table = rich_table(COLUMNS, inspected_layer_rows(result), width)
     sentence = calibration_sentence(result)
-    findings = [finding for finding in result.findings if finding.kind not in ON_PAGE_ONLY]
+    findings = [finding for finding in result.findings if finding.kind not in PAGE_ONLY_FINDINGS]
     findings_table = findings_view(tuple(findings), _inspected_layer_names(result))
-    legend = Padding(Text(LEGEND), (0, 0, 1, 0))
+    legend = Padding(Text(COLUMN_LEGEND), (0, 0, 1, 0))
     return [table, legend, findings_table, *([Text(sentence)] if sentence else [])]
 
 
@@ -115,7 +115,7 @@ page, figures, terminal, summary, notebook = report_views(_inspection_report)
 
 
 def _inspection_facts(result: Inspection) -> str:
-    """Layers, experts, tokens and precision, in one line."""
+    """Return one line with layers, experts, tokens and precision."""
     layers = result.measures.layers
     routing = dict.fromkeys(
         f"{layer.k} of {layer.n_experts} experts" + (", smoothed" if layer.used else "")
@@ -127,7 +127,7 @@ def _inspection_facts(result: Inspection) -> str:
 
 
 def calibration_grid(result: Inspection) -> Grid:
-    """Layer, expert with the fewest tokens, and tokens needed with their interval."""
+    """Return per layer the rarest expert and the calibration tokens needed, with an interval."""
     names = _inspected_layer_names(result)
     labels = dict(zip(names, short_names(names), strict=True))
     rows = tuple(
@@ -145,18 +145,18 @@ def calibration_grid(result: Inspection) -> Grid:
 
 
 def _inspected_layer_names(result: Inspection) -> list[str]:
-    """Names of the layers, in order of depth."""
+    """Return the names of the layers, in order of depth."""
     return [layer.name for layer in result.measures.layers]
 
 
 def _inspection_page_columns(result: Inspection) -> list[Column[LayerRow]]:
-    """All columns; the choice of k among E is left out where the facts tell it for all layers."""
+    """Return the columns, without "k of E" if all layers agree (the facts line states it then)."""
     is_one_choice = len({(layer.k, layer.n_experts) for layer in result.measures.layers}) == 1
     return [column for column in COLUMNS if not (is_one_choice and column is COLUMNS[1])]
 
 
 def _inspection_key_numbers(result: Inspection) -> list[tuple[str, str]]:
-    """Up to five numbers with their meanings."""
+    """Return the numbers in large type, each with its meaning."""
     tiles = []
     for choices, show in KEY_NUMBERS:
         measured = [(name, meaning) for name, meaning in choices if name in result.metrics]
@@ -165,16 +165,16 @@ def _inspection_key_numbers(result: Inspection) -> list[tuple[str, str]]:
 
 
 def _missing_text_panel(result: Inspection) -> list[Panel]:
-    """The panel of the text where it cannot be shown, with the reason."""
+    """Return the text panel with a reason if the text cannot be shown; else no panel."""
     sample = result.sample
     if sample is None:
-        return [TEXT.without_chart([NO_TEXT])]
+        return [TEXT_PANEL.without_chart([NO_TEXT_REASON])]
     has_gaps = any(piece.gap is not None for piece in sample.pieces)
-    return [] if has_gaps else [TEXT.without_chart([result.measures.layers[0].gap.status])]
+    return [] if has_gaps else [TEXT_PANEL.without_chart([result.measures.layers[0].gap.status])]
 
 
 def _coloured_text(result: Inspection) -> dict[str, Any] | None:
-    """What the template needs to colour the text: options, tokens with level and hint, legend."""
+    """Return document, layers, coloured tokens and limits for the template; None without text."""
     sample = result.sample
     if sample is None or _missing_text_panel(result):
         return None
@@ -182,32 +182,32 @@ def _coloured_text(result: Inspection) -> dict[str, Any] | None:
         "document": sample.document,
         "layers": short_names(sample.layers),
         "tokens": [_coloured_token(piece) for piece in _text_pieces_on_page(sample)],
-        "limits": LIMITS,
+        "limits": GAP_LIMITS,
     }
 
 
 def _coloured_token(piece: TextPiece) -> tuple[int, str, str]:
-    """Strength of the ground, hint and text of a token."""
+    """Return background level, hint and text of a token."""
     gap = finite(piece.gap)
-    level = sum(gap >= limit for limit in LIMITS) if gap is not None else len(LIMITS)
+    level = sum(gap >= limit for limit in GAP_LIMITS) if gap is not None else len(GAP_LIMITS)
     hint = DASH if gap is None else f"{significant(gap, 2)} of the median gap"
     return level, hint, piece.text
 
 
 def _text_gaps_data(sample: TextSample | None) -> dict[str, Any]:
-    """What the script of the page needs to colour the text by another layer."""
+    """Return limits, layers and gaps by token and layer, for the script that recolours the text."""
     if sample is None:
-        return {"limits": LIMITS, "layers": [], "gaps": []}
+        return {"limits": GAP_LIMITS, "layers": [], "gaps": []}
     gaps = [
         [None if finite(gap) is None else float(f"{gap:.2g}") for gap in piece.gaps]
         for piece in _text_pieces_on_page(sample)
     ]
-    return {"limits": LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
+    return {"limits": GAP_LIMITS, "layers": short_names(sample.layers), "gaps": gaps}
 
 
 def _text_pieces_on_page(sample: TextSample) -> tuple[TextPiece, ...]:
-    """The tokens of the text that the page has room for."""
-    return sample.pieces[: MOST_GAPS // max(1, len(sample.layers))]
+    """Return the tokens of the text that fit within `MAX_TEXT_GAPS`."""
+    return sample.pieces[: MAX_TEXT_GAPS // max(1, len(sample.layers))]
 
 
 COLUMNS: tuple[Column[LayerRow], ...] = (

@@ -26,44 +26,44 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Value = TypeVar("Value")
-Span = tuple[str, float, float]
-"""Name of a format, its finest and its coarsest step over the layers."""
+FormatSteps = tuple[str, float, float]
+"""Name of a format, its smallest and its largest rounding step over the layers."""
 
-QUANTILES = Panel(
+QUANTILES_PANEL = Panel(
     "gap-quantiles",
     "How wide the gaps are, layer by layer",
     "A cell is the gap below which that share of the layer’s tokens lies: how far the last chosen "
     "expert’s score stands above the first one left out. The strongest colours are the tokens "
     "nearest to a tie.",
 )
-CDF = Panel(
+GAP_CDF_PANEL = Panel(
     "gap-cdf",
     "Share of tokens within a given gap",
     "Follow a curve up from a gap: the height is the share of tokens whose choice would change if "
     "the two scores moved towards each other by that much.",
 )
-WITH_LINES = (
+FORMAT_LINES_NOTE = (
     " Dotted lines mark the spacing of each number format at the threshold, bars its range over "
     "the layers; where a curve is high at a line, that format makes ties."
 )
-WITHOUT_LINES = (
+NO_FORMAT_LINES_NOTE = (
     " The spacing of number formats is not shown: it is known in units of the logits, and these "
     "routers rank other scores."
 )
-FORMATS = Panel(
+FORMATS_PANEL = Panel(
     "flips-by-format",
     "Tokens that change an expert, by number format",
     "Each dot is a layer: the share of its tokens whose experts change when the router’s logits "
     "are rounded to that format, counted on these tokens. Dashes are the rates predicted from the "
     "gaps alone. Rounding acts on one layer at a time, with clean inputs.",
 )
-NOISE = Panel(
+NOISE_PANEL = Panel(
     "flips-by-noise",
     "Tokens that change an expert, by noise of the logits",
     "If you know how far two of your engines, kernels or checkpoints differ in the router’s logits "
     "(their standard deviation σ), read off how many tokens will choose other experts.",
 )
-JUMP = Panel(
+JUMP_PANEL = Panel(
     "gap-jump",
     "Which ties matter: gap against jump",
     "Each point is a token whose last chosen expert was swapped with the first one left out. Left "
@@ -71,21 +71,21 @@ JUMP = Panel(
     "happen and hurt. Filled circles are the tokens nearest to a tie, open squares a random sample "
     "of the others; exact ties stand on the left edge.",
 )
-LOSS = Panel(
+LOSS_PANEL = Panel(
     "jump-loss",
     "What a flip does to the loss",
     "Each point is one swap at a near-tie in one layer: how far the layer’s output moved, and by "
     "how much the loss of the whole sequence changed. Points above zero made the model worse.",
 )
-NOT_ASKED = "not measured: loss_jumps asks for it"
-NEAR = Panel(
+NO_LOSS_REASON = "not measured: loss_jumps asks for it"
+NEAR_PANEL = Panel(
     "near-threshold",
     "Experts within ε of the threshold",
     "K(ε) is the mean number of experts per token that score above the k-th score minus ε. It "
     "starts at k; its height above k is the price in extra experts of smoothing the choice over a "
     "band of width ε. A diamond marks the ε that costs half an expert.",
 )
-ORDERS = Panel(
+ORDERS_PANEL = Panel(
     "tie-orders",
     "How many experts the noise of {} can mix",
     "A token has tie order n at tolerance ε if n + 1 experts score within ε of the threshold, on "
@@ -93,17 +93,17 @@ ORDERS = Panel(
     "Order 1 is a plain tie of two experts; higher orders are left to chance among more.",
 )
 ORDER_COLOURS = ("@accent", "@warn", "@ink")
-"""Orders 1, 2, and from 3 on."""
-LOAD = Panel(
+"""Colours of tie orders 1, 2, and 3 or more."""
+LOAD_PANEL = Panel(
     "load",
     "Load of every expert",
     "Colour is an expert’s load relative to an even one: 1 is its fair share, 2 is twice that. "
     "A cross marks an expert that no token of this text chose.",
     wide=True,
 )
-FARTHEST = 3.0
-"""Loads beyond 2^±3 of an even one share the colours at the ends."""
-TICKS: dict[float, str] = {
+MAX_LOG2_LOAD = 3.0
+"""Loads beyond 2^±3 times an even one have the colour of the scale's end."""
+LOAD_TICKS: dict[float, str] = {
     -3.0: "⅛ or less",
     -2.0: "¼",
     -1.0: "½",
@@ -112,15 +112,15 @@ TICKS: dict[float, str] = {
     2.0: "4",
     3.0: "8 or more",
 }
-MOST_POINTS = 3000
-"""Points of all layers together; more make the page slow."""
-MOST_CELLS = 24
-"""Layers whose cells have room for their numbers."""
+MAX_JUMP_POINTS = 3000
+"""Largest number of points of all layers together; more make the page slow."""
+MAX_NUMBERED_LAYERS = 24
+"""Largest number of layers for which every cell shows its number."""
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer: its short name, its measures, its jumps where they were measured, its colour."""
+    """One layer: its short name, its measures, its jumps (None if not measured), its colour."""
 
     label: str
     measures: LayerMeasures
@@ -129,36 +129,36 @@ class LayerRow:
 
     @property
     def gaps(self) -> GapMeasures | None:
-        """Distribution of its gaps, where the trace has scores."""
+        """Distribution of the gaps; None if the trace has no scores."""
         return self.measures.gap.value
 
     @property
     def product(self) -> ProductFlips | None:
-        """Flips by the product that computes its logits, where that was measured."""
+        """Flips by rounding the matrix product of the logits; None if not measured."""
         return self.measures.product.value
 
     @property
     def load(self) -> ExpertLoad:
-        """Load of its experts."""
+        """Load of the experts."""
         return self.measures.load
 
     def flip_rate(self, precision: str) -> float | None:
-        """Share of its tokens that flip with the logits in a format."""
+        """Return the share of tokens that flip with logits rounded to a format; None if unknown."""
         formats = self.measures.precision.value or ()
         return next((x.flip_emulated.value for x in formats if x.precision == precision), None)
 
     def series(self, x: Sequence[Any], y: Sequence[Any], **look: Any) -> Series:
-        """Values with the name and the colour of the layer."""
+        """Return a series with the name and the colour of the layer; `look` goes to `Series`."""
         return Series(x, y, f"layer {self.label}", self.colour, **look)
 
 
 def quantile_at(quantiles: Quantiles, level: float) -> float | None:
-    """Return the quantile of a level, None if it was not taken."""
+    """Return the quantile at a probability, None if it was not computed."""
     return dict(zip(quantiles.probabilities, quantiles.value, strict=True)).get(level)
 
 
 def inspected_layer_rows(result: Inspection) -> list[LayerRow]:
-    """Every layer in order of depth."""
+    """Return one row per layer, in order of depth."""
     layers = result.measures.layers
     labels = short_names([layer.name for layer in layers])
     colours = [layer_colour(index, len(layers)) for index in range(len(layers))]
@@ -169,49 +169,53 @@ def inspected_layer_rows(result: Inspection) -> list[LayerRow]:
 def _layers_with(
     result: Inspection, value: Callable[[LayerRow], Value | None]
 ) -> list[tuple[LayerRow, Value]]:
-    """The layers that have a value, each with it."""
+    """Return (layer, value) for the layers whose value is neither None nor empty."""
     pairs = [(row, value(row)) for row in inspected_layer_rows(result)]
     return [(row, number) for row, number in pairs if number]
 
 
 def _inspected_labels(result: Inspection) -> tuple[str, ...]:
-    """Short names of the layers, in order of depth."""
+    """Return the short names of the layers, in order of depth."""
     return tuple(row.label for row in inspected_layer_rows(result))
 
 
 def inspection_panels(result: Inspection) -> list[Panel]:
-    """Every chart in the order of reading, or the reason why it cannot be drawn."""
+    """Return every panel in reading order, with its chart or the reason why it has none."""
     layers = result.measures.layers
     gap_statuses = [layer.gap.status for layer in layers]
     jump_statuses = [jumps.status for jumps in result.jumps]
     charts = (
-        (QUANTILES, _gap_quantiles_chart(result), gap_statuses),
-        (CDF, _gap_distribution_chart(result), gap_statuses),
-        (FORMATS, _format_flips_chart(result), [layer.precision.status for layer in layers]),
-        (NOISE, _noise_flips_chart(result), [layer.noise.status for layer in layers]),
-        (JUMP, _gap_jump_chart(result), jump_statuses),
-        (LOSS, _jump_loss_chart(result), [NOT_ASKED] if "ok" in jump_statuses else jump_statuses),
-        (NEAR, _near_threshold_chart(result), [layer.near.status for layer in layers]),
-        (LOAD, _expert_load_chart(result), []),
+        (QUANTILES_PANEL, _gap_quantiles_chart(result), gap_statuses),
+        (GAP_CDF_PANEL, _gap_distribution_chart(result), gap_statuses),
+        (FORMATS_PANEL, _format_flips_chart(result), [layer.precision.status for layer in layers]),
+        (NOISE_PANEL, _noise_flips_chart(result), [layer.noise.status for layer in layers]),
+        (JUMP_PANEL, _gap_jump_chart(result), jump_statuses),
+        (
+            LOSS_PANEL,
+            _jump_loss_chart(result),
+            [NO_LOSS_REASON] if "ok" in jump_statuses else jump_statuses,
+        ),
+        (NEAR_PANEL, _near_threshold_chart(result), [layer.near.status for layer in layers]),
+        (LOAD_PANEL, _expert_load_chart(result), []),
     )
     panels = [
         p.with_chart(chart) if chart else p.without_chart(statuses) for p, chart, statuses in charts
     ]
     has_steps = bool(format_steps(layers))
     return [
-        replace(p, how=p.how + (WITH_LINES if has_steps else WITHOUT_LINES))
-        if p.key == CDF.key
+        replace(p, how=p.how + (FORMAT_LINES_NOTE if has_steps else NO_FORMAT_LINES_NOTE))
+        if p.key == GAP_CDF_PANEL.key
         else p
         for p in [*panels[:-1], tie_orders_panel(result), panels[-1]]
     ]
 
 
 def tie_orders_panel(result: Inspection) -> Panel:
-    """Orders of ties at the model's own noise, or the reason why they cannot be drawn."""
+    """Return the panel of tie orders at the model's own noise, or of the reason for none."""
     labels = {row.measures.name: row.label for row in inspected_layer_rows(result)}
     layers = [(labels[x.name], x) for x in result.noise.layers if x.name in labels]
     precision = layers[0][1].precision if layers else "rounding"
-    panel = replace(ORDERS, title=ORDERS.title.format(precision))
+    panel = replace(ORDERS_PANEL, title=ORDERS_PANEL.title.format(precision))
     return (
         panel.with_chart(_tie_orders_chart(layers))
         if layers
@@ -220,7 +224,7 @@ def tie_orders_panel(result: Inspection) -> Panel:
 
 
 def _tie_orders_chart(layers: list[tuple[str, OwnNoise]]) -> Chart:
-    """Stacked shares of orders 1, 2, ..., by layer."""
+    """Chart the stacked shares of tie orders 1, 2, …, by layer."""
     n_orders = max(len(layer.orders) for _, layer in layers)
     bars = tuple(
         Series(
@@ -240,8 +244,8 @@ def _tie_orders_chart(layers: list[tuple[str, OwnNoise]]) -> Chart:
     return Chart(Axis("layer", "category"), shares, bars, stacked=True)
 
 
-def format_steps(layers: Iterable[LayerMeasures]) -> list[Span]:
-    """Name, least and largest step of each format, where gaps are in units of the logits."""
+def format_steps(layers: Iterable[LayerMeasures]) -> list[FormatSteps]:
+    """Return the steps of each format over the layers whose gaps are in units of logits."""
     steps: dict[str, list[float]] = {}
     for layer in layers:
         rows = (layer.precision.value or ()) if layer.units == "logits" and layer.gap.value else ()
@@ -251,8 +255,10 @@ def format_steps(layers: Iterable[LayerMeasures]) -> list[Span]:
     return [(name, min(sizes), max(sizes)) for name, sizes in steps.items()]
 
 
-def format_names(spans: Sequence[Span], low: float, high: float) -> list[tuple[str, float, float]]:
-    """Name, logarithm of the step and height of each format's label; close ones are stacked."""
+def format_names(
+    spans: Sequence[FormatSteps], low: float, high: float
+) -> list[tuple[str, float, float]]:
+    """Return name, log10 step and height of each format's label; close labels are stacked."""
     names, last, lift = [], -math.inf, 0.0
     for name, first, end in sorted(spans, key=lambda span: span[1] * span[2]):
         step = math.log10(first * end) / 2
@@ -262,8 +268,10 @@ def format_names(spans: Sequence[Span], low: float, high: float) -> list[tuple[s
     return names
 
 
-def gap_log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tuple[float, float]:
-    """Logarithms of the least and the largest gap that the axis must show."""
+def gap_log_range(
+    profiles: Iterable[MassProfile], spans: Sequence[FormatSteps]
+) -> tuple[float, float]:
+    """Return log10 of the smallest and the largest gap that the axis must show."""
     inner = [
         gap
         for profile in profiles
@@ -275,31 +283,31 @@ def gap_log_range(profiles: Iterable[MassProfile], spans: Sequence[Span]) -> tup
 
 
 def gap_units(layers: Iterable[LayerMeasures]) -> str:
-    """What the gaps of these layers are measured in."""
+    """Return the units of these layers' gaps as text."""
     units = " or ".join(dict.fromkeys(layer.units for layer in layers))
     return units if "logits" in units else f"{units} score"
 
 
 def relative_load(layer: LayerMeasures) -> list[float]:
-    """log2 of each expert's load over an even one; `-FARTHEST` for experts never chosen.
+    """Return log2 of each expert's load over an even one; `-MAX_LOG2_LOAD` if never chosen.
 
-    Two decimals: in a page of a large model most bytes beside the script are these.
+    Rounded to two decimals: these numbers are most of the data in the page of a large model.
     """
     return [
-        round(math.log2(share * layer.n_experts), 2) if share else -FARTHEST
+        round(math.log2(share * layer.n_experts), 2) if share else -MAX_LOG2_LOAD
         for share in layer.load.share
     ]
 
 
 def _gap_quantiles_chart(result: Inspection) -> Chart | None:
-    """Heat map of gap quantiles: layers down, probabilities across, colour the logarithm."""
+    """Chart a heat map of log gap quantiles, layers by probabilities; None without scores."""
     rows = [(row.label, gaps.quantiles) for row, gaps in _layers_with(result, lambda x: x.gaps)]
     if not rows:
         return None
     values = [[finite(value) for value in quantiles.value] for _, quantiles in rows]
     floor = min((math.log10(v) for row in values for v in row if v), default=0.0) - 0.5
     logs = [[None if v is None else math.log10(v) if v > 0 else floor for v in r] for r in values]
-    few = len(rows) <= MOST_CELLS
+    few = len(rows) <= MAX_NUMBERED_LAYERS
     heat = Heat(
         x=[percent(p, 3, trim=True) for p in rows[0][1].probabilities],
         y=[label for label, _ in rows],
@@ -327,14 +335,14 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
 
 
 def _log10_ticks(rows: Sequence[Sequence[float | None]]) -> dict[float, str]:
-    """Ticks at powers of ten for values that are logarithms."""
+    """Return ticks at powers of ten for values that are logarithms."""
     logs = [value for row in rows for value in row if value is not None] or [0.0]
     ticks = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
     return {float(tick): f"10<sup>{tick}</sup>" if tick else "1" for tick in ticks}
 
 
 def _gap_distribution_chart(result: Inspection) -> Chart | None:
-    """BM_top of every layer on logarithmic axes, with the step of each format."""
+    """Chart BM_top, the share of tokens below a gap, of every layer, with each format's step."""
     rows = [(row, gaps.profile) for row, gaps in _layers_with(result, lambda row: row.gaps)]
     if not rows:
         return None
@@ -368,7 +376,7 @@ def _gap_distribution_chart(result: Inspection) -> Chart | None:
 
 
 def _format_flips_chart(result: Inspection) -> Chart | None:
-    """Counted and predicted flip rate of every layer, by format."""
+    """Chart counted and predicted flip rates of every layer, by format."""
     rows = _layers_with(result, lambda row: row.measures.precision.value)
     if not rows:
         return None
@@ -391,13 +399,13 @@ def _format_flips_chart(result: Inspection) -> Chart | None:
 
 
 def _format_hover(flips: Sequence[PrecisionFlips], how: str) -> dict[str, Any]:
-    """Step of each format, and the text shown at its flip rate."""
+    """Return hover text and details for flip rates; `how` is "counted" or "predicted"."""
     hover = f"%{{x}} (%{{customdata}}): %{{y:percent}} {how}<extra>%{{fullData.name}}</extra>"
     return {"details": [f"step {significant(x.step)}" for x in flips], "hover": hover}
 
 
 def _noise_flips_chart(result: Inspection) -> Chart | None:
-    """Exact flip probability of these tokens against σ, layer by layer."""
+    """Chart the exact flip probability of these tokens against σ, layer by layer."""
     rows = _layers_with(result, lambda row: row.measures.noise.value)
     if not rows:
         return None
@@ -421,13 +429,13 @@ def _noise_flips_chart(result: Inspection) -> Chart | None:
 
 
 def _gap_jump_chart(result: Inspection) -> Chart | None:
-    """Scatter of gap and jump, by layer, with the line from which a tie counts as dangerous."""
+    """Chart jump against gap, one point per swapped token, with the limit of dangerous ties."""
     rows = _layers_with(result, lambda row: row.jumps)
     if not rows:
         return None
     gaps = [gap for _, x in rows for sample in (x.near, x.random) for gap in sample.gaps]
     floor = min((gap for gap in gaps if gap), default=1e-3) / 2
-    points_per_layer = max(1, MOST_POINTS // len(rows) // 2)
+    points_per_layer = max(1, MAX_JUMP_POINTS // len(rows) // 2)
     series = []
     for row, jumps in rows:
         random_points, near_points = (
@@ -446,10 +454,10 @@ def _gap_jump_chart(result: Inspection) -> Chart | None:
     )
 
 
-def _jump_series(row: LayerRow, sample: JumpSample, floor: float, most: int) -> Series:
-    """At most so many tokens, evenly spread; exact ties at the floor, jumps of zero left out."""
+def _jump_series(row: LayerRow, sample: JumpSample, floor: float, max_points: int) -> Series:
+    """Return up to `max_points` evenly spread tokens; gaps of 0 at the floor, no zero jumps."""
     details = (sample.gaps, sample.documents, sample.positions, sample.leaving, sample.entering)
-    step = max(1, math.ceil(len(sample.gaps) / most))
+    step = max(1, math.ceil(len(sample.gaps) / max_points))
     return row.series(
         [gap or floor for gap in sample.gaps[::step]],
         above_zero(sample.jumps[::step]),
@@ -463,7 +471,7 @@ def _jump_series(row: LayerRow, sample: JumpSample, floor: float, most: int) -> 
 
 
 def _jump_loss_chart(result: Inspection) -> Chart | None:
-    """Scatter of jump and change of the loss, where that was asked for."""
+    """Chart the change of the loss against the jump; None if losses were not measured."""
     rows = [
         (row, jumps.near)
         for row, jumps in _layers_with(result, lambda row: row.jumps)
@@ -485,7 +493,7 @@ def _jump_loss_chart(result: Inspection) -> Chart | None:
 
 
 def _near_threshold_chart(result: Inspection) -> Chart | None:
-    """K(ε) of every layer, with the ε of k + 1/2 experts."""
+    """Chart K(ε) of every layer, with a diamond at the ε of k + 1/2 experts."""
     rows = _layers_with(result, lambda row: row.measures.near.value)
     if not rows:
         return None
@@ -508,7 +516,7 @@ def _near_threshold_chart(result: Inspection) -> Chart | None:
 
 
 def _expert_load_chart(result: Inspection) -> Chart:
-    """Heat map of relative load: layers down, experts across, colour its logarithm to base 2."""
+    """Chart a heat map of log2 relative load, layers by experts; crosses mark dead experts."""
     rows = inspected_layer_rows(result)
     widest = max(row.measures.n_experts for row in rows)
     loads = [relative_load(row.measures) for row in rows]
@@ -518,8 +526,8 @@ def _expert_load_chart(result: Inspection) -> Chart:
         values=[[*load, *[None] * (widest - len(load))] for load in loads],
         colours="load",
         title="load / even load",
-        ticks=TICKS,
-        limits=(-FARTHEST, FARTHEST),
+        ticks=LOAD_TICKS,
+        limits=(-MAX_LOG2_LOAD, MAX_LOG2_LOAD),
         hover="layer %{y}, expert %{x}: 2<sup>%{z:.2f}</sup> of an even load<extra></extra>",
         spaces=(1 if widest <= 128 else 0, 1),
     )
@@ -541,7 +549,7 @@ def _expert_load_chart(result: Inspection) -> Chart:
 
 
 def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
-    """Return every figure by name; one that the result cannot give raises `TraceError` if drawn.
+    """Return every figure by name; one that lacks its data raises `TraceError` when drawn.
 
     "routing" shows "gaps" and "near" side by side, for papers.
     """
@@ -550,7 +558,7 @@ def inspection_figures(result: Inspection) -> "dict[str, Callable[[], Figure]]":
     def required_chart(
         make: Callable[[Inspection], Chart | None], needed: str, status: str
     ) -> Callable[[], Chart]:
-        """Makes the chart when called; raises where the result lacks what it needs."""
+        """Return a function that makes the chart, or raises `TraceError` without its data."""
 
         def chart_or_error() -> Chart:
             if (chart := make(result)) is None:

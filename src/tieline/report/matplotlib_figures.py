@@ -31,12 +31,12 @@ Drawings = Mapping[str, Callable[[], "Figure"]]
 """Figures by name, each drawn when called; the main one first."""
 
 ACCENT, WARN, NOTICE, INK, MUTED = "#0b5394", "#b3400a", "#7a5c00", "#1d2127", "#5d6570"
-"""The colours of the roles of a page's charts, in its light scheme."""
+"""Colours of the chart roles, as in the light scheme of a page."""
 
-ROLES = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@muted": MUTED}
-DEPTH = "viridis"
+ROLE_COLOURS = {"@accent": ACCENT, "@warn": WARN, "@notice": NOTICE, "@ink": INK, "@muted": MUTED}
+DEPTH_COLOUR_MAP = "viridis"
 """Colour map of the depth of a layer."""
-MAPS = {"gap": "viridis_r", "load": "RdBu_r"}
+HEAT_COLOUR_MAPS = {"gap": "viridis_r", "load": "RdBu_r"}
 """Colour maps by meaning: nearness to a tie, load of an expert."""
 MARKERS = {
     "circle": "o",
@@ -49,8 +49,8 @@ MARKERS = {
     "cross": "x",
 }
 DASHES = {"": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-PAPER = 0.55
-"""Points of paper for a pixel of a page."""
+POINTS_PER_PIXEL = 0.55
+"""Size on paper, in points, of one pixel of a page."""
 
 FIGURE_SUFFIXES = (".pdf", ".png", ".svg")
 STYLE: dict[Any, Any] = {
@@ -64,16 +64,16 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tieline",
 }
-MOST_NAMED = 8
-"""Largest number of layers that a legend names one by one; a bar of colours tells more."""
-LEGEND_LETTERS = 54
-"""Letters of a row of a legend."""
+MAX_LEGEND_LAYERS = 8
+"""Largest number of layers that a legend lists; a colour bar replaces it for more."""
+LEGEND_ROW_LETTERS = 54
+"""Letters that fit into one row of a legend."""
 
 
 def styled_figure(
     draw: "Callable[..., None]", columns: int = 1, width: float = 6.75, height: float = 2.6
 ) -> "Figure":
-    """Return a figure with axes side by side, drawn upon in the project's style.
+    """Return a figure with axes side by side that `draw` fills, in the project's style.
 
     Args:
         draw: called with the axes, one argument each.
@@ -91,7 +91,7 @@ def styled_figure(
 
 
 def chart_figure(*charts: Chart, width: float = 4.5, height: float = 3.0) -> "Figure":
-    """Return charts side by side as a figure; of charts of layers the last has the legend.
+    """Return charts side by side as a figure; a legend of layers is drawn in the last only.
 
     Args:
         charts: what to draw.
@@ -114,16 +114,16 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
         axes: where.
         legend: whether to add a legend.
     """
-    chart = _on_paper(chart)
+    chart = _with_paper_texts(chart)
     for guide in chart.guides:
-        _draw_paper_guide(guide, axes)
+        _draw_guide(guide, axes)
     if chart.heat is not None:
         _draw_heat_map(chart.heat, axes)
     bottom: dict[Any, float] = {}
     for series in chart.series:
         _draw_series(series, axes, chart, bottom if chart.stacked else {})
-    _set_paper_axis(axes, "x", chart.x)
-    _set_paper_axis(axes, "y", chart.y)
+    _set_axis(axes, "x", chart.x)
+    _set_axis(axes, "y", chart.y)
     values = [x for series in chart.series for x in series.x]
     if chart.x.scale == "linear" and not chart.x.ticks and all(type(x) is int for x in values):
         axes.locator_params(axis="x", integer=True)  # no step 7.5
@@ -131,37 +131,39 @@ def draw_chart(chart: Chart, axes: "Axes", legend: bool = True) -> None:
     if legend and chart.layers:
         _draw_layer_legend(axes, chart.layers)
     elif legend and names:
-        columns = max(1, min(3, LEGEND_LETTERS // max(map(len, names))))
+        columns = max(1, min(3, LEGEND_ROW_LETTERS // max(map(len, names))))
         axes.legend(fontsize=6.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns)
 
 
 def paper_text(text: str) -> str:
-    """Return a text as matplotlib shows it: printable, on one line, and no formula."""
+    """Return a text for matplotlib: printable, on one line, with "$" escaped."""
     return printable_line(text).replace("$", r"\$")
 
 
-def _on_paper(value: Any) -> Any:
-    """A chart, or a part of one, whose texts are those that paper shows."""
+def _with_paper_texts(value: Any) -> Any:
+    """Return a chart, or a part of one, with every text passed through `paper_text`."""
     if isinstance(value, str):
         return paper_text(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{x.name: _on_paper(getattr(value, x.name)) for x in fields(value)})
+        return replace(
+            value, **{x.name: _with_paper_texts(getattr(value, x.name)) for x in fields(value)}
+        )
     if isinstance(value, Mapping):
-        return {_on_paper(key): _on_paper(item) for key, item in value.items()}
-    return type(value)(map(_on_paper, value)) if isinstance(value, list | tuple) else value
+        return {_with_paper_texts(key): _with_paper_texts(item) for key, item in value.items()}
+    return type(value)(map(_with_paper_texts, value)) if isinstance(value, list | tuple) else value
 
 
 def _paper_colour(role: str) -> Any:
-    """The colour of a role on paper."""
+    """Return the matplotlib colour of a role."""
     if not role.startswith("@ramp:"):
-        return ROLES.get(role, INK)
+        return ROLE_COLOURS.get(role, INK)
     from matplotlib import colormaps
 
-    return colormaps[DEPTH](0.8 * float(role.removeprefix("@ramp:")))
+    return colormaps[DEPTH_COLOUR_MAP](0.8 * float(role.removeprefix("@ramp:")))
 
 
 def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, float]) -> None:
-    """Draw points, a line or bars; bars are stacked on `bottom`, which grows."""
+    """Draw points, a line or bars; bars are stacked on `bottom`, which is updated."""
     colour, label = _paper_colour(series.colour), series.name if series.in_legend else None
     x = list(series.x)
     if chart.heat is not None:
@@ -176,7 +178,7 @@ def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, f
         bottom |= {n: a + b for n, a, b in zip(x, below, heights, strict=True)}
         return
     filled = "none" if series.symbol.endswith("-open") else colour
-    size = series.size * PAPER
+    size = series.size * POINTS_PER_PIXEL
     if series.opacity < 1 and series.kind == "points":
         look = {"facecolors": filled, "edgecolors": [colour], "linewidths": 0.5}
         marker = MARKERS[series.symbol]
@@ -194,10 +196,10 @@ def _draw_series(series: Series, axes: "Axes", chart: Chart, bottom: dict[Any, f
 
 
 def _draw_heat_map(heat: Heat, axes: "Axes") -> None:
-    """Draw a matrix of colours with its bar."""
+    """Draw a heat map with its colour bar."""
     cells = [[math.nan if value is None else value for value in row] for row in heat.values]
     low, high = heat.limits or (None, None)
-    image = axes.imshow(cells, MAPS[heat.colours], aspect="auto", vmin=low, vmax=high)
+    image = axes.imshow(cells, HEAT_COLOUR_MAPS[heat.colours], aspect="auto", vmin=low, vmax=high)
     step = max(1, math.ceil(len(heat.y) / 32))
     rows = range(0, len(heat.y), step)
     axes.set_yticks(list(rows), labels=[heat.y[row] for row in rows])
@@ -209,7 +211,7 @@ def _draw_heat_map(heat: Heat, axes: "Axes") -> None:
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
 
 
-def _draw_paper_guide(guide: Guide, axes: "Axes") -> None:
+def _draw_guide(guide: Guide, axes: "Axes") -> None:
     """Draw the line of a guide with its name."""
     colour, line = _paper_colour(guide.colour), {"linestyle": DASHES[guide.dash], "linewidth": 0.8}
     if guide.axis == "y":
@@ -226,8 +228,8 @@ def _draw_paper_guide(guide: Guide, axes: "Axes") -> None:
     axes.annotate(guide.name, (guide.at, 0.03 + guide.lift), xycoords=where, **style)
 
 
-def _set_paper_axis(axes: "Axes", letter: str, spec: Axis) -> None:
-    """Title, scale, limits and ticks of one axis."""
+def _set_axis(axes: "Axes", letter: str, spec: Axis) -> None:
+    """Set title, scale, limits and ticks of one axis."""
     options: dict[str, Any] = {f"{letter}label": spec.title}
     if spec.scale == "log":
         options[f"{letter}scale"] = "log"
@@ -253,8 +255,8 @@ def _set_paper_axis(axes: "Axes", letter: str, spec: Axis) -> None:
 
 
 def _draw_layer_legend(axes: "Axes", labels: Sequence[str]) -> None:
-    """Add a legend of what is labelled for a few layers, a bar of colours for many."""
-    if len(labels) <= MOST_NAMED:
+    """Add a legend for a few layers, a colour bar for many."""
+    if len(labels) <= MAX_LEGEND_LAYERS:
         axes.legend(fontsize=6.5)
         return
     from matplotlib.cm import ScalarMappable
@@ -271,10 +273,10 @@ def _draw_layer_legend(axes: "Axes", labels: Sequence[str]) -> None:
 
 
 def figure_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> bytes:
-    """Return what `draw` draws as a file of the path's format, without a date.
+    """Return the figure as the bytes of a file in the path's format, without a date.
 
     Args:
-        draw: makes the figure.
+        draw: returns the figure.
         path: its suffix names the format.
         dpi: dots per inch of a .png.
     """
@@ -289,12 +291,12 @@ def figure_bytes(draw: "Callable[[], Figure]", path: Path, dpi: int = 300) -> by
 
 
 def inline_image(draw: "Callable[[], Figure]", kind: str = "svg") -> str:
-    """Return what `draw` draws as a `data:` address of an image, "svg" or "png"."""
+    """Return the figure as a `data:` address of an image, "svg" or "png"."""
     code = base64.b64encode(figure_bytes(draw, Path(f"drawing.{kind}"), dpi=144)).decode()
     return f"data:image/{kind.replace('svg', 'svg+xml')};base64,{code}"
 
 
 def check_figure_path(path: Path) -> None:
-    """Refuse a suffix that names no format."""
+    """Raise unless the suffix is one of `FIGURE_SUFFIXES`."""
     supported = path.suffix.lower() in FIGURE_SUFFIXES
     require(supported, f"a figure is {', '.join(FIGURE_SUFFIXES)}, got {path.name!r}")

@@ -1,10 +1,10 @@
 """Charts drawn by Plotly, as JSON values, for pages.
 
     plotly_figure      a chart as a Plotly figure
-    plotly_depth_bar   the bar that shows which colour is which layer
+    plotly_depth_bar   the colour bar of many layers
 
-Colours are roles, such as "@ink" or "@ramp:0.25" (`tieline.report.charts`), which the script of the
-page replaces.
+Colours are roles, such as "@ink" or "@ramp:0.25" (`tieline.report.charts`), which the page's script
+replaces.
 """
 
 import math
@@ -15,17 +15,17 @@ from typing import Any
 from tieline.report.charts import Axis, Chart, Guide, Heat, Series
 from tieline.report.words.numbers import percent
 
-MOST_NAMED = 10
-"""Largest number of layers that a legend names one by one; a bar of colours tells more."""
+MAX_LEGEND_LAYERS = 10
+"""Largest number of layers that a legend lists; a colour bar replaces it for more."""
 
-SYMBOLS = {"dash": "line-ew", "cross": "x-thin"}
-"""Plotly's names of symbols that it names otherwise."""
+PLOTLY_SYMBOLS = {"dash": "line-ew", "cross": "x-thin"}
+"""Plotly's names of the symbols that it calls differently."""
 
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
     """Return a chart as a Plotly figure, in JSON values."""
     chart = _with_percentages(chart)
-    many = len(chart.layers) > MOST_NAMED
+    many = len(chart.layers) > MAX_LEGEND_LAYERS
     data = [] if chart.heat is None else [_plotly_heat(chart.heat)]
     data += [_plotly_series(series, many) for series in chart.series]
     layout: dict[str, Any] = {"xaxis": _plotly_axis(chart.x), "yaxis": _plotly_axis(chart.y)}
@@ -49,7 +49,7 @@ def plotly_figure(chart: Chart) -> dict[str, Any]:
 
 
 def _with_percentages(chart: Chart) -> Chart:
-    """The chart with the shares of its percent axes times 100: Plotly writes 4% for a share."""
+    """Return the chart with shares on percent axes times 100: Plotly would write 4% for 0.04."""
     x, y = (100.0 if axis.percent else 1.0 for axis in (chart.x, chart.y))
     if x == y == 1:
         return chart
@@ -75,14 +75,14 @@ def _with_percentages(chart: Chart) -> Chart:
 
 
 def _scaled(values: Any, factor: float) -> Any:
-    """Numbers times a factor, as a tuple; None and names stay."""
+    """Return the numbers times a factor, as a tuple; None stays None."""
     if values is None or factor == 1:
         return values
     return tuple(value if value is None else factor * value for value in values)
 
 
 def _plotly_axis(spec: Axis) -> dict[str, Any]:
-    """An axis with its title, limits and ticks."""
+    """Return a Plotly axis with title, limits and ticks."""
     options: dict[str, Any] = {}
     if spec.limits is not None:
         ends = map(math.log10, spec.limits) if spec.scale == "log" else spec.limits
@@ -106,7 +106,7 @@ def _plotly_axis(spec: Axis) -> dict[str, Any]:
 
 
 def _plotly_series(series: Series, many: bool) -> dict[str, Any]:
-    """A series as a trace of Plotly; of many layers the legend names none."""
+    """Return a series as a Plotly trace; with `many` layers the legend omits them."""
     trace: dict[str, Any] = {"name": series.name, "x": list(series.x), "y": list(series.y)}
     hover = series.hover.replace(":percent}", ":.3~r} %")
     trace |= {"hovertemplate": hover} if hover else {"hoverinfo": "skip"}
@@ -132,16 +132,16 @@ def _plotly_series(series: Series, many: bool) -> dict[str, Any]:
 
 
 def _plotly_marker(series: Series) -> dict[str, Any]:
-    """Symbol, size and colour of the points of a series."""
-    symbol = SYMBOLS.get(series.symbol, series.symbol)
+    """Return symbol, size and colour of the points of a series."""
+    symbol = PLOTLY_SYMBOLS.get(series.symbol, series.symbol)
     marker: dict[str, Any] = {"symbol": symbol, "size": series.size, "color": series.colour}
-    if series.symbol in SYMBOLS:
+    if series.symbol in PLOTLY_SYMBOLS:
         marker["line"] = {"color": series.colour, "width": 2}
     return marker | ({"opacity": series.opacity} if series.opacity < 1 else {})
 
 
 def _plotly_heat(heat: Heat) -> dict[str, Any]:
-    """A heat map with its bar of colours."""
+    """Return a heat map with its colour bar."""
     limits = {} if heat.limits is None else {"zmin": heat.limits[0], "zmax": heat.limits[1]}
     texts: dict[str, Any] = {}
     if heat.texts:
@@ -168,7 +168,7 @@ def _plotly_heat(heat: Heat) -> dict[str, Any]:
 
 
 def _plotly_guide_shapes(guide: Guide) -> list[dict[str, Any]]:
-    """The band and the line of a guide."""
+    """Return the shapes of a guide: its band, if any, and its line."""
     if guide.axis == "y":
         line = {"color": guide.colour, "width": 1.5, "dash": guide.dash}
         ends = {"x0": 0, "x1": 1, "xref": "paper", "y0": guide.at, "y1": guide.at, "yref": "y"}
@@ -184,7 +184,7 @@ def _plotly_guide_shapes(guide: Guide) -> list[dict[str, Any]]:
 
 
 def _plotly_guide_name(guide: Guide, chart: Chart) -> dict[str, Any]:
-    """The name beside the line of a guide."""
+    """Return the annotation with the name of a guide, beside its line."""
     scale = chart.x.scale if guide.axis == "x" else chart.y.scale
     at = math.log10(guide.at) if scale == "log" else guide.at
     note = {"text": guide.name, "showarrow": False, "font": {"size": 11, "color": guide.colour}}
@@ -196,7 +196,7 @@ def _plotly_guide_name(guide: Guide, chart: Chart) -> dict[str, Any]:
 
 
 def _titled_plotly_axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]:
-    """Return an axis of Plotly; "log" gets ticks at powers of ten, "-" is the scale of the data."""
+    """Return a Plotly axis; "log" has ticks at powers of ten, "-" lets Plotly choose the scale."""
     log = {"dtick": 1, "exponentformat": "power", "tickangle": 0}
     extra = log if scale == "log" else {}
     text = {"text": title, "standoff": 12}
@@ -204,7 +204,7 @@ def _titled_plotly_axis(title: str, scale: str = "-", **options: Any) -> dict[st
 
 
 def _plotly_percent_axis(title: str) -> dict[str, Any]:
-    """Return a logarithmic axis of percentages up to 5000 %, ticks at 1, 2 and 5 of a decade."""
+    """Return a logarithmic axis of percentages up to 5000 %, ticks at 1, 2 and 5 per decade."""
     ticks = [digit * 10.0**power for power in range(-8, 2) for digit in (1, 2, 5)]
     text = [percent(tick, trim=True, least=0.0) for tick in ticks]
     values = [100 * tick for tick in ticks]
@@ -212,9 +212,9 @@ def _plotly_percent_axis(title: str) -> dict[str, Any]:
 
 
 def plotly_depth_bar(labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a trace without points that shows which colour is which depth, for many layers."""
+    """Return an empty trace whose colour bar names the layers; no trace for few layers."""
     last = len(labels) - 1
-    if last < MOST_NAMED:
+    if last < MAX_LEGEND_LAYERS:
         return []
     indices = (0, last // 2, last)
     bar = {

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 UNBROKEN = "\ue000"
-"""A character of the private use area, one cell wide, for a space at which no line may end."""
+"""Private-use character, one cell wide, that stands for a non-breaking space during layout."""
 
-_UNIT = re.compile(r"(?<=\d) (?=[%×±])|(?<=±) (?=\d)")
+_UNIT_SPACE = re.compile(r"(?<=\d) (?=[%×±])|(?<=±) (?=\d)")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the views of a result show; what is costly is made when a view asks for it.
+    """Content of all views of a result; costly pieces are functions, called on demand.
 
     Attributes:
         kind: what the page is, "routing report"; shown above its title.
@@ -68,10 +68,10 @@ class Report:
         title: what it is about.
         facts: one line below the title.
         verdict: the main result in a sentence; may be empty.
-        table: makes the main table.
-        body: makes the arguments of `render` for the body of the page.
-        below: makes what a terminal of a given width shows below the head, a table first; by
-            default the main table.
+        table: returns the main table.
+        body: returns the arguments of `render_page` for the body of the page.
+        below: returns the views below the heading of a terminal of a given width, a table first;
+            by default the main table.
         figures: figures by name.
         notebook_figures: names of the figures that a notebook shows; by default all.
     """
@@ -109,7 +109,7 @@ class Report:
 
 
 class Listing(NamedTuple):
-    """A result that is one table: what its page is, title, facts below it, and the table."""
+    """A result that is one table: kind of page, title, one line of facts, and the table."""
 
     kind: str
     title: str
@@ -128,7 +128,7 @@ class ResultViews(NamedTuple):
 
 
 def report_views(report: Callable[[Any], Report]) -> ResultViews:
-    """Return the views of the results that a function makes a report of."""
+    """Return the five views of results for which `report` builds the `Report`."""
     return ResultViews(
         lambda result: report(result).page(),
         lambda result: dict(report(result).figures),
@@ -144,8 +144,8 @@ def listing_views(
     """Return the views of a result that is one table.
 
     Args:
-        listing: makes the table of a result.
-        terminal: draws it for a terminal.
+        listing: returns the `Listing` of a result.
+        terminal: returns the view of a result for a terminal.
     """
 
     def report(result: Any) -> Report:
@@ -165,7 +165,7 @@ def line_views(lines: Callable[[Any], list[str]]) -> ResultViews:
     """Return the views of a result that is a few lines and a table of its named numbers.
 
     Args:
-        lines: makes the lines of a result.
+        lines: returns the lines of a result.
     """
 
     def report(result: Any) -> Report:
@@ -192,7 +192,7 @@ def line_views(lines: Callable[[Any], list[str]]) -> ResultViews:
 
 
 def terminal_view(title: str, facts: str, verdict: str, *views: RenderableType) -> RenderableType:
-    """Title, facts and verdict for a terminal, then the views of a result; the first is a table."""
+    """Return title, facts and verdict, followed by the given views; the first is a table."""
     title, facts = printable_line(title), printable_line(facts)
     head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
     first, *rest = views
@@ -200,10 +200,10 @@ def terminal_view(title: str, facts: str, verdict: str, *views: RenderableType) 
 
 
 def printable_view(view: RenderableType) -> RenderableType:
-    """Return a view whose texts are printable and none of which is taken for markup.
+    """Return a view with printable texts, none of them interpreted as markup.
 
-    Texts come from models and files, too. They are replaced before the view is laid out, so that
-    its columns stay straight.
+    Texts may come from models and files. They are replaced before the layout, so that columns stay
+    aligned.
     """
     if isinstance(view, str):
         return _printable_text(Text(view))
@@ -221,8 +221,8 @@ def printable_view(view: RenderableType) -> RenderableType:
 
 
 def _printable_text(text: Text) -> Text:
-    """The printable form of a text, each piece in its style, units marked (`UnbrokenView`)."""
-    copy = text.blank_copy(_UNIT.sub(UNBROKEN, printable(text.plain)))
+    """Return a printable text with its styles, spaces before units marked for `UnbrokenView`."""
+    copy = text.blank_copy(_UNIT_SPACE.sub(UNBROKEN, printable(text.plain)))
     for start, end, style in text.spans:
         offsets = [len(printable(text.plain[:offset])) for offset in (start, end)]
         copy.stylize(style, *offsets)
@@ -231,9 +231,9 @@ def _printable_text(text: Text) -> Text:
 
 @dataclass(frozen=True)
 class UnbrokenView:
-    """A view in which no line ends between a number and its unit, as in "4.4 %".
+    """A view in which no line breaks between a number and its unit, as in "4.4 %".
 
-    Rich breaks lines at every kind of space, so a mark stands for these spaces while it does.
+    Rich breaks lines at every kind of space, so `UNBROKEN` replaces these spaces during layout.
     """
 
     view: RenderableType

@@ -1,4 +1,4 @@
-"""What `capture`, `convert` and `merge` made, in a few lines, and the list of engines."""
+"""Views of the results of `capture`, `convert` and `merge`, and of the list of engines."""
 
 from collections.abc import Iterable
 
@@ -15,14 +15,14 @@ ENGINE_HEADINGS = ("engine", "takes", "found in", "versions")
 
 
 def _merged_lines(result: Merged) -> list[str]:
-    """What `merge` wrote."""
+    """Return one line on the folder that `merge` wrote."""
     inputs = "summaries" if result.kind == "summary" else "traces"
     counts = f"{result.tokens:,} tokens of {len(result.folders)} {inputs}"
     return [f"{result.output}: {counts}, {len(result.layers)} layers"]
 
 
 def _converted_lines(result: Converted) -> list[str]:
-    """What `convert` wrote, dropped and assumed."""
+    """Return lines on what `convert` wrote, which rows it dropped, and what it assumed."""
     size = f"{result.tokens:,} tokens of {result.documents:,} documents"
     shape = f"{len(result.layers)} routed layers, k = {result.k}"
     first = f"{result.output}: {size}, {shape}, {result.producer} → {result.form}"
@@ -32,7 +32,7 @@ def _converted_lines(result: Converted) -> list[str]:
 
 
 def _captured_lines(result: EngineCapture) -> list[str]:
-    """Size, number format, versions and what the verification found."""
+    """Return lines on a capture's size, number format, versions and verified choices."""
     size = f"{result.tokens:,} tokens of {result.documents:,} documents"
     shape = f"{len(result.layers)} routed layers, top-{result.k} of {result.n_experts}"
     weights = "" if result.bits is None else f", {result.bits:.3g} bits per weight"
@@ -50,12 +50,12 @@ def _captured_lines(result: EngineCapture) -> list[str]:
 
 
 def _versions_text(versions: Iterable[tuple[str, str]]) -> str:
-    """Programs with their versions."""
+    """Return "name version, name version, …"."""
     return ", ".join(f"{name} {version}" for name, version in versions)
 
 
 def _engines_listing(result: EngineList) -> Listing:
-    """The table of engines."""
+    """Return the listing with one row per engine."""
     rows = ((*_engine_row(engine), "; ".join(engine.install)) for engine in result.engines)
     installed = sum(bool(engine.python) for engine in result.engines)
     facts = f"{installed} of {len(result.engines)} found"
@@ -64,13 +64,13 @@ def _engines_listing(result: EngineList) -> Listing:
 
 
 def _engine_row(engine: EngineEntry) -> tuple[str, ...]:
-    """Name, inputs, environment and versions of an engine."""
+    """Return an engine's name, accepted inputs, Python interpreter and versions."""
     python = engine.python or "not found"
     return engine.name, engine.takes, python, _versions_text(engine.versions.items())
 
 
-def _engines_view(result: EngineList) -> Group:
-    """The table, then the shell commands that install each engine."""
+def _engines_terminal_view(result: EngineList) -> Group:
+    """Return the table of engines and the shell commands that install each, for a terminal."""
     rows = [_engine_row(engine) for engine in result.engines]
     table = text_table(ENGINE_HEADINGS, rows, len(ENGINE_HEADINGS), fold=True)
     table.columns[0].no_wrap = True
@@ -91,4 +91,4 @@ def _engines_view(result: EngineList) -> Group:
 MERGED = line_views(_merged_lines)
 CONVERTED = line_views(_converted_lines)
 CAPTURED = line_views(_captured_lines)
-ENGINES = listing_views(_engines_listing, _engines_view)
+ENGINES = listing_views(_engines_listing, _engines_terminal_view)

@@ -1,4 +1,4 @@
-"""A check of a running server: verdict, a table of ways to send prompts, the first differences."""
+"""Report of a check of a running server: verdict, a row per way of sending, first differences."""
 
 from rich.text import Text
 
@@ -7,7 +7,7 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, text_table
 from tieline.report.words.numbers import DASH, percent
 from tieline.report.words.serve_check import (
-    WAYS,
+    WAY_TEXTS,
     first_flip_sentence,
     invariance_sentence,
     near_tie_sentence,
@@ -17,7 +17,7 @@ WAY_HEADINGS = ("sent", "flipped", "share", "prompts", "near-ties", "next token"
 
 
 def _serve_check_report(result: ServeCheck) -> Report:
-    """Verdict, ways and flips by layer."""
+    """Build the report: verdict, a row per way of sending prompts, flips by layer."""
     notes = _serve_check_notes(result)
     sections = [Section("Ways of sending", _ways_grid(result), notes=notes)]
     if not result.invariant:
@@ -38,42 +38,42 @@ def _serve_check_report(result: ServeCheck) -> Report:
 
 
 def _serve_check_notes(result: ServeCheck) -> list[str]:
-    """First differences, near-ties and what batch invariance would give."""
+    """Return the sentences on first differences, near-ties and batch-invariant kernels."""
     firsts = [first_flip_sentence(way) for way in result.ways if way.first is not None]
     notes = (*firsts, near_tie_sentence(result), invariance_sentence(result))
     return [note for note in notes if note]
 
 
 def _serve_check_facts(result: ServeCheck) -> str:
-    """Engine, model and sizes in a line."""
+    """Return one line with the model, the engine, the sizes and k."""
     engine = f"{result.engine} {result.engine_version}".strip()
     size = f"{result.prompts} prompts, {result.tokens:,} tokens, {result.layers} layers"
     return f"{result.model} in {engine} · {size}, k = {result.k}, batches of {result.batch_size}"
 
 
 def _ways_grid(result: ServeCheck) -> Grid:
-    """One row per way of sending."""
+    """Return the table with one row per way of sending prompts."""
     return Grid(WAY_HEADINGS, tuple(map(_way_row, result.ways)))
 
 
 def _way_row(way: ServedWay) -> tuple[str, ...]:
-    """Counts of one way of sending."""
+    """Return the cells of one way of sending: flips, their share, near-ties, next tokens."""
     judged = way.near_ties is not None and way.first_flips > 0
     near_ties = f"{way.near_ties} of {way.first_flips}" if judged else DASH
     generated = DASH if way.next_tokens is None else f"{way.next_tokens:,}"
     share = percent(way.share, trim=True)
     counts = (f"{way.flipped:,}", share, f"{way.prompts:,}")
-    return (WAYS[way.way], *counts, near_ties, generated)
+    return (WAY_TEXTS[way.way], *counts, near_ties, generated)
 
 
 def _layers_grid(result: ServeCheck) -> Grid:
-    """Flips of each layer in each way of sending."""
+    """Return flips by layer (rows) and way of sending (columns), for the layers that have any."""
     rows = [
         (str(layer), *(f"{way.by_layer[layer]:,}" for way in result.ways))
         for layer in range(result.layers)
         if any(way.by_layer[layer] for way in result.ways)
     ]
-    return Grid(("layer", *(WAYS[way.way] for way in result.ways)), tuple(rows))
+    return Grid(("layer", *(WAY_TEXTS[way.way] for way in result.ways)), tuple(rows))
 
 
 page, figures, terminal, summary, notebook = report_views(_serve_check_report)

@@ -1,4 +1,4 @@
-"""A smoothed model as page, terminal view, summary, notebook view and figures.
+"""Report of a smoothed model.
 
 Shows ε by layer, then what smoothing repairs under low precision and what it costs.
 """
@@ -20,17 +20,17 @@ from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table, text_table
 from tieline.report.words.numbers import finite, significant
-from tieline.report.words.served_precision import TOLERANCE
+from tieline.report.words.served_precision import TOLERANCE_TEXT
 from tieline.report.words.smooth import smoothing_details, smoothing_facts, smoothing_verdict
 
-LAYERS = ("layer", "ε", "in units of", "k", "experts per token", "at most")
-REPAIRS = (
+EPSILON_HEADINGS = ("layer", "ε", "in units of", "k", "experts per token", "at most")
+REPAIR_HEADINGS = (
     *("precision", "KL before", "floor", "verdict", "KL after", "floor", "verdict"),
     *("times lower", "95 % interval"),
 )
-TERMINAL_REPAIRS = (0, 1, 2, 3, 4, 6, 7)
-"""Columns that a terminal of 80 characters has room for."""
-KL = Panel(
+TERMINAL_REPAIR_COLUMNS = (0, 1, 2, 3, 4, 6, 7)
+"""Columns of `REPAIR_HEADINGS` that fit into a terminal of 80 characters."""
+KL_PANEL = Panel(
     "smooth-kl",
     "What low precision does to the predictions, before and after",
     "KL of each model to itself in float32, with two standard errors. Dashes are the floor: the KL "
@@ -41,11 +41,11 @@ SIDES: tuple[tuple[str, str, Symbol], ...] = (
     ("before", "@warn", "circle"),
     ("after", "@accent", "diamond"),
 )
-"""Name, colour and symbol of both sides of a repair."""
+"""Name, colour and symbol of the model before and after smoothing."""
 
 
 def _smoothing_report(result: Repair) -> Report:
-    """What was smoothed, repaired and paid, layer by layer."""
+    """Build the report: verdict, repair by precision, facts and ε by layer."""
     chart = partial(_repair_kl_chart, result.repair.rows)
     return Report(
         kind="smoothing report",
@@ -57,7 +57,7 @@ def _smoothing_report(result: Repair) -> Report:
         body=lambda: {
             "template": "smooth.html",
             "style": "",
-            "panels": [KL.with_chart(chart())],
+            "panels": [KL_PANEL.with_chart(chart())],
             "repairs": _repair_table(result),
             "sentences": [*smoothing_facts(result), *smoothing_details(result)],
             "layers": _epsilon_table(result),
@@ -69,9 +69,12 @@ def _smoothing_report(result: Repair) -> Report:
 
 
 def _smoothing_terminal_views(result: Repair, width: int) -> list[RenderableType]:
-    """One row per layer, one row per precision, and the facts."""
-    table = [[row[i] for i in TERMINAL_REPAIRS] for row in (REPAIRS, *_repair_table(result).rows)]
-    repairs = Padding(text_table(table[0], table[1:], left=1), (0, 0, 1, 0))
+    """Return the tables of ε by layer and of KL by precision, and the facts, for a terminal."""
+    table = [
+        [row[i] for i in TERMINAL_REPAIR_COLUMNS]
+        for row in (REPAIR_HEADINGS, *_repair_table(result).rows)
+    ]
+    repairs = Padding(text_table(table[0], table[1:], left_aligned=1), (0, 0, 1, 0))
     return [grid_table(_epsilon_table(result)), repairs, *map(Text, smoothing_facts(result))]
 
 
@@ -79,7 +82,7 @@ page, figures, terminal, summary, notebook = report_views(_smoothing_report)
 
 
 def _epsilon_table(result: Repair) -> Grid:
-    """ε, and the most and mean number of experts per token, layer by layer."""
+    """Return ε, k and the mean and largest number of experts per token of each layer."""
     layers, experts = result.smoothing.layers, result.repair.experts_by_layer
     labels = short_names([layer.name for layer in layers])
     rows = (
@@ -93,11 +96,11 @@ def _epsilon_table(result: Repair) -> Grid:
         )
         for label, layer in zip(labels, layers, strict=True)
     )
-    return Grid(LAYERS, tuple(rows))
+    return Grid(EPSILON_HEADINGS, tuple(rows))
 
 
 def _repair_table(result: Repair) -> Grid:
-    """KL before and after smoothing with its verdicts, by precision."""
+    """Return KL, floor and verdict before and after smoothing, by precision."""
     repair, rows = result.repair, []
     for row in repair.rows:
         sides = ((row.before, row.before_floor), (row.after, row.after_floor))
@@ -107,17 +110,17 @@ def _repair_table(result: Repair) -> Grid:
             for text in (
                 significant(kl.value, 2),
                 significant(floor.value, 2),
-                TOLERANCE[tolerance],
+                TOLERANCE_TEXT[tolerance],
             )
         ]
         low, high = mean_limits(row.factor, repair.sequences, positive=True)
         interval = f"{significant(low, 2)} to {significant(high, 2)}"
         rows.append((row.name, *cells, significant(row.factor.value, 2), interval))
-    return Grid(REPAIRS, tuple(rows))
+    return Grid(REPAIR_HEADINGS, tuple(rows))
 
 
 def _repair_kl_chart(rows: Sequence[RepairRow]) -> Chart:
-    """KL and its floor before and after smoothing, by precision."""
+    """Chart KL and its floor before and after smoothing, by precision."""
     names, series = [row.name for row in rows], []
     for name, colour, symbol in SIDES:
         before = name == "before"

@@ -1,17 +1,17 @@
 """Tables of results, for pages and terminals alike.
 
-Column         heading, meaning and text of the cells of one column
-Grid           a table of plain text: what templates draw
-grid           the table of some columns and rows
-uniform_numbers       the cells of a column with one form of numbers
-rich_table     the same for a terminal, with the columns that fit
-text_table     a table of given texts for a terminal; grid_table of a `Grid`
-finding_text   a finding as a sentence
-finding_rows   severity and sentence of each finding
-findings_view  findings for a terminal
-provenance_rows  provenance and timings, for the end of a page; metric_rows the named numbers
-provenance_text  one entry of a provenance, which anybody may have written
-precision_text   what a model computed in, and what its weights were stored in
+Column            heading, meaning and text of the cells of one column
+Grid              a table of plain text, as templates draw it
+grid              the `Grid` of the given columns and rows
+uniform_numbers   the cells of a column with numbers in one notation
+rich_table        the columns that fit into a terminal
+text_table        a table of given texts for a terminal; grid_table of a `Grid`
+finding_sentence  a finding as a sentence
+finding_rows      severity and sentence of each finding
+findings_view     findings for a terminal
+provenance_rows   provenance and timings, for the end of a page; metric_rows the named numbers
+provenance_text   one entry of a provenance, which may come from any program
+precision_text    dtype of the computation, and of the stored weights where it differs
 """
 
 import re
@@ -34,12 +34,12 @@ from tieline.report.words.numbers import DASH, short_exponent, significant
 if TYPE_CHECKING:  # tables of plain words are drawn without torch
     from tieline.analysis.inspect_records import Finding
 
-MOST_FINDINGS = 6
-"""Findings that are shown at once; a page folds the others away, a terminal counts them."""
+MAX_FINDINGS_SHOWN = 6
+"""Findings shown at once; a page folds the others, a terminal counts them."""
 
-STYLES = {"warning": "bold yellow", "notice": "cyan", "info": "dim"}
+SEVERITY_STYLES = {"warning": "bold yellow", "notice": "cyan", "info": "dim"}
 
-SIGNS = {"warning": "▲", "notice": "◆", "info": "●"}
+SEVERITY_SIGNS = {"warning": "▲", "notice": "◆", "info": "●"}
 
 Row = TypeVar("Row")
 
@@ -50,10 +50,10 @@ class Column(Generic[Row]):
 
     Attributes:
         heading: a word or two.
-        meaning: what it says.
-        cell: the text of a row's cell.
-        rank: how soon a terminal gives it room, 0 first; None for the page alone.
-        optional: whether a terminal leaves it out where no row can fill it.
+        meaning: what the column shows.
+        cell: returns the text of a row's cell.
+        rank: priority in a terminal, 0 first; None to show it on the page alone.
+        optional: whether a terminal omits the column if every cell is a dash.
     """
 
     heading: str
@@ -70,8 +70,8 @@ class Grid:
     Attributes:
         head: headings.
         rows: cells, one row per entry.
-        meanings: what each column says; empty where the headings say it.
-        quantities: where one quantity stands; the numbers of a column that is one have one form.
+        meanings: what each column shows; empty if the headings suffice.
+        quantities: whether a column or a row holds one quantity; columns then use one notation.
     """
 
     head: tuple[str, ...]
@@ -90,7 +90,7 @@ _DECIMAL = re.compile(r"(?<![\w.,])([+-]?)(\d[\d,]*\.\d+)(?![\w.,]|\s?[%×])")
 
 
 def uniform_numbers(cells: Sequence[str]) -> list[str]:
-    """The cells of a column with one form of numbers: if one has an exponent, all decimals have.
+    """Return the cells of a column in one notation: if one has an exponent, all decimals get one.
 
     Counts and percentages stay as they are.
     """
@@ -105,12 +105,12 @@ def uniform_numbers(cells: Sequence[str]) -> list[str]:
 
 
 def _uniform_columns(rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Rows whose columns have one form of numbers each."""
+    """Return the rows with one number notation per column."""
     return tuple(zip(*(uniform_numbers(cells) for cells in zip(*rows, strict=True)), strict=True))
 
 
 def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
-    """The table of some columns and rows, without the columns that no row can fill."""
+    """Return the table of columns and rows, without columns in which every cell is a dash."""
     columns_and_cells = [(column, [column.cell(row) for row in rows]) for column in columns]
     columns_and_cells = [
         (c, cells) for c, cells in columns_and_cells if any(cell != DASH for cell in cells)
@@ -123,15 +123,15 @@ def grid(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Grid:
 
 
 def rich_table(
-    columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, left: int = 0
+    columns: Sequence[Column[Row]], rows: Sequence[Row], width: int, left_aligned: int = 0
 ) -> Table:
-    """As many columns as fit into `width` characters, those of lowest rank first.
+    """Return a terminal table with the columns that fit into `width` characters, by rank.
 
     Args:
         columns: in the order of the table.
-        rows: one row of the table each.
+        rows: the objects that the columns' `cell` functions take.
         width: characters of the terminal.
-        left: number of columns, from the first, whose text is at the left of its cell.
+        left_aligned: number of leading columns whose text is left-aligned.
     """
     columns_and_cells = [
         (column, uniform_numbers([column.cell(row) for row in rows])) for column in columns
@@ -144,7 +144,7 @@ def rich_table(
     fitting_columns = _fitting_columns(columns_and_cells, width)
     table = _empty_terminal_table()
     for column, _ in fitting_columns:
-        justify = "left" if column in columns[:left] else "right"
+        justify = "left" if column in columns[:left_aligned] else "right"
         table.add_column(column.heading, justify=justify, no_wrap=True)
     for cells in zip(*(cells for _, cells in fitting_columns), strict=True):
         table.add_row(*map(Text, cells))
@@ -154,27 +154,27 @@ def rich_table(
 def text_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
-    left: int = 0,
+    left_aligned: int = 0,
     fold: bool = False,
     quantities: Literal["columns", "rows"] = "columns",
 ) -> Table:
-    """A table of these texts; long cells are folded where asked for."""
+    """Return a terminal table of texts; `fold` wraps long cells."""
     table = _empty_terminal_table()
     for index, heading in enumerate(head):
-        justify = "left" if index < left else "right"
+        justify = "left" if index < left_aligned else "right"
         table.add_column(heading, justify=justify, no_wrap=not fold, overflow="fold")
     for row in rows if quantities == "rows" else _uniform_columns(rows):
         table.add_row(*map(Text, row))
     return table
 
 
-def grid_table(table: Grid, left: int = 0) -> Table:
-    """A table for a terminal; the texts of the first `left` columns are at the left."""
-    return text_table(table.head, table.rows, left, quantities=table.quantities)
+def grid_table(table: Grid, left_aligned: int = 0) -> Table:
+    """Return a grid as a terminal table, its first `left_aligned` columns left-aligned."""
+    return text_table(table.head, table.rows, left_aligned, quantities=table.quantities)
 
 
-def finding_text(finding: "Finding", labels: Mapping[str, str]) -> str:
-    """A finding as a sentence, with its layer where the words do not name it.
+def finding_sentence(finding: "Finding", labels: Mapping[str, str]) -> str:
+    """Return a finding as a sentence that names its layer.
 
     Args:
         finding: a finding of the result.
@@ -187,31 +187,33 @@ def finding_text(finding: "Finding", labels: Mapping[str, str]) -> str:
 
 
 def finding_rows(findings: "Sequence[Finding]", names: Sequence[str]) -> list[tuple[str, str]]:
-    """Severity and sentence of each finding; `names` are those of the layers."""
+    """Return severity and sentence of each finding; `names` are the names of all layers."""
     labels = dict(zip(names, short_names(names), strict=True))
-    return [(finding.severity, finding_text(finding, labels)) for finding in findings]
+    return [(finding.severity, finding_sentence(finding, labels)) for finding in findings]
 
 
 def findings_view(findings: "Sequence[Finding]", names: Sequence[str]) -> Table:
-    """One line per finding, with a sign that does not need colour.
+    """Return a terminal table with one line per finding and a sign for its severity.
 
     Args:
-        findings: the gravest first.
+        findings: in descending severity.
         names: names of the layers.
     """
     table = Table.grid(padding=(0, 1))
-    for severity, text in finding_rows(findings[:MOST_FINDINGS], names):
-        sign = Text(SIGNS.get(severity, "●"), style=STYLES.get(severity, ""))
+    for severity, text in finding_rows(findings[:MAX_FINDINGS_SHOWN], names):
+        sign = Text(SEVERITY_SIGNS.get(severity, "●"), style=SEVERITY_STYLES.get(severity, ""))
         table.add_row(sign, Text(text))
-    if len(findings) > MOST_FINDINGS:
-        table.add_row("", Text(f"{len(findings) - MOST_FINDINGS} more in the page and the JSON"))
+    if len(findings) > MAX_FINDINGS_SHOWN:
+        table.add_row(
+            "", Text(f"{len(findings) - MAX_FINDINGS_SHOWN} more in the page and the JSON")
+        )
     return table
 
 
 def _fitting_columns(
     columns: list[tuple[Column[Row], list[str]]], width: int
 ) -> list[tuple[Column[Row], list[str]]]:
-    """The columns of lowest rank that fit side by side, in the order of the table."""
+    """Return the columns of lowest rank that fit into the width, in the order of the table."""
     ranked = sorted((c for c in columns if c[0].rank is not None), key=lambda c: c[0].rank or 0)
     room, fitting = width, []
     for column, cells in ranked:
@@ -221,8 +223,8 @@ def _fitting_columns(
     return [c for c in columns if c[0] in fitting]
 
 
-class _WholeCells(Table):
-    """A table that never cuts a cell: where it is too wide, rows become blocks of lines."""
+class _UncutTable(Table):
+    """A table that never cuts a cell: if it is too wide, each row becomes a block of lines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         if (
@@ -242,22 +244,22 @@ class _WholeCells(Table):
 
 
 def _least_column_width(column: RichColumn) -> int:
-    """Letters that a column needs: its longest cell, or word where cells may be folded."""
+    """Return the least width of a column: its longest cell, or longest word if cells may wrap."""
     texts = [str(cell) for cell in (column.header, *column.cells)]
     pieces = texts if column.no_wrap else [word for text in texts for word in text.split()]
     return max(map(cell_len, pieces), default=0) + 3
 
 
 def _empty_terminal_table() -> Table:
-    """A table without outer edges that never cuts a cell."""
-    return _WholeCells(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    """Return an empty table without outer edges that never cuts a cell."""
+    return _UncutTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
 
 
-def dotted_rows(value: Mapping[str, Any], above: str = "") -> list[tuple[str, object]]:
-    """Nested mappings as pairs of dotted names and values; None and empty values are left out."""
+def dotted_rows(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    """Return dotted name and value of each entry of nested mappings, without empty values."""
     rows: list[tuple[str, object]] = []
     for key, item in value.items():
-        name = f"{above}{key}"
+        name = f"{prefix}{key}"
         if isinstance(item, Mapping):
             rows += dotted_rows(item, f"{name}.")
         elif item not in (None, "", [], ()):
@@ -266,13 +268,13 @@ def dotted_rows(value: Mapping[str, Any], above: str = "") -> list[tuple[str, ob
 
 
 def provenance_text(provenance: object, *names: str) -> str:
-    """The first of these entries that a provenance has, as text; empty if it has none."""
+    """Return the first of the named entries that a provenance has, as text; empty if none."""
     entries = provenance if isinstance(provenance, Mapping) else {}
     return next((str(entries[name]) for name in names if entries.get(name)), "")
 
 
 def precision_text(provenance: object) -> str:
-    """What the model computed in and, where it differs, what its weights were stored in."""
+    """Return the dtype of the computation and, where it differs, that of the stored weights."""
     computed, stored = (
         provenance_text(provenance, "dtype"),
         provenance_text(provenance, "stored_dtype"),
@@ -283,7 +285,7 @@ def precision_text(provenance: object) -> str:
 def provenance_rows(
     provenance: Mapping[str, Any], timings: Mapping[str, float]
 ) -> list[tuple[str, object]]:
-    """Where the numbers of a page come from: its provenance, then its timings."""
+    """Return name and value of each provenance entry, then of the timings."""
     facts = [
         (n, significant(v, 4) if isinstance(v, float) else v) for n, v in dotted_rows(provenance)
     ]
@@ -291,12 +293,12 @@ def provenance_rows(
 
 
 def metric_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The named numbers of a result in the order of their names."""
+    """Return name and value of each metric, sorted by name."""
     return [(name, significant(number, 4)) for name, number in sorted(metrics.items())]
 
 
 def timing_rows(timings: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Seconds per stage, then rates."""
+    """Return the seconds of each stage, then the rates per second."""
     rates = {name: value for name, value in timings.items() if name.endswith("per_second")}
     stages = [(f"time.{n}", f"{significant(v)} s") for n, v in timings.items() if n not in rates]
     return stages + [(name.replace("_", " "), significant(v)) for name, v in rates.items()]

@@ -23,12 +23,12 @@ Pre = Float[Tensor, "branches rows hidden"]
 Hidden = Float[Tensor, "rows hidden"]
 
 _aten = torch.ops.aten
-_ONE = torch.tensor(1.0, device="cpu")  # without axes: a number to every device and dtype
+_ONE_CPU = torch.tensor(1.0, device="cpu")  # 0-d: combines with any device and dtype
 
 
 @dataclass(frozen=True)
 class Activation:
-    """φ with its derivative, alone or gated by a second branch.
+    """An activation φ with its derivative, alone or gated by a second branch.
 
     Attributes:
         branches: 1 for h = φ(a), 2 for h = φ(a_1) · a_2.
@@ -43,7 +43,7 @@ class Activation:
     with_slope_: Callable[[Tensor, Tensor, Tensor], object]
 
     def hidden_rows(self, rows: Float[Tensor, "rows branches_hidden"]) -> Hidden:
-        """The hidden rows h of input maps whose branches stand side by side, under autograd."""
+        """Return h (n, H) from input rows (n, B·H), branches side by side, under autograd."""
         first, *second = rows.unflatten(1, (self.branches, -1)).unbind(1)
         return self.function(first) * second[0] if second else self.function(first)
 
@@ -59,14 +59,14 @@ class Activation:
         self.hidden_from_kept_(pre, hidden)
 
     def hidden_from_kept_(self, kept: Pre, hidden: Hidden) -> None:
-        """Write h into `hidden` from (φ,) or (φ, a_2)."""
+        """Write h into `hidden` from the saved (φ,) or (φ, a_2)."""
         if self.branches == 2:
             torch.mul(kept[0], kept[1], out=hidden)
         else:
             hidden.copy_(kept[0])
 
     def backward_(self, kept: Pre, slope: Hidden, grad: Hidden, out: Pre) -> None:
-        """Write dL/da into `out` from `grad` = dL/dh, which is used up."""
+        """Write dL/da into `out` from `grad` = dL/dh, which is overwritten."""
         if self.branches == 2:
             torch.mul(grad, kept[0], out=out[1])
             grad.mul_(kept[1])
@@ -74,14 +74,14 @@ class Activation:
 
 
 def _silu_with_slope_(a: Tensor, slope: Tensor, scratch: Tensor) -> None:
-    """With s the sigmoid of a and φ = a·s: φ' = s + φ·(1 - s).
+    """Turn a into φ = a·s, s the sigmoid of a, and write φ' = s + φ·(1 - s).
 
-    Not s - s·φ + φ, which loses the digits of s where φ is large: all of them for a = 300 in
-    bfloat16. Here 1 - s is an exact zero there.
+    The form s - s·φ + φ would lose the digits of s where φ is large, all of them for a = 300 in
+    bfloat16; here 1 - s is exactly zero there.
     """
     torch.sigmoid(a, out=slope)
     a.mul_(slope)
-    torch.sub(_ONE, slope, out=scratch)
+    torch.sub(_ONE_CPU, slope, out=scratch)
     slope.addcmul_(a, scratch)
 
 

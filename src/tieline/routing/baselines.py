@@ -1,4 +1,4 @@
-"""The layers that papers 1 and 2 compare with, by name.
+"""Baseline layers of papers 1 and 2, by name.
 
     expert_choice   experts choose tokens                           `ExpertChoice`
     gshard          top-k with gate noise and capacity              `GShardTopK`
@@ -37,8 +37,8 @@ class Smear(nn.Module):
     tokens and features.
 
     Args:
-        router: scores of a sequence from the mean of its tokens.
-        experts: whose parameters are averaged.
+        router: applied to the mean of a sequence's tokens.
+        experts: the experts to average.
         temperature: of the softmax.
     """
 
@@ -50,11 +50,11 @@ class Smear(nn.Module):
         self.router, self.gate, self.experts = router, Softmax(temperature), experts
 
     def weights(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch experts"]:
-        """The weights w of each sequence."""
+        """Return the weights w of each sequence."""
         return self.gate(self.router(x.mean(dim=-2)))
 
     def forward(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens dim"]:
-        """f(x; θ̄)."""
+        """Return f(x; θ̄)."""
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
             return x
@@ -87,8 +87,8 @@ class SoftMoE(nn.Module):
     Args:
         experts: the experts f_e.
         slots: p >= 1 slots per expert.
-        normalise: whether tokens and slot vectors are normalised, with a learnt scale; without it,
-            the softmaxes of wide layers become choices.
+        normalise: whether tokens and slot vectors are normalised, with a learnt scale; otherwise
+            the softmaxes of wide layers saturate.
     """
 
     batch_dependent = True
@@ -102,7 +102,7 @@ class SoftMoE(nn.Module):
         self.scale = nn.Parameter(torch.ones(())) if normalise else None
 
     def scores(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens s"]:
-        """Z, in at least float32."""
+        """Return the scores Z, in at least float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         x, phi = x.to(dtype), self.phi.to(dtype)
         if self.scale is None:
@@ -110,7 +110,7 @@ class SoftMoE(nn.Module):
         return F.linear(F.normalize(x, dim=-1), self.scale * F.normalize(phi, dim=-1))
 
     def forward(self, x: Float[Tensor, "*batch tokens dim"]) -> Float[Tensor, "*batch tokens dim"]:
-        """Y."""
+        """Return the output Y."""
         require(x.ndim >= 2, f"tokens must be (..., T, D), got {tuple(x.shape)}", ShapeError)
         if not x.numel():
             return x
@@ -142,7 +142,7 @@ def baseline(
     router_options: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """A layer x (..., T, D) → y (..., T, D) of one of the `BASELINES`.
+    """Return a layer x (..., T, D) → y (..., T, D), one of `BASELINES`.
 
     Arguments as for `moe`. k is an average where the layer does not fix it; SMEAR and Soft MoE do
     not use it, and Soft MoE has its own router. `options` are further arguments of gate or layer,

@@ -18,9 +18,9 @@ from tieline.core.errors import require
 
 __all__ = ["BufferPool", "set_pool_capacity", "take_buffer"]
 
-SMALLEST_POOLED = 1 << 20  # below a megabyte the C allocator reuses its heap pages anyway
-ALIGNMENT = 64  # what torch's own CPU allocator gives
-SLACK = 1.25  # an idle block serves requests down to 1/SLACK of its size
+MIN_POOLED_BYTES = 1 << 20  # below a megabyte the C allocator reuses its heap pages anyway
+ALIGNMENT = 64  # bytes, as torch's own CPU allocator aligns
+MAX_BLOCK_RATIO = 1.25  # an idle block may be this many times larger than the request
 
 
 class BufferPool:
@@ -33,39 +33,39 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Memory kept for the next request."""
+        """Bytes kept for later requests."""
         with self._lock:
             return sum(block.nbytes for block in self._idle)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised CPU tensor whose memory comes back when its storage is freed."""
+        """Return an uninitialised CPU tensor whose memory returns to the pool when it is freed."""
         size = math.prod(shape) * dtype.itemsize
-        if size < SMALLEST_POOLED or self.capacity == 0:
+        if size < MIN_POOLED_BYTES or self.capacity == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         block = self._pop_idle(size)
         if block is None:
             raw = np.empty(size + ALIGNMENT, np.uint8)
             start = -raw.ctypes.data % ALIGNMENT
             block = raw[start : start + size]
-        # The tensor holds this view alone; the view's death tells that the storage is gone.
+        # Only the tensor holds this view, so the view's finalizer runs when the storage is freed.
         view = block[:size]
         weakref.finalize(view, self._give_back, block)
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def shrink(self, capacity: int) -> None:
-        """Set the capacity and drop the oldest idle blocks beyond it."""
+        """Set the capacity and free the oldest idle blocks beyond it."""
         with self._lock:
             self.capacity = capacity
             while self._idle and self.idle_bytes > capacity:
                 self._idle.pop(0)
 
     def _pop_idle(self, size: int) -> np.ndarray | None:
-        """Take the smallest idle block that fits; None if there is none."""
+        """Remove and return the smallest idle block that fits; None if there is none."""
         with self._lock:
-            fits = [b for b in self._idle if size <= b.nbytes <= SLACK * size]
-            if not fits:
+            fitting_blocks = [b for b in self._idle if size <= b.nbytes <= MAX_BLOCK_RATIO * size]
+            if not fitting_blocks:
                 return None
-            best = min(fits, key=lambda block: block.nbytes)
+            best = min(fitting_blocks, key=lambda block: block.nbytes)
             self._idle = [block for block in self._idle if block is not best]
             return best
 
@@ -80,7 +80,7 @@ _POOL = BufferPool(capacity=256 << 20)
 
 
 def take_buffer(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """An uninitialised tensor of `like`'s dtype and device, from the pool if it is large."""
+    """Return an uninitialised tensor of `like`'s dtype and device, from the pool if it is large."""
     if like.device.type != "cpu":
         return like.new_empty(shape)
     return _POOL.take(tuple(shape), like.dtype)

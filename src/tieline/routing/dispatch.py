@@ -19,7 +19,8 @@ On an accelerator no number is read back (`StaticRows`): a token has at most m (
 for top-k, k_max for smooth top-k, E without a bound, and all T·m rows exist whatever the data are.
 Those beyond the experts of a token are padding, which stands behind the rows of the last expert, is
 left out of the grouped products and masked wherever it would meet a result. Without a bound the
-rows would fill the memory where T·E is large (`MOST_ELEMENTS`); there their number is read once.
+rows would fill the memory where T·E is large (`MAX_STATIC_ELEMENTS`); then the host reads their
+number once.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from tieline.routing.buffer_pool import take_buffer
 __all__ = ["Slots", "dispatch", "grouped_dispatch", "grouped_linear"]
 
 RUN_ELEMENTS = 1 << 17
-"""Elements of a result that are summed at a time: half a megabyte of float32."""
+"""Elements of a result that are summed in one run: half a megabyte of float32."""
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -56,7 +57,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, weights: Tensor) -> "Slots":
-        """The slots of a weights matrix (T, E)."""
+        """Return the slots of a weights matrix (T, E)."""
         # nonzero reads a transposed mask three times as fast as transposed floats, and a sort of
         # int32 keys is a third cheaper than one of int64
         expert_s, token_s = (weights != 0).T.nonzero().unbind(1)
@@ -65,18 +66,18 @@ class Slots(NamedTuple):
 
     @classmethod
     def from_index(cls, index_s: Tensor, n_experts: int) -> "Slots":
-        """The slots of an index (3, S), in the backward pass."""
+        """Return the slots of an index (3, S); used in the backward pass."""
         return cls(index_s, torch.bincount(index_s[0], minlength=n_experts).tolist())
 
     def gate(self, weights: Tensor) -> Tensor:
-        """Weight of each slot (S, 1)."""
+        """Return the weight of each slot (S, 1)."""
         return weights[self.index_s[1], self.index_s[0]].unsqueeze(1)
 
     def sum_by_token(self, rows_s: Tensor, n_tokens: int) -> Tensor:
-        """Σ over the slots of each token, in order of expert (T, D).
+        """Return the sum over the slots of each token, in order of expert (T, D).
 
-        Many tokens are summed in runs: the fresh result of `embedding_bag` then stays in the cache,
-        and the pages of the whole are those of the pool.
+        Many tokens are summed in runs, so that the result of each `embedding_bag` stays in the
+        cache and the full output comes from the buffer pool.
         """
         dim = rows_s.shape[1]
         if not rows_s.shape[0]:
@@ -104,10 +105,10 @@ def dispatch(
     activation: str = "swiglu",
     most: int | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """Mixture output y (T, D) of the experts with non-zero weight; first derivatives only.
+    """Return the mixture output y (T, D) of the experts with non-zero weight.
 
-    Differentiable in every tensor argument; where a weight is zero its gradient is zero too, since
-    that expert is not evaluated. Under autocast the products run in the autocast dtype.
+    Differentiable once in every tensor argument; a zero weight has a zero gradient, since its
+    expert is not evaluated. Under autocast the products run in the autocast dtype.
 
     Args:
         x: tokens (T, D).
@@ -116,7 +117,7 @@ def dispatch(
         w_out: output maps (E, D, H).
         b_in: optional biases (E, B·H) of the input maps.
         activation: a key of `ACTIVATIONS`.
-        most: largest number of experts of a token, None for no bound; it saves accelerators memory
+        most: largest number of experts per token, None for no bound; saves memory on accelerators
             (`StaticRows`) and is not used on the CPU.
     """
     _check_dispatch_shapes(x, weights, w_in, w_out, b_in, activation)
@@ -133,7 +134,7 @@ def dispatch(
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of the products: that of autocast if enabled, else that of the tokens."""
+    """Return the dtype of the products: that of autocast if enabled, else that of the tokens."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -163,13 +164,13 @@ def _check_dispatch_shapes(
     )
 
 
-def _maps_by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
-    """Per expert its input map (B, H, D) or bias (B, H); None where there is none."""
+def _split_by_expert(w: Tensor | None, branches: int, n_experts: int) -> tuple[Tensor | None, ...]:
+    """Split maps into one (B, H, D), or biases into one (B, H), per expert; None without w."""
     return (None,) * n_experts if w is None else w.unflatten(1, (branches, -1)).unbind(0)
 
 
 def _apply_input_map_(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """out[j] = x w[j]ᵀ (+ b[j]) for every branch j at once."""
+    """Write x w[j]ᵀ (+ b[j]) into out[j], for every branch j."""
     batched = x.expand(out.shape[0], -1, -1)
     if b is None:
         torch.bmm(batched, w.mT, out=out)
@@ -187,7 +188,7 @@ def _experts_op(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Y (T, D) and, for the backward pass if `keep`, what `Activation` keeps and slots (3, S)."""
+    """Return y (T, D) and, if `keep`, the saved activations and slots (3, S) for the backward."""
     act, slots = ACTIVATIONS[activation], Slots.of(weights)
     counts, n_slots, largest = slots.counts, slots.index_s.shape[1], max(slots.counts)
     y_s = take_buffer((n_slots, x.shape[1]), x)
@@ -196,7 +197,7 @@ def _experts_op(
     kept = kept_s.split(counts) if keep else [kept_s[:n] for n in counts]
     columns = [c.split(counts) for c in (slots.index_s[1], slots.gate(weights), y_s)]
     x_e, h_e = x.new_empty(largest, x.shape[1]), x.new_empty(largest, w_out.shape[2])
-    maps = [_maps_by_expert(w, act.branches, len(counts)) for w in (w_in, b_in)]
+    maps = [_split_by_expert(w, act.branches, len(counts)) for w in (w_in, b_in)]
     experts = zip(counts, kept, *columns, *maps, w_out.mT.unbind(0), strict=True)
     for n, kept_e, token, gate, y_e, w, b, w_out_t in experts:
         if n:
@@ -214,7 +215,7 @@ def _experts_op(
 
 @_experts_op.register_fake
 def _experts_fake(x, weights, w_in, w_out, b_in, activation, keep):
-    """Shapes of the results of `_experts_op`, for compilers."""
+    """Return the shapes of the results of `_experts_op`, for compilers."""
     n_slots = torch.library.get_ctx().new_dynamic_size() if keep else 0
     index_s = weights.new_empty((3, n_slots), dtype=torch.int64)
     kept_s = x.new_empty(n_slots, w_in.shape[1] + w_out.shape[2])
@@ -233,14 +234,14 @@ def _experts_backward(
     index_s: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
+    """Return the gradients in x, weights, w_in, w_out and b_in (empty without a bias)."""
     act, slots = ACTIVATIONS[activation], Slots.from_index(index_s, w_in.shape[0])
     counts, gate_s = slots.counts, slots.gate(weights)
     grads = _ExpertGradients.of(x, gate_s, w_in, w_out, b_in)
     work = _ExpertScratch.of(max(counts), x.shape[1], w_out.shape[2], act.branches, x)
     columns = [c.split(counts) for c in (index_s[1], gate_s, kept_s, grads.gate_s, grads.x_s)]
     biases = grads.b_in if b_in is not None else None
-    maps = [_maps_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
+    maps = [_split_by_expert(w, act.branches, len(counts)) for w in (w_in, grads.w_in, biases)]
     experts = zip(counts, *columns, *maps, w_out.unbind(0), grads.w_out.unbind(0), strict=True)
     for e, expert in enumerate(experts):
         n, token, gate, kept, grad_gate, grad_x, w, grad_w, grad_b, w_o, grad_w_o = expert
@@ -259,7 +260,7 @@ def _experts_backward(
 
 
 class _ExpertGradients(NamedTuple):
-    """Results of the backward pass: per slot for tokens and gate, per expert for parameters."""
+    """Gradients of the backward pass: per slot for tokens and gate, per expert for parameters."""
 
     x_s: Tensor
     gate_s: Tensor
@@ -271,14 +272,14 @@ class _ExpertGradients(NamedTuple):
     def of(
         cls, x: Tensor, gate_s: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None
     ) -> "_ExpertGradients":
-        """Memory for the gradients of these tensors, not yet written."""
+        """Allocate uninitialised gradients of these tensors."""
         x_s = take_buffer((gate_s.shape[0], x.shape[1]), x)
         grad_in, grad_out = (take_buffer(tuple(w.shape), x) for w in (w_in, w_out))
         bias = x.new_empty(0) if b_in is None else torch.empty_like(b_in)
         return cls(x_s, torch.empty_like(gate_s), grad_in, grad_out, bias)
 
     def zero_expert(self, e: int) -> None:
-        """An expert without a slot has no gradient."""
+        """Zero the gradients of an expert without a slot."""
         for per_expert in (self.w_in, self.w_out, self.b_in):
             if per_expert.numel():
                 per_expert[e].zero_()
@@ -295,12 +296,12 @@ class _ExpertScratch(NamedTuple):
 
     @classmethod
     def of(cls, n: int, dim: int, hidden: int, branches: int, like: Tensor) -> "_ExpertScratch":
-        """Buffers for up to n rows, of the dtype and device of `like`."""
+        """Allocate buffers for up to n rows, of the dtype and device of `like`."""
         sizes = (dim, dim, hidden, hidden, branches * hidden)
         return cls(*(like.new_empty(n, columns) for columns in sizes))
 
     def rows(self, n: int) -> "_ExpertScratch":
-        """The first n rows of each buffer."""
+        """Return the first n rows of each buffer."""
         x, grad, hidden, grad_hidden, grad_pre = self
         planes = grad_pre[:n].view(-1, n, hidden.shape[1])
         return _ExpertScratch(x[:n], grad[:n], hidden[:n], grad_hidden[:n], planes)
@@ -315,7 +316,7 @@ def _output_backward(
     grad_w_out: Tensor,
     grad_gate: Tensor,
 ) -> None:
-    """From dL/dy of one expert's rows to dL/d(pre), with the gradients of gate and output map."""
+    """Write the gradients in the pre-activation, the gate and the output map of one expert."""
     hidden, grad_hidden, pre = rows.hidden, rows.grad_hidden, kept[:-1]
     torch.mm(rows.grad, w_out, out=grad_hidden)
     act.hidden_from_kept_(pre, hidden)
@@ -328,7 +329,7 @@ def _output_backward(
 def _input_backward(
     rows: _ExpertScratch, w: Tensor, grad_w: Tensor, grad_b: Tensor | None, grad_x: Tensor
 ) -> None:
-    """Gradients of the input map, its bias and the rows of x from dL/d(pre)."""
+    """Write the gradients in the input map, its bias and the rows of x from dL/d(pre)."""
     branches = w.shape[0]
     torch.bmm(rows.grad_pre.mT, rows.x.expand(branches, -1, -1), out=grad_w)
     if grad_b is not None:
@@ -340,21 +341,21 @@ def _input_backward(
 
 @_experts_backward.register_fake
 def _experts_backward_fake(grad, x, weights, w_in, w_out, b_in, kept_s, index_s, activation):
-    """Shapes of the gradients of the experts, for compilers."""
+    """Return the shapes of the gradients of the experts, for compilers."""
     grads = [torch.empty_like(t) for t in (x, weights, w_in, w_out)]
     return (*grads, x.new_empty(0) if b_in is None else torch.empty_like(b_in))
 
 
 def _save_experts(ctx, inputs, output) -> None:
-    """Keep the inputs of `_experts_op` and what it saved."""
+    """Save the inputs of `_experts_op` and its outputs for the backward pass."""
     *tensors, ctx.activation, _ = inputs
-    ctx.set_materialize_grads(False)  # or what is saved gets a gradient of zeros of its own size
+    ctx.set_materialize_grads(False)  # else saved outputs would get full-size zero gradients
     ctx.save_for_backward(*tensors, *output[1:])
 
 
 def _backward_of_experts(ctx, grad, *_):
-    """Gradients of the inputs of `_experts_op`; None for those that are no tensors."""
-    if grad is None:  # nobody used y
+    """Return the gradients of the inputs of `_experts_op`; None for non-tensors."""
+    if grad is None:  # y was not used
         return (None,) * 7
     inputs = ctx.saved_tensors
     grads = torch.ops.tieline.experts_backward(grad.contiguous(), *inputs, ctx.activation)
@@ -376,11 +377,11 @@ def grouped_dispatch(
     finish: Rows | None = None,
     most: int | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """Mixture output y (T, D) of the experts with non-zero weight, exact zeros for the others.
+    """Return y (T, D) of the experts with non-zero weight, with any functions h and g.
 
-    The maps may have any strides. `hidden` is h, from rows of the input map (S, inner) to rows
-    (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm. `most` is the
-    largest number of experts of a token, None for no bound; only accelerators use it.
+    The maps may have any strides. `hidden` is h, which maps rows of the input map (S, inner) to
+    rows (S, hidden); `finish` is g, applied to the rows of the output map, such as a norm. `most`
+    is the largest number of experts per token, None for no bound; only accelerators use it.
     """
     dtype = _product_dtype(x)
     x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
@@ -404,13 +405,13 @@ def grouped_linear(
     b: Float[Tensor, "experts outputs"] | None,
     expert_s: Int[Tensor, " slots"],
 ) -> Float[Tensor, "slots outputs"]:
-    """W[e_s] r_s (+ b[e_s]) for every slot s, where slots are in order of expert."""
+    """Return W[e_s] r_s (+ b[e_s]) for every slot s; slots must be in order of expert."""
     return torch.ops.tieline.grouped_linear(rows, w, b, expert_s)
 
 
 @torch.library.custom_op("tieline::grouped_linear", mutates_args=())
 def _grouped_linear_op(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tensor) -> Tensor:
-    """`grouped_linear` as one product per expert, opaque to compilers."""
+    """Compute `grouped_linear` with one product per expert, opaque to compilers."""
     counts = torch.bincount(expert_s, minlength=len(w)).tolist()
     out = take_buffer((len(rows), w.shape[1]), rows)
     biases = [None] * len(w) if b is None else b.unbind(0)
@@ -428,7 +429,7 @@ def _grouped_linear_op(rows: Tensor, w: Tensor, b: Tensor | None, expert_s: Tens
 
 @_grouped_linear_op.register_fake
 def _grouped_linear_fake(rows, w, b, expert_s):
-    """Shape of the result of `grouped_linear`, for compilers."""
+    """Return the shape of the result of `grouped_linear`, for compilers."""
     return rows.new_empty(rows.shape[0], w.shape[1])
 
 
@@ -436,7 +437,7 @@ def _grouped_linear_fake(rows, w, b, expert_s):
 def _grouped_linear_backward(
     grad: Tensor, rows: Tensor, w: Tensor, expert_s: Tensor, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in the rows, the maps, and the biases (empty without)."""
+    """Return the gradients in the rows, the maps and the biases (empty without biases)."""
     counts = torch.bincount(expert_s, minlength=len(w)).tolist()
     grad_rows, grad_w = take_buffer(tuple(rows.shape), rows), take_buffer(tuple(w.shape), rows)
     grad_b = rows.new_zeros(w.shape[:2] if bias else 0)
@@ -454,20 +455,20 @@ def _grouped_linear_backward(
 
 @_grouped_linear_backward.register_fake
 def _grouped_linear_backward_fake(grad, rows, w, expert_s, bias):
-    """Shapes of the gradients of `grouped_linear`, for compilers."""
+    """Return the shapes of the gradients of `grouped_linear`, for compilers."""
     grad_b = rows.new_empty(w.shape[:2] if bias else 0)
     return rows.new_empty(rows.shape), rows.new_empty(w.shape), grad_b
 
 
 def _save_grouped_linear(ctx, inputs, output) -> None:
-    """Keep rows, maps and experts of the slots for the backward pass."""
+    """Save rows, maps and experts of the slots for the backward pass."""
     rows, w, b, expert_s = inputs
     ctx.bias = b is not None
     ctx.save_for_backward(rows, w, expert_s)
 
 
 def _backward_of_grouped_linear(ctx, grad):
-    """Gradients of rows, maps and biases of `grouped_linear`."""
+    """Return the gradients of rows, maps and biases of `grouped_linear`."""
     grads = torch.ops.tieline.grouped_linear_backward(
         grad.contiguous(), *ctx.saved_tensors, ctx.bias
     )
@@ -481,39 +482,39 @@ _grouped_linear_op.register_autograd(
 
 @torch.library.custom_op("tieline::sum_by_token", mutates_args=())
 def _sum_by_token_op(rows: Tensor, index_s: Tensor, n_tokens: int) -> Tensor:
-    """Σ over the slots of each token, in order of expert; `index_s` is that of `Slots`."""
+    """Sum the slots of each token, in order of expert; `index_s` as in `Slots`."""
     return Slots(index_s, []).sum_by_token(rows.contiguous(), n_tokens)
 
 
 @_sum_by_token_op.register_fake
 def _sum_by_token_fake(rows, index_s, n_tokens):
-    """Shape of the sums, for compilers."""
+    """Return the shape of the sums, for compilers."""
     return rows.new_empty(n_tokens, rows.shape[1])
 
 
 def _save_sum_by_token(ctx, inputs, output) -> None:
-    """Keep the token of each slot."""
+    """Save the token of each slot for the backward pass."""
     ctx.save_for_backward(inputs[1])
 
 
 def _backward_of_sum_by_token(ctx, grad):
-    """The gradient of a slot is that of its token."""
+    """Return the gradient of each slot: that of its token."""
     return grad.index_select(0, ctx.saved_tensors[0][1]), None, None
 
 
 _sum_by_token_op.register_autograd(_backward_of_sum_by_token, setup_context=_save_sum_by_token)
 
-MOST_ELEMENTS = 1 << 28
-"""Elements of the widest rows without a bound beyond which their number is read back."""
+MAX_STATIC_ELEMENTS = 1 << 28
+"""Largest T·E·width for unbounded rows; for more, the number of rows is read back once."""
 
 
 class StaticRows(NamedTuple):
-    """Rows of all tokens in order of expert, then token, with the padding last.
+    """Rows (token copies) in order of expert, then token, with the padding last.
 
     Attributes:
         token: token of each row (R,).
         expert: expert of each row (R,).
-        used: whether a row is no padding (R, 1).
+        used: False for padding rows (R, 1).
         offsets: number of rows up to and including those of each expert (E,), int32.
         position: row of the j-th expert of each token (T, m); empty if the rows were counted.
         of_token: rows in order of token (R,); empty unless they were counted.
@@ -530,11 +531,11 @@ class StaticRows(NamedTuple):
 
     @classmethod
     def of(cls, weights: Tensor, most: int | None, width: int) -> "StaticRows":
-        """The rows of weights (T, E) for rows of at most `width` elements."""
+        """Return the rows of weights (T, E); rows have at most `width` elements."""
         tokens, experts = weights.shape
         used = weights.detach() != 0
         if most is None or most >= experts:
-            if tokens * experts * width > MOST_ELEMENTS:
+            if tokens * experts * width > MAX_STATIC_ELEMENTS:
                 return cls._counted(used)
             columns = torch.arange(experts, device=used.device).expand(tokens, experts)
         else:
@@ -544,7 +545,7 @@ class StaticRows(NamedTuple):
 
     @classmethod
     def _padded(cls, used: Tensor, columns: Tensor) -> "StaticRows":
-        """T·m rows, the j-th expert of token t being `columns[t, j]` or padding."""
+        """Return T·m rows, the j-th expert of token t being `columns[t, j]` or padding."""
         tokens, most = columns.shape
         n_experts = used.shape[1]
         key = torch.where(used.gather(1, columns), columns, n_experts).flatten()
@@ -561,7 +562,7 @@ class StaticRows(NamedTuple):
 
     @classmethod
     def _counted(cls, used: Tensor) -> "StaticRows":
-        """As many rows as there are weights, which the host waits for once."""
+        """Return one row per non-zero weight; the host waits for their number once."""
         expert, token = used.T.nonzero().unbind(1)
         per_token = used.sum(dim=1)
         offsets = used.sum(dim=0).cumsum(0).to(torch.int32)
@@ -571,28 +572,28 @@ class StaticRows(NamedTuple):
         return cls(token, expert, is_row, offsets, position, token.argsort(stable=True), starts)
 
     def take(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "rows dim"]:
-        """X of the token of each row."""
+        """Return x of the token of each row."""
         if self.of_token.numel():
             return x.index_select(0, self.token)
         rows: Any = _TakeRows.apply(x, self.token, self.position, self.used)
         return rows
 
     def sum_by_token(self, rows: Float[Tensor, "rows dim"]) -> Float[Tensor, "tokens dim"]:
-        """Σ over the rows of each token, in order of expert."""
+        """Return the sum over the rows of each token, in order of expert."""
         if self.of_token.numel():
             return F.embedding_bag(self.of_token, rows, self.starts, mode="sum")
         total: Any = _SumRows.apply(rows, self.token, self.position, self.used)
         return total
 
     def gate(self, weights: Float[Tensor, "tokens experts"]) -> Float[Tensor, "rows 1"]:
-        """Weight of each row; 0 for padding."""
+        """Return the weight of each row; 0 for padding."""
         flat = self.token * weights.shape[1] + self.expert
         return torch.where(self.used, weights.flatten().index_select(0, flat).unsqueeze(1), 0)
 
     def linear(
         self, rows: Float[Tensor, "rows inputs"], w: Tensor, b: Tensor | None
     ) -> Float[Tensor, "rows outputs"]:
-        """W[e] r (+ b[e]) of each row, W of shape (E, outputs, inputs); padding is undefined."""
+        """Return W[e] r (+ b[e]) of each row, W (E, outputs, inputs); padding is undefined."""
         out = F.grouped_mm(rows, w.mT, offs=self.offsets)
         if b is None:
             return out
@@ -600,17 +601,17 @@ class StaticRows(NamedTuple):
 
 
 class _TakeRows(torch.autograd.Function):
-    """Gather tokens to rows; the gradient of a token sums its rows in order, without atomics."""
+    """Gather tokens into rows; the gradient of a token sums its rows in order, without atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, position: Tensor, used: Tensor) -> Tensor:
-        """The rows."""
+        """Return x of the token of each row."""
         ctx.save_for_backward(position, used)
         return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the tokens."""
+        """Return the gradient of the tokens."""
         return _sum_positions(grads[0], *ctx.saved_tensors), None, None, None
 
 
@@ -619,24 +620,24 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, position: Tensor, used: Tensor) -> Tensor:
-        """The sums."""
+        """Return the sum over the rows of each token."""
         ctx.save_for_backward(token)
         return _sum_positions(rows, position, used)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the rows."""
+        """Return the gradient of the rows."""
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
 def _sum_positions(rows: Tensor, position: Tensor, used: Tensor) -> Tensor:
-    """Σ_j rows[position[t, j]], with padding, which may be no number, set to 0 first."""
+    """Return Σ_j rows[position[t, j]]; padding rows, which may be NaN, count as 0."""
     kept = torch.where(used, rows, 0)
     return kept.index_select(0, position.flatten()).unflatten(0, position.shape).sum(dim=1)
 
 
 def can_group(x: Tensor, *maps: Tensor) -> bool:
-    """Whether torch's grouped products take tensors of this device, dtype and alignment."""
+    """Return whether torch's grouped products support this device, dtype and alignment."""
     if x.device.type == "cpu" or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     aligned = 16 // x.dtype.itemsize
@@ -655,10 +656,11 @@ def grouped_experts(
     finish: Rows | None = None,
     most: int | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """Mixture output y (T, D); arguments as for `grouped_dispatch`, all of one dtype.
+    """Return y (T, D) by torch's grouped products; arguments as for `grouped_dispatch`.
 
-    `hidden` and `finish` work row by row and get padding too. `most` is the largest number of
-    experts of a token, None for no bound; of a token with more the first ones are used.
+    All tensors have one dtype. `hidden` and `finish` work row by row and receive padding rows too.
+    `most` is the largest number of experts per token, None for no bound; if a token has more, the
+    first ones are used.
     """
     rows = StaticRows.of(weights, most, max(w_in.shape[1], x.shape[1]))
     inner = hidden(rows.linear(rows.take(x), w_in, b_in)).to(x.dtype)

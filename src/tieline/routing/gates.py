@@ -59,7 +59,7 @@ Share = Float[Tensor, "*batch experts"]
 
 
 class Law(Enum):
-    """A property of a gate's weights; tested wherever a gate claims it."""
+    """A property of a gate's weights, tested for every gate that lists it in `laws`."""
 
     SUMS_TO_ONE = "the weights of a token sum to 1"
     SHIFT_INVARIANT = "adding a constant to all scores of a token changes nothing"
@@ -76,7 +76,7 @@ class Gate(nn.Module):
     most_active: int | None = None  # largest number of experts of a token; None for no bound
 
     def forward(self, scores: Scores) -> Weights:
-        """Weights of each expert, in the dtype of the scores or float32 if that is wider."""
+        """Return the weight of each expert, in the dtype of the scores or float32 if wider."""
         require(
             scores.ndim >= 1 and scores.is_floating_point(),
             f"scores must be floating (..., E), got {tuple(scores.shape)} {scores.dtype}",
@@ -85,7 +85,7 @@ class Gate(nn.Module):
         return self.weights(scores.to(torch.promote_types(scores.dtype, torch.float32)))
 
     def weights(self, scores: Scores) -> Weights:
-        """Weights from scores of at least float32; override this in a new gate."""
+        """Return the weights from scores of at least float32; override this in a new gate."""
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ class Softmax(Gate):
         self.temperature = temperature
 
     def weights(self, scores: Scores) -> Weights:
-        """softmax(z / τ)."""
+        """Return softmax(z / τ)."""
         return (scores / self.temperature).softmax(dim=-1)
 
     def extra_repr(self) -> str:
@@ -115,15 +115,15 @@ class Softmax(Gate):
 
 
 class Hard(Gate):
-    """w = 1 on the best expert and 0 elsewhere: Softmax in the limit τ → 0.
+    """w = 1 on the best expert and 0 elsewhere: `Softmax` in the limit τ → 0.
 
-    At an exact tie the lower index gets all, where the limit would share. Its gradient is zero.
+    At an exact tie the lower index gets weight 1, where the limit would share it. Gradients are 0.
     """
 
     laws = frozenset({Law.SUMS_TO_ONE, Law.SHIFT_INVARIANT, Law.EQUIVARIANT})
 
     def weights(self, scores: Scores) -> Weights:
-        """One-hot of the first rank."""
+        """Return the one-hot vector of the best expert."""
         return topk_mask(scores, 1).to(scores)
 
 
@@ -131,7 +131,7 @@ class Sigmoid(Gate):
     """w = σ(z): experts do not compete (paper 4, eq. 4)."""
 
     def weights(self, scores: Scores) -> Weights:
-        """σ(z)."""
+        """Return σ(z)."""
         return scores.sigmoid()
 
 
@@ -139,7 +139,7 @@ class ReLUGate(Gate):
     """w = max(z, 0): continuous and sparse, using every expert of positive score (ReMoE)."""
 
     def weights(self, scores: Scores) -> Weights:
-        """max(z, 0)."""
+        """Return max(z, 0)."""
         return scores.relu()
 
 
@@ -165,15 +165,15 @@ class Groups:
         require(self.score in ("max", "top2sum"), f"unknown group score {self.score!r}")
 
     def scores(self, selection: Scores) -> Float[Tensor, "*batch groups"]:
-        """Score of each group, in the dtype of the selection scores."""
+        """Return the score of each group, in the dtype of the selection scores."""
         return group_scores(selection, self.count, self.score)
 
     def spread(self, per_group: Tensor, n_experts: int) -> Tensor:
-        """A value per group, repeated for each of its experts."""
+        """Repeat a value per group for each of its experts."""
         return per_group.repeat_interleave(n_experts // self.count, dim=-1)
 
     def check(self, n_experts: int, k: int) -> None:
-        """Raise unless the groups divide the experts and the chosen ones have k or more."""
+        """Raise unless the groups divide the experts and k experts fit in the chosen groups."""
         size = n_experts // self.count
         require(
             n_experts % self.count == 0 and (self.score == "max" or size >= 2),
@@ -199,7 +199,7 @@ class ChoiceOptions(TypedDict, total=False):
 
 
 class SelectiveGate(Gate):
-    """Base of the gates that choose; a subclass overrides `share`.
+    """Base of the gates that choose experts; a subclass overrides `share`.
 
     Args:
         k: experts chosen per token.
@@ -253,34 +253,34 @@ class SelectiveGate(Gate):
 
     @property
     def sums_to(self) -> float | None:
-        """Sum of the weights of a token; None where it varies."""
+        """Sum of the weights of a token; None if it varies."""
         return self.scale if self.renormalize else None
 
     def weights(self, scores: Scores) -> Weights:
-        """score(z) · share, renormalised if asked for."""
+        """Return score(z) · share, renormalised if `renormalize`."""
         self._check_experts(scores.shape[-1])
         return self._combine(scores, self.share(self.selection(scores)))
 
     def selection(self, scores: Scores) -> Scores:
-        """The selection scores c (..., E) that are ranked."""
+        """Return the selection scores c (..., E) that are ranked."""
         sums_groups = self.groups is not None and self.groups.score == "top2sum"
         ranks_logits = self.scoring == "softmax" and self.selection_bias is None and not sums_groups
         if self.order == "before" and not ranks_logits:
-            scores = self._scored(scores)
+            scores = self._score_function(scores)
         return scores if self.selection_bias is None else scores + self.selection_bias.to(scores)
 
     def share(self, selection: Scores) -> Share:
-        """How far each expert is in the choice, from 0 (not used) to 1."""
+        """Return the share of each expert in the choice, from 0 (not used) to 1."""
         raise NotImplementedError
 
-    def _scored(self, scores: Scores) -> Scores:
-        """score(z)."""
+    def _score_function(self, scores: Scores) -> Scores:
+        """Return score(z)."""
         return scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
 
     def _combine(self, scores: Scores, share: Share) -> Weights:
-        """score(z) · share, divided by its sum if the gate renormalises."""
+        """Return score(z) · share, divided by its sum if the gate renormalises."""
         if not self.renormalize:
-            return self.scale * self._scored(scores) * share
+            return self.scale * self._score_function(scores) * share
         # Masking before the softmax makes it relative to the largest score in use: no overflow, no
         # empty sum, although a bias may have passed over a larger score.
         log_score = scores if self.scoring == "softmax" else F.logsigmoid(scores)
@@ -321,20 +321,20 @@ class TopK(SelectiveGate):
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """Sums to one if renormalised; shift-invariant if softmax ranks logits."""
+        """`SUMS_TO_ONE` if renormalised, `SHIFT_INVARIANT` with softmax scores."""
         return laws_of_choice(self)
 
     @property
     def most_active(self) -> int | None:  # type: ignore[override]
-        """K."""
+        """Largest number of experts per token: k."""
         return self.k
 
     def share(self, selection: Scores) -> Share:
-        """1 on the chosen experts, 0 elsewhere; no gradient."""
+        """Return 1 on the chosen experts and 0 elsewhere, without a gradient."""
         return topk_mask(self._within_groups(selection.detach()), self.k).to(selection)
 
     def _within_groups(self, selection: Scores) -> Scores:
-        """The selection scores with minus infinity outside the chosen groups."""
+        """Return the selection scores with minus infinity outside the chosen groups."""
         if self.groups is None:
             return selection
         chosen_groups = topk_mask(self.groups.scores(selection), self.groups.chosen)
@@ -344,7 +344,7 @@ class TopK(SelectiveGate):
 
 
 def laws_of_choice(gate: SelectiveGate) -> frozenset[Law]:
-    """The laws that follow from scoring and normalisation alone."""
+    """Return the laws that follow from scoring, normalisation, bias and groups."""
     laws = {Law.SUMS_TO_ONE} if gate.sums_to == 1 else set()
     if gate.selection_bias is None and gate.groups is None:
         laws |= {Law.EQUIVARIANT}
@@ -354,7 +354,7 @@ def laws_of_choice(gate: SelectiveGate) -> frozenset[Law]:
 
 
 def expert_capacity(tokens: int, n_experts: int, k: int, factor: float = 1.0) -> int:
-    """C = ⌈factor · kT/E⌉, at least 1 and at most T: tokens that one expert may hold."""
+    """Return C = ⌈factor · kT/E⌉, at least 1 and at most T: tokens that one expert may hold."""
     return min(tokens, max(1, math.ceil(factor * k * tokens / n_experts)))
 
 
@@ -376,7 +376,7 @@ class ExpertChoice(Gate):
         self.k = k
 
     def weights(self, scores: Scores) -> Weights:
-        """softmax(z) where the expert took the token, zero elsewhere."""
+        """Return softmax(z) where the expert took the token, zero elsewhere."""
         experts = scores.shape[-1]
         require(self.k <= experts, f"need k <= experts, got k={self.k} of {experts}")
         probability = scores.reshape(-1, experts).softmax(dim=-1)
@@ -411,24 +411,24 @@ class GShardTopK(TopK):
         require(capacity_factor > 0, f"the capacity factor must be positive: {capacity_factor}")
         require(0 <= noise < math.inf, f"noise must be >= 0 and finite, got {noise}")
         self.capacity_factor, self.noise = capacity_factor, noise
-        self.is_bounded = not math.isinf(capacity_factor)  # a flag: compilers make numbers symbols
+        self.is_bounded = not math.isinf(capacity_factor)  # compilers make numbers symbols
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """The laws of `TopK`; weights of a token that lost an expert sum to less than 1."""
+        """The laws of `TopK` but `SUMS_TO_ONE`: tokens that lose an expert sum to less than 1."""
         return super().laws - {Law.SUMS_TO_ONE}
 
     def weights(self, scores: Scores) -> Weights:
-        """Top-k weights, zero where the expert was full."""
+        """Return top-k weights, zero where the expert was full."""
         if self.training and self.noise > 0:
             scores = scores + torch.randn_like(scores) * (self.noise / scores.shape[-1])
         weights = super().weights(scores)
         if not (self.is_bounded and scores.numel()):
             return weights
-        return weights * self._has_room(scores.detach()).view_as(weights)
+        return weights * self._fits_capacity(scores.detach()).view_as(weights)
 
-    def _has_room(self, scores: Scores) -> Tensor:
-        """Whether each of the k requested experts has room for the token (T, E)."""
+    def _fits_capacity(self, scores: Scores) -> Tensor:
+        """Return a mask (T, E) of the requested experts that have room for the token."""
         scores = scores.reshape(-1, scores.shape[-1])
         tokens, experts = scores.shape
         capacity = expert_capacity(tokens, experts, self.k, self.capacity_factor)

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: router, gate and experts, composed; the experts themselves.
+"""The Mixture-of-Experts layer, composed of router, gate and experts, and the experts.
 
 E small feed-forward networks are held in four stacked tensors.
 """
@@ -33,14 +33,14 @@ __all__ = ["GATES", "ROUTERS", "Experts", "MoE", "Routing", "SharedExpert", "che
 
 @dataclass(frozen=True)
 class Routing:
-    """Scores and weights that a layer assigned; active counts the experts per token."""
+    """Scores and weights that a layer assigned to its tokens."""
 
     scores: Float[Tensor, "*batch experts"]
     weights: Float[Tensor, "*batch experts"]
 
     @property
     def active(self) -> Int[Tensor, "*batch"]:
-        """Number of experts with non-zero weight."""
+        """Number of experts with non-zero weight, per token."""
         return (self.weights != 0).sum(dim=-1)
 
 
@@ -87,7 +87,7 @@ class Experts(nn.Module):
         weights: Float[Tensor, "tokens experts"],
         most: int | None = None,
     ) -> Float[Tensor, "tokens dim"]:
-        """Σ_e w_te f_e(x_t), leaving out the experts of zero weight; `most` as in `dispatch`."""
+        """Return Σ_e w_te f_e(x_t) over the experts of non-zero weight; `most` as in `dispatch`."""
         maps = self.w_in, self.w_out, self.b_in
         y = dispatch(x, weights, *maps, activation=self.activation, most=most)
         return y if self.b_out is None else y + weights.to(y) @ self.b_out.to(y)
@@ -118,15 +118,15 @@ class MoE(nn.Module):
         self.router, self.gate, self.experts, self.shared = router, gate, experts, shared
 
     def route(self, x: Float[Tensor, "*batch dim"]) -> Routing:
-        """Scores and weights of each token, without evaluating an expert."""
+        """Return scores and weights of each token without evaluating an expert."""
         scores = self.router(x)
         return Routing(scores, self.gate(scores))
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Output of the layer."""
+        """Return the output of the layer."""
         weights = self.gate(self.router(x))
         bound = {"most": self.gate.most_active} if isinstance(self.experts, Experts) else {}
-        y = self.experts(_token_rows(x), _token_rows(weights), **bound).view_as(x)
+        y = self.experts(_flatten_tokens(x), _flatten_tokens(weights), **bound).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -145,8 +145,8 @@ class SharedExpert(nn.Module):
         self.expert = Experts(1, d_model, d_hidden, activation=activation, bias=bias)
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """f(x)."""
-        flat = _token_rows(x)
+        """Return f(x)."""
+        flat = _flatten_tokens(x)
         return self.expert(flat, flat.new_ones(len(flat), 1), most=1).view_as(x)
 
 
@@ -182,7 +182,7 @@ def moe(
     router_options: dict[str, Any] | None = None,
     gate_options: dict[str, Any] | None = None,
 ) -> MoE:
-    """A layer of the common kinds in one call.
+    """Build a layer from the names of its router and gate.
 
     Args:
         d_model: dimension D of a token.
@@ -222,6 +222,6 @@ def check_fit(router: Router, experts: Experts) -> None:
     )
 
 
-def _token_rows(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:
-    """All leading axes as one."""
+def _flatten_tokens(x: Float[Tensor, "*batch last"]) -> Float[Tensor, "tokens last"]:
+    """Flatten all leading axes into one."""
     return x.reshape(-1, x.shape[-1])

@@ -62,14 +62,14 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, weights: Weights) -> "Counts":
-        """Counts of the tokens at hand."""
+        """Count assignments and tokens of the given weights (..., E)."""
         used = (weights != 0).flatten(0, -2)
         tokens = torch.full((), used.shape[0], dtype=torch.float64, device=weights.device)
         return cls(used.sum(dim=0).double(), tokens)
 
 
 def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None) -> Scalar:
-    """E Σ_e f_e P_e of GShard and Switch: 1 if either is uniform, E if one expert gets all.
+    """Return E Σ_e f_e P_e (GShard, Switch): 1 if f or P is uniform, E if one expert gets all.
 
     f_e is the share of all assignments that expert e got (no gradient), P_e = mean softmax(z)_e.
     """
@@ -80,7 +80,7 @@ def balance_loss(scores: Scores, weights: Weights, counts: Counts | None = None)
 
 
 def router_z_loss(scores: Scores, counts: Counts | None = None) -> Scalar:
-    """Mean of (log Σ_e exp z_e)²: keeps logits small, where low precision is accurate."""
+    """Return the mean of (log Σ_e exp z_e)²; small logits keep low precision accurate."""
     tokens = _batch_counts(scores, counts).tokens.to(scores)
     return scores.logsumexp(dim=-1).square().sum() / tokens
 
@@ -88,7 +88,7 @@ def router_z_loss(scores: Scores, counts: Counts | None = None) -> Scalar:
 def boundary_loss(
     epsilon: Scalar, weights: Weights, budget: float, counts: Counts | None = None
 ) -> Scalar:
-    """ε (K - k*): its gradient in ε is the excess of the mean expert count K over the budget k*.
+    """Return ε (K - k*); its gradient in ε is the mean expert count K minus the budget k*.
 
     K carries no gradient, so descent narrows the band while more than k* experts are in use and
     widens it otherwise. Plain descent at rate η with ε = softplus(θ) is stable iff
@@ -99,7 +99,7 @@ def boundary_loss(
 
 
 def sparsity_loss(weights: Weights, counts: Counts | None = None) -> Scalar:
-    """Mean over tokens of Σ_e |w_e|."""
+    """Return the mean over tokens of Σ_e |w_e|."""
     tokens = _batch_counts(weights, counts).tokens.to(weights)
     return weights.abs().sum() / tokens
 
@@ -142,13 +142,13 @@ def _record_routing(
     inputs: tuple[Tensor, ...],
     weights: Tensor,
 ) -> None:
-    """Hook of a gate: keep scores and weights of a call."""
+    """Forward hook of a gate: append scores and weights of a call to `records`."""
     if not is_recomputing():
         records.append(LayerRouting(name, layer, Routing(inputs[0], weights)))
 
 
 def is_collected(layer: MoE) -> bool:
-    """Whether an open `collect_routing` records the calls of this layer."""
+    """Return whether an open `collect_routing` records the calls of this layer."""
     return any(
         isinstance(hook, partial) and hook.func is _record_routing
         for hook in layer.gate._forward_hooks.values()
@@ -164,7 +164,7 @@ def auxiliary_loss(
     sparsity: float = 0.0,
     counts: Sequence[Counts] | None = None,
 ) -> Float[Tensor, ""]:
-    """Mean over the collected layers of the weighted losses.
+    """Return the weighted sum of the losses, averaged over the collected layers.
 
     Args:
         records: from `collect_routing`.
@@ -177,7 +177,7 @@ def auxiliary_loss(
     require(len(records) > 0, "no routing was collected: the model ran no MoE layer", TielineError)
     total = torch.zeros((), device=records[0].routing.scores.device)
     for record, batch_counts in zip(records, counts or [None] * len(records), strict=True):
-        _check_graph(record)
+        _check_router_gradient(record)
         scores, weights, gate = record.routing.scores, record.routing.weights, record.layer.gate
         if balance:
             total = total + balance * balance_loss(scores, weights, batch_counts)
@@ -192,8 +192,8 @@ def auxiliary_loss(
     return total / len(records)
 
 
-def _check_graph(record: LayerRouting) -> None:
-    """Raise if a trainable router left no graph to its scores."""
+def _check_router_gradient(record: LayerRouting) -> None:
+    """Raise if the router is trainable but its scores carry no gradient."""
     trainable = any(p.requires_grad for p in record.layer.router.parameters())
     require(
         record.routing.scores.requires_grad or not (trainable and torch.is_grad_enabled()),

@@ -37,7 +37,7 @@ class Router(nn.Module):
         self.d_model, self.n_experts = d_model, n_experts
 
     def forward(self, x: Tokens) -> Scores:
-        """Scores of each expert, float32 or wider."""
+        """Return the score of each expert, float32 or wider."""
         require(
             x.ndim >= 1 and x.shape[-1] == self.d_model and x.is_floating_point(),
             f"tokens must be floating (..., {self.d_model}), got {tuple(x.shape)} {x.dtype}",
@@ -47,7 +47,7 @@ class Router(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def score(self, x: Tokens) -> Scores:
-        """Scores from tokens of the right dimension; override this in a new router."""
+        """Return scores of tokens of the right dimension; override this in a new router."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -64,7 +64,7 @@ class LinearRouter(Router):
         self.bias = nn.Parameter(torch.zeros(n_experts)) if bias else None
 
     def score(self, x: Tokens) -> Scores:
-        """Wx (+ b)."""
+        """Return Wx (+ b)."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -109,10 +109,10 @@ class CosineRouter(Router):
         self.temperature, self.tau = temperature, tau
 
     def score(self, x: Tokens) -> Scores:
-        """Normalised product over the temperature."""
+        """Return the perturbed cosine of expert and token, divided by the temperature."""
         embedded = x if self.projection is None else F.linear(x, self.projection)
-        expert = _over_norm(self.weight, self.tau[0])
-        return F.linear(_over_norm(embedded, self.tau[1]), expert) / self.temperature
+        expert = _divide_by_norm(self.weight, self.tau[0])
+        return F.linear(_divide_by_norm(embedded, self.tau[1]), expert) / self.temperature
 
     def extra_repr(self) -> str:
         """Dimensions, temperature and perturbation."""
@@ -128,7 +128,7 @@ class QuadraticRouter(Router):
     Args:
         d_model: dimension D of a token.
         n_experts: number of experts E.
-        kind: "full" has the linear term b, "partial" has not.
+        kind: "full" includes the linear term b, "partial" omits it.
         rank: r of the factors, None for full matrices.
     """
 
@@ -158,7 +158,7 @@ class QuadraticRouter(Router):
         return (full + full.mT) / 2
 
     def score(self, x: Tokens) -> Scores:
-        """xᵀAx (+ b·x) + c."""
+        """Return xᵀAx (+ b·x) + c."""
         image = torch.einsum("...d,edr->...er", x, self.left)
         if self.right is None:
             quadratic = torch.einsum("...er,...r->...e", image, x)
@@ -169,12 +169,12 @@ class QuadraticRouter(Router):
 
 
 def _normal_parameter(*shape: int, fan_in: int) -> nn.Parameter:
-    """A parameter of N(0, 1 / fan_in) entries."""
+    """Return a parameter with entries from N(0, 1 / fan_in)."""
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-def _over_norm(v: Float[Tensor, "*batch dim"], tau: float) -> Float[Tensor, "*batch dim"]:
-    """V / (‖v‖ + τ), 0 for v = 0; the norm's derivative at 0 is taken as 0."""
+def _divide_by_norm(v: Float[Tensor, "*batch dim"], tau: float) -> Float[Tensor, "*batch dim"]:
+    """Return v / (‖v‖ + τ), 0 for v = 0; the norm's derivative at 0 is defined as 0."""
     zero = (v == 0).all(dim=-1, keepdim=True)
     norm = torch.linalg.vector_norm(v.masked_fill(zero, 1), dim=-1, keepdim=True)
     return v / (norm.masked_fill(zero, 1 if tau == 0 else 0) + tau)

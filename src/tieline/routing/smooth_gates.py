@@ -23,9 +23,9 @@ expert enters (τ = y_i) and one where it is full (τ = y_i - ρ_i). With y = (c
 expert at which the caps of the better ones add up to k, the k-th best where all caps are 1, τ is in
 [-1, 0], so scores outside [-1, 1] do not matter. Sorting the knees gives the piece with the sum k.
 
-    BandGate                           the width ε of both gates, given or learned
-    smooth_columns, projected_columns  the same shares for programs with slots per token
-    seat_projection                            the projection, with its own backward
+    BandGate                           base of both gates: the width ε, given or learned
+    smooth_columns, projected_columns  the same shares as columns, one slot per expert in use
+    seat_projection                    the projection, with its own backward pass
 """
 
 import math
@@ -62,30 +62,30 @@ __all__ = [
 
 Caps = Float[Tensor, "*batch experts"]
 
-START = 0.05
+INITIAL_EPSILON = 0.05
 """Initial value of a learnable ε; softplus(-9) would take 12,000 steps to matter."""
 
 
 def smoothstep(u: Float[Tensor, "*shape"], a: float, b: float) -> Float[Tensor, "*shape"]:
-    """s(u) = u^a / (u^a + (1-u)^b), 0 for u <= 0 and 1 for u >= 1, with finite gradients.
+    """Return u^a / (u^a + (1-u)^b), 0 for u <= 0 and 1 for u >= 1, with finite gradients.
 
     The ratio is evaluated strictly inside (0, 1) only: outside it the derivative of the power may
-    be infinite, and infinity times the zero of a clamp is not a number.
+    be infinite, and infinity times the zero gradient of a clamp is NaN.
     """
     inside = (u > 0) & (u < 1)
     x = torch.where(inside, u, 0.5)
     rise = x**a
     ramp = rise / (rise + (1 - x) ** b)
-    return torch.where(inside, ramp, u.detach().clamp(0, 1))  # a clamp keeps what is not a number
+    return torch.where(inside, ramp, u.detach().clamp(0, 1))  # clamp keeps NaN
 
 
 def lower_groups(
     selection: Scores, groups: Groups, epsilon: float | Tensor, a: float, b: float
 ) -> Scores:
-    """c_i - B·(1 - s(u_g)), B = range of c + ε: lower the experts of groups that are not chosen.
+    """Return c_i - B·(1 - s(u_g)), B = range of c + ε: lowers experts of groups not chosen.
 
-    u_g follows from the scores of the groups as u from those of the experts. A group that ties with
-    a chosen one is not lowered, so no tie of groups makes a jump.
+    u_g is computed from the group scores as u is from the expert scores. A group that ties with a
+    chosen one is not lowered, so ties of groups cause no jump.
     """
     of_groups = groups.scores(selection)
     below = of_groups - kth_largest(of_groups, groups.chosen)
@@ -125,12 +125,12 @@ class BandGate(SelectiveGate):
         self.budget = k + 0.5 if budget is None else budget
         require(k <= self.budget < math.inf, f"the budget k* must be >= k, got {budget} for {k=}")
         self.fixed_epsilon, self.detach_ramp = epsilon, detach_ramp
-        start = math.log(math.expm1(START))
+        start = math.log(math.expm1(INITIAL_EPSILON))
         self.theta = nn.Parameter(torch.tensor(start)) if epsilon is None else None
 
     @property
     def laws(self) -> frozenset[Law]:  # type: ignore[override]
-        """The laws of `TopK` and continuity; symmetry without bias and groups."""
+        """The laws of `TopK`, and continuity; symmetry too without bias and groups."""
         laws = laws_of_choice(self) | {Law.CONTINUOUS}
         return laws | {Law.SYMMETRIC} if Law.EQUIVARIANT in laws else laws
 
@@ -142,7 +142,7 @@ class BandGate(SelectiveGate):
         return torch.tensor(self.fixed_epsilon, dtype=torch.float64, device="cpu")
 
     def band_width(self, selection: Scores) -> float | Tensor:
-        """ε in the dtype of the scores; a fixed one stays a number, which no device waits for."""
+        """Return ε in the dtype of the scores; a fixed ε stays a float, to avoid a device copy."""
         return self.fixed_epsilon if self.theta is None else self.epsilon.to(selection)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
@@ -152,7 +152,7 @@ class BandGate(SelectiveGate):
 
 
 class SmoothTopK(BandGate):
-    """Top-k with every expert less than ε below the threshold partly in: continuous in the scores.
+    """Top-k in which experts less than ε below the threshold fade in: continuous in the scores.
 
     Outside the band it equals `TopK`, as it does for ε → 0; at an exact tie all tied experts have
     full and equal share.
@@ -197,7 +197,7 @@ class SmoothTopK(BandGate):
         return super().laws if self.k_max is None else super().laws - {Law.SYMMETRIC}
 
     def share(self, selection: Scores) -> Share:
-        """s(u), with the experts of other groups lowered first."""
+        """Return s(u), after lowering the experts of groups that are not chosen."""
         if self.detach_ramp:
             selection = selection.detach()
         epsilon = self.band_width(selection)
@@ -206,7 +206,7 @@ class SmoothTopK(BandGate):
         return self._ramp(selection, self.k, epsilon, self.k_max)
 
     def _ramp(self, selection: Scores, k: int, epsilon: float | Tensor, k_max: int | None) -> Share:
-        """s(u) of every expert, in a band that `k_max` narrows per token."""
+        """Return s(u) of every expert; `k_max` narrows the band per token."""
         threshold = kth_largest(selection, k)
         below = selection - threshold
         if k_max is None or k_max >= selection.shape[-1]:
@@ -224,7 +224,7 @@ class SmoothTopK(BandGate):
 
 
 class Columns(NamedTuple):
-    """Shares s(u) of the first k_max ranks in descending order, and the experts that hold them."""
+    """Shares of the first ranks in descending order of the scores, and their experts."""
 
     share: Float[Tensor, "tokens columns"]
     ids: Int[Tensor, "tokens columns"]
@@ -240,7 +240,7 @@ def smooth_columns(
     b: float = 1.0,
     groups: Groups | None = None,
 ) -> Columns:
-    """The experts that smooth top-k may use, with their shares; a skipped slot has share 0.
+    """Return the experts that smooth top-k may use and their shares; unused slots have share 0.
 
     `selection` are the selection scores, `k_max` <= E the number of slots; other arguments as for
     `SmoothTopK`.
@@ -261,7 +261,7 @@ def smooth_columns(
 
 
 class ProjectedTopK(BandGate):
-    """Top-k with the seats shared among experts that tie for them: continuous in the scores.
+    """Top-k whose seats are shared among the experts that tie for them: continuous in the scores.
 
     The shares are the projection of c/ε onto {0 <= r <= 1, Σ r = k}: those of `TopK` wherever the
     gap, and that of the groups, is at least ε, and Lipschitz with constant 1/ε everywhere (in ℓ2,
@@ -272,7 +272,7 @@ class ProjectedTopK(BandGate):
     """
 
     def share(self, selection: Scores) -> Share:
-        """The projection of the selection scores."""
+        """Return the projection of the selection scores."""
         if self.detach_ramp:
             selection = selection.detach()
         return group_projection(selection, self.k, self.band_width(selection), self.groups)
@@ -281,7 +281,7 @@ class ProjectedTopK(BandGate):
 def group_projection(
     selection: Scores, k: int, epsilon: float | Tensor, groups: Groups | None
 ) -> Share:
-    """Shares of the experts (..., E), each capped by the share of its group."""
+    """Return the projected shares (..., E), each capped by the share of its group."""
     caps = None
     if groups is not None and groups.chosen < groups.count:
         of_groups = seat_projection(groups.scores(selection), groups.chosen, epsilon)
@@ -296,12 +296,12 @@ def projected_columns(
     epsilon: float,
     groups: Groups | None = None,
 ) -> Columns:
-    """Shares and experts in descending order of the scores, with as many slots as a token needs.
+    """Return shares and experts in descending order of the scores, with as few slots as needed.
 
-    A skipped slot has share 0. Arguments as for `ProjectedTopK`.
+    Unused slots have share 0. Arguments as for `ProjectedTopK`.
     """
     share = group_projection(selection, k, epsilon, groups)
-    used = share.detach() != 0  # what is not a number is used, and shows
+    used = share.detach() != 0  # NaN counts as used, so that it propagates
     slots = int(used.sum(dim=-1).max()) if len(share) else k
     ids = stable_topk(selection.detach().masked_fill(~used, -torch.inf), slots).indices
     return Columns(share.gather(-1, ids), ids)
@@ -326,14 +326,14 @@ def seat_projection(
     )
     if isinstance(epsilon, Tensor):
         width = epsilon.to(selection)
-    else:  # a kernel fills it in: the host need not wait for a copy
+    else:  # torch.full avoids a copy from the host
         width = torch.full((), epsilon, dtype=selection.dtype, device=selection.device)
     share: Any = _SeatProjection.apply(selection, width, caps, k)
     return share
 
 
 class _SeatProjection(torch.autograd.Function):
-    """Forward by sorting; backward from the shares alone.
+    """Seat projection: forward by sorting, backward from the shares alone.
 
     A = {0 < r < cap} share a level, B = {r = cap > 0} follow their caps, Σ dr = 0:
 
@@ -344,80 +344,80 @@ class _SeatProjection(torch.autograd.Function):
     def forward(
         ctx: Any, selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int
     ) -> Tensor:
-        """The shares."""
+        """Return the shares."""
         share = _project_by_sorting(selection, epsilon, caps, k)
         ctx.save_for_backward(share, epsilon, caps)
         return share
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of scores, ε and caps."""
+        """Return the gradients in scores, ε and caps."""
         share, epsilon, caps = ctx.saved_tensors
         full = share >= (1 if caps is None else caps)
         open_ = (share > 0) & ~full
-        centred = grads[0] - _mean_over(open_, grads[0])
+        centred = grads[0] - _masked_mean(open_, grads[0])
         of_scores = centred.masked_fill(~open_, 0) / epsilon
         of_epsilon = of_caps = None
         if ctx.needs_input_grad[1]:
-            of_epsilon = -(of_scores * (share - _mean_over(open_, share))).sum()
+            of_epsilon = -(of_scores * (share - _masked_mean(open_, share))).sum()
         if caps is not None and ctx.needs_input_grad[2]:
             of_caps = centred.masked_fill(~(full & (share > 0)), 0)
         return of_scores, of_epsilon, of_caps, None
 
 
-def _mean_over(mask: Bool[Tensor, "*batch experts"], values: Tensor) -> Float[Tensor, "*batch 1"]:
-    """The mean of the values inside the mask; 0 where it is empty."""
+def _masked_mean(mask: Bool[Tensor, "*batch experts"], values: Tensor) -> Float[Tensor, "*batch 1"]:
+    """Return the mean of the values inside the mask; 0 if the mask is empty."""
     count = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     return values.masked_fill(~mask, 0).sum(dim=-1, keepdim=True) / count
 
 
-class _SettledRows(NamedTuple):
-    """Rows where top-k itself is the answer, and that answer for all rows."""
+class _TopKRows(NamedTuple):
+    """Rows where the projection equals top-k (`settled`), and the top-k shares of all rows."""
 
     settled: Bool[Tensor, "*batch 1"]
     share: Share
 
 
 def _project_by_sorting(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> Tensor:
-    """Shares (..., E); on the CPU only the rows that top-k does not settle are projected."""
-    choice = _settled_rows(selection, epsilon, caps, k)
+    """Return shares (..., E); on the CPU only rows where top-k is not exact are projected."""
+    choice = _topk_rows(selection, epsilon, caps, k)
     if selection.device.type != "cpu" or torch.compiler.is_compiling():
-        shared = _shared_seats(selection, epsilon, caps, k, selection.shape[-1])
+        shared = _solve_shares(selection, epsilon, caps, k, selection.shape[-1])
         return torch.where(choice.settled, choice.share, shared)
-    rows = choice.settled.logical_not().squeeze(-1)  # few: reading them back is free here
+    rows = choice.settled.logical_not().squeeze(-1)  # few; no read-back cost on CPU
     if bool(rows.any()):
         some = None if caps is None else caps[rows]
-        choice.share[rows] = _shared_seats(selection[rows], epsilon, some, k, None)
+        choice.share[rows] = _solve_shares(selection[rows], epsilon, some, k, None)
     return choice.share
 
 
-def _settled_rows(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> _SettledRows:
-    """Find the rows whose gap is at least ε and whose groups are all in or out."""
+def _topk_rows(selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int) -> _TopKRows:
+    """Return the rows whose gap is at least ε and whose groups all have share 0 or 1."""
     if caps is not None:
         selection = selection.masked_fill(caps == 0, -torch.inf)
     top = top_values(selection, k + 1)
     settled = top[..., k - 1 : k] - top[..., k:] >= epsilon
     if caps is not None:
         settled = settled & ((caps == 0) | (caps == 1)).all(dim=-1, keepdim=True)
-    chosen = (selection < top[..., k - 1 : k]).logical_not()  # what is not a number is chosen
-    return _SettledRows(settled, chosen.to(selection))
+    chosen = (selection < top[..., k - 1 : k]).logical_not()  # NaN is chosen
+    return _TopKRows(settled, chosen.to(selection))
 
 
-def _shared_seats(
+def _solve_shares(
     selection: Tensor, epsilon: Tensor, caps: Tensor | None, k: int, knees: int | None
 ) -> Tensor:
-    """clip(y - τ, 0, cap); `knees`: how many scores matter, None to count them."""
+    """Return clip(y - τ, 0, cap); `knees` is the number of scores that matter, None to count."""
     y = ((selection - _pivot_score(selection, caps, k)) / epsilon).clamp(-1, 1)
     if caps is not None:
-        return _clipped_shares(y, _seat_level(y, caps, k), caps)
+        return _clipped_shares(y, _solve_seat_level(y, caps, k), caps)
     if knees is None:
         knees = max(k, int((y > -1).sum(dim=-1).max()))
     few = top_values(y, knees) if knees < y.shape[-1] else y
-    return _clipped_shares(y, _seat_level(few, torch.ones_like(few), k), torch.ones_like(y))
+    return _clipped_shares(y, _solve_seat_level(few, torch.ones_like(few), k), torch.ones_like(y))
 
 
 def _pivot_score(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*batch 1"]:
-    """The score at which the caps of all scores from the largest down add up to k."""
+    """Return the score at which the caps, summed from the largest score down, reach k."""
     if caps is None:
         return top_values(selection, k)[..., -1:]
     ranked = stable_topk(selection, selection.shape[-1])
@@ -427,15 +427,15 @@ def _pivot_score(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor
 
 
 def _clipped_shares(y: Tensor, level: Tensor, caps: Tensor) -> Tensor:
-    """clip(y - τ, 0, cap)."""
+    """Return clip(y - τ, 0, cap)."""
     return torch.minimum((y - level).clamp(min=0), caps)
 
 
-def _seat_level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
-    """The τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k.
+def _solve_seat_level(y: Tensor, caps: Tensor, k: int) -> Float[Tensor, "*batch 1"]:
+    """Return the τ in [-1, 0] with Σ clip(y - τ, 0, cap) = k.
 
     From τ = 0 down, the sum grows with the number of experts that have entered and are not full.
-    All its terms are positive, so nothing cancels; one Newton step removes the rounding.
+    All terms are positive, so nothing cancels; one Newton step removes the rounding error.
     """
     knees = torch.cat((y.clamp(-1, 0), (y - caps).clamp(-1, 0)), dim=-1)
     values, order = stable_topk(knees, knees.shape[-1])

@@ -7,7 +7,7 @@ import pytest
 
 import tieline as tl
 from tieline.analysis.check import RouteCheck
-from tieline.report.words.check import CASES, REASONS
+from tieline.report.words.check import CASE_TEXTS, CAUSE_TEXTS
 
 
 def ids(experts=9):
@@ -39,5 +39,5 @@ def test_a_finding_read_from_json_says_the_same(change, message):
 
 
 def test_every_case_and_reason_of_the_tests_has_its_text():
-    assert all(text.message for text in CASES.values())
-    assert all(text for reason, text in REASONS.items() if reason)
+    assert all(text.message for text in CASE_TEXTS.values())
+    assert all(text for reason, text in CAUSE_TEXTS.items() if reason)

@@ -160,7 +160,7 @@ def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") 
 
 def _design_terminal(result: Advice, width: int) -> RenderableType:
     """Numbers by split, notes on single entries, and where each number holds."""
-    table = grid_table(_split_table(result), left=1)
+    table = grid_table(_split_table(result), left_aligned=1)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
     meanings = Table.grid(padding=(0, 2))
     meanings.add_column(no_wrap=True)
@@ -171,7 +171,7 @@ def _design_terminal(result: Advice, width: int) -> RenderableType:
     measured: list[RenderableType] = []
     if result.measured:
         measured = [
-            grid_table(measured_layers_grid(result), left=1),
+            grid_table(measured_layers_grid(result), left_aligned=1),
             Text("\n".join(MEASURED) + "\n"),
         ]
     return terminal_view(

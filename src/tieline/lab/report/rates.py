@@ -64,7 +64,7 @@ def _rates_terminal(result: RateStudy, width: int) -> list[RenderableType]:
     last = len(result.sizes) - 1
     indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
     table = _slope_table(result, [result.sizes[index] for index in indices])
-    return [grid_table(table, left=2), Text("\n".join(_fit_notes(result)))]
+    return [grid_table(table, left_aligned=2), Text("\n".join(_fit_notes(result)))]
 
 
 page, figures, terminal, summary, notebook = report_views(_rates_report)

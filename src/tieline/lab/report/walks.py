@@ -47,7 +47,7 @@ def _walks_report(result: FlipWalks) -> Report:
             "sections": [Section("All layers", table, notes=[NOTE])],
             "provenance": dotted_rows(result.provenance),
         },
-        below=lambda width: [grid_table(table, left=1)],
+        below=lambda width: [grid_table(table, left_aligned=1)],
         figures={"walks": lambda: chart_figure(_walks_chart(walks))} if walks else {},
     )
 

@@ -1,7 +1,7 @@
 """Sentences of a precision audit: verdict, notes below the table, and remedies.
 
 audit_verdict       what serving does, what to do, and which formats the routers tolerate
-audit_notes         noise of 1 % flips, experts never hit, and the caveats
+audit_notes         noise that flips 1 % of tokens, experts never hit, and the caveats
 audit_caveats       what a flip of a smoothed model is, what was left out
 remedy_sentences    what was best under each perturbation, and when each remedy is best
 """
@@ -20,14 +20,14 @@ from tieline.analysis.job_settings import SERVED
 from tieline.core.statistics import Estimate, mean_limits
 from tieline.report.words.numbers import decimal, percent, significant
 from tieline.report.words.served_precision import (
-    FLOOR,
+    FLOOR_MEANING,
     HARMLESS_MEANING,
-    ROUTERS_RUN,
+    ROUTERS_MEANING,
     served_sentences,
 )
 
-FORMATS_SERVED = {form: precision for precision, form in SERVED.items()}
-"""The precision served of each number format."""
+PRECISION_OF_FORMAT = {form: precision for precision, form in SERVED.items()}
+"""Precision served, by the number format that models it."""
 
 NEIGHBOUR_ADVICE = {
     "repair routing": "replay the routes where one run must follow another, else compare "
@@ -36,7 +36,7 @@ NEIGHBOUR_ADVICE = {
 }
 """What to do about a precision that is not the one served, by action."""
 
-WHEN = (
+REMEDY_ADVICE = (
     "Routers in float32 win where only the routers' own precision is at fault: the model is not "
     "moved, for the bytes named.",
     "Replay wins where one run must follow another: it takes the experts that were recorded, "
@@ -60,19 +60,19 @@ def audit_verdict(result: PrecisionAudit) -> str:
 
 
 def _router_format_sentences(result: PrecisionAudit) -> list[str]:
-    """Which formats the routers alone tolerate."""
+    """Return sentences on the formats that the routers alone tolerate, refuse, or leave unclear."""
     if result.judgement.kind == "not run":
         return ["No rounding of the routers was run: nothing is said about their formats."]
     return [_tolerated_formats(result), _refused_formats(result), _unclear_formats(result)]
 
 
 def _format_names(result: PrecisionAudit, names: Sequence[str]) -> list[str]:
-    """Formats of these perturbations."""
+    """Return the formats of the named perturbations."""
     return [str(result.effect(name).level) for name in names]
 
 
 def _tolerated_formats(result: PrecisionAudit) -> str:
-    """Which formats cost the routers alone little, and the smallest of them."""
+    """State which formats cost the routers alone little, and the smallest of them."""
     judgement = result.judgement
     if judgement.smallest is None:
         return (
@@ -89,7 +89,7 @@ def _tolerated_formats(result: PrecisionAudit) -> str:
 
 
 def _refused_formats(result: PrecisionAudit) -> str:
-    """Which formats the routers do not tolerate; empty if there is none."""
+    """State which formats the routers do not tolerate; empty if there is none."""
     if result.judgement.worst is None:
         return ""
     worst = result.effect(result.judgement.worst)
@@ -102,7 +102,7 @@ def _refused_formats(result: PrecisionAudit) -> str:
 
 
 def _unclear_formats(result: PrecisionAudit) -> str:
-    """For which formats there are too few tokens; empty if there is none."""
+    """State for which formats the tokens are too few to tell; empty if there is none."""
     rows = [result.effect(name) for name in result.judgement.unclear]
     if not rows:
         return ""
@@ -114,12 +114,12 @@ def _unclear_formats(result: PrecisionAudit) -> str:
 
 
 def _flips_text(row: PerturbationEffect) -> str:
-    """Flip rate per layer of a full run."""
+    """Return the flip rate per layer of a full run as text."""
     return percent(row.full.value or 0.0, trim=True)
 
 
 def _kl_interval(kl: Estimate, sequences: int) -> str:
-    """A KL with its interval."""
+    """Return a KL with its 95 % interval as text."""
     low, high = mean_limits(kl, sequences, positive=True)
     value = f"{decimal(kl.value or 0.0)} nats"
     if not math.isfinite(high):
@@ -128,7 +128,7 @@ def _kl_interval(kl: Estimate, sequences: int) -> str:
 
 
 def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
-    """Write what stands below the table: noise of 1 % flips, experts never hit, what is missing.
+    """Write the notes below the table: noise that flips 1 %, experts never hit, caveats.
 
     Args:
         result: the audit.
@@ -151,16 +151,18 @@ def audit_notes(result: PrecisionAudit, short: Mapping[str, str]) -> list[str]:
 
 def served_table_sentence(result: PrecisionAudit) -> str:
     """Write what to do about harmful neighbours of the precision served, and how to read all."""
-    explanation = f"{FLOOR[0].upper()}{FLOOR[1:]}. {HARMLESS_MEANING}; {ROUTERS_RUN}."
-    neighbours = [row for row in result.effects if row.level in FORMATS_SERVED]
+    explanation = (
+        f"{FLOOR_MEANING[0].upper()}{FLOOR_MEANING[1:]}. {HARMLESS_MEANING}; {ROUTERS_MEANING}."
+    )
+    neighbours = [row for row in result.effects if row.level in PRECISION_OF_FORMAT]
     return " ".join(
         [*filter(None, (_neighbour_advice(result, x) for x in neighbours)), explanation]
     )
 
 
 def _neighbour_advice(result: PrecisionAudit, row: PerturbationEffect) -> str:
-    """What to do if another precision were served; empty for the one served and harmless ones."""
-    advice, precision = result.advice(row), FORMATS_SERVED[str(row.level)]
+    """Advise on a precision that is not served; empty if it is served or harmless."""
+    advice, precision = result.advice(row), PRECISION_OF_FORMAT[str(row.level)]
     served = result.serving is None or precision == result.serving.precision
     if served or row.part != "model" or advice is None or advice.action not in NEIGHBOUR_ADVICE:
         return ""
@@ -202,18 +204,18 @@ def remedy_sentences(table: RemedyTable, brief: bool = False) -> list[str]:
         "weights fall to zero below the last chosen expert."
     )
     obstacles = [f"Not possible: {reason}." for reason in table.impossible]
-    return [*filter(None, best), *(() if brief else WHEN), explanation, *obstacles]
+    return [*filter(None, best), *(() if brief else REMEDY_ADVICE), explanation, *obstacles]
 
 
-def remedies_of(table: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:
-    """Return the remedies that apply to a perturbation, with what they leave of it."""
+def remedies_under(table: RemedyTable, name: str) -> list[tuple[Remedy, RemedyEffect]]:
+    """Return the remedies that apply to a perturbation, each with its effect."""
     pairs = [(remedy, remedy.effect(name)) for remedy in table.remedies]
     return [(remedy, effect) for remedy, effect in pairs if effect is not None]
 
 
 def _best_remedy(table: RemedyTable, name: str) -> str:
-    """Which remedy comes nearest to the original, and with which two runs agree best."""
-    pairs = [pair for pair in remedies_of(table, name) if pair[0].kind != "nothing"]
+    """State which remedy comes nearest to the original, and with which two runs agree best."""
+    pairs = [pair for pair in remedies_under(table, name) if pair[0].kind != "nothing"]
     if not pairs:
         return ""
     nearest_remedy, remaining = min(pairs, key=lambda pair: _kl_or_infinity(pair[1].to_original))
@@ -237,10 +239,10 @@ def _best_remedy(table: RemedyTable, name: str) -> str:
 
 
 def _kl_or_infinity(kl: Estimate) -> float:
-    """A KL for comparisons; infinite if it is unknown."""
+    """Return a KL for comparisons; infinite if it is unknown."""
     return math.inf if kl.value is None else kl.value
 
 
 def _remedy_kl_text(kl: Estimate) -> str:
-    """A KL with two digits."""
+    """Return "KL" and its value with two digits."""
     return "KL 0" if kl.value == 0 else f"KL {significant(kl.value, 2)}"

@@ -1,7 +1,8 @@
 """Sentences of a check of routes.
 
-check_verdict      whether files are sound; `route_finding_message`, `_place`, `_cause` of each
-checks_sentences   what was compared, and what was not
+check_verdict           whether the files are sound
+route_finding_message   what one finding is; `route_finding_place`, `route_finding_cause`
+checks_sentences        what was compared, and what was not
 """
 
 from string import Formatter
@@ -21,15 +22,17 @@ class CaseText(NamedTuple):
     where: str = ""
 
 
-OUTSIDE = "row {row}, {layer:layer}: {value}"
-ZEROS = "{{count}} of {{total}} rows are zero in every layer ({}): nothing was written there"
-DEAD = (
+CHOICE_PLACE = "row {row}, {layer:layer}: {value}"
+ZEROS_TEMPLATE = (
+    "{{count}} of {{total}} rows are zero in every layer ({}): nothing was written there"
+)
+DEAD_TEMPLATE = (
     "{count} experts of {layers} layers are chosen by no token, while every other expert of their "
     "layers is by {least} or more"
 )
-WITH_PAIRS = ": with {pairs:list} they agree ({agreement:.2f})"
+PAIRS_TEMPLATE = ": with {pairs:list} they agree ({agreement:.2f})"
 
-CASES = {
+CASE_TEXTS = {
     "all-ids": CaseText("all {ids} ids are {value}: no routes were written"),
     "no-layer": CaseText("no token was routed in any of {total} layers: {layers:layers}"),
     "other-rows": CaseText(
@@ -37,9 +40,11 @@ CASES = {
         "document {document}: {rows} rows, {tokens} tokens",
     ),
     "last-token": CaseText("the last token of {count} documents has no row, as engines write it"),
-    "zeros-inside": CaseText(ZEROS.format("{inside} of them between written rows"), "row {row}"),
-    "zeros-last": CaseText(ZEROS.format("each the last of its document"), "row {row}"),
-    "zeros-at-ends": CaseText(ZEROS.format("at the ends of documents"), "row {row}"),
+    "zeros-inside": CaseText(
+        ZEROS_TEMPLATE.format("{inside} of them between written rows"), "row {row}"
+    ),
+    "zeros-last": CaseText(ZEROS_TEMPLATE.format("each the last of its document"), "row {row}"),
+    "zeros-at-ends": CaseText(ZEROS_TEMPLATE.format("at the ends of documents"), "row {row}"),
     "zeros-as-ids": CaseText("read as ids, {count} rows name expert 0 {k} times", "row {row}"),
     "dense": CaseText("{count} of {total} layers are not routed: {layers:layers}", "{layer:layer}"),
     "wrapped": CaseText(
@@ -48,10 +53,10 @@ CASES = {
     "one-wide": CaseText("{layer:layer} has ids up to {top}, all others up to {second}"),
     "outside": CaseText(
         "{count} choices have an id outside 0 ... {experts} - 1, in {wrong} of {layers} layers",
-        OUTSIDE,
+        CHOICE_PLACE,
     ),
     "twice": CaseText(
-        "{count} choices name an expert twice, in {wrong} of {layers} layers", OUTSIDE
+        "{count} choices name an expert twice, in {wrong} of {layers} layers", CHOICE_PLACE
     ),
     "constant": CaseText(
         "{layer:layer} has {ids} in all of its {total} rows; other layers have {usual} choices or "
@@ -99,9 +104,9 @@ CASES = {
         "{agreement:percent} of what is possible beyond chance, {limit:percent} at most "
         "({fitted} rows)"
     ),
-    "dead": CaseText(DEAD, "{layer:layer}: {value}"),
+    "dead": CaseText(DEAD_TEMPLATE, "{layer:layer}: {value}"),
     "dead-block": CaseText(
-        DEAD + "; in all layers it is experts {first} ... {last}", "{layer:layer}: {value}"
+        DEAD_TEMPLATE + "; in all layers it is experts {first} ... {last}", "{layer:layer}: {value}"
     ),
     "other-k": CaseText("the file has {k} experts per token, the reference {expected}"),
     "unexplained": CaseText(
@@ -117,14 +122,14 @@ CASES = {
         "{layer:layer}",
     ),
     "layer-count": CaseText(
-        "the file has {total} routed layers, the reference {expected}" + WITH_PAIRS
+        "the file has {total} routed layers, the reference {expected}" + PAIRS_TEMPLATE
     ),
     "layer-count-straight": CaseText(
         "the file has {total} routed layers, the reference {expected}: they agree as far as both "
         "go ({agreement:.2f})"
     ),
-    "all-moved": CaseText("all layers are moved by {shift:+d}" + WITH_PAIRS),
-    "reordered": CaseText("{count} of {total} layers stand in other places" + WITH_PAIRS),
+    "all-moved": CaseText("all layers are moved by {shift:+d}" + PAIRS_TEMPLATE),
+    "reordered": CaseText("{count} of {total} layers stand in other places" + PAIRS_TEMPLATE),
     "moved-rows": CaseText(
         "{share:percent} of sampled rows are those of the token {shift:+d} places on"
     ),
@@ -152,14 +157,14 @@ CASES = {
         "are those of physical experts"
     ),
 }
-"""Sentences by the case of a finding."""
+"""Templates of sentences, by the case of a finding."""
 
-DRAFT = "(vllm 48622, sglang 26980)"
-STALE = "a stale row in padded or skipped steps (sglang 36404)"
+DRAFT_ISSUES = "(vllm 48622, sglang 26980)"
+STALE_ROW = "a stale row in padded or skipped steps (sglang 36404)"
 
-DROP = "drop these rows (tieline convert IN OUT --to FORM --drop warm-up)"
+DROP_ROWS = "drop these rows (tieline convert IN OUT --to FORM --drop warm-up)"
 
-REASONS = {
+CAUSE_TEXTS = {
     "": "",
     "unwritten-buffer": "a fused or captured kernel that returns no choice leaves the buffer as it "
     "was made (vllm 54730, 44116): turn the fused path off, or update the engine",
@@ -173,25 +178,25 @@ REASONS = {
     "dense": "dense layers of the model; if the model routes there, the layer was not written. The "
     "layer axis counts all layers: consumers that count routed ones must skip these (verl 5037)",
     "small-type": "the array was written in too small a type",
-    "draft-unsure": f"a draft model wrote into the layer {DRAFT}; pass n_experts to be sure",
+    "draft-unsure": f"a draft model wrote into the layer {DRAFT_ISSUES}; pass n_experts to be sure",
     "mixed-rows": "some ids of a token are -1 and others are not: rows of two arrays were mixed",
     "physical-ids": "ids of physical experts after load balancing (EPLB), which counts redundant "
     "copies: map them to logical ones before they leave the engine",
     "draft-layers": "{wrong} of {layers} layers: a draft model, or another head, wrote into them "
-    + DRAFT,
+    + DRAFT_ISSUES,
     "other-model": "another model's routes, or an array of another type read as this one",
     "placeholders": "zeros that stand for nothing, read as expert 0 (verl: placeholders)",
     "one-layer": "one layer alone: another head or a draft model wrote into it",
     "mixed-or-cast": "rows of two tokens or arrays were mixed, or ids were cast to too small a "
     "type",
     "written-once": "a buffer that was written once, or a layer that another program filled",
-    "narrow-draft": f"a draft model with fewer experts wrote into it {DRAFT}",
-    "stale-row": STALE,
-    "stale-row-or-token": f"{STALE}; or a token that is repeated: pass the tokens to tell",
-    "warm-up": f"a profiling run, which feeds one dummy token (vLLM at its start): {DROP}",
-    "dummy-rows": f"padded steps, a profiling run, or a token that is repeated: {DROP}",
+    "narrow-draft": f"a draft model with fewer experts wrote into it {DRAFT_ISSUES}",
+    "stale-row": STALE_ROW,
+    "stale-row-or-token": f"{STALE_ROW}; or a token that is repeated: pass the tokens to tell",
+    "warm-up": f"a profiling run, which feeds one dummy token (vLLM at its start): {DROP_ROWS}",
+    "dummy-rows": f"padded steps, a profiling run, or a token that is repeated: {DROP_ROWS}",
     "zero-input": "the input of the router was zero: a profiling run, padding, or memory that "
-    f"nothing was written to: {DROP}",
+    f"nothing was written to: {DROP_ROWS}",
     "stale-layer": "a buffer of this layer that was not written in these steps: leave the rows out",
     "layer-index": "layers were written under the wrong index, or one buffer serves several",
     "mask-of-ones": "an attention mask of ones over padding: pass the true mask, and drop these "
@@ -207,7 +212,7 @@ REASONS = {
     "other-shape": "another model, or an array in another shape: is the last axis k?",
     "other-tokens": "rows of other tokens, an older model, or another one (miles 3277)",
     "dense-shift": "dense layers shift later ones (verl 5037)",
-    "draft": f"a draft model or another head wrote into them {DRAFT}",
+    "draft": f"a draft model or another head wrote into them {DRAFT_ISSUES}",
     "dense-on-one-side": "dense layers counted on one side only (verl 5037), or layers that are "
     "missing",
     "list-order": "layers in the order of a list or of building, not of depth (miles 2570; verl "
@@ -220,15 +225,15 @@ REASONS = {
     "documents",
     "load-balancing": "expert load balancing (EPLB): map physical ids to logical ones",
 }
-"""Likely causes by the reason of a finding."""
+"""Templates of likely causes, by the reason of a finding."""
 
 
-OF_ROUTES = (
+ROUTE_CHECKS = (
     "ids in range, no expert twice in a token, rows that were never written, repeated rows, "
     "constant and copied layers, dead experts"
 )
-OF_TOKENS = "number of rows and shift of rows against the token ids"
-OF_REFERENCE = "the choices themselves (order of layers, numbering of experts)"
+ID_CHECKS = "number of rows and shift of rows against the token ids"
+CHOICE_CHECKS = "the choices themselves (order of layers, numbering of experts)"
 """What `check` looks for in routes alone, with token ids, and with a model or a second file."""
 
 
@@ -236,7 +241,7 @@ class _FindingTemplate(Formatter):
     """Templates whose values may have the formats "list", "layers", "layer" and "percent"."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Write a value as its format says."""
+        """Return a value in one of these formats, or in a standard one."""
         if format_spec == "list":
             return ", ".join(value)
         if format_spec == "layers":
@@ -249,22 +254,22 @@ class _FindingTemplate(Formatter):
 
 
 def route_finding_message(finding: RouteFinding) -> str:
-    """Write what was found, with the numbers."""
+    """Write what a finding is, with its numbers."""
     return _filled_finding_template(_finding_case_text(finding).message, finding)
 
 
 def route_finding_place(finding: RouteFinding) -> str:
-    """Write the first place of a finding, and what stands there."""
+    """Write the first place of a finding and the values there."""
     return _filled_finding_template(_finding_case_text(finding).where, finding)
 
 
 def route_finding_cause(finding: RouteFinding) -> str:
     """Write the likely cause of a finding, and what to do."""
-    return _filled_finding_template(REASONS.get(finding.reason, ""), finding)
+    return _filled_finding_template(CAUSE_TEXTS.get(finding.reason, ""), finding)
 
 
 def _filled_finding_template(template: str, finding: RouteFinding) -> str:
-    """A template with the numbers of a finding."""
+    """Return a template filled with the evidence of a finding; raises if any is missing."""
     values = {**finding.evidence, "count": finding.count, "total": finding.total}
     try:
         return _FindingTemplate().vformat(template, (), values)
@@ -273,9 +278,9 @@ def _filled_finding_template(template: str, finding: RouteFinding) -> str:
 
 
 def _finding_case_text(finding: RouteFinding) -> CaseText:
-    """The templates of a finding's case; refuses one that a damaged file names."""
-    require(finding.case in CASES, f"no finding is called {finding.case!r:.40}", TraceError)
-    return CASES[finding.case]
+    """Return the templates of a finding's case; raises if a damaged file names an unknown one."""
+    require(finding.case in CASE_TEXTS, f"no finding is called {finding.case!r:.40}", TraceError)
+    return CASE_TEXTS[finding.case]
 
 
 def check_verdict(result: RouteCheck) -> str:
@@ -289,25 +294,25 @@ def check_verdict(result: RouteCheck) -> str:
 
 
 def checks_sentences(result: RouteCheck) -> list[str]:
-    """Write what was checked, and what was not for want of tokens, a model or a second file.
+    """Write what was checked, and what was not for lack of tokens, a model or a second file.
 
-    Empty where the files hold no routes at all, since nothing else is looked at then.
+    Empty if the files hold no routes, since no other check runs then.
     """
     if any(finding.case in ("all-ids", "no-layer") for finding in result.findings):
         return []
-    checked, unchecked = [OF_ROUTES], []
+    checked, unchecked = [ROUTE_CHECKS], []
     with_tokens = sum(file.has_tokens for file in result.files)
     where = "" if with_tokens in (0, len(result.files)) else f" of {with_tokens} files"
     if with_tokens:
-        checked.append(f"{OF_TOKENS}{where}")
+        checked.append(f"{ID_CHECKS}{where}")
     if with_tokens < len(result.files):
-        unchecked.append(f"{OF_TOKENS} (`--ids FILE`)")
+        unchecked.append(f"{ID_CHECKS} (`--ids FILE`)")
     model = None if result.model is None else f"the model {result.model}"
     if references := list(filter(None, (model, result.reference))):
-        checked.append(f"{OF_REFERENCE} against {' and '.join(references)}")
+        checked.append(f"{CHOICE_CHECKS} against {' and '.join(references)}")
     else:
         unchecked.append(
-            f"{OF_REFERENCE} against a model or a second run (`--model MODEL` or `--against FILE`)"
+            f"{CHOICE_CHECKS} against a model or a second run (`--model MODEL` or `--against FILE`)"
         )
     sentences = [f"Checked: {'; '.join(checked)}."]
     return sentences + [f"Not checked: {'; '.join(unchecked)}."] * bool(unchecked)

@@ -19,23 +19,25 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.inspect_records import Finding, Observation
 from tieline.core.text import layer_label
 from tieline.report.words.numbers import percent
-from tieline.report.words.served_precision import MEND_ROUTER, served_sentences
+from tieline.report.words.served_precision import MEND_ROUTER_ACTION, served_sentences
 
-REPLAY = (
+REPLAY_ADVICE = (
     "What to do: replay the routes of A in B with `tieline.replay` where they must agree; `tieline "
     "audit` compares the remedies."
 )
-NAME_FORMAT = "What to do: name the precision with --expect, or give the model, and compare again."
-NOTHING = "What to do: nothing."
-ROUTERS = {
+NAME_FORMAT_ADVICE = (
+    "What to do: name the precision with --expect, or give the model, and compare again."
+)
+NOTHING_ADVICE = "What to do: nothing."
+BROKEN_ROUTER_SENTENCES = {
     "mend router": "All scores of a layer are equal: an untrained or broken router. What to do: "
-    f"{MEND_ROUTER}",
+    f"{MEND_ROUTER_ACTION}",
     "no ties": "All experts are chosen: no tie is possible. What to do: nothing about routing.",
 }
-"""What is said of routers that do not choose, by action."""
-TIES = ("no flips", "explained by ties")
-"""Conclusions after which there is nothing to look for."""
-CAPTURE = "What to do: capture both runs with scores and compare them again."
+"""Sentences on routers that make no choice, by recommended action."""
+TIE_CONCLUSIONS = ("no flips", "explained by ties")
+"""Conclusions that leave no bug to look for."""
+CAPTURE_ADVICE = "What to do: capture both runs with scores and compare them again."
 
 
 def diff_verdict(result: RoutingDiff) -> str:
@@ -58,44 +60,44 @@ def diff_verdict(result: RoutingDiff) -> str:
         return summary
     sentences = [
         summary,
-        CONCLUSIONS[causes.conclusion](causes),
+        CONCLUSION_SENTENCES[causes.conclusion](causes),
         *_advice_on_ties(result, causes),
     ]
     return " ".join(filter(None, sentences))
 
 
 def _advice_on_ties(result: RoutingDiff, causes: Causes) -> list[str]:
-    """What to do where ties explain all: by what the precision served does, if it was measured."""
-    if causes.conclusion not in TIES:
+    """Return advice if ties explain everything: by the precision served, if it was measured."""
+    if causes.conclusion not in TIE_CONCLUSIONS:
         return []
     if result.serving is None and result.recommendation is not None:
-        return [ROUTERS[result.recommendation.action]]
+        return [BROKEN_ROUTER_SENTENCES[result.recommendation.action]]
     if result.serving is None or result.recommendation is None:
-        return [NOTHING if causes.conclusion == "no flips" else REPLAY]
+        return [NOTHING_ADVICE if causes.conclusion == "no flips" else REPLAY_ADVICE]
     return served_sentences(result.serving, result.recommendation)
 
 
 def _near_ties_text(answer: FlipAnswer, expected: str | None = None) -> str:
-    """How many first flips are near-ties, and the format whose rounding has their size."""
+    """State how many first flips are near-ties, and which format's rounding has their size."""
     near_ties = answer.first - answer.unexplained
     count = (
         f"All {near_ties:,}" if near_ties == answer.first else f"{near_ties:,} of {answer.first:,}"
     )
     size = "" if expected is None else f", as large as {expected} rounding explains"
-    return f"{count} first flips are near-ties{size}{later_flips(answer)}"
+    return f"{count} first flips are near-ties{size}{later_flips_text(answer)}"
 
 
-CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
+CONCLUSION_SENTENCES: dict[str, Callable[[Causes], str]] = {
     "no flips": lambda causes: "",
     "explained by ties": lambda causes: (
         f"{_near_ties_text(causes.flips, causes.expected)}. No sign of a bug."
     ),
     "near-ties, size unknown": lambda causes: (
         f"{_near_ties_text(causes.flips)}; whether noise of this size is right cannot be told: "
-        f"{causes.size.text}. {NAME_FORMAT}"
+        f"{causes.size.text}. {NAME_FORMAT_ADVICE}"
     ),
     "cannot tell": lambda causes: (
-        f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE}"
+        f"Cannot tell whether ties explain that: {causes.flips.text}. {CAPTURE_ADVICE}"
     ),
     "choice against scores": lambda causes: (
         f"A router does not follow its scores: {causes.choice.text}."
@@ -116,7 +118,7 @@ CONCLUSIONS: dict[str, Callable[[Causes], str]] = {
         "named below."
     ),
 }
-"""The sentence of each conclusion."""
+"""Function that writes the sentence of each conclusion."""
 
 
 def diff_findings(result: RoutingDiff) -> tuple[Finding, ...]:
@@ -126,7 +128,7 @@ def diff_findings(result: RoutingDiff) -> tuple[Finding, ...]:
         if fact.case.endswith(":pattern"):
             assert result.causes is not None
             return next(x.text for x in result.causes.patterns if x.kind == fact.kind)
-        return SENTENCES[fact.case](fact, result)
+        return FINDING_SENTENCES[fact.case](fact, result)
 
     return tuple(
         Finding(x.severity, observation_sentence(x), x.number, x.layer, x.kind)
@@ -134,13 +136,13 @@ def diff_findings(result: RoutingDiff) -> tuple[Finding, ...]:
     )
 
 
-def _cause_answer_text(name: str) -> Callable[[Observation, RoutingDiff], str]:
-    """The text of an answer of the causes."""
+def _answer_writer(name: str) -> Callable[[Observation, RoutingDiff], str]:
+    """Return a function that writes the text of one answer of `Causes`."""
     return lambda fact, result: getattr(result.causes, name).text
 
 
 def _unexplained_flips_finding(fact: Observation, result: RoutingDiff) -> str:
-    """How many flips are wider than their noise, and the widest."""
+    """State how many flips are wider than their noise, and the widest."""
     attribution = next(x.attribution for x in result.layers if x.name == fact.layer)
     assert attribution is not None
     document, position, margin = attribution.unexplained_tokens[0]
@@ -152,7 +154,7 @@ def _unexplained_flips_finding(fact: Observation, result: RoutingDiff) -> str:
 
 
 def _unrelated_routers_finding(fact: Observation, result: RoutingDiff) -> str:
-    """How many experts unrelated routers would share."""
+    """State the share of experts in common, and that of unrelated routers."""
     pair = next(x for x in result.alignment.pairs if x.name_a == fact.layer)
     return (
         f"the two share {_share_text(pair.agreement)} of the chosen experts, and unrelated routers "
@@ -161,7 +163,7 @@ def _unrelated_routers_finding(fact: Observation, result: RoutingDiff) -> str:
 
 
 def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
-    """Which sides are smoothed, and what that means for flips."""
+    """State which sides are smoothed, and what that means for flips."""
     smoothed = result.alignment.smoothed
     sides = "A and B are" if len(smoothed) == 2 else f"{smoothed[0]} is"
     return (
@@ -171,7 +173,7 @@ def _smoothed_sides_finding(fact: Observation, result: RoutingDiff) -> str:
 
 
 def replay_sentence(split: ReplaySplit) -> str:
-    """Write how much of the KL goes with A's routes."""
+    """Write by how much replaying A's routes in B reduces the KL."""
     ids, both = (_reduction_text(x) for x in (split.by_ids, split.by_both))
     return (
         f"with A's experts replayed in B the KL is {split.ids.kl:.3g} instead of "
@@ -180,7 +182,7 @@ def replay_sentence(split: ReplaySplit) -> str:
 
 
 def _reduction_text(share: float) -> str:
-    """The share by which something fell: "54 % less", or "12 % more" where it rose."""
+    """Return a reduction as "54 % less", or "12 % more" if it is negative."""
     return f"{percent(abs(share), 3, trim=True, least=0.0)} {'less' if share >= 0 else 'more'}"
 
 
@@ -201,11 +203,11 @@ def dequantised_sentence(split: DequantisedSplit) -> str:
     )
 
 
-SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
-    "alignment": lambda fact, result: NOTES[fact.source](result.alignment),
-    "choice": _cause_answer_text("choice"),
-    "noise": _cause_answer_text("size"),
-    "outputs": _cause_answer_text("outputs"),
+FINDING_SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
+    "alignment": lambda fact, result: ALIGNMENT_NOTES[fact.source](result.alignment),
+    "choice": _answer_writer("choice"),
+    "noise": _answer_writer("size"),
+    "outputs": _answer_writer("outputs"),
     "unexplained": _unexplained_flips_finding,
     "attribution": lambda fact, result: f"{fact.number:,.0f} flips are {fact.source}",
     "unrelated": _unrelated_routers_finding,
@@ -229,23 +231,23 @@ SENTENCES: dict[str, Callable[[Observation, RoutingDiff], str]] = {
         dequantised_sentence(result.dequantised) if result.dequantised else ""
     ),
 }
-"""The sentence of each case."""
+"""Function that writes the sentence of an observation, by its case."""
 
 
 def alignment_notes(alignment: Alignment) -> tuple[str, ...]:
-    """Write what two runs of one program would not show, most severe first."""
-    return tuple(NOTES[difference](alignment) for difference in alignment.differences)
+    """Write the differences that alignment had to undo, most severe first."""
+    return tuple(ALIGNMENT_NOTES[difference](alignment) for difference in alignment.differences)
 
 
 def _renumbered_experts_note(alignment: Alignment) -> str:
-    """In how many layers experts are numbered differently."""
+    """State in how many layers experts are numbered differently."""
     renumbered = alignment.permuted
     moves = tuple(zip(renumbered[0].moved_experts, renumbered[0].moved_to, strict=True))
     return renumbering_text(len(renumbered), len(alignment.pairs), renumbered[0].name_a, moves)
 
 
 def _different_k_note(alignment: Alignment) -> str:
-    """In how many layers k differs."""
+    """State in how many layers k differs."""
     different = [pair for pair in alignment.pairs if pair.k_a != pair.k_b]
     first = different[0]
     return (
@@ -255,13 +257,17 @@ def _different_k_note(alignment: Alignment) -> str:
 
 
 def _unpaired_layers_note(alignment: Alignment) -> str:
-    """Layers that one side lacks or does not route."""
-    only = _layers_of_sides("{} layers are in {side} only ({})", alignment.only_a, alignment.only_b)
+    """List the layers that one side lacks or does not route."""
+    only = _layers_of_sides_texts(
+        "{} layers are in {side} only ({})", alignment.only_a, alignment.only_b
+    )
     dense = "{} layers of {side} route nothing: dense ({})"
-    return "; ".join([*only, *_layers_of_sides(dense, alignment.dense_a, alignment.dense_b)])
+    return "; ".join([*only, *_layers_of_sides_texts(dense, alignment.dense_a, alignment.dense_b)])
 
 
-def _layers_of_sides(template: str, names_a: Sequence[str], names_b: Sequence[str]) -> list[str]:
+def _layers_of_sides_texts(
+    template: str, names_a: Sequence[str], names_b: Sequence[str]
+) -> list[str]:
     """Fill the template for each side that has names, with their number and the first three."""
     return [
         template.format(
@@ -274,13 +280,13 @@ def _layers_of_sides(template: str, names_a: Sequence[str], names_b: Sequence[st
     ]
 
 
-def _tokens_of_sides(template: str, count_a: int, count_b: int) -> str:
+def _tokens_of_sides_text(template: str, count_a: int, count_b: int) -> str:
     """Fill the template for each side that has tokens to count."""
     counts = (("A", count_a), ("B", count_b))
     return "; ".join(template.format(count, side) for side, count in counts if count)
 
 
-NOTES: dict[str, Callable[[Alignment], str]] = {
+ALIGNMENT_NOTES: dict[str, Callable[[Alignment], str]] = {
     "token shift": lambda x: (
         token_shift_text(x.token_shift, x.against_ids)
         if x.token_shift
@@ -294,22 +300,22 @@ NOTES: dict[str, Callable[[Alignment], str]] = {
     "experts": _renumbered_experts_note,
     "k": _different_k_note,
     "layers": _unpaired_layers_note,
-    "tokens": lambda x: _tokens_of_sides(
+    "tokens": lambda x: _tokens_of_sides_text(
         "{} tokens are in {} only", x.tokens_only_a, x.tokens_only_b
     ),
-    "unrouted": lambda x: _tokens_of_sides(
+    "unrouted": lambda x: _tokens_of_sides_text(
         "{} tokens of {} were not routed (-1) and are left out", x.unrouted_a, x.unrouted_b
     ),
 }
-"""The sentence of each difference between two runs."""
+"""Function that writes the note on each difference between two runs."""
 
 
 def _share_text(share: float | None) -> str:
-    """A share as a percentage, zero as such."""
+    """Return a share as a percentage; "none" if it is unknown."""
     return "none" if share is None else percent(share, trim=True, least=0.0)
 
 
-NO_SCORES = "the scores of both sides are needed to measure their noise"
+NO_SCORES_TEXT = "the scores of both sides are needed to measure their noise"
 
 
 def choice_answer(answer: ChoiceAnswer) -> str:
@@ -330,28 +336,28 @@ def choice_answer(answer: ChoiceAnswer) -> str:
 def flips_answer(answer: FlipAnswer) -> str:
     """Write whether first flips are near-ties."""
     if answer.answer == "cannot tell":
-        obstacle = OBSTACLES.get(answer.obstacle, answer.obstacle)
+        obstacle = OBSTACLE_TEXTS.get(answer.obstacle, answer.obstacle)
         return obstacle + _near_ties_position_text(answer)
     if answer.first == 0:
         return "no token flips"
     if answer.unexplained == 0:
-        weights = _last_places(answer)
-        return f"all {answer.first:,} first flips are near-ties{weights}{later_flips(answer)}"
+        weights = _last_places_text(answer)
+        return f"all {answer.first:,} first flips are near-ties{weights}{later_flips_text(answer)}"
     return (
         f"{answer.unexplained:,} of {answer.first:,} first flips are wider than the noise of their "
-        f"own token{later_flips(answer)}"
+        f"own token{later_flips_text(answer)}"
     )
 
 
-OBSTACLES = {
+OBSTACLE_TEXTS = {
     "far movers": "by their combine weights, experts leave or enter in other places than the last: "
     "a selection bias, another function than softmax, or a fault"
 }
 """Why first flips cannot be judged, where the record gives a short name."""
 
 
-def _last_places(answer: FlipAnswer) -> str:
-    """Write what combine weights show of the first flips; empty where scores were compared."""
+def _last_places_text(answer: FlipAnswer) -> str:
+    """Write what combine weights tell about the first flips; empty if scores were compared."""
     if answer.last_share is None:
         return ""
     share = percent(answer.last_share, trim=True)
@@ -361,13 +367,13 @@ def _last_places(answer: FlipAnswer) -> str:
     )
 
 
-def later_flips(answer: FlipAnswer) -> str:
+def later_flips_text(answer: FlipAnswer) -> str:
     """Write how many flips follow from earlier ones, after a semicolon; empty without them."""
     return f"; {answer.later:,} more follow from earlier flips" if answer.later else ""
 
 
 def _near_ties_position_text(answer: FlipAnswer) -> str:
-    """Where the first flips stand among the gaps of the side that has scores."""
+    """State the rank of the first flips among the gaps of the side that has scores."""
     if answer.near_share is None:
         return ""
     share = percent(answer.near_share, trim=True)
@@ -380,7 +386,7 @@ def _near_ties_position_text(answer: FlipAnswer) -> str:
 def noise_size_answer(answer: SizeAnswer) -> str:
     """Write how large the noise is, and whether the expected format explains it."""
     if answer.kind == "no scores":
-        return NO_SCORES
+        return NO_SCORES_TEXT
     if answer.kind == "flips":
         return _too_many_flips_text(answer)
     if answer.kind == "equal":
@@ -409,7 +415,7 @@ def noise_size_answer(answer: SizeAnswer) -> str:
 
 
 def _too_many_flips_text(answer: SizeAnswer) -> str:
-    """How many tokens flip, and how many the format explains."""
+    """State how many tokens flip, and how many the format explains."""
     expected = "any format" if answer.expected is None else f"{answer.expected} ({answer.origin})"
     return (
         f"{_share_text(answer.flips)} of the tokens of {layer_label(answer.judged)} flip, and "
@@ -418,12 +424,12 @@ def _too_many_flips_text(answer: SizeAnswer) -> str:
 
 
 def _noise_text(relative: float | None) -> str:
-    """Noise as a percentage of the spread of the scores."""
+    """Return noise as a percentage of the spread of the scores."""
     return percent(relative or 0.0, trim=True, least=0.0)
 
 
 def _noise_like_rounding_text(like: tuple[str, ...]) -> str:
-    """Formats whose rounding has the size of the noise."""
+    """Name the formats whose rounding has the size of the noise."""
     special: dict[tuple[str, ...], str] = {
         ("fp32",): "the size of float32 rounding",
         ("more",): "more than 4-bit rounding makes",
@@ -434,7 +440,7 @@ def _noise_like_rounding_text(like: tuple[str, ...]) -> str:
 
 
 def outputs_answer(answer: OutputAnswer) -> str:
-    """Write how far the predictions are apart, and how far they may be."""
+    """Write how far the predictions differ, and how far the cause allows."""
     differ = f"the predictions differ by {answer.kl:.3g} nats per token (loss {answer.loss:+.2g})"
     if answer.reference is not None:
         return f"{differ}; {answer.expected} makes {answer.reference:.2g} in this model"
@@ -448,12 +454,12 @@ def pattern_answer(answer: ShapeAnswer) -> str:
         return "; ".join(pattern_sentence(x) for x in answer.patterns)
     if answer.answer == "yes":
         return "no pattern over positions, documents, layers or experts"
-    return NO_SCORES
+    return NO_SCORES_TEXT
 
 
 def pattern_sentence(shape: Pattern) -> str:
-    """Write what a pattern is and where to look."""
-    return PATTERNS[shape.kind](shape)
+    """Write what a pattern of the noise is and where to look for its cause."""
+    return PATTERN_SENTENCES[shape.kind](shape)
 
 
 def token_shift_text(shift: int, against_ids: bool) -> str:
@@ -478,12 +484,12 @@ def renumbering_text(
 
 
 def _noise_ratio(shape: Pattern) -> str:
-    """Ratio of standard deviations behind a difference of log variances."""
+    """Return exp(|d| / 2), the ratio of standard deviations for a difference d of log variances."""
     return f"{math.exp(abs(shape.effect) / 2):.2g}"
 
 
-def _lag_pattern(shape: Pattern) -> str:
-    """Experts of a neighbouring token."""
+def _lag_pattern_sentence(shape: Pattern) -> str:
+    """State that B has the experts of a neighbouring token."""
     if shape.layer is None:
         return f"lag of tokens: {token_shift_text(int(shape.effect), against_ids=True)}"
     where = "before" if (shape.number or 0) > 0 else "after"
@@ -494,12 +500,12 @@ def _lag_pattern(shape: Pattern) -> str:
 
 
 def _compared_group(shape: Pattern) -> str:
-    """What a loud group is compared with."""
+    """Name what a group with larger noise is compared with."""
     return "sound runs" if shape.detail == "reference" else "others"
 
 
-def _positions_pattern(shape: Pattern) -> str:
-    """Noise that changes along positions."""
+def _positions_pattern_sentence(shape: Pattern) -> str:
+    """State that the noise changes along positions."""
     if shape.detail == "reference":
         return (
             f"positions: from position {shape.number} on, tokens have {_noise_ratio(shape)} times "
@@ -514,16 +520,16 @@ def _positions_pattern(shape: Pattern) -> str:
     )
 
 
-def _group_pattern(group: str, advice: str) -> Callable[[Pattern], str]:
-    """The sentence of a group of tokens that is louder than in sound runs."""
+def _group_pattern_writer(group: str, advice: str) -> Callable[[Pattern], str]:
+    """Return a writer for a group of tokens with more noise than in sound runs."""
     return lambda shape: (
         f"{group.format(shape.number)}: {_noise_ratio(shape)} times the noise of sound runs in "
         f"{layer_label(shape.layer)}, and other tokens do not have it: {advice}"
     )
 
 
-PATTERNS: dict[str, Callable[[Pattern], str]] = {
-    "lag": _lag_pattern,
+PATTERN_SENTENCES: dict[str, Callable[[Pattern], str]] = {
+    "lag": _lag_pattern_sentence,
     "permutation": lambda x: (
         f"permutation: {renumbering_text(int(x.effect), x.number or 0, x.layer or '', x.moves)}"
     ),
@@ -543,21 +549,23 @@ PATTERNS: dict[str, Callable[[Pattern], str]] = {
         f"{' that are the recorded selection bias' * (x.detail == 'bias')}: look for a selection "
         "bias that was dropped or added"
     ),
-    "positions": _positions_pattern,
-    "first position": _group_pattern(
+    "positions": _positions_pattern_sentence,
+    "first position": _group_pattern_writer(
         "the first position of documents", "look at masks, padding and attention sinks"
     ),
-    "last position": _group_pattern(
+    "last position": _group_pattern_writer(
         "the last position of documents", "look at what is done to the last token of a sequence"
     ),
-    "batch row": _group_pattern(
+    "batch row": _group_pattern_writer(
         "documents in row {} of their batch", "look at padding, masks and indices of the batch"
     ),
-    "decode": _group_pattern(
+    "decode": _group_pattern_writer(
         "tokens decoded one at a time", "compare the cache and positions of decoding with prefill"
     ),
-    "token": _group_pattern("token id {}", "compare its row of the embedding"),
-    "rare tokens": _group_pattern("tokens that are rare here", "compare rows of the embedding"),
+    "token": _group_pattern_writer("token id {}", "compare its row of the embedding"),
+    "rare tokens": _group_pattern_writer(
+        "tokens that are rare here", "compare rows of the embedding"
+    ),
     "document": lambda x: (
         f"one document: document {x.number} has {_noise_ratio(x)} times the noise of "
         f"{_compared_group(x)} in {layer_label(x.layer)}: compare its tokens, positions and cache"
@@ -571,4 +579,4 @@ PATTERNS: dict[str, Callable[[Pattern], str]] = {
         f"first (relative error {x.effect:.2g}): exchanged, stale or of another checkpoint"
     ),
 }
-"""The sentence of each kind of pattern."""
+"""Function that writes the sentence of each kind of pattern."""

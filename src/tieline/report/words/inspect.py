@@ -1,8 +1,8 @@
 """Sentences of an inspection: its verdict, its findings, and notes on calibration and noise.
 
-inspection_verdict      the judgement
-inspection_findings     the observations, one sentence each
-calibration_sentence    tokens that calibrating a quantised model needs
+inspection_verdict      what serving does to the model, and what to do
+inspection_findings     one sentence per observation
+calibration_sentence    number of tokens for calibrating a quantised model
 """
 
 import math
@@ -46,24 +46,24 @@ def inspection_verdict(result: Inspection) -> str:
                 result.serving,
                 judgement.recommendation,
                 *routers_note,
-                tokens=_served_tokens(result.serving, max(layer.tokens for layer in layers)),
+                tokens=_served_tokens_text(result.serving, max(layer.tokens for layer in layers)),
             ),
         ]
     )
 
 
-def _served_tokens(serving: Serving, inspected: int) -> str:
-    """Which of the inspected tokens were served; empty for all."""
+def _served_tokens_text(serving: Serving, inspected: int) -> str:
+    """State which of the inspected tokens were served; empty for all."""
     some = serving.tokens < inspected
     return f"the first {serving.tokens:,} of {inspected:,} tokens" if some else ""
 
 
 def _routers_alone_sentence(result: Inspection) -> str:
-    """What rounding the logits alone does, and how far such a change moves the output."""
+    """State what rounding the logits alone does, and how far such a change moves the output."""
     judgement = result.judgement
     assert judgement.share is not None
     verb = "exchange two experts" if judgement.kind == "smoothed" else "change an expert"
-    cause = _flip_cause(judgement.cause)
+    cause = _flip_cause_text(judgement.cause)
     sentence = f"{cause[0].upper()}{cause[1:]}, {with_interval(judgement.share)} of tokens {verb}"
     if judgement.jump is None:
         return f"{sentence}."
@@ -72,7 +72,7 @@ def _routers_alone_sentence(result: Inspection) -> str:
 
 
 def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
-    """How many layers are smoothed, and how many experts tokens use."""
+    """State how many layers are smoothed, and how many experts tokens use."""
     smoothed = sum(layer.used is not None for layer in layers)
     where = "" if smoothed == len(layers) else f" in {smoothed} of {len(layers)} layers"
     ks = " or ".join(map(str, sorted({layer.k for layer in layers})))
@@ -82,8 +82,8 @@ def _smoothed_sentence(layers: Sequence[LayerMeasures], experts: float) -> str:
     )
 
 
-def _flip_cause(source: str) -> str:
-    """What makes tokens flip: the format "bf16", or σ of noise."""
+def _flip_cause_text(source: str) -> str:
+    """Name what makes tokens flip: rounding to "bf16", or noise of the given σ."""
     if source == "bf16":
         return "with only the logits of the routers rounded to bf16, not their products"
     return f"under noise of {source} on the logits of the routers alone"
@@ -101,7 +101,7 @@ class _InspectedLayers:
         self.label = layer_labels([x.name for x in result.measures.layers])
 
     def by_layer(self, names: Sequence[str], text: Callable[[str], str]) -> str:
-        """A text for each layer, as "58 % in layer 1 and 51 % in layer 2"."""
+        """Return `text(name)` for each layer, as in "58 % in layer 1 and 51 % in layer 2"."""
         return list_with_and([f"{text(name)} in {self.label[name]}" for name in names])
 
 
@@ -109,22 +109,24 @@ def inspection_findings(result: Inspection) -> tuple[Finding, ...]:
     """Write the observations, in their order."""
     layers = _InspectedLayers(result)
     return tuple(
-        Finding(x.severity, SENTENCES[x.case](x, layers), x.number, x.layer, x.kind)
+        Finding(x.severity, FINDING_SENTENCES[x.case](x, layers), x.number, x.layer, x.kind)
         for x in result.observations
     )
 
 
 def _worst_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """The layer in which most tokens flip."""
+    """Name the layer in which most tokens flip."""
     model = layers.measures.model
     rate = next(x for x in (*model.precision, *model.noise) if x.name == fact.source)
     share = with_interval(rate.worst_share) if rate.worst_share else percent(rate.worst, trim=True)
     where = layers.label[rate.worst_layer]
-    return f"{share} of tokens change experts in {where}, the worst, {_flip_cause(fact.source)}"
+    return (
+        f"{share} of tokens change experts in {where}, the worst, {_flip_cause_text(fact.source)}"
+    )
 
 
 def _format_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Flip rates under other formats."""
+    """List the flip rates under other formats."""
     shares = ", ".join(
         f"{rate.name} {percent(rate.any_layer.value or 0.0, trim=True)}"
         for rate in layers.measures.model.precision
@@ -137,7 +139,7 @@ def _format_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _product_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Flip rates if a matrix product in low precision computes the logits."""
+    """List the flip rates if a matrix product in low precision computes the logits."""
 
     def share(name: str) -> str:
         product = layers.layer[name].product.value
@@ -150,7 +152,7 @@ def _product_flips_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _dangerous_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers in which most near-ties are dangerous."""
+    """List the layers in which most near-ties are dangerous."""
 
     def median(name: str) -> str:
         ordered = sorted(layers.jumps[name].near.jumps)
@@ -166,7 +168,7 @@ def _dangerous_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers with too few near-ties to tell."""
+    """List the layers with too few near-ties to tell whether most are dangerous."""
 
     def share(name: str) -> str:
         return percent(layers.jumps[name].dangerous.value or 0.0, trim=True)
@@ -179,7 +181,7 @@ def _unclear_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers in which most near-ties change the output little."""
+    """List the layers in which most near-ties change the output little."""
     labels = [layers.label[name] for name in fact.layers]
     change = percent(fact.number, trim=True)
     size = f"{change} (median)" if len(labels) == 1 else f"at most {change} (median of each layer)"
@@ -190,7 +192,7 @@ def _harmless_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _swap_loss_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """What one swap does to the loss."""
+    """State how far one swap changes the loss of its sequence."""
     entries = []
     for name in fact.layers:
         loss = layers.jumps[name].loss
@@ -203,7 +205,7 @@ def _swap_loss_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _exact_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Layers with equal scores at the threshold."""
+    """List the layers with equal scores at the threshold."""
 
     def count(name: str) -> str:
         gaps = layers.layer[name].gap.value
@@ -217,7 +219,7 @@ def _exact_ties_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _dead_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Experts that no token chose."""
+    """List the experts that no token chose."""
     entries = []
     for name in fact.layers:
         experts = [str(expert) for expert in layers.layer[name].load.dead]
@@ -228,7 +230,7 @@ def _dead_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _cold_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Experts with little load."""
+    """Count the experts with little load, by layer."""
 
     def count(name: str) -> str:
         return f"{len(layers.layer[name].load.cold)} of {layers.layer[name].n_experts}"
@@ -239,7 +241,7 @@ def _cold_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
 
 
 def _overloaded_experts_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """Experts with far more than an even load."""
+    """List the experts with far more than an even load."""
     entries = []
     for name in fact.layers:
         load = layers.layer[name].load
@@ -249,7 +251,7 @@ def _overloaded_experts_finding(fact: Observation, layers: _InspectedLayers) -> 
 
 
 def _half_expert_finding(fact: Observation, layers: _InspectedLayers) -> str:
-    """The ε of half an expert more per token."""
+    """State the ε that costs half an expert more per token."""
 
     def width(name: str) -> str:
         near = layers.layer[name].near.value
@@ -260,7 +262,7 @@ def _half_expert_finding(fact: Observation, layers: _InspectedLayers) -> str:
     return f"the ε that would give {layer.k + 0.5:g} experts per token is {where} ({layer.units})"
 
 
-SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
+FINDING_SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
     "flips:worst": _worst_flips_finding,
     "flips:formats": _format_flips_finding,
     "flips:product": _product_flips_finding,
@@ -279,7 +281,7 @@ SENTENCES: dict[str, Callable[[Observation, _InspectedLayers], str]] = {
         f"{percent(3 / fact.number, trim=True)} are not resolved"
     ),
 }
-"""The sentence of each case."""
+"""Function that writes the sentence of an observation, by its case."""
 
 
 def calibration_sentence(result: Inspection) -> str:

@@ -8,8 +8,8 @@
     signed          a change with its sign
     duration        seconds in the unit that suits them
     tokens_needed   a number of tokens, rounded upwards
-    joined          a list: "a, b and c"
-    listed          the first entries of a list, the others counted
+    list_with_and   a list: "a, b and c"
+    list_with_commas  the first entries of a list, the others counted
     short_exponent  an exponent without zeros and plus sign
 
 Missing numbers and numbers that are not finite are written as a dash.
@@ -27,10 +27,10 @@ DASH = "–"
 
 MINUTE, HOUR = 60, 3600
 
-MOST_NAMED = 6
+MAX_LISTED = 6
 """Entries of a list that a sentence names one by one."""
 
-LEAST_PERCENT, LEAST_IN_SENTENCES = 1e-6, 1e-3
+LEAST_PERCENT, LEAST_PERCENT_IN_SENTENCES = 1e-6, 1e-3
 """Percentages below which only that limit is stated, in tables and in sentences."""
 
 
@@ -56,7 +56,7 @@ def percent(
     assert share is not None
     value = 100 * share
     size = abs(value)
-    limit = (LEAST_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least
+    limit = (LEAST_PERCENT_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least
     if value == 0:
         return "0 %"
     if size < limit:
@@ -140,14 +140,14 @@ def tokens_needed(count: float | None) -> str:
 
 
 def list_with_and(entries: Sequence[str]) -> str:
-    """Return a list with "and" before the last; entries beyond `MOST_NAMED` are counted."""
-    if len(entries) > MOST_NAMED:
+    """Return a list with "and" before the last; entries beyond `MAX_LISTED` are counted."""
+    if len(entries) > MAX_LISTED:
         return list_with_commas(entries)
     return " and ".join(filter(None, (", ".join(entries[:-1]), entries[-1])))
 
 
 def list_with_commas(entries: Sequence[str]) -> str:
-    """Return a list with commas; entries beyond `MOST_NAMED` are counted."""
-    names = ", ".join(entries[:MOST_NAMED])
-    unnamed = len(entries) - MOST_NAMED
+    """Return a list with commas; entries beyond `MAX_LISTED` are counted."""
+    names = ", ".join(entries[:MAX_LISTED])
+    unnamed = len(entries) - MAX_LISTED
     return names if unnamed <= 0 else f"{names} and {unnamed} more"

@@ -3,19 +3,19 @@
 from tieline.analysis.serve_check import FirstFlip, ServeCheck, ServedWay
 from tieline.report.words.numbers import list_with_and, percent, significant
 
-WAYS = {
+WAY_TEXTS = {
     "repeated": "sent again",
     "cached": "with a cached prefix",
     "batched": "in batches",
     "after_short": "behind short prompts",
 }
-"""How prompts are sent, in words."""
+"""Text of each way of sending prompts."""
 
-INVARIANCE = {
+INVARIANCE_OPTIONS = {
     "vllm": "VLLM_BATCH_INVARIANT=1",
     "sglang": "--enable-deterministic-inference",
 }
-"""What makes an engine batch-invariant."""
+"""Setting that makes each engine batch-invariant."""
 
 
 def serve_check_verdict(result: ServeCheck) -> str:
@@ -31,7 +31,7 @@ def serve_check_verdict(result: ServeCheck) -> str:
         share = percent(flipped["repeated"].share, trim=True)
         return f"Not repeatable: {share} of tokens choose other experts when they are sent again."
     worst = max(flipped.values(), key=lambda way: way.flipped)
-    where = list_with_and([WAYS[name] for name in flipped])
+    where = list_with_and([WAY_TEXTS[name] for name in flipped])
     return (
         f"The choice depends on the batch: up to {percent(worst.share, trim=True)} of tokens "
         f"choose other experts {where}."
@@ -42,15 +42,16 @@ def first_flip_sentence(way: ServedWay) -> str:
     """Write where the first difference is, and which experts were exchanged."""
     flip = way.first
     if flip is None:
-        return f"{WAYS[way.way][:1].upper()}{WAYS[way.way][1:]}: no difference."
+        return f"{WAY_TEXTS[way.way][:1].upper()}{WAY_TEXTS[way.way][1:]}: no difference."
     return (
-        f"First difference {WAYS[way.way]}: layer {flip.layer}, token {flip.token} of prompt "
-        f"{flip.prompt}, {_experts(flip.entered)} for {_experts(flip.left)}{_score_words(flip)}."
+        f"First difference {WAY_TEXTS[way.way]}: layer {flip.layer}, token {flip.token} of prompt "
+        f"{flip.prompt}, {_expert_numbers_text(flip.entered)} for "
+        f"{_expert_numbers_text(flip.left)}{_score_difference_text(flip)}."
     )
 
 
-def _score_words(flip: FirstFlip) -> str:
-    """The difference of the exchanged scores, if a model judged the flip."""
+def _score_difference_text(flip: FirstFlip) -> str:
+    """Return the difference of the exchanged scores as text; empty if no model judged the flip."""
     if flip.near_tie is None:
         return ""
     if flip.difference is None:
@@ -59,8 +60,8 @@ def _score_words(flip: FirstFlip) -> str:
     return f"; {kind}, scores differ by {significant(abs(flip.difference), 2)}"
 
 
-def _experts(numbers: tuple[int, ...]) -> str:
-    """Experts by number."""
+def _expert_numbers_text(numbers: tuple[int, ...]) -> str:
+    """Return "expert 3" or "experts 3, 5"."""
     return f"expert{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
@@ -89,6 +90,6 @@ def invariance_sentence(result: ServeCheck) -> str:
         return ""
     share = percent(result.batch_flips / result.tokens, trim=True)
     return (
-        f"Batch-invariant kernels ({INVARIANCE[result.engine]}) would keep the choice of "
+        f"Batch-invariant kernels ({INVARIANCE_OPTIONS[result.engine]}) would keep the choice of "
         f"{result.batch_flips:,} tokens ({share})."
     )

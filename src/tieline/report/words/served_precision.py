@@ -1,9 +1,9 @@
 """Sentences about a model that is served in a low precision: what it does, and what to do.
 
-served_sentences    both of the following, with others between them
-serving_headline    share of tokens that change an expert, what that does to predictions and loss
+served_sentences    headline and advice, with other sentences between them
+serving_headline    share of tokens that change an expert, change of predictions and loss
 serving_advice      the recommendation, with the price of what it recommends
-loss_change_text    a change of the loss with its interval; `TOLERANCE` has the verdicts on rows
+loss_change_text    a change of the loss with its interval
 """
 
 import math
@@ -13,34 +13,36 @@ from tieline.core.statistics import Estimate, mean_limits
 from tieline.core.text import layer_labels
 from tieline.report.words.numbers import DASH, decimal, list_with_commas, percent
 
-TOLERANCE = {"yes": "harmless", "no": "harmful", "unclear": "unsure"}
-"""The verdict on a precision: whether it is harmless, "unsure" with too few tokens."""
+TOLERANCE_TEXT = {"yes": "harmless", "no": "harmful", "unclear": "unsure"}
+"""Verdict on a precision: harmless, harmful, or unsure with too few tokens."""
 
-ROUTERS_RUN = (
+ROUTERS_MEANING = (
     "“router bf16” runs the routers in bf16: inputs, weights and logits (`inspect` rounds the "
     "logits alone)"
 )
 HARMLESS_MEANING = f"“harmless” is a KL below {HARMLESS:g} nats per token, by its 95 % interval"
-FLOOR = "the floor is the KL that stays with the clean run's experts forced, so not by flips"
+FLOOR_MEANING = (
+    "the floor is the KL that stays with the clean run's experts forced, so not by flips"
+)
 
-MEND_ROUTER = "check the checkpoint; nothing else that is measured here means anything."
-REPLAY = "replay the routes with `tieline.replay` where one run must follow another"
+MEND_ROUTER_ACTION = "check the checkpoint; nothing else that is measured here means anything."
+REPLAY_ACTION = "replay the routes with `tieline.replay` where one run must follow another"
 """What to do where changed experts do the damage."""
 
-FRAGILE = 0.1
-"""Share of a layer's tokens that tie exactly from which the choice is called fragile."""
+FRAGILE_TIE_SHARE = 0.1
+"""Share of exactly tied tokens in a layer from which the choice is called fragile."""
 
 
 def served_sentences(
     serving: Serving, recommendation: Recommendation, *further: str, tokens: str = ""
 ) -> list[str]:
-    """Write what the precision does, what else is known, and last what to do.
+    """Write what the precision does, its cause, further sentences, and last what to do.
 
     Args:
         serving: what the precision does to the model.
-        recommendation: what to do; where routers do not choose, nothing else is written.
-        further: sentences before what to do.
-        tokens: which tokens were run, if not all.
+        recommendation: what to do; written alone if the routers make no choice.
+        further: sentences that precede what to do.
+        tokens: text that names the tokens run; empty for all.
     """
     if recommendation.action in ("mend router", "no ties"):
         return [serving_advice(serving, recommendation)]
@@ -65,14 +67,14 @@ def serving_headline(serving: Serving, tokens: str = "") -> str:
 
 
 def serving_advice(serving: Serving, recommendation: Recommendation) -> str:
-    """Write how grave it is and what to do."""
+    """Write how severe the effect is and what to do."""
     cause, action = _cause_and_action(serving, recommendation)
     return " ".join(filter(None, (cause, f"What to do: {action}")))
 
 
 def fragile_sentence(serving: Serving) -> str:
     """Write that many tokens tie exactly, as under a saturated softmax; empty if few do."""
-    if serving.routers != "sound" or serving.exact_ties < FRAGILE:
+    if serving.routers != "sound" or serving.exact_ties < FRAGILE_TIE_SHARE:
         return ""
     return (
         f"The choice itself is fragile: scores tie exactly for up to "
@@ -82,13 +84,13 @@ def fragile_sentence(serving: Serving) -> str:
 
 
 def _cause_and_action(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """How grave it is, with what makes the choice fragile, and what to do."""
-    cause, action = ADVICE[recommendation.action](serving, recommendation)
+    """Return how severe the effect is, with a note on fragile choices, and what to do."""
+    cause, action = ADVICE_WRITERS[recommendation.action](serving, recommendation)
     return " ".join(filter(None, (cause, fragile_sentence(serving)))), action
 
 
 def _harmless_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """Nothing needs to be done, unless runs must choose the same experts."""
+    """Advise doing nothing, unless runs must choose the same experts."""
     limit = f"{recommendation.limit:g} nats"
     small = f"That is harmless (below {limit})."
     if not recommendation.is_sure:
@@ -100,17 +102,17 @@ def _harmless_advice(serving: Serving, recommendation: Recommendation) -> tuple[
 
 
 def _repair_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """Routing does the damage: replay it, or smooth."""
+    """Advise replay or smoothing, since changed experts do the damage."""
     share = serving.by_routing
     cause = "" if share is None else f"Changed experts are behind {percent(min(1.0, share))} of it."
     return f"{cause}{_uncertainty_note(recommendation)}".strip(), (
-        f"{REPLAY}{_replay_price(serving)}; where independent runs must agree, compare "
+        f"{REPLAY_ACTION}{_replay_price(serving)}; where independent runs must agree, compare "
         "smoothing with a finer precision (`tieline audit`)."
     )
 
 
 def _finer_precision_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """Something else than routing does the damage."""
+    """Advise a finer precision, since changed experts do little of the damage."""
     share = percent(max(0.0, serving.by_routing or 0.0))
     cause = f"Changed experts are behind only {share} of it.{_uncertainty_note(recommendation)}"
     action = "serve in a finer precision where that matters; repairing the routing hardly helps."
@@ -118,7 +120,7 @@ def _finer_precision_advice(serving: Serving, recommendation: Recommendation) ->
 
 
 def _unknown_cause_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """What a replay leaves of it was not measured."""
+    """Advise an audit, since the share of the damage by changed experts was not measured."""
     return "How much of that is due to changed experts was not measured.", (
         f"`tieline audit --serve {serving.precision}` tells whether to replay the routes or to "
         "serve in a finer precision."
@@ -126,18 +128,18 @@ def _unknown_cause_advice(serving: Serving, recommendation: Recommendation) -> t
 
 
 def _broken_router_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """All scores are equal."""
+    """Advise mending the router, since all its scores are equal."""
     labels = list(layer_labels(serving.equal_layers).values())
     where = f" in {list_with_commas(labels)}" if labels else ""
-    return f"All scores are equal{where}: an untrained or broken router.", MEND_ROUTER
+    return f"All scores are equal{where}: an untrained or broken router.", MEND_ROUTER_ACTION
 
 
 def _no_ties_advice(serving: Serving, recommendation: Recommendation) -> tuple[str, str]:
-    """All experts are chosen."""
+    """Advise nothing about routing, since all experts are chosen."""
     return "All experts are chosen: no tie is possible.", "nothing about routing."
 
 
-ADVICE = {
+ADVICE_WRITERS = {
     "nothing": _harmless_advice,
     "repair routing": _repair_advice,
     "finer precision": _finer_precision_advice,
@@ -145,16 +147,16 @@ ADVICE = {
     "mend router": _broken_router_advice,
     "no ties": _no_ties_advice,
 }
-"""How grave it is, and what to do, for each action."""
+"""Function that returns (cause, what to do), by recommended action."""
 
 
 def _uncertainty_note(recommendation: Recommendation) -> str:
-    """That more tokens are needed; empty if not."""
+    """State that more tokens would make the advice sure; empty if it is."""
     return "" if recommendation.is_sure else " More tokens would make this sure."
 
 
 def _replay_price(serving: Serving) -> str:
-    """What a replay leaves, and its bytes per token."""
+    """Return the KL that remains under replay and its bytes per token, in parentheses."""
     if serving.replayed.value is None:
         return ""
     remaining = f"leaves {decimal(serving.replayed.value)} nats"
@@ -163,7 +165,7 @@ def _replay_price(serving: Serving) -> str:
 
 
 def _changed_share_text(serving: Serving) -> str:
-    """Share of tokens that change an expert, with its interval."""
+    """Return the share of tokens that change an expert, with its 95 % interval."""
     value = percent(serving.changed.value, trim=True)
     low, high = mean_limits(serving.changed, serving.sequences, positive=True)
     if not math.isfinite(high):
@@ -182,7 +184,7 @@ def loss_change_text(loss: Estimate, sequences: int) -> str:
 
 
 def _served_kl_text(kl: Estimate, sequences: int) -> str:
-    """KL per token with its interval."""
+    """Return the KL per token with its 95 % interval."""
     if kl.value is None:
         return "an unknown number of nats"
     low, high = mean_limits(kl, sequences, positive=True)

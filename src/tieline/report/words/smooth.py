@@ -7,10 +7,10 @@ from tieline.analysis.smooth_repair import Latency, Repair, RepairRow
 from tieline.core.statistics import mean_limits
 from tieline.report.words.numbers import decimal, finite, percent, significant
 from tieline.report.words.served_precision import (
-    FLOOR,
+    FLOOR_MEANING,
     HARMLESS_MEANING,
-    REPLAY,
-    ROUTERS_RUN,
+    REPLAY_ACTION,
+    ROUTERS_MEANING,
     fragile_sentence,
     loss_change_text,
     serving_advice,
@@ -19,10 +19,10 @@ from tieline.report.words.served_precision import (
 
 
 def smoothing_facts(result: Repair) -> list[str]:
-    """Write experts, loss, flips, time, and what was refused, one sentence each."""
+    """Write experts per token, loss, flips, time and refused layers, one sentence each."""
     repair = result.repair
     before, after = repair.experts_before.value, repair.experts_after.value
-    flips = "; ".join(map(_flips_before_and_after, repair.rows))
+    flips = "; ".join(map(_flips_before_and_after_text, repair.rows))
     rises = any((x.flips_after.value or 0) > (x.flips_before.value or 0) for x in repair.rows)
     reason = "; more than before, since experts then come and go with little weight"
     times = "; ".join(map(_latency_text, result.latency))
@@ -34,15 +34,15 @@ def smoothing_facts(result: Repair) -> list[str]:
         f"Time of a forward pass: {times or 'not measured'}.",
         f"KL in nats per token of each model to itself in float32, over {repair.sequences} "
         "sequences after those of the calibration, with which `inspect` and `audit` begin: hence "
-        f"their other KLs; {FLOOR}. "
-        f"{HARMLESS_MEANING}; {ROUTERS_RUN}.",
+        f"their other KLs; {FLOOR_MEANING}. "
+        f"{HARMLESS_MEANING}; {ROUTERS_MEANING}.",
     ]
     refused = result.smoothing.refused
     return sentences + [f"Not smoothed: {name}: {why}." for name, why in refused.items()]
 
 
 def smoothing_details(result: Repair) -> list[str]:
-    """Write what the page says beside the facts: how far the model moved, what flips cost."""
+    """Write the details for the page: how far smoothing moved the model, what flips cost."""
     moved = significant(result.repair.moved.value)
     prices = map(_price_sentence, result.repair.rows[:1])
     return [f"Smoothing itself moves the predictions by KL {moved}.", *prices]
@@ -54,7 +54,7 @@ def smoothing_verdict(result: Repair) -> str:
     if row is None:
         return ""
     sentences = (
-        serving_headline(result.serving, _held_out_tokens(result)),
+        serving_headline(result.serving, _held_out_tokens_text(result)),
         fragile_sentence(result.serving),
         _gain_sentence(result, row),
         _smoothing_advice(result, row),
@@ -62,8 +62,8 @@ def smoothing_verdict(result: Repair) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _held_out_tokens(result: Repair) -> str:
-    """The tokens that the repair was measured on."""
+def _held_out_tokens_text(result: Repair) -> str:
+    """Name the tokens that the repair was measured on."""
     return f"{result.serving.tokens:,} tokens that ε was not calibrated on"
 
 
@@ -75,7 +75,7 @@ def served_row(result: Repair) -> RepairRow | None:
 
 
 def _gain_sentence(result: Repair, row: RepairRow) -> str:
-    """How much better two runs agree, and how far the model moved for it."""
+    """State how much nearer the smoothed model stays to itself, and how far it moved for that."""
     moved, cost = result.repair.moved.value or 0.0, row.before.value or 0.0
     if (row.factor.value or 0.0) <= 1:
         return "Smoothing repairs nothing there: the smoothed model comes no nearer to itself."
@@ -89,7 +89,7 @@ def _gain_sentence(result: Repair, row: RepairRow) -> str:
 
 
 def _smoothing_advice(result: Repair, row: RepairRow) -> str:
-    """What to do with the smoothed model."""
+    """Advise whether to use the smoothed model or the original."""
     action = result.recommendation.action
     if action in ("mend router", "no ties", "unknown cause"):
         return serving_advice(result.serving, result.recommendation)
@@ -101,15 +101,17 @@ def _smoothing_advice(result: Repair, row: RepairRow) -> str:
     if action == "finer precision":
         return "What to do: keep the original, and serve it in a finer precision."
     if not result.repair.pays(row):
-        return f"What to do: keep the original; {REPLAY}, else serve it in a finer precision."
+        return (
+            f"What to do: keep the original; {REPLAY_ACTION}, else serve it in a finer precision."
+        )
     return (
         "What to do: take the smoothed model where independent runs must agree and a model this "
-        f"near will do, or the original in a finer precision; {REPLAY}."
+        f"near will do, or the original in a finer precision; {REPLAY_ACTION}."
     )
 
 
 def _price_sentence(row: RepairRow) -> str:
-    """What flips cost under a precision, before and after."""
+    """State what flips cost under a precision, before and after smoothing."""
     factor = row.flip_factor
     lower = "too low to be seen" if factor is None else f"{significant(factor)} times lower"
     return (
@@ -119,14 +121,14 @@ def _price_sentence(row: RepairRow) -> str:
 
 
 def _latency_text(latency: Latency) -> str:
-    """How long a pass takes, relative to the original."""
+    """Return the time of a pass relative to the original, with its interval and kernels."""
     kernel, original_kernel = latency.implementation, latency.original
     before = "" if kernel == original_kernel else f", the original by {original_kernel}"
     interval = f"{latency.low:.2f} to {latency.high:.2f}"
     return f"{latency.ratio:.2f} times the original ({interval}; experts by {kernel}{before})"
 
 
-def _flips_before_and_after(row: RepairRow) -> str:
-    """Share of tokens that flip under a precision, before and after."""
+def _flips_before_and_after_text(row: RepairRow) -> str:
+    """Return the share of tokens that flip under a precision, before and after smoothing."""
     before, after = percent(row.flips_before.value), percent(row.flips_after.value)
     return f"{row.name} {before} before, {after} after"
