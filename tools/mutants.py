@@ -616,8 +616,8 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------ words
     _m(
         "report-words-1",
-        "limit = (LEAST_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least",
-        "limit = (LEAST_PERCENT if trim else LEAST_IN_SENTENCES) if least is None else least",
+        "limit = (LEAST_PERCENT_IN_SENTENCES if trim else LEAST_PERCENT) if least is None else least",
+        "limit = (LEAST_PERCENT if trim else LEAST_PERCENT_IN_SENTENCES) if least is None else least",
         "report/words/test_numbers.py",
         "sentences state a coarser least percentage than tables",
     ),

@@ -10,7 +10,7 @@ from tieline.analysis.smooth import SmoothingCalibration
 from tieline.analysis.smooth_repair import repair_tables
 from tieline.core.statistics import Estimate
 from tieline.lab.command_settings import FrontierSettings
-from tieline.lab.on_model.frontier import least_kl, measure_points
+from tieline.lab.on_model.frontier import least_kl, measure_frontier
 from tieline.models import smooth_
 from tieline.models.smoothed_router import router_smoothing
 
@@ -34,7 +34,7 @@ def pair():
 def found(pair):
     model, smoothed, known = pair
     settings = FrontierSettings(scales=(1.0, 8.0))
-    return measure_points((model, smoothed), known, list(IDS), settings, budgets=(2.4,))
+    return measure_frontier((model, smoothed), known, list(IDS), settings, budgets=(2.4,))
 
 
 def test_more_repair_moves_the_model_more(found):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import seeds
 from tieline.core.errors import TielineError
-from tieline.lab.on_model.router_fit import Watched, fit_router, sphere_centre
+from tieline.lab.on_model.router_fit import RouterSamples, fit_router, sphere_centre
 from tieline.routing.routers import CosineRouter, LinearRouter
 
 
@@ -17,7 +17,7 @@ def case(seed, experts=6, width=10, tokens=400, spread=0.3):
     rows = torch.randn(experts, width, generator=made)
     x = torch.randn(tokens, width, generator=made)
     x = x * (1 + spread * torch.rand(tokens, 1, generator=made))
-    return rows, Watched(x, x @ rows.T)
+    return rows, RouterSamples(x, x @ rows.T)
 
 
 def with_rows(router, rows):
@@ -52,7 +52,7 @@ def test_tokens_of_one_norm_keep_their_weights_too():
     rows, seen = case(0)
     x = seen.inputs / seen.inputs.norm(dim=1, keepdim=True) * 3
     new = with_rows(CosineRouter(10, 6, tau=(0.1, 0.1)), rows)
-    fit_router(new, Watched(x, x @ rows.T), steps=0)
+    fit_router(new, RouterSamples(x, x @ rows.T), steps=0)
     close = {"rtol": 2e-3, "atol": 2e-4}
     torch.testing.assert_close(new(x).softmax(1), (x @ rows.T).softmax(1), **close)
 

@@ -8,7 +8,7 @@ from tests.analysis.zoo import Letters, words
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis.model_effects import own_noise
 from tieline.core.errors import TielineError
-from tieline.lab.on_model.slice import SliceChoice, coalition_at, router_choice, slice_model
+from tieline.lab.on_model.slice import SliceChoice, coalitions_at, router_choice, slice_model
 from tieline.lab.tropical.plane_cells import plane_through, slice_router
 from tieline.models import capture, find_routers
 from tieline.run.corpus import tokenise
@@ -54,8 +54,8 @@ def test_a_wrong_picture_is_found_out():
     plane = plane_through(points)
     _, chosen = router_choice(model, router, torch.from_numpy(plane.origin + flat @ plane.axes))
     chosen = chosen.sort(dim=1).values
-    assert torch.equal(coalition_at(right, flat), chosen)
-    assert not torch.equal(coalition_at(turned, flat), chosen)
+    assert torch.equal(coalitions_at(right, flat), chosen)
+    assert not torch.equal(coalitions_at(turned, flat), chosen)
 
 
 def test_the_three_tokens_are_named_and_the_band_is_the_noise():

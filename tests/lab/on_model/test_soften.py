@@ -11,15 +11,15 @@ from tieline.core.errors import TielineError
 from tieline.lab.on_model import soften as module
 from tieline.lab.on_model.soft_choice import (
     MOMENTS,
-    Walls,
+    WallTokens,
     change_parts,
     soft_share,
     softened_routers,
 )
 from tieline.lab.on_model.soften import (
-    ORDINARY,
+    COST_UNIT_TOKENS,
     SoftenSizes,
-    sample_of,
+    sizes_for_tokens,
     soften,
     soften_cost,
     soften_sample,
@@ -75,11 +75,11 @@ def test_the_gradient_is_the_slope_of_a_single_swap(work):
     _, run = work
     layer = run._sample.trace.layers[0]
     form = "softmax" if layer.facts.k == 1 else "projection"
-    gradient = run._gradients([layer])[layer.name]
-    walls = run._walls(layer, gradient, form)
+    gradient = run._output_gradients([layer])[layer.name]
+    walls = run._wall_tokens(layer, gradient, form)
     some = torch.arange(0, len(walls.tokens), 12)
     tiny = 0.01
-    seen = run._changes(layer, walls.tokens[some], tiny) / tiny
+    seen = run._loss_changes(layer, walls.tokens[some], tiny) / tiny
     scale = walls.first.abs().median().item()
     assert torch.isclose(seen, walls.first[some], rtol=0.1, atol=0.1 * scale).double().mean() > 0.8
 
@@ -93,9 +93,9 @@ def test_a_softened_run_is_the_sum_of_its_tokens(work):
     total = 0.0
     for token in near:
         share = soft_share(gaps[token], width, k).item()
-        total += run._changes(layer, token[None], share).item()
+        total += run._loss_changes(layer, token[None], share).item()
     with softened_routers(model, {layer.name: width}), torch.inference_mode():
-        moved = (run._losses() - run._sample.losses).sum().item()
+        moved = (run._sequence_losses() - run._sample.losses).sum().item()
     assert moved == pytest.approx(total, rel=0.1, abs=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near
     gaps = torch.tensor([0.1, 0.4, 0.9], dtype=torch.float64)
     first, bend = torch.tensor([2.0, -1.0, 5.0]), torch.tensor([1.0, 3.0, 7.0])
     near = torch.arange(3)
-    walls = Walls(near, gaps, first, first, first.double(), bend.double(), near)
+    walls = WallTokens(near, gaps, first, first, first.double(), bend.double(), near)
     for form, k in (("softmax", 1), ("projection", 2)):
         width = 0.15 if k == 1 else 0.5
         share = soft_share(gaps, width, k)
@@ -141,9 +141,9 @@ def test_the_change_of_a_width_is_that_of_its_tokens_and_unknown_beyond_the_near
 
 
 def test_a_larger_sample_computes_more_tokens_again():
-    assert sample_of(4096) == SoftenSizes()
-    assert sample_of(65536).exact == 1024
-    assert sample_of(512).exact == 64
+    assert sizes_for_tokens(4096) == SoftenSizes()
+    assert sizes_for_tokens(65536).exact == 1024
+    assert sizes_for_tokens(512).exact == 64
 
 
 def test_a_model_in_low_precision_is_told_to_run_in_float32():
@@ -165,7 +165,7 @@ def test_dense_experts_cost_more_and_a_high_cost_is_refused_before_any_run():
     one, two = top1(), lively(tiny_model("olmoe"))
     settings = SoftenSizes(tokens=1000, exact=0)
     costs = [soften_cost(m, tuple(find_routers(m)), settings) for m in (one, two)]
-    assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / ORDINARY)
+    assert costs[1] == pytest.approx((4 + 5 * 3) * 1000 / COST_UNIT_TOKENS)
     assert costs[0] > costs[1]
     with pytest.raises(TielineError, match=r"about \d+ times a forward pass .*max_cost 0.01"):
         soften((one, Letters()), text=words(400), sizes=settings, max_cost=0.01)

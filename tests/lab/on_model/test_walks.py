@@ -11,7 +11,7 @@ from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread
 from tieline.lab.command_settings import WalksSettings
 from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
-from tieline.lab.on_model.walks import HORIZONS, PATHS, STEPS, flip_walk, noise_pull, walks
+from tieline.lab.on_model.walks import HORIZONS, PATHS, STEPS, flip_walk, score_noise_factor, walks
 from tieline.run.corpus import tokenise
 
 SETTINGS = WalksSettings(text=words(240), tokens=240, batch_size=3, sequence_length=40)
@@ -26,7 +26,7 @@ def test_the_pull_has_the_covariance_of_the_changes(mixtral):
     text = tokenise(Letters(), words(240), 240, 40)
     (_, clean), (_, rounded) = by_hand(mixtral, text)
     weight = mixtral.get_submodule(clean.name).weight
-    pull = noise_pull(clean, rounded, weight)
+    pull = score_noise_factor(clean, rounded, weight)
     moved = (rounded.inputs - clean.inputs).double() @ weight.double().T
     moved = moved - moved.mean(dim=1, keepdim=True)
     assert torch.allclose(pull @ pull.T, moved.T @ moved / len(moved), atol=1e-12)

@@ -1,4 +1,4 @@
-"""The design of a model measured on its own hidden states, beside the formulas of the advisor."""
+"""Advice on the shape of a layer, with measurements on a model's own hidden states."""
 
 from dataclasses import replace
 from typing import Any, Unpack
@@ -21,8 +21,8 @@ from tieline.run.corpus import Text, as_text, default_length, stacked_batches, t
 from tieline.run.forward import forward, only_running
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-MOST_BYTES = 1 << 30
-"""Largest size of the router inputs that are kept."""
+MAX_INPUT_BYTES = 1 << 30
+"""Largest total size of the recorded router inputs."""
 
 
 @takes_settings(DesignSettings)
@@ -32,14 +32,14 @@ def design(
     progress: Progress | None = None,
     **options: Unpack[DesignOptions],
 ) -> Advice:
-    """Compare a layer at several granularities, and measure the layers of a model if asked to.
+    """Compare a layer at several granularities, and measure a model's layers if `measure` is set.
 
     Args:
         settings: the options; keyword arguments change single ones.
         progress: called with stage, done and total.
     """
     settings = DesignSettings.of(settings, options)
-    shape, source = _described_layer(settings)
+    shape, source = _layer_from_settings(settings)
     changes = {"hidden": settings.hidden, "shared": settings.shared}
     shape = replace(shape, **{name: new for name, new in changes.items() if new is not None})
     advice = advise(shape, settings.d_eff, tuple(settings.split), source, progress)
@@ -51,8 +51,8 @@ def design(
     return replace(advice, measured=layers)
 
 
-def _described_layer(settings: DesignSettings) -> tuple[LayerShape, str]:
-    """The shape of the layer that the settings describe, and where it is from."""
+def _layer_from_settings(settings: DesignSettings) -> tuple[LayerShape, str]:
+    """Return the layer shape that the settings describe, and the name of its source."""
     preset, model, matrices = settings.preset, settings.model, settings.matrices
     if preset:
         require(preset in PRESETS, f"no preset {preset!r}: one of {', '.join(PRESETS)}")
@@ -87,7 +87,7 @@ def measure_design(
     progress: Progress | None = None,
     **loading: Any,
 ) -> tuple[RouterMeasurement, ...]:
-    """Coalitions met along real hidden states, saturation and centring, layer by layer.
+    """Measure coalitions between hidden states, saturation and centring, layer by layer.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
@@ -106,7 +106,7 @@ def measure_design(
     require(cut.tokens >= 3, f"pairs of hidden states need three tokens, the text has {cut.tokens}")
     names = tuple(find_routers(model))
     size = 4 * len(names) * cut.tokens * getattr(text_config(model), "hidden_size", 0)
-    require(size <= MOST_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
+    require(size <= MAX_INPUT_BYTES, f"the inputs of {cut.tokens:,} tokens exceed 1 GiB")
     with only_running(model), capture(model, keep="inputs", epsilons=()) as recorder:
         for ids in stacked_batches(cut.sequences, batch_size):
             forward(model, ids)
@@ -120,7 +120,7 @@ def measure_design(
 def _measured_router(
     model: Any, trace: RoutingTrace, layer: LayerTrace, weights: dict[str, Any], seed: int
 ) -> RouterMeasurement:
-    """Measured ties and switches of one router on its inputs, or why there are none."""
+    """Return the measured ties and switches of one router, or the reason for none."""
     status = linear_choice(layer, weights)
     if status == "ok" and not layer.facts.affine:
         status = "not answerable: its scores are not affine in its input"

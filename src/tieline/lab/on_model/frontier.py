@@ -1,9 +1,9 @@
-r"""How much repair, at which price: smoothed models of many widths, and the law in every layer.
+r"""Repair against cost: smoothed models of many widths, and the continuity law of every layer.
 
     moved       KL of the smoothed model to the original, both in float32
     factor      flip part of the KL before / after, flip part = KL - the original's floor with
                 clean routes
-    least       what the law of docs/continuity.md says must be moved for that factor:
+    least       least KL that any continuous gate must move for that factor (docs/continuity.md):
                 least_moved(factor) · flip part before
 
 Both sides of the law are quadratic in the same jumps of the same layers, and so is a small KL, so
@@ -43,24 +43,24 @@ from tieline.models.smoothed_model import smooth_
 from tieline.run.corpus import Corpus, stacked_batches
 from tieline.run.forward import only_running
 
-COMPARED = (2.0, 8.0, 32.0)
-"""c = ε/σ beside which an equal number of experts in every layer is measured."""
+BUDGET_SCALES = (2.0, 8.0, 32.0)
+"""c = ε/σ whose mean expert count is also measured with an equal count in every layer."""
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A smoothed form of the model.
+    """A smoothed model with one set of widths.
 
     Attributes:
-        spread: how ε differs between layers: "noise", in proportion to the noise of each, or
+        spread: how ε differs between layers: "noise", proportional to the noise of each, or
             "budget", with an equal number of experts in each.
-        scale: c = ε/σ of the first; mean experts per token of the second.
+        scale: c = ε/σ for "noise"; mean experts per token for "budget".
         epsilons: ε by router name.
-        table: what it repairs and costs.
-        factor: how many times lower the flip part of the KL is under the noise; None if none is
-            left to be seen.
+        table: repair and cost of the smoothed model.
+        factor: how many times lower the flip part of the KL is under the noise; None if too low
+            to be seen.
         least: KL that every continuous gate must move the model by for that factor.
-        over: moved / least: how near the gate comes.
+        over: moved / least, 1 for an optimal gate.
     """
 
     spread: Literal["noise", "budget"]
@@ -74,16 +74,16 @@ class FrontierPoint:
 
 @dataclass(frozen=True, repr=False)
 class Frontier(Result):
-    """Smoothed forms of a model from little to much repair, measured on held-out text.
+    """Smoothed models of increasing width, measured on held-out text.
 
     Attributes:
         model: name of the model.
         noise: the precision whose flips are repaired, such as "router bf16".
-        gate: of all points.
-        by_flips: KL of the original under the noise that goes away with the flips.
+        gate: gate of all points.
+        by_flips: part of the original's KL under the noise that is due to flips.
         sigmas: noise of the gap by router name, on the calibration text.
         points: in order of their widths, for each spread.
-        layers: what the law says of each layer by itself; empty where it was not measured.
+        layers: the law of each layer by itself; empty if it was not measured.
         provenance: text, seed and batch size.
     """
 
@@ -108,7 +108,7 @@ class Frontier(Result):
         return numbers
 
     def of(self, spread: str) -> tuple[FrontierPoint, ...]:
-        """The points of one spread."""
+        """Return the points of one spread."""
         return tuple(point for point in self.points if point.spread == spread)
 
 
@@ -120,7 +120,7 @@ def frontier(
     progress: Progress | None = None,
     **options: Unpack[FrontierOptions],
 ) -> Frontier:
-    """Measure smoothed forms of a model of many widths, and hold the law against its layers.
+    """Measure smoothed models of many widths, and compare every layer with the law.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
@@ -140,10 +140,10 @@ def frontier(
     smoothed = copy.deepcopy(model)
     gate = settings.gate_name
     smooth_(smoothed, epsilon=calibration.by_noise(1.0), gate=gate)
-    widths = [calibration.experts(calibration.by_noise(scale), gate) for scale in COMPARED]
+    widths = [calibration.experts(calibration.by_noise(scale), gate) for scale in BUDGET_SCALES]
     least = max(plan.k for plan in calibration.plans) + 0.01
     budgets = [count for count in widths if count > least]
-    points = measure_points(
+    points = measure_frontier(
         (model, smoothed), calibration, split.measured, settings, budgets, progress
     )
     laws = _laws_by_layer(model, calibration, split, settings, progress)
@@ -160,22 +160,22 @@ def _laws_by_layer(
     settings: FrontierSettings,
     progress: Progress | None,
 ) -> tuple[LayerLaw, ...]:
-    """The law in every layer; none where a layer cannot be run by itself."""
+    """Return the law of every layer; empty if a layer cannot be run by itself."""
     runs = [list(stacked_batches(sequences, settings.batch_size)) for sequences in split]
     with only_running(model), suppress(UnsupportedModelError):
         return layer_laws(model, calibration, *runs, seed=settings.seed, progress=progress)
     return ()
 
 
-class _Mark(NamedTuple):
-    """A point to measure."""
+class _FrontierWidths(NamedTuple):
+    """Widths of a point to measure: spread, scale, and ε by router name."""
 
     spread: Literal["noise", "budget"]
     scale: float
     widths: dict[str, float]
 
 
-def measure_points(
+def measure_frontier(
     models: tuple[nn.Module, nn.Module],
     calibration: SmoothingCalibration,
     sequences: Sequence[Int[Tensor, " _"]],
@@ -183,11 +183,11 @@ def measure_points(
     budgets: Sequence[float] = (),
     progress: Progress | None = None,
 ) -> Frontier:
-    """Measure smoothed forms of a model of many widths.
+    """Measure smoothed models of many widths.
 
     Args:
-        models: the original and a smoothed copy, of which widths alone are replaced.
-        calibration: from the calibration text.
+        models: the original and a smoothed copy, whose widths are replaced for each point.
+        calibration: scores and noise on the calibration text.
         sequences: held-out token ids.
         settings: gate, widths by noise, batch size and seed.
         budgets: mean experts per token of the widths by budget.
@@ -195,35 +195,38 @@ def measure_points(
     """
     model, smoothed = models
     gate, noise = settings.gate_name, calibration.noise
-    marks = [_Mark("noise", c, calibration.by_noise(c)) for c in settings.scales or SCALES]
-    marks += [_Mark("budget", n, calibration.by_budget(n, gate)) for n in budgets]
+    targets = [
+        _FrontierWidths("noise", c, calibration.by_noise(c)) for c in settings.scales or SCALES
+    ]
+    targets += [_FrontierWidths("budget", n, calibration.by_budget(n, gate)) for n in budgets]
     tables = repair_tables(
         model,
         smoothed,
         sequences,
-        [mark.widths for mark in marks],
+        [target.widths for target in targets],
         perturbations=list(dict.fromkeys([*REPAIR_PERTURBATIONS, noise])),
         batch_size=settings.batch_size,
         seed=settings.seed,
         progress=progress,
     )
     points = tuple(
-        _frontier_point(mark, table, noise.name) for mark, table in zip(marks, tables, strict=True)
+        _frontier_point(target, table, noise.name)
+        for target, table in zip(targets, tables, strict=True)
     )
     by_flips = tables[0].row(noise.name).by_flips
     return Frontier("", noise.name, gate, by_flips, calibration.sigmas, points, (), {})
 
 
-def _frontier_point(mark: _Mark, table: RepairTable, noise: str) -> FrontierPoint:
-    """One width's measured factor and moved KL, beside the least KL that the law allows."""
+def _frontier_point(target: _FrontierWidths, table: RepairTable, noise: str) -> FrontierPoint:
+    """Return the point of one set of widths, with the least KL that the law allows."""
     row = table.row(noise)
     least = least_kl(row)
     ratio = table.moved.value / least if least and table.moved.value is not None else None
-    return FrontierPoint(*mark, table, row.flip_factor, least, ratio)
+    return FrontierPoint(*target, table, row.flip_factor, least, ratio)
 
 
 def least_kl(row: RepairRow) -> float | None:
-    """The KL that any continuous gate must move the model by for the factor of this row."""
+    """Return the least KL by which any continuous gate must move the model for a row's factor."""
     factor = row.flip_factor
     if factor is None or factor < 1:
         return None

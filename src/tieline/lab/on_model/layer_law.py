@@ -1,4 +1,4 @@
-r"""The law of docs/continuity.md in the layers of a model: what it predicts, and what is measured.
+r"""The continuity law of docs/continuity.md in the layers of a model: predicted and measured.
 
     f      half of the density of the gap at 0
     J²     mean ‖y_swapped - y‖² at a tie, the experts of ranks k and k + 1 swapped
@@ -10,9 +10,9 @@ r"""The law of docs/continuity.md in the layers of a model: what it predicts, an
 D and S are over all tokens, inputs those of the clean original, and in units of mean ‖y‖². The
 noise acts on the choice alone: weights follow from the clean scores, so that S has no part that a
 gate could not change. Predictions (`projected_cost`, f J² ε/6 (1 + aε/4) for D) come from the
-calibration text, D and S from other text. f J² and its slope are a straight line through the jumps
-of the fifth of the tokens that are nearest to a tie: jumps are heavy-tailed, and the few tokens
-inside a narrow band would say less of it.
+calibration text, D and S from other text. f J² and its slope are fitted by a straight line to the
+jumps of the fifth of the tokens nearest to a tie: jumps are heavy-tailed, and the few tokens inside
+a narrow band would give a noisier estimate.
 """
 
 import math
@@ -41,17 +41,17 @@ from tieline.routing.smooth_gates import projected_columns
 from tieline.run.condition import noise_generator
 from tieline.run.forward import forward
 
-GROUPS = 16
-"""Groups of sequences that are left out in turn."""
+JACKKNIFE_GROUPS = 16
+"""Groups of sequences that the jackknife leaves out in turn."""
 
-NEAR = 0.2
-"""Share of the tokens, those of the smallest gaps, that f J² and its slope are taken from."""
+NEAR_SHARE = 0.2
+"""Share of tokens, those with the smallest gaps, from which f J² and its slope are fitted."""
 
-REACH = 6.0
-"""Standard deviations of noise beyond which none is drawn."""
+NOISE_CUTOFF = 6.0
+"""Standard deviations beyond the band at which noise is neglected."""
 
-TINY = 1e-9
-"""ε of top-k, over the spread of the scores."""
+HARD_EPSILON = 1e-9
+"""ε that stands for top-k, relative to the range of the scores."""
 
 Ids = Int[Tensor, "_ _"]
 Squares = Float[Tensor, " tokens"]
@@ -59,18 +59,18 @@ Squares = Float[Tensor, " tokens"]
 
 @dataclass(frozen=True)
 class LawPoint:
-    """A layer by itself with a band of one width; squares in units of the output's mean square.
+    """One layer at one band width; squares are in units of the output's mean square.
 
     Attributes:
         scale: c = ε/σ.
         epsilon: ε.
         inside: share of tokens whose gap is below ε.
         moved: D, the mean square change of the layer's output by smoothing.
-        predicted_moved: the same from density, jump, their slope and ε.
-        sensitivity: S, its mean square change under noise of the choice.
-        predicted_sensitivity: the same from density, jump, their slope, σ and ε.
+        predicted_moved: D predicted from density, jump, their slope and ε.
+        sensitivity: S, the mean square change of the output under noise of the choice.
+        predicted_sensitivity: S predicted from density, jump, their slope, σ and ε.
         factor: S of top-k over S.
-        over: D over the least that any continuous gate needs for that factor, at finite σ.
+        over: D over the least D of any continuous gate for that factor, at finite σ.
     """
 
     scale: float
@@ -86,16 +86,16 @@ class LawPoint:
 
 @dataclass(frozen=True)
 class LayerLaw:
-    """What the law says of a layer, and what was measured.
+    """The law in one layer, predicted and measured.
 
     Attributes:
-        name: its router.
+        name: name of the router.
         density: f of the signed margin at 0, from the calibration text.
-        jump: J over the root mean square of the output, likewise.
+        jump: J over the root mean square of the output, from the calibration text.
         sigma: noise of the margin.
-        slope: relative slope of f J² with the gap, likewise from the calibration text.
+        slope: relative slope of f J² with the gap, from the calibration text.
         hard: S of top-k.
-        predicted_hard: the same from density, jump and σ.
+        predicted_hard: S of top-k predicted from density, jump and σ.
         points: one per width.
     """
 
@@ -110,7 +110,7 @@ class LayerLaw:
 
 
 class _LayerCall(NamedTuple):
-    """One call of a layer: inputs of its block, what its router returned and ranked."""
+    """One call of a layer: inputs of its block, logits and selection scores of its router."""
 
     plan: LayerPlan
     block: Block
@@ -120,7 +120,7 @@ class _LayerCall(NamedTuple):
     groups: Groups | None
 
     def output(self, width: float, noise: Tensor | float = 0.0) -> Float[Tensor, "tokens dim"]:
-        """Output of the layer by projected top-k of this width, the choice disturbed by noise."""
+        """Return the output by projected top-k of a width, with noise on the ranked scores."""
         scores = self.scores.double() + noise
         columns = projected_columns(scores, self.plan.k, epsilon=width, groups=self.groups)
         plan, ids = self.plan, columns.ids
@@ -128,18 +128,18 @@ class _LayerCall(NamedTuple):
         return self.block.run(self.rows, Choice(weights, ids)).double()
 
     def take(self, tokens: Int[Tensor, " some"]) -> "_LayerCall":
-        """Some of the tokens."""
+        """Return the call restricted to some tokens."""
         logits, scores = self.logits[tokens], self.scores[tokens]
         return self._replace(rows=self.rows.take(tokens), logits=logits, scores=scores)
 
     @property
     def hard_width(self) -> float:
         """An ε too small to distinguish from top-k."""
-        return TINY * (self.scores.amax() - self.scores.amin()).item() + 1e-30
+        return HARD_EPSILON * (self.scores.amax() - self.scores.amin()).item() + 1e-30
 
     @property
     def gaps(self) -> Squares:
-        """Gap of each token at which the shares of the last seat begin to be divided."""
+        """Gap of each token: k-th minus (k+1)-th ranked score, within the chosen groups."""
         narrow = projected_columns(
             self.scores.double(), self.plan.k + 1, epsilon=self.hard_width, groups=self.groups
         )
@@ -181,7 +181,7 @@ def _layer_calls(model: nn.Module, plans: Sequence[LayerPlan], ids: Ids) -> list
     return calls
 
 
-class _Tie(NamedTuple):
+class _TieQuantities(NamedTuple):
     """f, J², σ and the slope of f J² in a layer, from the calibration text."""
 
     density: float
@@ -191,14 +191,14 @@ class _Tie(NamedTuple):
 
     @property
     def arguments(self) -> tuple[float, float, float]:
-        """Density, jump and σ, as the functions of `limits.continuity_cost` take them."""
+        """(f, J, σ), the arguments of the functions of `limits.continuity_cost`."""
         return self.density, math.sqrt(self.jump_square), self.sigma
 
 
-def _layer_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_Tie, float]:
-    """What the law needs to know of a layer, and the width that jumps near ties are taken from."""
+def _measure_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_TieQuantities, float]:
+    """Return the tie quantities of a layer, and the width below which tokens count as near."""
     gaps = torch.cat([call.gaps for call in calls])
-    width = gaps.quantile(NEAR).item()
+    width = gaps.quantile(NEAR_SHARE).item()
     lines = torch.cat([_weighted_jumps(call, width) for call in calls]).mean(dim=0)
     size = (
         torch.cat([call.rows.output.double().square().sum(dim=1) for call in calls]).mean().item()
@@ -206,11 +206,11 @@ def _layer_tie(calls: Sequence[_LayerCall], sigma: float) -> tuple[_Tie, float]:
     weighted, rise = lines.clamp_min(0.0)[0].item(), lines[1].item()
     density = (gap_density(gaps).value or 0.0) / 2
     slope = rise / weighted if weighted > 0 else 0.0
-    return _Tie(density, weighted / size / max(density, 1e-30), sigma, slope), width
+    return _TieQuantities(density, weighted / size / max(density, 1e-30), sigma, slope), width
 
 
 def _weighted_jumps(call: _LayerCall, width: float) -> Float[Tensor, "tokens 2"]:
-    """For each token two numbers whose means are f J² at the tie and its slope with the gap."""
+    """Return two numbers per token whose means are f J² at the tie and its slope with the gap."""
     gaps = call.gaps
     near = (gaps < width).nonzero().squeeze(1)
     weighted = line_weights(gaps[near], width) * _jump_squares(call, near).unsqueeze(1)
@@ -218,17 +218,17 @@ def _weighted_jumps(call: _LayerCall, width: float) -> Float[Tensor, "tokens 2"]
 
 
 def line_weights(gaps: Squares, width: float) -> Float[Tensor, "tokens 2"]:
-    """(4 - 6u) / 2w and (12u - 6) / 2w², u = gap/w: weights of gaps below the width w.
+    """Return (4 - 6u) / 2w and (12u - 6) / 2w², u = gap/w, the weights of gaps below the width w.
 
-    Summed over tokens and divided by the number of all, they give f at the tie and its slope, of
-    the straight line of least squares through the density of the signed margin.
+    Their sums over tokens, divided by the number of all tokens, are the value at the tie and the
+    slope of the least-squares line through the density of the signed margin.
     """
     u = gaps / width
     return torch.stack(((4 - 6 * u) / (2 * width), (12 * u - 6) / (2 * width**2)), dim=1)
 
 
 def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
-    """‖y_swapped - y‖² of some tokens, weights those of the scores as they are."""
+    """Return ‖y_swapped - y‖² of some tokens, with weights from the clean scores."""
     calls = call.take(tokens)
     k, plan = call.plan.k, call.plan
     ranked = projected_columns(
@@ -245,7 +245,7 @@ def _jump_squares(call: _LayerCall, tokens: Int[Tensor, " near"]) -> Squares:
 
 @dataclass
 class _LawSums:
-    """Sums over the tokens of a layer; jumps near ties are taken from gaps below `width`."""
+    """Sums over the tokens of a layer; `jumps` uses tokens with gaps below `width`."""
 
     width: float
     size: SequenceSums = field(default_factory=SequenceSums)
@@ -253,7 +253,9 @@ class _LawSums:
     hard: SequenceSums = field(default_factory=SequenceSums)
     inside: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
     moved: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
-    left: dict[float, SequenceSums] = field(default_factory=lambda: defaultdict(SequenceSums))
+    sensitivity: dict[float, SequenceSums] = field(
+        default_factory=lambda: defaultdict(SequenceSums)
+    )
 
 
 def layer_laws(
@@ -267,15 +269,15 @@ def layer_laws(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[LayerLaw, ...]:
-    """Measure D and S of projected top-k in every layer by itself, beside what the law says.
+    """Measure D and S of projected top-k in every layer by itself, and predict them by the law.
 
     Args:
         model: the original, in evaluation mode and float32.
-        widths: its scores and noise.
-        calibration: tokens that f and J are taken from.
-        batches: other tokens, to measure on.
+        widths: scores and noise of the model.
+        calibration: tokens from which f and J are measured.
+        batches: other tokens, on which D and S are measured.
         scales: c = ε/σ.
-        draws: how often the noise is drawn.
+        draws: number of noise draws.
         seed: seed of the noise.
         progress: called with stage, done and total.
     """
@@ -283,31 +285,31 @@ def layer_laws(
     first = [_layer_calls(model, plans, ids) for ids in calibration]
     ties, sums = {}, {}
     for index, plan in enumerate(plans):
-        tie, width = _layer_tie([calls[index] for calls in first], widths.sigmas[plan.name])
+        tie, width = _measure_tie([calls[index] for calls in first], widths.sigmas[plan.name])
         ties[plan.name], sums[plan.name] = tie, _LawSums(width)
     del first
     for number, ids in enumerate(batches):
         for index, call in enumerate(_layer_calls(model, plans, ids)):
             name, shape = call.plan.name, tuple(ids.shape)
             source = noise_generator(seed, number, index)
-            _add_batch(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
+            _add_batch_sums(call, sums[name], ties[name].sigma, (scales, draws), source, shape)
         if progress is not None:
             progress("law", number + 1, len(batches))
     return tuple(_layer_law(name, ties[name], sums[name], scales) for name in ties)
 
 
-def _add_batch(
+def _add_batch_sums(
     call: _LayerCall,
     sums: _LawSums,
     sigma: float,
-    how: tuple[Sequence[float], int],
+    scales_and_draws: tuple[Sequence[float], int],
     source: torch.Generator,
     shape: tuple[int, ...],
 ) -> None:
-    """Add the tokens of a batch; those that no noise brings into a band count as zero."""
-    scales, draws = how
+    """Add the tokens of a batch; tokens too far from any band for the noise count as zero."""
+    scales, draws = scales_and_draws
     gaps = call.gaps
-    near = (gaps < (max(scales) + REACH) * sigma).nonzero().squeeze(1)
+    near = (gaps < (max(scales) + NOISE_CUTOFF) * sigma).nonzero().squeeze(1)
     near_calls = call.take(near)
     hard = near_calls.output(call.hard_width)
     size = (*near_calls.scores.shape, draws)
@@ -322,20 +324,20 @@ def _add_batch(
     for scale in scales:
         smooth = near_calls.output(scale * sigma)
         add(sums.moved[scale], (smooth - hard).square().sum(dim=1))
-        add(sums.left[scale], _noise_change(near_calls, scale * sigma, smooth, noises))
+        add(sums.sensitivity[scale], _noise_change(near_calls, scale * sigma, smooth, noises))
         add(sums.inside[scale], (gaps[near] < scale * sigma).double())
 
 
 def _noise_change(call: _LayerCall, width: float, clean: Tensor, noises: Tensor) -> Squares:
-    """Mean over draws of ‖y(c + n) - y(c)‖²."""
+    """Return the mean over draws of ‖y(c + n) - y(c)‖²."""
     changes = [
         (call.output(width, noise) - clean).square().sum(dim=1) for noise in noises.unbind(dim=-1)
     ]
     return torch.stack(changes).mean(dim=0)
 
 
-def _layer_law(name: str, tie: _Tie, sums: _LawSums, scales: Sequence[float]) -> LayerLaw:
-    """The law of one layer at all widths, from its sums over batches."""
+def _layer_law(name: str, tie: _TieQuantities, sums: _LawSums, scales: Sequence[float]) -> LayerLaw:
+    """Return the law of one layer at all widths, from its sums over batches."""
     size = sums.size.mean().value or 1.0
     hard = sums.hard.mean().times(1 / size)
     points = tuple(_law_point(tie, sums, scale, size, hard.value or 0.0) for scale in scales)
@@ -343,9 +345,13 @@ def _layer_law(name: str, tie: _Tie, sums: _LawSums, scales: Sequence[float]) ->
     return LayerLaw(name, *tie.arguments, tie.slope, hard, predicted, points)
 
 
-def _law_point(tie: _Tie, sums: _LawSums, scale: float, size: float, hard: float) -> LawPoint:
-    """Measured and predicted moved output and sensitivity at one width."""
-    moved, left = (kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.left))
+def _law_point(
+    tie: _TieQuantities, sums: _LawSums, scale: float, size: float, hard: float
+) -> LawPoint:
+    """Return measured and predicted D and S at one width."""
+    moved, sensitivity = (
+        kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.sensitivity)
+    )
     width = scale * tie.sigma
     cost = projected_cost(*tie.arguments, width, tie.slope)
     return LawPoint(
@@ -354,37 +360,37 @@ def _law_point(tie: _Tie, sums: _LawSums, scale: float, size: float, hard: float
         sums.inside[scale].mean().value or 0.0,
         moved,
         cost.moved,
-        left,
+        sensitivity,
         cost.sensitivity,
-        hard / left.value if left.value else None,
-        _above_frontier(sums, scale, tie.sigma),
+        hard / sensitivity.value if sensitivity.value else None,
+        _frontier_ratio(sums, scale, tie.sigma),
     )
 
 
-def _above_frontier(sums: _LawSums, scale: float, sigma: float) -> Estimate:
-    """D over the least for this S, with a standard error from leaving out groups of sequences.
+def _frontier_ratio(sums: _LawSums, scale: float, sigma: float) -> Estimate:
+    """Return D over the least D for this S, with a jackknife error over groups of sequences.
 
-    S_hard is f J² σ √(2/π) with f J² of the same text: many more tokens tell it than those that
-    flip.
+    S_hard is f J² σ √(2/π) with f J² of the same text, which far more tokens determine than the
+    few that flip.
     """
-    columns = (sums.moved[scale], sums.left[scale], sums.jumps)
+    columns = (sums.moved[scale], sums.sensitivity[scale], sums.jumps)
     columns_sum = torch.stack([torch.cat(sums.sums) for sums in columns])
-    ratio = _over_least(columns_sum.sum(dim=1), sigma)
-    groups = torch.arange(columns_sum.shape[1]) % min(GROUPS, columns_sum.shape[1])
+    ratio = _ratio_to_least(columns_sum.sum(dim=1), sigma)
+    groups = torch.arange(columns_sum.shape[1]) % min(JACKKNIFE_GROUPS, columns_sum.shape[1])
     count = int(groups.max()) + 1
     if ratio is None or count < 2:
         return Estimate(ratio, None, "ok" if ratio is not None else "not answerable: no flips seen")
     left_out = [
-        _over_least(columns_sum[:, groups != group].sum(dim=1), sigma) for group in range(count)
+        _ratio_to_least(columns_sum[:, groups != group].sum(dim=1), sigma) for group in range(count)
     ]
     ratios = torch.tensor([value for value in left_out if value is not None], dtype=torch.float64)
-    if len(ratios) < count:  # without some sequences nothing is left: too few to tell an error
+    if len(ratios) < count:  # too few sequences for an error
         return Estimate(ratio, None)
     return Estimate(ratio, ((count - 1) * ratios.var(correction=0)).sqrt().item())
 
 
-def _over_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:
-    """D / (least_moved(S_hard / S) S_hard); None where S is not below that of top-k."""
+def _ratio_to_least(sums: Float[Tensor, "3"], sigma: float) -> float | None:
+    """Return D / (least_moved(S_hard / S) S_hard); None unless 0 < S < S_hard."""
     moved, remaining, jumps = sums.tolist()
     hard = hard_sensitivity(max(jumps, 0.0), 1.0, sigma)
     if not 0 < remaining < hard:

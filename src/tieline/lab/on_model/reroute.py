@@ -1,11 +1,11 @@
-"""Rerouting a model: another router in place of its own, fitted to its choices (paper 2).
+"""Replace a model's routers by others that are fitted to its choices (paper 2).
 
     done = reroute("org/model", router="perturbed")
     done.metrics["kept"], done.loss_change
     done.save("rerouted")
 
-A copy gets the new router in every layer, fitted on the first tokens of the text to what the old
-one chose, and is compared with the original on the tokens that follow:
+A copy of the model gets a new router in every layer, fitted to the old choices on the first tokens
+of the text, and is compared with the original on the tokens that follow:
 
     kept         share of a token's k experts that both choose, each model with its own inputs
     loss         of the original, and the change, paired by token, clustered by sequence
@@ -33,7 +33,7 @@ from tieline.lab.command_settings import ROUTER_KINDS, RerouteOptions, RerouteSe
 from tieline.lab.on_model.rerouted_model import FEATURE, ROUTER, reroute_
 from tieline.lab.on_model.router_fit import (
     RouterFit,
-    Watched,
+    RouterSamples,
     fit_router,
     is_softmax,
     router_inputs_and_logits,
@@ -52,21 +52,21 @@ from tieline.run.forward import forward, only_running
 from tieline.trace.record import RoutingTrace
 
 NEAR_ZERO = 1e-6
-"""Norm of the tokens whose scores are compared with those of the zero vector."""
+"""Norm δ of the vectors whose scores are compared with the scores of the zero vector."""
 
 
 @dataclass(frozen=True)
 class ReroutedLayer:
-    """One layer before and after.
+    """One layer before and after rerouting.
 
     Attributes:
         name: name of its router.
-        fit: how well the new router follows the old one on the text that it was fitted to.
-        kept: share of a token's experts that both choose.
+        fit: divergence of the new router from the old one on the text that it was fitted to.
+        kept: share of a token's k experts that both routers choose.
         gap_before: median gap of the old scores.
-        gap_after: median gap of the new ones.
-        flips_before: share of tokens that change experts if bf16 rounds the scores; None unknown.
-        flips_after: the same of the new router.
+        gap_after: median gap of the new scores.
+        flips_before: share of tokens that bf16 rounding of the scores flips; None if unknown.
+        flips_after: the same for the new router.
         at_zero: largest jump of a new score at the zero vector.
     """
 
@@ -82,7 +82,7 @@ class ReroutedLayer:
 
 @dataclass(frozen=True, repr=False)
 class Rerouted(Result):
-    """A model with another router, beside the original.
+    """A rerouted model, compared with the original.
 
     Attributes:
         model: name of the model.
@@ -91,10 +91,10 @@ class Rerouted(Result):
         layers: one record per router.
         kept: share of experts that both models choose, over all layers.
         loss: mean loss of the original, nats per token.
-        loss_change: loss of the rerouted model minus that.
+        loss_change: loss of the rerouted model minus `loss`.
         moved: KL of the new predictions to the old ones, nats per token.
         tokens: tokens that were measured.
-        sequences: sequences that they are in, the clusters of the standard errors.
+        sequences: sequences that hold them, the clusters of the standard errors.
         fit_tokens: tokens that the routers were fitted to.
         provenance: texts and seed.
         rerouted: the model itself; not part of the JSON.
@@ -132,7 +132,7 @@ class Rerouted(Result):
 
         Args:
             folder: the folder to make.
-            overwrite: whether a model that is there may be replaced.
+            overwrite: whether an existing model may be replaced.
         """
         texts = {"tieline_reroute": self.to_json()}
         save_model(folder, self.rerouted, self.tokenizer, overwrite=overwrite, **texts)
@@ -146,12 +146,12 @@ def reroute(
     progress: Progress | None = None,
     **options: Unpack[RerouteOptions],
 ) -> Rerouted:
-    """Make a copy of a model with another router, fitted to the choices of its own.
+    """Copy a model and replace its routers by others, fitted to the old choices.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
         settings: the options; keyword arguments change single ones. `fit` and `text` may also be
-            the texts themselves. `text` is by default what follows in `fit`, or the text in the
+            the texts themselves. `text` defaults to the rest of `fit`, or to the text in the
             box. A named model is loaded in float32.
         progress: called with stage, done and total while the work goes on.
     """
@@ -164,19 +164,19 @@ def reroute(
         device=settings.device,
         revision=settings.revision,
     )
-    refuse_rerouted(loaded.module)
+    require_not_rerouted(loaded.module)
     texts = _fit_and_measure_texts(loaded, settings)
     size = settings.batch_size
     fitted, measured = (list(stacked_batches(rows, size)) for rows in (texts.fit, texts.measured))
     routers = chosen_routers(loaded.module, None)
     plans = [layer_plan(name, router) for name, router in routers.items()]
-    changed, fits, watched = _rerouted_copy(loaded.module, plans, fitted, settings, progress)
+    changed, fits, samples = _rerouted_copy(loaded.module, plans, fitted, settings, progress)
     sides = _compare_rerouted(loaded.module, changed, measured, progress)
     return Rerouted(
         model=loaded.name or type(loaded.module).__name__,
         router=settings.router,
         options=settings.router_options,
-        layers=_rerouted_layers(plans, fits, watched, changed, sides),
+        layers=_rerouted_layers(plans, fits, samples, changed, sides),
         kept=sides.kept_overall(),
         loss=sides.loss.mean(),
         loss_change=sides.change.mean(),
@@ -190,8 +190,8 @@ def reroute(
     )
 
 
-def refuse_rerouted(model: nn.Module) -> None:
-    """Refuse a model whose routers were replaced already: its own choices are no longer there."""
+def require_not_rerouted(model: nn.Module) -> None:
+    """Raise if the model was rerouted already, since its own choices are gone."""
     before = changes_of(getattr(model, "config", None)).get(FEATURE)
     if before is not None:
         kind = before.get("router") or before.get("gate")
@@ -200,16 +200,16 @@ def refuse_rerouted(model: nn.Module) -> None:
         )
 
 
-class _Texts(NamedTuple):
-    """Sequences to fit to and to measure on, and where they are from."""
+class _TokenisedTexts(NamedTuple):
+    """Sequences to fit to and to measure on, and the origin of both texts."""
 
     fit: list[Tensor]
     measured: list[Tensor]
     origins: tuple[str, str]
 
 
-def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _Texts:
-    """Cut one text, or two, into sequences to fit to and others to measure on."""
+def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _TokenisedTexts:
+    """Tokenise one text, or two, into sequences to fit to and others to measure on."""
     fit, text = settings.fit, settings.text
     fit_tokens, tokens = settings.fit_tokens, settings.tokens
     length = min(default_length(loaded.module), fit_tokens, tokens)
@@ -227,7 +227,7 @@ def _fit_and_measure_texts(loaded: Model, settings: RerouteSettings) -> _Texts:
         bool(first) and bool(measured),
         f"the text is too short to fit to {fit_tokens} of its tokens and to measure on others",
     )
-    return _Texts(list(first), measured, (origin, second))
+    return _TokenisedTexts(list(first), measured, (origin, second))
 
 
 def _rerouted_copy(
@@ -236,12 +236,12 @@ def _rerouted_copy(
     fitted: list[Tensor],
     settings: RerouteSettings,
     progress: Progress | None,
-) -> tuple[nn.Module, dict[str, RouterFit], dict[str, Watched]]:
-    """Return a copy with fitted routers, how well they fit, and what they were fitted to."""
+) -> tuple[nn.Module, dict[str, RouterFit], dict[str, RouterSamples]]:
+    """Return a copy with fitted routers, the quality of each fit, and the samples fitted to."""
     kind, seed = ROUTER_KINDS[settings.router], settings.seed
     options = dict(settings.router_options)
     changed = copy.deepcopy(model)
-    watched = router_inputs_and_logits(model, plans, fitted, progress)
+    samples = router_inputs_and_logits(model, plans, fitted, progress)
     record = reroute_(changed, router=kind, router_options=options, seed=seed)
     fits = {}
     for index, plan in enumerate(plans):
@@ -249,7 +249,7 @@ def _rerouted_copy(
         softmax = is_softmax(plan)
         fits[plan.name] = fit_router(
             new,
-            watched[plan.name],
+            samples[plan.name],
             softmax=softmax,
             steps=settings.steps,
             seed=seed,
@@ -258,11 +258,11 @@ def _rerouted_copy(
         if progress is not None:
             progress("fit", index + 1, len(plans))
     record.remember(changed, _options_by_layer(fits))
-    return changed, fits, watched
+    return changed, fits, samples
 
 
 def _options_by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
-    """Options of single layers: the fitted temperatures."""
+    """Return the fitted temperature of each layer as its options."""
     temperatures = {name: fit.temperature for name, fit in fits.items()}
     return {
         name: {"temperature": value} for name, value in temperatures.items() if value is not None
@@ -270,8 +270,8 @@ def _options_by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]
 
 
 @dataclass
-class _Sides:
-    """Both models on the same tokens."""
+class _BothModels:
+    """Routing, loss and KL of both models on the same tokens."""
 
     before: RoutingTrace
     after: RoutingTrace
@@ -281,7 +281,7 @@ class _Sides:
     moved: SequenceSums
 
     def kept(self, index: int) -> SequenceSums:
-        """Share of experts that both choose, for the tokens of a layer."""
+        """Return sums of the share of experts that both models choose, for a layer's tokens."""
         old, new = (
             trace.layers[index].experts[:, : trace.layers[index].facts.k].long()
             for trace in (self.before, self.after)
@@ -294,15 +294,15 @@ class _Sides:
         return sums
 
     def kept_overall(self) -> Estimate:
-        """The same over all layers."""
+        """Return the mean share of experts that both models choose, over all layers."""
         first, *others = (self.kept(index) for index in range(len(self.before.layers)))
         return first.joined(*others).mean()
 
 
 def _compare_rerouted(
     model: nn.Module, changed: nn.Module, measured: list[Tensor], progress: Progress | None
-) -> _Sides:
-    """Losses, KL and routing of the model and of its rerouted copy on the same tokens."""
+) -> _BothModels:
+    """Run the model and its rerouted copy on the same tokens."""
     sums = [SequenceSums() for _ in range(3)]
     with only_running(model), only_running(changed), capture(model) as old, capture(changed) as new:
         for number, ids in enumerate(measured):
@@ -318,17 +318,17 @@ def _compare_rerouted(
             if progress is not None:
                 progress("compare", number + 1, len(measured))
     shape = [(ids.shape[0], ids.shape[1]) for ids in measured]
-    return _Sides(old.trace(), new.trace(), shape, *sums)
+    return _BothModels(old.trace(), new.trace(), shape, *sums)
 
 
 def _rerouted_layers(
     plans: list[LayerPlan],
     fits: dict[str, RouterFit],
-    watched: dict[str, Watched],
+    samples: dict[str, RouterSamples],
     changed: nn.Module,
-    sides: _Sides,
+    sides: _BothModels,
 ) -> tuple[ReroutedLayer, ...]:
-    """One record per router: choices kept, fit, gaps and bf16 flips before and after."""
+    """Return one record per router: choices kept, fit, gaps and bf16 flips before and after."""
     names = [layer.name for layer in sides.before.layers]
     with one_thread():
         measures = [measure(trace).layers for trace in (sides.before, sides.after)]
@@ -338,7 +338,7 @@ def _rerouted_layers(
         gaps = [trace.layers[index].gap.median().item() for trace in (sides.before, sides.after)]
         flips = [_bf16_flips(layers[index]) for layers in measures]
         new: Any = changed.get_submodule(f"{plan.name}.{ROUTER}")
-        zero = jump_at_zero(new, watched[plan.name].inputs)
+        zero = jump_at_zero(new, samples[plan.name].inputs)
         kept = sides.kept(index).mean()
         numbers = (gaps[0], gaps[1], flips[0], flips[1], zero)
         records.append(ReroutedLayer(plan.name, fits[plan.name], kept, *numbers))
@@ -346,16 +346,16 @@ def _rerouted_layers(
 
 
 def _bf16_flips(layer: LayerMeasures) -> float | None:
-    """Share of tokens that bf16 flips; None where it is not known."""
+    """Return the share of tokens that bf16 rounding flips; None if unknown."""
     rates = {row.precision: row.flip for row in layer.precision.value or ()}
     return rates["bf16"].value if "bf16" in rates else None
 
 
 @torch.no_grad()
 def jump_at_zero(router: Router, inputs: Float[Tensor, "tokens width"]) -> float:
-    """Largest |z(δ x̂) − z(0)| over tokens, δ = `NEAR_ZERO`: about 0 if scores are continuous there.
+    """Return the largest |z(δ x̂) − z(0)| over tokens, δ = `NEAR_ZERO`: ≈ 0 if z is continuous.
 
-    A plain cosine router keeps the direction of ever smaller tokens and is 0 at the zero vector;
+    A plain cosine router depends on the direction alone for x ≠ 0 and is 0 at the zero vector;
     with τ2 > 0 its scores are at most δ / (τ2 t) (paper 2, eq. 7).
     """
     double_router = copy.deepcopy(router).double().cpu()

@@ -1,4 +1,4 @@
-"""Another router or another gate on the Mixture of Experts of a transformers model, in place.
+"""Replace the router or the gate of a Mixture of Experts of transformers, in place.
 
     record = reroute_(model, router="perturbed_cosine")       # new scores, the family's own choice
     record = reroute_(model, gate="relu")                     # its own scores, another choice
@@ -57,12 +57,12 @@ ROUTER, GATE, REROUTER = "tieline_router", "tieline_gate", "tieline_rerouter"
 
 @dataclass(frozen=True)
 class Rerouter:
-    """How one router is rerouted.
+    """Handler that gives a router new scores, a new choice, or both.
 
     Attributes:
-        family: the record of its family.
+        family: family of the router.
         k: experts that the family's rule chooses.
-        skip: how its experts pass over a slot.
+        skip: how the experts skip an unused slot.
     """
 
     family: RouterFamily
@@ -70,7 +70,7 @@ class Rerouter:
     skip: SkipRule
 
     def __call__(self, router: nn.Module, call: Call, output: Any) -> tuple[Any, ...]:
-        """Return the output with other scores, weights and experts, in its own form and types."""
+        """Return the router's output with new scores, weights and experts, in its own layout."""
         scores = self._scores(router, call, output)
         shown = scores.softmax(dim=-1) if self.family.probabilities else scores
         gate = getattr(router, GATE, None)
@@ -83,7 +83,7 @@ class Rerouter:
         return self.family.layout.with_choice((logits, *output[1:]), NewChoice(*choice))
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
-        """Scores (T, E); the logarithm of probabilities, which are logits up to a shift."""
+        """Return scores (T, E); log-probabilities, which are logits up to a shift, if need be."""
         new = getattr(router, ROUTER, None)
         if new is None:
             logits = output[0].reshape(-1, output[0].shape[-1])
@@ -96,7 +96,7 @@ class Rerouter:
 def attach_rerouter(
     router: nn.Module, how: Rerouter, new: nn.Module | None, gate: nn.Module | None
 ) -> None:
-    """Let `router` score by `new` and choose by `gate`; None keeps its own way."""
+    """Make `router` score by `new` and choose by `gate`; None keeps its own scores or choice."""
     linear = new is None or isinstance(new, LinearRouter)
     for name, module in ((ROUTER, new), (GATE, gate)):
         if module is not None:
@@ -115,7 +115,7 @@ def detach_rerouter(router: nn.Module) -> None:
 
 
 def rerouter_of(module: nn.Module) -> Rerouter | None:
-    """Return how a router is rerouted; None if it is not."""
+    """Return the handler of a rerouted router; None if it is not rerouted."""
     return module.__dict__.get(REROUTER)
 
 
@@ -123,7 +123,7 @@ def rerouter_of(module: nn.Module) -> Rerouter | None:
 def _rerouted_class(
     cls: type[nn.Module], family: RouterFamily, same_scores: bool, linear: bool, own_gate: bool
 ) -> type[nn.Module]:
-    """The router's class with its forward handled by `Rerouter`, registered as a family."""
+    """Return a subclass whose forward is handled by `Rerouter`, registered as a family."""
     kind = ("Own" if same_scores else "Linear" if linear else "Other") + (
         "" if own_gate else "Gated"
     )
@@ -135,11 +135,11 @@ def _rerouted_class(
 
 
 @torch.no_grad()
-def start_from(new: Router, router: nn.Module) -> None:
-    """Start a new router from the matrix W and bias of the old one, as far as its form allows.
+def copy_router_weights(new: Router, router: nn.Module) -> None:
+    """Copy the matrix W and bias of the old router into a new one, as far as its form allows.
 
-    A linear router, and a quadratic one with A = 0, then score as the old one; a cosine router
-    compares directions with the rows of W.
+    A linear router, and a quadratic one with A = 0, then has the scores of the old router; a cosine
+    router compares directions with the rows of W.
     """
     matrix, bias = logits_matrix(router), getattr(router, "bias", None)
     if matrix is None or tuple(matrix.shape) != (new.n_experts, new.d_model):
@@ -157,7 +157,7 @@ def start_from(new: Router, router: nn.Module) -> None:
         new.weight.copy_(matrix)
 
 
-def input_dim(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
+def router_input_dim(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
     """Return the dimension of a router's input."""
     matrix = logits_matrix(router) if family.weight is not None else None
     if matrix is not None:
@@ -166,15 +166,15 @@ def input_dim(router: nn.Module, family: RouterFamily, model: nn.Module) -> int:
     return int(attrgetter("hidden_size")(config.get_text_config()))
 
 
-FEATURE, BEFORE = "reroute", "tieline_flag_before"
+FEATURE, FLAG_BEFORE = "reroute", "tieline_flag_before"
 PERTURBED = {"tau": (0.1, 0.1)}
-SHORT = {"perturbed_cosine": ("cosine", PERTURBED)}
-"""Names for a router with settings."""
+ROUTER_PRESETS = {"perturbed_cosine": ("cosine", PERTURBED)}
+"""Router names that stand for a router with options."""
 
 
 @dataclass(frozen=True)
 class Rerouting:
-    """What `reroute_` did; `undo` takes it back.
+    """Record of `reroute_`; `undo` reverts it.
 
     Attributes:
         layers: names of the routers.
@@ -182,7 +182,7 @@ class Rerouting:
         gate: name of the new gate; None for the family's own rule.
         router_options: further arguments of the router.
         gate_options: further arguments of the gate.
-        layer_options: those of the router that differ between layers, by name of the layer.
+        layer_options: arguments of the router that differ between layers, by layer name.
     """
 
     layers: tuple[str, ...]
@@ -201,7 +201,7 @@ class Rerouting:
         unreroute_(model)
 
     def remember(self, model: nn.Module, by_layer: Mapping[str, Mapping[str, Any]]) -> "Rerouting":
-        """Record options that were found after the routers were made, so that they are saved."""
+        """Add options by layer that were fitted after the rerouting, so that they are saved."""
         record = replace(self, layer_options=dict(by_layer))
         record_change(model, FEATURE, record.facts())
         return record
@@ -235,11 +235,11 @@ def reroute_(
     Args:
         model: a Mixture-of-Experts model of transformers.
         router: a key of `routing.layer.ROUTERS`, or "perturbed_cosine" (τ = 0.1, 0.1).
-        gate: a key of `routing.layer.GATES`; those that take k get the model's.
+        gate: a key of `routing.layer.GATES`; gates that take k get the model's k.
         layers: names of routers; None for all.
         router_options: further arguments of the router, such as `{"temperature": 0.07}`.
         gate_options: further arguments of the gate, such as `{"epsilon": 0.2}`.
-        layer_options: arguments of the router that differ between layers, by name of the layer.
+        layer_options: arguments of the router that differ between layers, by layer name.
         keep_start: start from the old router's matrix as far as the form allows, so that a linear
             or full quadratic router scores as before; otherwise start at random.
         seed: seed of the new routers.
@@ -257,7 +257,7 @@ def reroute_(
     if keep_start:
         for plan, (new, _) in zip(plans, modules, strict=True):
             if new is not None:
-                start_from(new, plan.router)
+                copy_router_weights(new, plan.router)
     record = replace(record, layers=tuple(plan.name for plan in plans))
     record_change(model, FEATURE, record.facts())
     for plan, (new, chooser) in zip(plans, modules, strict=True):
@@ -276,9 +276,9 @@ def unreroute_(model: nn.Module) -> None:
             f"layer {name!r} was smoothed after it was rerouted: call `unsmooth_` first",
         )
         detach_rerouter(router)
-        if experts is not None and hasattr(experts, BEFORE):
-            setattr(experts, FLAG, getattr(experts, BEFORE))
-            delattr(experts, BEFORE)
+        if experts is not None and hasattr(experts, FLAG_BEFORE):
+            setattr(experts, FLAG, getattr(experts, FLAG_BEFORE))
+            delattr(experts, FLAG_BEFORE)
     forget_change(model, FEATURE)
 
 
@@ -289,16 +289,16 @@ def _checked_rerouting(
     for_gate: Mapping[str, Any],
     by_layer: Mapping[str, Mapping[str, Any]],
 ) -> Rerouting:
-    """The record of a rerouting after checking names and options of router and gate."""
-    names = sorted({*ROUTERS, *SHORT})
+    """Check names and options of router and gate and return the record of the rerouting."""
+    names = sorted({*ROUTERS, *ROUTER_PRESETS})
     require(router is None or router in names, f"{router=} is not one of {names}")
     require(gate is None or gate in GATES, f"{gate=} is not one of {sorted(GATES)}")
     require(router is not None or gate is not None, "give a router, a gate, or both")
     options_given = {**for_router, **by_layer}
     require(router is not None or not options_given, f"options without a router: {options_given}")
     require(gate is not None or not for_gate, f"options without a gate: {dict(for_gate)}")
-    if router in SHORT:
-        router, settings = SHORT[router]
+    if router in ROUTER_PRESETS:
+        router, settings = ROUTER_PRESETS[router]
         for_router = {**settings, **for_router}
     for options in (for_router, for_gate, *by_layer.values()):
         try:
@@ -309,7 +309,7 @@ def _checked_rerouting(
 
 
 def _routers_to_change(model: nn.Module, layers: Collection[str] | None) -> list[LayerPlan]:
-    """The routers to change; refuses those changed already and outputs of other layouts."""
+    """Return the routers to change; raises if one is rerouted already or cannot be."""
     plans = []
     for name, router in chosen_routers(model, layers).items():
         family = family_of(router)
@@ -334,13 +334,13 @@ def _routers_to_change(model: nn.Module, layers: Collection[str] | None) -> list
 def _new_router_and_gate(
     model: nn.Module, plan: LayerPlan, record: Rerouting
 ) -> tuple[Router | None, Gate | None]:
-    """The new router and the new gate of a layer, on its device and in its dtype."""
+    """Build the new router and the new gate of a layer, on its device and in its dtype."""
     like = next(plan.router.parameters(), None)
     new = chooser = None
     try:
         if record.router is not None:
-            dim = input_dim(plan.router, plan.family, model)
-            new = ROUTERS[record.router](dim, plan.n_experts, **_router_options(record, plan))
+            dim = router_input_dim(plan.router, plan.family, model)
+            new = ROUTERS[record.router](dim, plan.n_experts, **_new_router_options(record, plan))
         if record.gate is not None:
             kind = GATES[record.gate]
             takes_k = issubclass(kind, SelectiveGate) or record.gate == "expert_choice"
@@ -356,19 +356,19 @@ def _new_router_and_gate(
         f"gate {record.gate!r} needs a new router as well",
         UnsupportedModelError,
     )
-    return _moved_like(new, like), _moved_like(chooser, like)
+    return _to_device_and_dtype(new, like), _to_device_and_dtype(chooser, like)
 
 
-def _router_options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
-    """Arguments of the new router, with a bias if the old one has one; JSON has no tuples."""
+def _new_router_options(record: Rerouting, plan: LayerPlan) -> dict[str, Any]:
+    """Return the new router's arguments: a bias if the old router has one, JSON lists as tuples."""
     options = {**record.router_options, **record.layer_options.get(plan.name, {})}
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     biased = isinstance(getattr(plan.router, "bias", None), nn.Parameter)
     return {"bias": True} | values if record.router == "linear" and biased else values
 
 
-def _moved_like(module: Any, like: nn.Parameter | None) -> Any:
-    """The module on the device and in the dtype of `like`, unless that is on meta."""
+def _to_device_and_dtype(module: Any, like: nn.Parameter | None) -> Any:
+    """Move a module to the device and dtype of `like`, unless `like` is on meta."""
     if module is None or like is None:
         return module
     return module if like.is_meta else module.to(like.device, like.dtype)
@@ -377,17 +377,17 @@ def _moved_like(module: Any, like: nn.Parameter | None) -> Any:
 def _attach_to_layer(
     model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
 ) -> None:
-    """Attach a new router or gate to a layer; experts are told to skip unused tokens."""
+    """Attach a new router or gate to a layer and make its experts skip unused slots."""
     experts = experts_of(model, plan.name)
     skip = skip_rule(plan.family, experts, plan.n_experts)
     if experts is not None and hasattr(experts, FLAG):
-        setattr(experts, BEFORE, getattr(experts, FLAG))
+        setattr(experts, FLAG_BEFORE, getattr(experts, FLAG))
         setattr(experts, FLAG, True)
     attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new, gate)
 
 
 def _restore_rerouting(model: nn.Module, facts: dict[str, Any]) -> None:
-    """Put new routers without values on the routers that a checkpoint names."""
+    """Attach uninitialised routers and gates to the layers that a checkpoint names."""
     by_layer = facts.get("layer_options", {})
     tables = [facts.get("router_options"), facts.get("gate_options"), by_layer]
     fits = isinstance(facts.get("layers"), list) and all(isinstance(x, dict) for x in tables)

@@ -1,7 +1,7 @@
-"""Fitting a new router to the choices of the old one, on the tokens that the model really routes.
+"""Fit a new router to the choices of the old one, on tokens that the model routes.
 
-    watched = watch(model, plans, batches)          inputs x (T, D) and logits z (T, E) by router
-    fit = fit_router(new, watched[name], ...)       minimise over the new router's parameters
+    samples = router_inputs_and_logits(model, plans, batches)   x (T, D), z (T, E) by router
+    fit = fit_router(new, samples[name], ...)       minimise over the new router's parameters
 
     softmax families     mean KL(softmax(z) ‖ softmax(z'))        z' the new router's scores
     sigmoid families     mean Σ_e KL of Bernoulli(σ(z_e)) and Bernoulli(σ(z'_e))
@@ -43,22 +43,22 @@ from tieline.run.runner import Runner
 
 Ids = Int[Tensor, "rows length"]
 
-MOST_BYTES = 2 << 30
-"""Largest size of the router inputs that are kept for a fit."""
+MAX_INPUT_BYTES = 2 << 30
+"""Largest total size of the router inputs recorded for a fit."""
 
-BATCH = 2048
-"""Tokens of a step."""
+BATCH_TOKENS = 2048
+"""Tokens of one step of Adam."""
 
-STEPS, STEPS_ALONE = 400, 60
-"""Steps of Adam for the rows, and for the temperature alone."""
+ROUTER_STEPS, TEMPERATURE_STEPS = 400, 60
+"""Steps of Adam for all parameters, and for the temperature alone."""
 
-RATE = 0.02
-"""Learning rate of Adam, relative to the size of the parameters that it moves."""
+LEARNING_RATE = 0.02
+"""Learning rate of Adam, relative to the root mean square of each parameter."""
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What a router was given and returned.
+class RouterSamples:
+    """Inputs and logits of a router on the tokens of a text.
 
     Attributes:
         inputs: tokens (T, D), float32.
@@ -71,13 +71,13 @@ class Watched:
 
 @dataclass(frozen=True)
 class RouterFit:
-    """How well a new router follows the old one on the text it was fitted to.
+    """Divergence of a new router from the old one on the text it was fitted to.
 
     Attributes:
-        start: the loss before the fit, nats per token.
-        loss: the loss after it.
-        temperature: of a cosine router; None for others.
-        steps: steps of Adam in which the rows moved; 0 if they already ranked as the old ones.
+        start: loss before the fit, nats per token.
+        loss: loss after the fit.
+        temperature: temperature of a cosine router; None for others.
+        steps: steps of Adam on all parameters; 0 if the start already ranked as the old router.
     """
 
     start: float
@@ -86,8 +86,8 @@ class RouterFit:
     steps: int
 
 
-class _Watcher:
-    """A handler that keeps inputs and logits of a router and changes nothing."""
+class _RouterRecorder:
+    """Handler that records inputs and logits of a router and changes nothing."""
 
     def __init__(self, plan: LayerPlan) -> None:
         self._plan = plan
@@ -104,9 +104,9 @@ class _Watcher:
         return output
 
     @property
-    def watched(self) -> Watched:
+    def samples(self) -> RouterSamples:
         require(bool(self._inputs), f"layer {self._plan.name!r} did not run on the text")
-        return Watched(torch.cat(self._inputs), torch.cat(self._logits))
+        return RouterSamples(torch.cat(self._inputs), torch.cat(self._logits))
 
 
 def router_inputs_and_logits(
@@ -115,25 +115,25 @@ def router_inputs_and_logits(
     batches: Sequence[Ids],
     progress: Progress | None = None,
     stage: str = "old choices",
-) -> dict[str, Watched]:
-    """Run the tokens once and return what every router was given and returned."""
+) -> dict[str, RouterSamples]:
+    """Run the tokens once and return inputs and logits of every router."""
     width = max(
         (m.shape[1] for p in plans if (m := logits_matrix(p.router)) is not None), default=0
     )
     size = 4 * len(plans) * width * sum(ids.numel() for ids in batches)
     require(
-        size <= MOST_BYTES,
+        size <= MAX_INPUT_BYTES,
         f"the inputs of {len(plans)} routers take {size / 2**30:.1f} GiB, at most "
-        f"{MOST_BYTES >> 30} are kept: fit on fewer tokens",
+        f"{MAX_INPUT_BYTES >> 30} are kept: fit on fewer tokens",
         ParameterError,
     )
-    watchers = {plan.name: _Watcher(plan) for plan in plans}
-    watch_routers(Runner(Model(model)), {CLEAN: watchers}, batches, progress, stage)
-    return {name: watcher.watched for name, watcher in watchers.items()}
+    recorders = {plan.name: _RouterRecorder(plan) for plan in plans}
+    watch_routers(Runner(Model(model)), {CLEAN: recorders}, batches, progress, stage)
+    return {name: watcher.samples for name, watcher in recorders.items()}
 
 
 def is_softmax(plan: LayerPlan) -> bool:
-    """Whether only differences of a router's logits count, as in a softmax."""
+    """Return whether a router's choice depends only on differences of logits, as in a softmax."""
     return combine_rule(plan.family, plan.router).startswith("softmax") and plan.units in (
         "logits",
         "softmax",
@@ -142,48 +142,50 @@ def is_softmax(plan: LayerPlan) -> bool:
 
 def fit_router(
     new: Router,
-    watched: Watched,
+    samples: RouterSamples,
     *,
     softmax: bool = True,
     steps: int | None = None,
     seed: int = 0,
     temperature: float | None = None,
 ) -> RouterFit:
-    """Fit a router in place to what another one returned.
+    """Fit a router in place to the logits of another one.
 
     Args:
         new: the router; a cosine router without a projection starts at the sphere of its rows.
-        watched: inputs and logits of the old router.
-        softmax: whether only differences of logits count; otherwise each expert has its sigmoid.
-        steps: steps of Adam, with a rate that falls to 0; None for `STEPS`, or for none where the
+        samples: inputs and logits of the old router.
+        softmax: whether only differences of logits matter; otherwise each expert has a sigmoid.
+        steps: steps of Adam, with a rate that falls to 0; None for `ROUTER_STEPS`, or for 0 if the
             start already ranks the experts of all tokens as the old router.
         seed: seed of the order of tokens.
-        temperature: of a cosine router; None to fit it.
+        temperature: temperature of a cosine router; None to fit it.
     """
     require(steps is None or steps >= 0, f"steps must be at least 0, got {steps}")
     cosine = new if isinstance(new, CosineRouter) else None
     if cosine is not None:
-        start_cosine(cosine, watched.inputs, softmax, temperature)
-    before = _whole_loss(new, watched, softmax)
+        start_cosine(cosine, samples.inputs, softmax, temperature)
+    before = _mean_fit_loss(new, samples, softmax)
     if steps is None:
-        steps = 0 if _ranks_alike(new, watched) else STEPS
+        steps = 0 if _has_same_ranking(new, samples) else ROUTER_STEPS
     free = cosine is not None and temperature is None
     scale = nn.Parameter(torch.zeros(()))
     if steps or free:
         moved = list(new.parameters()) if steps else []
         _fit_by_adam(
-            new, watched, softmax, steps or STEPS_ALONE, seed, moved, scale if free else None
+            new, samples, softmax, steps or TEMPERATURE_STEPS, seed, moved, scale if free else None
         )
     if cosine is not None and free:
         cosine.temperature = cosine.temperature / math.exp(scale.item())
-    loss_after = _whole_loss(new, watched, softmax)
+    loss_after = _mean_fit_loss(new, samples, softmax)
     return RouterFit(before, loss_after, None if cosine is None else cosine.temperature, steps)
 
 
 @torch.no_grad()
-def _ranks_alike(new: Router, watched: Watched) -> bool:
-    """Whether all experts rank as before, but for one place in a thousand."""
-    chunks = zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True)
+def _has_same_ranking(new: Router, samples: RouterSamples) -> bool:
+    """Return whether the experts' ranks equal the old ones at more than 99.9 % of places."""
+    chunks = zip(
+        samples.inputs.split(BATCH_TOKENS), samples.logits.split(BATCH_TOKENS), strict=True
+    )
     same = [
         (_new_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in chunks
     ]
@@ -200,10 +202,10 @@ def start_cosine(
     """Move the rows of a cosine router to one sphere, and set the temperature that matches.
 
     Args:
-        new: a router whose rows are those of the old linear one.
-        inputs: tokens, for their norms.
+        new: a cosine router with the rows of the old linear router.
+        inputs: tokens, whose mean norm is used.
         softmax: whether one vector may be subtracted from all rows.
-        temperature: kept instead of the one that matches.
+        temperature: temperature to set instead of the matching one.
     """
     if new.projection is None and softmax:
         new.weight.sub_(sphere_centre(new.weight).to(new.weight))
@@ -215,7 +217,7 @@ def start_cosine(
 
 
 def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width"]:
-    """C with equal ‖w_e − c‖ for all rows, the nearest to their mean; least squares if none exists.
+    """Return the c nearest to the mean with equal ‖w_e − c‖ for all rows, or by least squares.
 
     2 (w_e − w̄)·(c − w̄) = ‖w_e − w̄‖² − const, solved in float64.
     """
@@ -229,7 +231,7 @@ def sphere_centre(rows: Float[Tensor, "experts width"]) -> Float[Tensor, " width
 
 
 def _fit_loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
-    """Mean divergence of the old weights from the new ones, nats per token."""
+    """Return the mean divergence of the old weights from the new ones, nats per token."""
     if softmax:
         old, new = old_logits.log_softmax(dim=-1), scores.log_softmax(dim=-1)
         return (old.exp() * (old - new)).sum(dim=-1).mean()
@@ -240,52 +242,54 @@ def _fit_loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
 
 
 @torch.no_grad()
-def _whole_loss(new: Router, watched: Watched, softmax: bool) -> float:
-    """The loss over all tokens."""
+def _mean_fit_loss(new: Router, samples: RouterSamples, softmax: bool) -> float:
+    """Return the mean loss over all tokens."""
     total = 0.0
-    for x, z in zip(watched.inputs.split(BATCH), watched.logits.split(BATCH), strict=True):
+    for x, z in zip(
+        samples.inputs.split(BATCH_TOKENS), samples.logits.split(BATCH_TOKENS), strict=True
+    ):
         total += _fit_loss(_new_scores(new, x), z, softmax).item() * len(x)
-    return total / len(watched.inputs)
+    return total / len(samples.inputs)
 
 
 def _new_scores(new: Router, x: Tensor) -> Tensor:
-    """The new router's scores of x, in float32 on the CPU."""
+    """Return the new router's scores of x, in float32 on the CPU."""
     like = next(new.parameters())
     return new(x.to(like.device, like.dtype)).float().cpu()
 
 
 def _fit_by_adam(
     new: Router,
-    watched: Watched,
+    samples: RouterSamples,
     softmax: bool,
     steps: int,
     seed: int,
     moved: Sequence[nn.Parameter],
     log_scale: nn.Parameter | None,
 ) -> None:
-    """Steps of Adam; each parameter moves by a rate relative to its size."""
+    """Run Adam with a rate relative to each parameter's size, decaying linearly to 0."""
     required_gradients = [p.requires_grad for p in moved]
-    groups = [{"params": [p], "lr": RATE * _parameter_size(p)} for p in moved]
+    groups = [{"params": [p], "lr": LEARNING_RATE * _root_mean_square(p)} for p in moved]
     if log_scale is not None:
-        groups.append({"params": [log_scale], "lr": RATE})
-    draw, tokens = torch.Generator().manual_seed(seed), len(watched.inputs)
+        groups.append({"params": [log_scale], "lr": LEARNING_RATE})
+    draw, tokens = torch.Generator().manual_seed(seed), len(samples.inputs)
     optimiser = torch.optim.Adam(groups)
     decay = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda n: 1 - n / steps)
     with torch.enable_grad():
         for parameter in moved:
             parameter.requires_grad_(True)
         for _ in range(steps):
-            rows = torch.randint(tokens, (min(BATCH, tokens),), generator=draw)
-            scores = _new_scores(new, watched.inputs[rows])
+            rows = torch.randint(tokens, (min(BATCH_TOKENS, tokens),), generator=draw)
+            scores = _new_scores(new, samples.inputs[rows])
             scores = scores if log_scale is None else scores * log_scale.exp()
             optimiser.zero_grad()
-            _fit_loss(scores, watched.logits[rows], softmax).backward()
+            _fit_loss(scores, samples.logits[rows], softmax).backward()
             optimiser.step()
             decay.step()
     for parameter, before in zip(moved, required_gradients, strict=True):
         parameter.requires_grad_(before).grad = None
 
 
-def _parameter_size(parameter: Tensor) -> float:
-    """Root mean square of the entries; a small number for a parameter that starts at 0."""
+def _root_mean_square(parameter: Tensor) -> float:
+    """Return the root mean square of the entries, at least 1e-4."""
     return max(parameter.detach().float().square().mean().sqrt().item(), 1e-4)

@@ -1,9 +1,9 @@
-"""A slice through the input space of one router of a model, and a check of it against the router.
+"""A plane slice through the input space of a model's router, checked against the router itself.
 
 The plane goes through the hidden states of three tokens (Paper 3, section 3). Cells are exact
 polygons (`tropical.plane_cells`), one per coalition of experts; the band is where the gap is below
-the noise of the model (`own_noise`). The router itself is then asked at random points of the plane:
-its choice must be the coalition of the cell that holds the point.
+the noise of the model (`own_noise`). The router is then run at random points of the plane: its
+choice must be the coalition of the cell that holds the point.
 """
 
 from collections.abc import Sequence
@@ -36,19 +36,19 @@ from tieline.run.plan import clean_plan
 from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-POINTS = 2000
-"""Random points of the window at which the router is asked."""
-ROUNDING = 1e-5
+CHECK_POINTS = 2000
+"""Random points of the window at which the router is run."""
+TIE_TOLERANCE = 1e-5
 """Gap, relative to the largest score, below which float32 may decide a tie either way."""
-WITH_INPUTS = ObserverSettings(4, (), True, False)
-"""What is recorded of the text."""
-UNITS = 4
-"""The same for coarser formats, in units of their precision: states and scores are both rounded."""
+INPUT_RECORDING = ObserverSettings(ranks=4, epsilons=(), inputs=True, distances=False)
+"""What is recorded of the clean run: four ranks beyond k, and the router inputs."""
+TIE_TOLERANCE_UNITS = 4
+"""The same for coarser formats, in units of their eps: states and scores are both rounded."""
 
 
 @dataclass(frozen=True)
 class SlicePoint:
-    """One of the three tokens: its place in the text, its text and its experts."""
+    """One of the three tokens: document, position, text and experts."""
 
     document: int
     position: int
@@ -64,11 +64,11 @@ class RouterSlice(Result):
         model: name of the model.
         layer: name of the router.
         points: the three tokens.
-        noise: where the width of the band comes from, in words; empty without a band.
+        noise: source of the band's width as text; empty without a band.
         cut: the cells.
-        checked: random points at which the router itself was asked.
-        agreed: those at which it chose the coalition of the cell.
-        undecided: the others whose gap float32 cannot tell from a tie.
+        checked: number of random points at which the router was run.
+        agreed: points at which it chose the coalition of the cell.
+        undecided: other points whose gap float32 cannot distinguish from a tie.
         provenance: text, tokens, batch size and seed.
     """
 
@@ -94,23 +94,23 @@ class RouterSlice(Result):
 
 @dataclass(frozen=True)
 class SliceChoice:
-    """Which slice is drawn.
+    """Router and tokens of the slice to draw.
 
     Attributes:
-        layer: the router, by name or by place in the model; the first with flat walls for None.
-        tokens: places of three tokens in the text; drawn at random for None.
+        layer: name or index of the router; None for the first with flat walls.
+        tokens: places of three tokens in the text; None to draw them at random.
     """
 
     layer: str | int | None = None
     tokens: tuple[int, ...] | None = None
 
     def check(self, names: Sequence[str], tokens: int, inputs: bool) -> None:
-        """Refuse a slice that the run will not be able to give.
+        """Raise if the run cannot provide this slice.
 
         Args:
-            names: the routers looked at.
+            names: names of the selected routers.
             tokens: tokens of the text.
-            inputs: whether the router inputs of the run are kept.
+            inputs: whether the router inputs can be kept.
         """
         require(tokens >= 3, f"a slice goes through three tokens, the text has {tokens}")
         require(inputs, f"the inputs of {tokens:,} tokens cannot be kept: take fewer tokens")
@@ -149,8 +149,8 @@ def slice_model(
 
 
 def _slice_trace(subject: Subject, batch_size: int, progress: Progress | None) -> RoutingTrace:
-    """The routing of the text, with the inputs of the routers."""
-    recorder = RouteRecorder(subject.model, WITH_INPUTS, subject.routers)
+    """Run the text and return its routing with the router inputs."""
+    recorder = RouteRecorder(subject.model, INPUT_RECORDING, subject.routers)
     numbered = dict(enumerate(stacked_batches(subject.text.sequences, batch_size)))
     Runner(Model(subject.model)).run(clean_plan("forward", numbered), [recorder], progress)
     return recorder.trace()
@@ -159,7 +159,7 @@ def _slice_trace(subject: Subject, batch_size: int, progress: Progress | None) -
 def chosen_slice(
     subject: Subject, trace: RoutingTrace, choice: SliceChoice, noise: NoiseReport, seed: int = 0
 ) -> RouterSlice:
-    """The slice that was chosen, with the band of the model's noise where it is known."""
+    """Return the chosen slice, with a band of the model's noise if it is known."""
     weights = linear_weights(subject.model, trace)
     name = choice.layer
     if name is None:
@@ -173,7 +173,7 @@ def chosen_slice(
 
 
 def slice_tokens(trace: RoutingTrace, layer: LayerTrace, seed: int = 0) -> tuple[int, int, int]:
-    """Three tokens with different coalitions where there are, drawn at random."""
+    """Draw three tokens at random, with different coalitions if possible."""
     require(
         trace.n_tokens >= 3,
         f"a slice goes through three tokens, got {trace.n_tokens}: give a longer text",
@@ -198,39 +198,39 @@ def _layer_slice(
     band: tuple[float, str],
     seed: int,
 ) -> RouterSlice:
-    """Cut a layer by the plane through three of its inputs, and ask its router on that plane.
+    """Cut a layer by the plane through three of its inputs, and check its router there.
 
     Args:
         subject: the model and its text.
         trace: its routing, with inputs.
         name: name of the router.
         weights: matrices of linear routers (`linear_weights`).
-        tokens: places of three tokens in the trace; drawn by `seed` for None.
-        band: ε, the gap below which the band lies, in units of the logits, and its origin in words.
+        tokens: places of three tokens in the trace; None to draw them by `seed`.
+        band: ε, the gap below which the band lies, in units of the logits, and its source.
         seed: of tokens and points.
     """
     layer = trace.layer(name)
     status = linear_choice(layer, weights)
     require(status == "ok", f"layer {name!r} has no slice: {status}", UnsupportedModelError)
     assert layer.inputs is not None
-    three = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
-    _check_slice_tokens(three, trace.n_tokens)
+    token_triple = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
+    _check_slice_tokens(token_triple, trace.n_tokens)
     router = subject.model.get_submodule(name)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
     bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
-    points, k = layer.inputs[list(three)], layer.facts.k
+    points, k = layer.inputs[list(token_triple)], layer.facts.k
     cut = slice_router(points, weights[name], bias, k, epsilon=band[0])
     agreed, undecided = _slice_agreement(
         subject.model, router, layer, (cut, plane_through(points)), seed
     )
     pieces = token_texts(subject.text)
-    marks = tuple(_slice_point(trace, layer, token, pieces) for token in three)
-    counts = (POINTS, agreed, undecided)
+    marks = tuple(_slice_point(trace, layer, token, pieces) for token in token_triple)
+    counts = (CHECK_POINTS, agreed, undecided)
     return RouterSlice(subject.name, name, marks, band[1], cut, *counts, subject.provenance)
 
 
 def _check_slice_tokens(token_ids: Sequence[int], tokens: int) -> None:
-    """Raise unless three different tokens of the text are given."""
+    """Raise unless the ids are three different tokens of the text."""
     given = ", ".join(map(str, token_ids))
     require(
         len(token_ids) == 3 and len(set(token_ids)) == 3,
@@ -243,7 +243,7 @@ def _check_slice_tokens(token_ids: Sequence[int], tokens: int) -> None:
 def _slice_point(
     trace: RoutingTrace, layer: LayerTrace, token: int, pieces: Sequence[str]
 ) -> SlicePoint:
-    """A token of the slice with its text and chosen experts."""
+    """Return a token of the slice with its text and chosen experts."""
     experts = sorted(layer.experts[token, : layer.facts.k].tolist())
     text = pieces[token] if token < len(pieces) else ""
     document, position = int(trace.documents[token]), int(trace.positions[token])
@@ -253,25 +253,25 @@ def _slice_point(
 def _slice_agreement(
     model: nn.Module, router: nn.Module, layer: LayerTrace, drawn: tuple[Slice, Plane], seed: int
 ) -> tuple[int, int]:
-    """Points at which the router's choice is that of the picture, and those too near a tie."""
+    """Return how many random points agree with the slice, and how many others are near a tie."""
     cut, plane = drawn
     low, high = np.array(cut.window[0]), np.array(cut.window[2])
-    flat = low + (high - low) * np.random.default_rng(seed).random((POINTS, 2))
+    flat = low + (high - low) * np.random.default_rng(seed).random((CHECK_POINTS, 2))
     states = torch.from_numpy(plane.origin + flat @ plane.axes)
     logits, experts = router_choice(model, router, states)
-    shown = coalition_at(cut, flat)
+    shown = coalitions_at(cut, flat)
     same = (experts.sort(dim=1).values == shown).all(dim=1)
     ranked = logits.double().sort(dim=1, descending=True).values
     gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
-    coarse = UNITS * torch.finfo(_router_dtype(router)).eps
-    close = gap <= max(ROUNDING, coarse) * logits.abs().amax().double()
+    coarse = TIE_TOLERANCE_UNITS * torch.finfo(_router_dtype(router)).eps
+    close = gap <= max(TIE_TOLERANCE, coarse) * logits.abs().amax().double()
     return int(same.sum()), int((~same & close).sum())
 
 
 def router_choice(
     model: nn.Module, router: nn.Module, states: Float[Tensor, "points dim"]
 ) -> tuple[Tensor, Tensor]:
-    """Logits (or probabilities) and chosen experts of a router, called by itself."""
+    """Run a router by itself and return logits (or probabilities) and chosen experts."""
     family = family_of(router)
     if family is None or family.bias_argument is not None:
         raise UnsupportedModelError(f"{type(router).__name__} cannot be called by itself")
@@ -282,12 +282,12 @@ def router_choice(
 
 
 def _router_dtype(router: nn.Module) -> torch.dtype:
-    """The dtype of the router's parameters; float32 if it has none."""
+    """Return the dtype of the router's parameters; float32 if it has none."""
     return next((p.dtype for p in router.parameters()), torch.float32)
 
 
-def coalition_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:
-    """Experts (points, k) of the cell that holds each point; -1 where none does."""
+def coalitions_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:
+    """Return the experts (points, k) of the cell that holds each point; -1 if none does."""
     experts = torch.full((len(flat), cut.k), -1)
     for cell in cut.cells:
         corners = np.array(cell.corners)

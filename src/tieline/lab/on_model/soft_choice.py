@@ -1,4 +1,4 @@
-"""The soft form of a router's hard choice, and what first and second order make of it at walls.
+"""Soft forms of a router's hard choice, and the change of the loss they make near ties.
 
     k = 1    softmax(c / τ) over all experts, each with the weight that it would have if chosen
     k > 1    the projection of `ProjectedTopK` with a band of width ε
@@ -40,23 +40,23 @@ from tieline.models.smoothed_router import RouterSmoothing, router_smoothing
 from tieline.routing.smooth_gates import Columns
 from tieline.trace.record import LayerTrace
 
-NEGLIGIBLE = 1e-9
-"""Shares below are left out: float32 cannot tell the output from that with them."""
+NEGLIGIBLE_SHARE = 1e-9
+"""Shares below this are dropped: they do not change the output in float32."""
 
 
 @dataclass
-class Tempered(RouterSmoothing):
+class TemperatureSmoothing(RouterSmoothing):
     """Softmax of the selection scores at the temperature τ, which `epsilon` holds."""
 
     divided: bool = False
 
     def columns(self, selection: Selection) -> Columns:
-        """Return all experts of a share that matters, the largest first."""
+        """Return the experts of non-negligible share, the largest first."""
         scores = at_least_single(selection.scores)
         # a router that divides weights e^z by their sum multiplies the share by e^z once more
         power = 1 / self.epsilon - (1.0 if self.divided else 0.0)
         share = (scores.double() * power).softmax(dim=-1)
-        share = share.masked_fill(share < NEGLIGIBLE, 0.0).to(scores)
+        share = share.masked_fill(share < NEGLIGIBLE_SHARE, 0.0).to(scores)
         slots = int((share > 0).sum(dim=-1).max()) if len(share) else 1
         ids = stable_topk(share, slots).indices
         return Columns(share.gather(1, ids), ids)
@@ -64,7 +64,7 @@ class Tempered(RouterSmoothing):
 
 @contextmanager
 def softened_routers(model: nn.Module, widths: Mapping[str, float]) -> Iterator[None]:
-    """Inside the block, these routers make a soft choice.
+    """Context manager in which the given routers make a soft choice.
 
     Args:
         model: a Mixture-of-Experts model of transformers that is not smoothed.
@@ -80,14 +80,14 @@ def softened_routers(model: nn.Module, widths: Mapping[str, float]) -> Iterator[
                 values = {f.name: getattr(handler, f.name) for f in fields(handler)}
                 softmax = combine_rule(handler.family, router).startswith("softmax")
                 divided = renormalises_weights(handler.family, router) and softmax
-                setattr(router, HANDLER, Tempered(**values, divided=divided))
+                setattr(router, HANDLER, TemperatureSmoothing(**values, divided=divided))
         yield
     finally:
         unsmooth_(model)
 
 
 def soft_share(gaps: Tensor, width: float, k: int) -> Tensor:
-    """Share of the second of two experts with this gap: softmax for k = 1, else the ramp."""
+    """Return the second expert's share at a gap: softmax of two for k = 1, else a ramp."""
     if k == 1:
         return torch.sigmoid(-gaps / width)
     return (0.5 - gaps / (2 * width)).clamp(min=0)
@@ -97,15 +97,25 @@ LN2 = math.log(2)
 
 
 MOMENTS = {"softmax": (LN2, LN2 - 1 / 2, LN2 - 5 / 8), "projection": (1 / 4, 1 / 12, 1 / 32)}
-"""M₁, M₂, M₃ of the share of the second expert."""
+"""Moments M₁, M₂, M₃ of the second expert's share, M_j = ∫ a(u)^j du."""
 
 
-MOST_MISSED = 0.02
-"""Largest part of ∫ a(u) du beyond the near tokens with which a width is still judged by them."""
+MAX_UNCOVERED = 0.02
+"""Largest part of ∫ a(u) du beyond the near tokens for which `change_parts` is still valid."""
 
 
-class Walls(NamedTuple):
-    """Near tokens of a layer: places, gaps, norms of gradient and jump, ℓ'(0), c where known."""
+class WallTokens(NamedTuple):
+    """Tokens near a tie (wall) in a layer.
+
+    Attributes:
+        tokens: places of the tokens in the trace.
+        gaps: gap of each.
+        gradient: norm of the loss's gradient in the layer's output.
+        jump: norm of the jump Δ.
+        first: ℓ'(0).
+        bend: c where it was computed, else 0.
+        exact: indices of the tokens with a computed c.
+    """
 
     tokens: Int[Tensor, " near"]
     gaps: Float[Tensor, " near"]
@@ -117,15 +127,15 @@ class Walls(NamedTuple):
 
     @property
     def drawn(self) -> float:
-        """Near tokens that each one with a known bend stands for."""
+        """Number of near tokens per token with a computed `bend`."""
         return len(self.tokens) / max(1, len(self.exact))
 
 
-def slope_parts(walls: Walls, form: str) -> tuple[Tensor, Tensor]:
-    """Parts of each near token in the slope: by the gradient, and by the curvature.
+def slope_parts(walls: WallTokens, form: str) -> tuple[Tensor, Tensor]:
+    """Return each near token's part of the slope: by the gradient, and by the curvature.
 
     Weighed by (4 · 1{g <= w} - 1{g <= 2w}) / 2w, whose mean estimates a density at zero with an
-    error of order w². Curvature is known of a random part of the tokens, which stand for all.
+    error of order w². Curvature is computed for a random subset, which represents all tokens.
     """
     width = walls.gaps.max() / 2
     weight = (4.0 * (walls.gaps <= width) - 1.0) / (2 * width)
@@ -133,12 +143,12 @@ def slope_parts(walls: Walls, form: str) -> tuple[Tensor, Tensor]:
     return first * walls.first * weight, second * walls.drawn * walls.bend * weight
 
 
-def path_choice(
+def interpolated_choice(
     layer: LayerTrace, tokens: Int[Tensor, " some"], router: nn.Module, share: float
 ) -> Choice:
-    """The choice part of the way to the swap: k + 1 experts, the last two sharing a seat.
+    """Return a choice of k + 1 experts, the last two sharing a seat with shares 1 - a and a.
 
-    Weights go in a straight line from the recorded ones to those of `swapped_choice`.
+    Weights are interpolated between the recorded choice and `swapped_choice`; a is `share`.
     """
     k = layer.facts.k
     recorded, swapped = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
@@ -150,8 +160,8 @@ def path_choice(
     return Choice(torch.cat([shared_weights, *pair], dim=1), ids)
 
 
-def choice_at_rows(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
-    """The router's own choice, except at these places."""
+def choice_override(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[RouterOutput], Choice]:
+    """Return a rule that replaces the router's choice at the given rows."""
 
     def rule(output: RouterOutput) -> Choice:
         weights, ids = padded_choice(Choice(output.weights, output.ids), choice.ids.shape[1])
@@ -164,15 +174,15 @@ def choice_at_rows(rows: Int[Tensor, " rows"], choice: Choice) -> Callable[[Rout
     return rule
 
 
-def change_parts(walls: Walls, form: str, width: float) -> Float[Tensor, " near"] | None:
-    """A ℓ'(0) + a² c of each near token at its own gap; None if more tokens matter at this width.
+def change_parts(walls: WallTokens, form: str, width: float) -> Float[Tensor, " near"] | None:
+    """Return a ℓ'(0) + a² c of each near token at its gap; None if farther tokens matter too.
 
-    The mean over all tokens estimates the change of the loss at this width on the same sample, so
-    that its difference from the measured one is free of the luck of which tokens are near a wall.
+    Its mean over all tokens estimates the change of the loss at this width on the same sample; the
+    difference from the measured change is thus free of sampling error in the near tokens.
     """
     last = walls.gaps.max() / width
     beyond = torch.log1p(torch.exp(-last)) / LN2 if form == "softmax" else (1 - last).clamp(min=0)
-    if beyond > MOST_MISSED:
+    if beyond > MAX_UNCOVERED:
         return None
     share = soft_share(walls.gaps, width, 1 if form == "softmax" else 2)
     return share * walls.first + share.square() * walls.drawn * walls.bend

@@ -1,4 +1,4 @@
-r"""What a soft choice would do to the loss of a model: measured, and predicted from its ties.
+r"""Change of a model's loss under a soft choice: measured, and predicted from its ties.
 
 The hard choice of a layer is replaced by its soft form of width ε (`soft_choice`; where k = 1 a
 temperature τ) and the loss is measured on a sample of sequences. To first order in the width only
@@ -38,14 +38,15 @@ from tieline.lab.command_settings import SoftenOptions, SoftenSettings
 from tieline.lab.limits.temperature_limit import margin_constant
 from tieline.lab.on_model.soft_choice import (
     MOMENTS,
-    Walls,
+    WallTokens,
     change_parts,
-    choice_at_rows,
-    path_choice,
+    choice_override,
+    interpolated_choice,
     slope_parts,
     softened_routers,
 )
 from tieline.lab.on_model.subject import Progress, Subject, open_subject
+from tieline.lab.on_model.upcycled_model import parameter_count
 from tieline.measure.boundary import MarginTail, gap_density, margin_tail
 from tieline.measure.measures import gap_status
 from tieline.models.capture import ObserverSettings
@@ -63,30 +64,28 @@ from tieline.run.plan import Pass, clean_plan
 from tieline.run.runner import Runner
 from tieline.trace.record import LayerTrace, RoutingTrace
 
-ORDINARY = 16384
-"""Tokens of the forward pass that costs are counted in: what `tieline inspect` runs."""
-FREE = 10.0
-"""Such passes that are run unless more are allowed."""
-CLEAN_SETTINGS = ObserverSettings(4, (), False, True)
-"""What is recorded of the clean run."""
-DECIDING = 5
-"""Tokens that are named per layer."""
-NOTHING = Estimate(None, None, "not predicted")
+COST_UNIT_TOKENS = 16384
+"""Tokens of one unit of cost, a forward pass as `tieline inspect` runs by default."""
+CLEAN_SETTINGS = ObserverSettings(ranks=4, epsilons=(), inputs=False, distances=True)
+"""What is recorded of the clean run: four ranks beyond k, and distances to ties."""
+MAX_DECIDING_TOKENS = 5
+"""Number of deciding tokens listed per layer."""
+NOT_PREDICTED = Estimate(None, None, "not predicted")
 
 
 @dataclass(frozen=True)
 class SoftLevel:
-    """The loss at one width.
+    """The loss of the softened model at one width.
 
     Attributes:
-        width: τ for k = 1, ε for k > 1; for all layers together the factor of their first widths.
+        width: τ for k = 1, ε for k > 1; for all layers together, a factor of their smallest widths.
         change: loss of the softened model minus that of the hard one, in nats per token.
         slope: the change over the width.
-        missed: predicted slope minus this one, with the standard error of the paired difference;
-            None where nothing is predicted.
-        expected: the slope that first and second order give for the tokens of this very sample at
-            this width; None where other tokens than the near ones matter.
-        ratio: measured change over the one so expected, with the error of the paired difference.
+        missed: predicted slope minus `slope`, with the standard error of the paired difference;
+            None without a prediction.
+        expected: slope predicted to second order for the tokens of this sample at this width; None
+            if tokens other than the near ones matter.
+        ratio: measured change over the expected one, with the error of the paired difference.
     """
 
     width: float
@@ -98,7 +97,7 @@ class SoftLevel:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the prediction is within 15 % or three standard errors; None without one."""
+        """Whether the prediction is within 15 % or 3 standard errors; None without a prediction."""
         if self.missed is None or self.missed.value is None or self.slope.value is None:
             return None
         allowed = max(0.15 * abs(self.slope.value), 3 * (self.missed.standard_error or 0.0))
@@ -107,18 +106,18 @@ class SoftLevel:
 
 @dataclass(frozen=True)
 class DecidingToken:
-    """A token at a wall and its part of the predicted slope.
+    """A token near a tie and its part of the predicted slope.
 
     Attributes:
-        document: its document.
-        position: its position there.
+        document: index of its document.
+        position: position in the document.
         text: its text.
         layer: name of the router.
         leaving: the expert of rank k.
         entering: the expert of rank k + 1.
         gap: its gap.
-        effect: change of the summed loss of its sequence, averaged over the width, in nats:
-            negative where softening helps.
+        effect: change of the summed loss of its sequence, averaged over the width, in nats;
+            negative if softening helps.
     """
 
     document: int
@@ -138,19 +137,19 @@ class SoftLayer:
     Attributes:
         name: name of the router.
         form: "softmax" at a temperature, or "projection" with a band.
-        levels: measured losses, the smallest width first.
-        predicted: slope of the loss at width 0, from the tokens at the walls.
+        levels: measured losses, in ascending width.
+        predicted: slope of the loss at width 0, from the tokens near ties.
         density: density of the gap at zero.
         tail: margin tail P(gap <= t) ~ C t^α (Paper 0, eq. 4.4).
         by_gradient: part of `predicted` that is linear in the jump: density × jump × gradient of
             the loss.
         constant: C_sh with |change| <= C_sh width^α (Theorem 4.5), from the largest gradient and
-            jump seen; None where the tail is not known.
-        near: tokens at the walls that carry the prediction.
-        exact: those whose loss was computed again with a part of the jump.
+            jump measured; None if the tail is unknown.
+        near: number of near tokens that the prediction is made from.
+        exact: number of near tokens whose loss was recomputed with part of the jump.
         deciding: tokens with the largest parts of the slope, largest first.
-        half: number of tokens that carry half of the sum of the sizes of all parts.
-        status: "ok", or why nothing is predicted.
+        half: smallest number of tokens whose parts make up half of Σ |part|.
+        status: "ok", or the reason for no prediction.
     """
 
     name: str
@@ -170,18 +169,18 @@ class SoftLayer:
 
 @dataclass(frozen=True, repr=False)
 class Softening(Result):
-    """Loss against the width of the soft choice, layer by layer and for all layers at once.
+    """Loss against the width of the soft choice, layer by layer and for all layers together.
 
     Attributes:
         model: name of the model.
         layers: one record per router.
-        together: all routers at once, widths in units of their first ones.
-        predicted: sum of the predicted slopes times those first widths.
-        loss: of the hard model, in nats per token.
+        together: all routers together, widths in units of their smallest ones.
+        predicted: sum of the predicted slopes times the smallest widths.
+        loss: loss of the hard model, in nats per token.
         tokens: tokens of the sample.
-        sequences: its sequences.
-        cost: what all of this cost, in forward passes over 16,384 tokens, estimated.
-        rounded_formats: formats of fewer bits than float32 that the model has weights in.
+        sequences: sequences of the sample.
+        cost: estimated cost of the run, in forward passes over 16,384 tokens.
+        rounded_formats: formats below float32 among the model's weights.
         provenance: text, tokens, batch size and seed.
     """
 
@@ -213,11 +212,11 @@ class SoftenSizes:
     Attributes:
         tokens: tokens of the sample.
         length: tokens per sequence; short ones make the exact part of the prediction cheap.
-        first: share of tokens inside the first band; every further one is twice as wide.
+        first: share of tokens inside the smallest band; every further band is twice as wide.
         levels: number of widths.
-        near: share of tokens that carry the prediction.
-        exact: most tokens per layer whose loss is computed again.
-        seed: of the choice of these.
+        near: share of tokens, those nearest to a tie, that the prediction is made from.
+        exact: largest number of tokens per layer whose loss is recomputed.
+        seed: seed of the choice of these tokens.
     """
 
     tokens: int = 4096
@@ -229,15 +228,15 @@ class SoftenSizes:
     seed: int = 0
 
 
-def sample_of(tokens: int) -> SoftenSizes:
-    """Sizes for a sample of this many tokens, with as large a part of them computed again."""
+def sizes_for_tokens(tokens: int) -> SoftenSizes:
+    """Return sizes for a sample of `tokens` tokens, with `exact` in the default proportion."""
     usual = SoftenSizes()
     exact = max(usual.exact, tokens * usual.exact // usual.tokens)
     return replace(usual, tokens=tokens, exact=exact)
 
 
-class _Sample(NamedTuple):
-    """The clean run: routing, sequences, summed loss and number of predictions of each."""
+class _CleanSample(NamedTuple):
+    """The clean run: routing, sequences, and the summed loss and predictions of each sequence."""
 
     trace: RoutingTrace
     sequences: tuple[Tensor, ...]
@@ -246,20 +245,15 @@ class _Sample(NamedTuple):
 
 
 def soften_cost(model: nn.Module, names: Sequence[str], settings: SoftenSizes) -> float:
-    """Forward passes over 16,384 tokens that softening costs, with dense experts where k = 1."""
+    """Estimate the cost in forward passes over 16,384 tokens; experts run densely if k = 1."""
     plans = {plan.name: plan for plan in plan_layers(model, None)[0] if plan.name in names}
-    sizes = {name: _parameter_count(experts_of(model, name)) for name in plans}
+    sizes = {name: parameter_count(experts_of(model, name)) for name in plans}
     used = {n: sizes[n] * plan.k / plan.n_experts for n, plan in plans.items()}
-    active = max(1.0, _parameter_count(model) - sum(sizes.values()) + sum(used.values()))
+    active = max(1.0, parameter_count(model) - sum(sizes.values()) + sum(used.values()))
     extra = [(sizes[n] - used[n]) / active if plan.k == 1 else 0.0 for n, plan in plans.items()]
     passes = 4 + settings.levels * (len(plans) + 1 + 2 * sum(extra))  # clean, gradient, levels
     exact_tokens = len(plans) * settings.exact * settings.length
-    return (passes * settings.tokens + exact_tokens) / ORDINARY
-
-
-def _parameter_count(module: nn.Module | None) -> float:
-    """Number of parameters of a module; 0 for None."""
-    return 0.0 if module is None else float(sum(p.numel() for p in module.parameters()))
+    return (passes * settings.tokens + exact_tokens) / COST_UNIT_TOKENS
 
 
 @takes_settings(SoftenSettings)
@@ -276,14 +270,14 @@ def soften(
     Args:
         source: a causal language model, not smoothed: a hub id, a folder, "demo" for the model in
             the box, or `(model, tokenizer)`.
-        sizes: of the sample and of the widths, by default `sample_of(tokens)`; its tokens are
-            those of the sample, its seed is replaced by that of the settings.
+        sizes: sizes of the sample and of the widths, by default `sizes_for_tokens(tokens)`; the
+            seed is that of the settings, whatever it says.
         settings: the options; keyword arguments change single ones. A run that costs more than
             `max_cost` is refused before it begins.
         progress: called with stage, done and total.
     """
     settings = SoftenSettings.of(settings, options)
-    sizes = sizes or sample_of(settings.tokens)
+    sizes = sizes or sizes_for_tokens(settings.tokens)
     subject = open_subject(source, settings, "soften takes", sizes.length, sizes.tokens)
     length = len(subject.text.sequences[0])
     sizes = replace(sizes, tokens=subject.text.tokens, length=length, seed=settings.seed)
@@ -293,7 +287,7 @@ def soften(
         "softening costs about {cost} times a forward pass over {ordinary} tokens, more than "
         "{max_cost} {most}: raise it, or look at fewer {layers}",
         cost=f"{cost:.0f}",
-        ordinary=f"{ORDINARY:,}",
+        ordinary=f"{COST_UNIT_TOKENS:,}",
         most=f"{settings.max_cost:g}",
     )
     if progress is not None:
@@ -308,13 +302,13 @@ def soften_sample(
     cost: float = 0.0,
     progress: Progress | None = None,
 ) -> Softening:
-    """Soften the routers of a model that is open; those that cannot be are left out.
+    """Soften the routers of an open model; routers that cannot be smoothed are left out.
 
     Args:
         subject: the model and the sample.
-        settings: sizes.
+        settings: sizes of the sample and of the widths.
         batch_size: sequences per forward pass.
-        cost: of all this, as `soften_cost` gave it.
+        cost: estimate of `soften_cost`, for the record.
         progress: called with stage, done and total.
     """
     softenable = {plan.name for plan in plan_layers(subject.model, None)[0]}
@@ -322,8 +316,8 @@ def soften_sample(
     return _SoftenRun(subject, names, settings, batch_size, progress).softening(cost)
 
 
-def shell_constant(record: SoftLayer, layer: LayerTrace, walls: Walls) -> float | None:
-    """C_sh of Theorem 4.5; the largest gradient and jump seen stand for 2 (B_Y + B_f) and 2 B_f."""
+def shell_constant(record: SoftLayer, layer: LayerTrace, walls: WallTokens) -> float | None:
+    """Return C_sh of Theorem 4.5, with measured maxima of gradient and jump as its bounds."""
     alpha = record.tail.exponent.value
     if alpha is None:
         return None
@@ -355,21 +349,21 @@ class _SoftenRun:
         self._sample, self._sampler = self._clean_sample(names)
 
     def softening(self, cost: float) -> Softening:
-        """Soften every layer by itself, then all of them."""
+        """Soften every layer by itself, then all layers together."""
         sample = self._sample
         layers = [layer for layer in sample.trace.layers if gap_status(layer) == "ok"]
         require(bool(layers), "no layer has a choice that could be softened")
-        gradients = self._gradients(layers)
-        pairs = [self._layer(layer, gradients) for layer in layers]
-        records, forecasts = zip(*pairs, strict=True)
+        gradients = self._output_gradients(layers)
+        pairs = [self._soften_layer(layer, gradients) for layer in layers]
+        records, predictions = zip(*pairs, strict=True)
         widths = {record.name: record.levels[0].width for record in records}
-        forecast = _Forecast.of_all(forecasts, list(widths.values()))
+        prediction = _Prediction.of_all(predictions, list(widths.values()))
         dtypes = {p.dtype for p in self._model.parameters()} & {torch.bfloat16, torch.float16}
         return Softening(
             model=self._subject.name,
             layers=records,
-            together=self._levels(widths, 1.0, forecast),
-            predicted=_sequence_mean(forecast.slope, sample),
+            together=self._soft_levels(widths, 1.0, prediction),
+            predicted=_sequence_mean(prediction.slope, sample),
             loss=clustered_ratio(sample.losses, sample.counts),
             tokens=sample.trace.n_tokens,
             sequences=len(sample.sequences),
@@ -379,29 +373,29 @@ class _SoftenRun:
         )
 
     def _advance_progress(self, steps: int = 1) -> None:
-        """Report that passes are done."""
+        """Advance the progress by a number of passes."""
         self._done += steps
         if self._progress is not None:
             self._progress("soften", min(self._done, self._total), self._total)
 
-    def _clean_sample(self, names: Sequence[str]) -> tuple[_Sample, BlockSampler]:
-        """Run the model as it is: its trace, losses and tokens near walls."""
+    def _clean_sample(self, names: Sequence[str]) -> tuple[_CleanSample, BlockSampler]:
+        """Run the model unchanged; return its trace and losses, and a sampler of near tokens."""
         tokens = sum(map(len, self._sequences))
         near = max(8, round(self._settings.near * tokens))
         blocks = {name: block_of(self._model, name) for name in names}
         recorder = RouteRecorder(self._model, CLEAN_SETTINGS, names)
         sampler = BlockSampler(blocks, recorder, near, 1, self._settings.seed)
-        losses = _SequenceLosses()
+        losses = _SequenceLossObserver()
         numbered = dict(enumerate(stacked_batches(self._sequences, self._batch_size)))
         plan = clean_plan("soften", numbered, logits="optional")
         Runner(Model(self._model)).run(plan, [recorder, sampler, losses])
         self._advance_progress()
         counts = torch.tensor([len(s) - 1.0 for s in self._sequences], dtype=torch.float64)
         summed = torch.cat(losses.sums)
-        return _Sample(recorder.trace(), self._sequences, summed, counts), sampler
+        return _CleanSample(recorder.trace(), self._sequences, summed, counts), sampler
 
-    def _losses(self) -> Float[Tensor, " sequences"]:
-        """Summed loss of every sequence."""
+    def _sequence_losses(self) -> Float[Tensor, " sequences"]:
+        """Return the summed loss of every sequence."""
         losses = [
             next_token_losses(_output_logits(forward(self._model, ids), ids), ids).sum(dim=1)
             for ids in stacked_batches(self._sequences, self._batch_size)
@@ -409,8 +403,8 @@ class _SoftenRun:
         self._advance_progress()
         return torch.cat(losses)
 
-    def _gradients(self, layers: Sequence[LayerTrace]) -> dict[str, Tensor]:
-        """Gradient of the summed loss by the output of every block, at its near tokens."""
+    def _output_gradients(self, layers: Sequence[LayerTrace]) -> dict[str, Tensor]:
+        """Return the gradient of the summed loss in every block's output, at its near tokens."""
         samples = {x.name: self._sampler.near(x.name) for x in layers}
         near = {name: s.tokens.sort().values for name, s in samples.items() if s is not None}
         blocks = {name: self._sampler.block(name) for name in near}
@@ -431,37 +425,41 @@ class _SoftenRun:
         self._advance_progress(3)
         return {name: torch.cat(chunks) for name, chunks in gradients.items()}
 
-    def _layer(
+    def _soften_layer(
         self, layer: LayerTrace, gradients: dict[str, Tensor]
-    ) -> tuple[SoftLayer, "_Forecast"]:
-        """The record of one layer, and what is predicted of it by sequence."""
+    ) -> tuple[SoftLayer, "_Prediction"]:
+        """Soften one layer; return its record and its prediction by sequence."""
         gaps, form = layer.gap, "softmax" if layer.facts.k == 1 else "projection"
         band = gaps[gaps > 0].quantile(self._settings.first).item()
         width = band * MOMENTS["projection"][0] / MOMENTS[form][0]
-        status, walls, forecast = self._predictable(layer), None, _Forecast()
+        status, walls, prediction = self._prediction_status(layer), None, _Prediction()
         if status == "ok":
-            walls = self._walls(layer, gradients[layer.name], form)
-            forecast = _Forecast.of_layer(self._sample, walls, form)
+            walls = self._wall_tokens(layer, gradients[layer.name], form)
+            prediction = _Prediction.of_layer(self._sample, walls, form)
         self._advance_progress()
         record = SoftLayer(
             name=layer.name,
             form=form,
-            levels=self._levels({layer.name: width}, width, forecast),
-            predicted=_sequence_mean(forecast.slope, self._sample),
+            levels=self._soft_levels({layer.name: width}, width, prediction),
+            predicted=_sequence_mean(prediction.slope, self._sample),
             density=gap_density(gaps),
             tail=margin_tail(gaps),
             status=status,
         )
-        return (record if walls is None else self._with_walls(record, layer, walls)), forecast
+        return (
+            record if walls is None else self._add_wall_results(record, layer, walls)
+        ), prediction
 
-    def _with_walls(self, record: SoftLayer, layer: LayerTrace, walls: Walls) -> SoftLayer:
-        """Add what the tokens at the walls say."""
+    def _add_wall_results(
+        self, record: SoftLayer, layer: LayerTrace, walls: WallTokens
+    ) -> SoftLayer:
+        """Add the gradient part, the shell constant and the deciding tokens to a record."""
         first, curved = slope_parts(walls, record.form)
         sizes = (first + curved).abs()
         order = sizes.sort(descending=True).indices
         running = sizes[order].cumsum(0)
         half = int((running < running[-1] / 2).sum()) + 1 if float(running[-1]) > 0 else 0
-        largest = order[:DECIDING].tolist()
+        largest = order[:MAX_DECIDING_TOKENS].tolist()
         return replace(
             record,
             by_gradient=(first.sum() / self._sample.counts.sum()).item(),
@@ -473,9 +471,9 @@ class _SoftenRun:
         )
 
     def _deciding_token(
-        self, layer: LayerTrace, walls: Walls, index: int, form: str
+        self, layer: LayerTrace, walls: WallTokens, index: int, form: str
     ) -> DecidingToken:
-        """The record of a token that decides a slope."""
+        """Return the record of a near token by its index."""
         trace, token, k = self._sample.trace, int(walls.tokens[index]), layer.facts.k
         first, second, _ = MOMENTS[form]
         effect = first * walls.first[index] + second * walls.bend[index]
@@ -490,7 +488,7 @@ class _SoftenRun:
             effect=effect.item(),
         )
 
-    def _predictable(self, layer: LayerTrace) -> str:
+    def _prediction_status(self, layer: LayerTrace) -> str:
         """Return "ok" if the slope of a layer can be predicted, else the reason."""
         family = family_of(self._model.get_submodule(layer.name))
         if layer.facts.n_groups > 1:
@@ -501,12 +499,12 @@ class _SoftenRun:
             return self._sampler.status(layer.name)
         return "ok"
 
-    def _walls(self, layer: LayerTrace, gradient: Tensor, form: str) -> Walls:
-        """Run the near tokens with their experts swapped, and some of their sequences."""
+    def _wall_tokens(self, layer: LayerTrace, gradient: Tensor, form: str) -> WallTokens:
+        """Measure jump and slope of the near tokens, and the exact change for some of them."""
         near = self._sampler.near(layer.name)
         assert near is not None
         router, block = self._model.get_submodule(layer.name), self._sampler.block(layer.name)
-        # gradients come batch by batch, that is in the order of the tokens
+        # gradients are in the order of the tokens
         order = near.tokens.sort().indices
         tokens, rows = near.tokens[order], near.rows.take(order)
         with only_running(self._model):
@@ -519,16 +517,16 @@ class _SoftenRun:
         exact = draw[: self._settings.exact].sort().values
         _, second, third = MOMENTS[form]
         share = third / second
-        change = self._changes(layer, tokens[exact], share)
+        change = self._loss_changes(layer, tokens[exact], share)
         bend = torch.zeros_like(slope)
         bend[exact] = (change - share * slope[exact]) / share**2
         sizes = gradient.norm(dim=1), jump.norm(dim=1)
-        return Walls(tokens, layer.gap[tokens], *sizes, slope, bend, exact)
+        return WallTokens(tokens, layer.gap[tokens], *sizes, slope, bend, exact)
 
-    def _changes(
+    def _loss_changes(
         self, layer: LayerTrace, tokens: Int[Tensor, " exact"], share: float
     ) -> Float[Tensor, " exact"]:
-        """ℓ(a): change of the summed loss when the second expert of a token has the share a."""
+        """Return ℓ(a), the change of the summed loss if a token's second expert has the share a."""
         sample = self._sample
         documents, positions = sample.trace.documents.long(), sample.trace.positions.long()
         router = self._model.get_submodule(layer.name)
@@ -540,29 +538,29 @@ class _SoftenRun:
                 chunk_tokens = tokens[chunk]
                 ids = torch.stack([sample.sequences[d] for d in documents[chunk_tokens].tolist()])
                 rows = torch.arange(len(chunk_tokens)) * length + positions[chunk_tokens]
-                choice = path_choice(layer, chunk_tokens, router, share)
+                choice = interpolated_choice(layer, chunk_tokens, router, share)
                 with (
                     only_running(self._model),
-                    override_choice(router, choice_at_rows(rows, choice)),
+                    override_choice(router, choice_override(rows, choice)),
                 ):
                     losses = next_token_losses(_output_logits(forward(self._model, ids), ids), ids)
                 changes[chunk] = losses.sum(dim=1) - sample.losses[documents[chunk_tokens]]
         return changes
 
-    def _levels(
-        self, widths: dict[str, float], unit: float, forecast: "_Forecast"
+    def _soft_levels(
+        self, widths: dict[str, float], unit: float, prediction: "_Prediction"
     ) -> tuple[SoftLevel, ...]:
-        """Softened runs at doubling widths, each beside what was predicted."""
+        """Measure the loss at doubling widths, each compared with the prediction."""
         sample, levels = self._sample, []
         for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
             with softened_routers(self._model, wider), only_running(self._model):
-                moved = self._losses() - sample.losses
+                moved = self._sequence_losses() - sample.losses
             width, change = factor * unit, clustered_ratio(moved, sample.counts)
             missed = expected = ratio = None
-            if forecast.slope is not None:
-                missed = clustered_ratio(forecast.slope - moved / width, sample.counts)
-            if forecast.change is not None and (here := forecast.change(width)) is not None:
+            if prediction.slope is not None:
+                missed = clustered_ratio(prediction.slope - moved / width, sample.counts)
+            if prediction.change is not None and (here := prediction.change(width)) is not None:
                 expected = clustered_ratio(here / width, sample.counts)
                 ratio = clustered_ratio(moved, here)
             slope = change.times(1 / width)
@@ -570,27 +568,27 @@ class _SoftenRun:
         return tuple(levels)
 
 
-class _SequenceLosses(Observer):
-    """Summed loss of every sequence."""
+class _SequenceLossObserver(Observer):
+    """Observer that records the summed loss of every sequence."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Sum the losses of a batch, sequence by sequence."""
+        """Record the summed losses of a batch by sequence."""
         logits = _checked_logits(outcome.logits, outcome.ids)
         self.sums.append(next_token_losses(logits, outcome.ids).sum(dim=1))
 
 
-class _Forecast(NamedTuple):
-    """What is predicted of a softening, by sequence: slope at width 0, change at a width."""
+class _Prediction(NamedTuple):
+    """Prediction by sequence: slope at width 0, and a function of the change at a width."""
 
     slope: Tensor | None = None
     change: Callable[[float], Tensor | None] | None = None
 
     @classmethod
-    def of_layer(cls, sample: _Sample, walls: Walls, form: str) -> "_Forecast":
-        """From the tokens at the walls of one layer."""
+    def of_layer(cls, sample: _CleanSample, walls: WallTokens, form: str) -> "_Prediction":
+        """Predict from the near tokens of one layer."""
         documents = sample.trace.documents[walls.tokens].long()
 
         def summed_by_sequence(terms: Tensor) -> Tensor:
@@ -605,8 +603,8 @@ class _Forecast(NamedTuple):
         return cls(summed_by_sequence(linear + curved), change)
 
     @classmethod
-    def of_all(cls, layers: Sequence["_Forecast"], units: Sequence[float]) -> "_Forecast":
-        """Of all layers at once, to first order their sum; widths in units of the first ones."""
+    def of_all(cls, layers: Sequence["_Prediction"], units: Sequence[float]) -> "_Prediction":
+        """Predict all layers together as their sum (first order), widths in units of `units`."""
         pairs = list(zip(layers, units, strict=True))
         slope = _sum_or_none([None if x.slope is None else x.slope * unit for x, unit in pairs])
         if slope is None:
@@ -619,19 +617,19 @@ class _Forecast(NamedTuple):
 
 
 def _sum_or_none(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum, or None if a part is not known."""
+    """Return the sum of the terms; None if any term is None."""
     defined = [term for term in terms if term is not None]
     return torch.stack(defined).sum(dim=0) if len(defined) == len(terms) else None
 
 
-def _sequence_mean(sums: Tensor | None, sample: _Sample) -> Estimate:
-    """Mean per token over sequences, clustered by sequence; unknown without sums."""
-    return NOTHING if sums is None else clustered_ratio(sums, sample.counts)
+def _sequence_mean(sums: Tensor | None, sample: _CleanSample) -> Estimate:
+    """Return the mean per token, clustered by sequence; `NOT_PREDICTED` without sums."""
+    return NOT_PREDICTED if sums is None else clustered_ratio(sums, sample.counts)
 
 
 @contextmanager
 def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dict[str, Tensor]]:
-    """Evaluation mode with gradients by zeros that are added to the outputs of blocks alone."""
+    """Context manager: evaluation mode with gradients only in zeros added to block outputs."""
     probes: dict[str, Tensor] = {}
     handles = []
     training = [module for module in model.modules() if module.training]
@@ -663,12 +661,12 @@ def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dic
 
 
 def _output_logits(output: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
-    """The logits of a model's output, checked against its tokens."""
+    """Return the logits of a model's output, checked against its tokens."""
     return _checked_logits(getattr(output, "logits", None), ids)
 
 
 def _checked_logits(logits: Any, ids: Tensor) -> Float[Tensor, "rows length words"]:
-    """The logits; raises if there are none for these tokens."""
+    """Return the logits; raises if they are missing or do not fit the tokens."""
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         raise UnsupportedModelError("the model gives no logits for its tokens, so it has no loss")
     return logits

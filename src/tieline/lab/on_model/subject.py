@@ -1,4 +1,4 @@
-"""The model and the text that a paper's question is asked of."""
+"""The model and text that a laboratory command works on."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ from tieline.models.model import Model, ModelSource
 from tieline.run.corpus import TokenisedText, as_text, default_length, tokenise
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage, what is done, and of how much."""
+"""Called with a stage, the steps done and their total number."""
 
 
 class Subject(NamedTuple):
-    """A model in memory, the routers looked at, and its tokenised text.
+    """A model in memory, its selected routers and its tokenised text.
 
     Attributes:
         model: the model, in evaluation mode.
         tokenizer: its tokenizer.
-        name: what it was loaded by, or its class.
+        name: the name it was loaded by, or its class.
         routers: names of the routers, in the order of the model.
         text: the text in sequences.
         provenance: text, tokens, batch size and seed, as JSON values.
@@ -38,23 +38,23 @@ def open_subject(
     source: ModelSource,
     settings: SubjectSettings,
     job: str,
-    longest: int = 512,
+    max_length: int = 512,
     tokens: int | None = None,
 ) -> Subject:
-    """Load a model and cut the text.
+    """Load a model and tokenise the text.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
-        settings: how the model is loaded and what it is run on.
-        job: beginning of the error if the source is of the wrong kind, such as "slice takes".
-        longest: tokens per sequence unless `sequence_length` is given.
-        tokens: tokens of the text, by default those of the settings.
+        settings: how to load the model, and the text to run it on.
+        job: first words of the error for a wrong kind of source, such as "slice takes".
+        max_length: largest default length of a sequence; `sequence_length` overrides it.
+        tokens: number of tokens of the text, by default `settings.tokens`.
     """
     content, origin = as_text(settings.text)
     names = ("device", "revision", "dtype", "trust_remote_code")
     loaded = Model.open(source, job, **{name: getattr(settings, name) for name in names})
     model = loaded.module
-    length = settings.sequence_length or default_length(model, longest)
+    length = settings.sequence_length or default_length(model, max_length)
     text = tokenise(loaded.tokenizer, content, tokens or settings.tokens, length)
     provenance = {"text": origin, "tokens": text.tokens}
     provenance |= {"batch_size": settings.batch_size, "seed": settings.seed}

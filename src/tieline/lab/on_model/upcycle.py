@@ -1,4 +1,4 @@
-"""Upcycling a dense model: its feed-forward networks become experts, its function stays.
+"""Upcycle a dense model: its feed-forward networks become experts, its function is kept.
 
 done = upcycle("org/dense", n_experts=8, k=2)
 done.output_change, done.loss_before, done.loss_after
@@ -43,7 +43,7 @@ class TextLoss(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Upcycled(Result):
-    """A dense model that became a Mixture of Experts.
+    """A dense model upcycled to a Mixture of Experts.
 
     Attributes:
         layers: names of the networks that became mixtures.
@@ -52,13 +52,13 @@ class Upcycled(Result):
         renormalise: whether the weights of a token sum to 1.
         parameters_before: parameters of the dense model.
         parameters_after: parameters of the mixture.
-        parameters_per_token: those without the experts that a token does not use.
+        parameters_per_token: parameters of the mixture that one token uses.
         noise: noise on the copies, relative to their size.
         output_change: largest change of an output over the largest output.
-        loss_before: loss on the text before; None without a text.
-        loss_after: loss on the text after.
+        loss_before: loss of the dense model on the text; None without a text.
+        loss_after: loss of the mixture on the text; None without a text.
         model: name of the dense model.
-        output: folder that the mixture was saved in; empty if it was not.
+        output: folder that the mixture was saved in; empty if not saved.
         mixture: the model itself; not part of the JSON.
         tokenizer: its tokenizer, or None; not part of the JSON.
     """
@@ -94,11 +94,11 @@ class Upcycled(Result):
         return numbers
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Save model and tokenizer in a new folder, whole or not at all.
+        """Save model and tokenizer in a new folder, completely or not at all.
 
         Args:
-            folder: the folder to make.
-            overwrite: whether a model that is there may be replaced.
+            folder: the folder to create.
+            overwrite: whether an existing model may be replaced.
         """
         save_model(folder, self.mixture, self.tokenizer, overwrite=overwrite)
 
@@ -123,7 +123,7 @@ def upcycle(
     """
     settings = UpcycleSettings.of(settings, options)
     text = None if settings.text is None else as_text(settings.text)[0]
-    loaded = _dense_model(source, settings.revision, settings.dtype)
+    loaded = _open_dense_model(source, settings.revision, settings.dtype)
     require(
         text is None or loaded.tokenizer is not None,
         "the model has no tokenizer, so no loss on a text",
@@ -145,8 +145,8 @@ def upcycle(
     )
 
 
-def _dense_model(source: object, revision: str | None, dtype: str) -> Model:
-    """The dense model of a name, folder, pair or `Model`."""
+def _open_dense_model(source: object, revision: str | None, dtype: str) -> Model:
+    """Open a dense model from a name, a folder, a pair or a `Model`."""
     if isinstance(source, Model):
         return source
     if isinstance(source, str | Path):
@@ -161,7 +161,7 @@ def _dense_model(source: object, revision: str | None, dtype: str) -> Model:
 def _text_loss_if_given(
     loaded: Model, text: str | None, tokens: int, stage: str, progress: Progress | None
 ) -> TextLoss | None:
-    """Loss on the text; None without a text."""
+    """Return the loss on the text; None without a text."""
     if text is None:
         return None
     on_progress = partial(progress, stage) if progress else None
@@ -215,10 +215,10 @@ def text_loss(
         model: a causal language model.
         tokenizer: its tokenizer.
         text: any text.
-        tokens: how many of its tokens.
+        tokens: number of tokens to use.
         length: tokens per sequence.
         batch_size: sequences per forward pass.
-        progress: called with the sequences done and their number.
+        progress: called with the number of sequences done and of all.
     """
     sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
     require(bool(sequences), "the text is too short: it has no token to predict")

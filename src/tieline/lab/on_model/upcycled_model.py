@@ -1,15 +1,15 @@
-"""A dense model becomes a Mixture of Experts whose experts are copies of its feed-forward networks.
+"""Turn a dense model into a Mixture of Experts with copies of its feed-forward networks.
 
     upcycle_(model, n_experts=8, k=2)
 
     y = Σ_{e ∈ top-k} w_e f_e(x),   w = softmax(Wx) on the k largest, divided by its sum
 
 All experts of a layer are equal at first and their weights sum to 1, so the model's function stays
-the same to rounding. `noise` sets the experts apart by chance, training by data. Router and experts
+the same to rounding. `noise` makes the experts differ; training does so by data. Router and experts
 have the interface of transformers' own blocks, so capture, audits, smoothing and rerouting work on
 the result.
 
-Feed-forward networks are found by the names and kinds of their parts:
+Feed-forward networks are recognised by the names and types of their parts:
 
 layout   parts                                                          models
 gated    gate_proj, up_proj, down_proj, activation                      Llama, Mistral, Qwen2, Gemma
@@ -17,7 +17,7 @@ fused    gate_up_proj (gate, then up), down_proj, activation            Phi-3, G
 plain    fc1, activation, fc2                                           ViT, CLIP, SigLIP
 bert     intermediate.dense, its activation; output.dense               BERT, RoBERTa, DeiT-like
 
-Parts do not say what a forward pass does with them, so every network is compared with the model's
+Names do not determine what a forward pass computes, so every network is compared with the model's
 own forward pass and copied before the first one is replaced: all are changed, or none.
 """
 
@@ -38,38 +38,38 @@ from tieline.models.experts import experts_forward
 from tieline.models.families import RouterFamily, family_of, register_family
 from tieline.models.saved_models import Restorer, record_change, refuse_quantised, register_restorer
 
-ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
+ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act", "intermediate_act_fn")
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Names of the maps and of the replaced module, below the module of the layout."""
+class _FFNLayout:
+    """Paths of the maps, the replaced module and the activation's holder, within a network."""
 
     first: tuple[str, ...]
     last: str
     gated: bool
     replaced: str = ""
-    holder: str = ""  # of the activation
+    holder: str = ""  # module that holds the activation
 
 
-_LAYOUTS = (
-    _Layout(("gate_proj", "up_proj"), "down_proj", gated=True),
-    _Layout(("gate_up_proj",), "down_proj", gated=True),
-    _Layout(("fc1",), "fc2", gated=False),
-    _Layout(("intermediate.dense",), "output.dense", False, "intermediate", "intermediate"),
+_FFN_LAYOUTS = (
+    _FFNLayout(("gate_proj", "up_proj"), "down_proj", gated=True),
+    _FFNLayout(("gate_up_proj",), "down_proj", gated=True),
+    _FFNLayout(("fc1",), "fc2", gated=False),
+    _FFNLayout(("intermediate.dense",), "output.dense", False, "intermediate", "intermediate"),
 )
 
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """One network W_out h(W_in x + b_in) + b_out of a model.
+    """One feed-forward network W_out h(W_in x + b_in) + b_out of a model.
 
     Attributes:
         name: qualified name of the module that holds its parts.
         replaced: name of the module that the mixture replaces.
         emptied: name of the map that becomes the identity, if the network spans two modules.
         gated: whether h(a) = φ(a_1) · a_2.
-        first: the input maps; two where gate and up are apart.
+        first: the input maps; two if gate and up are separate.
         last: the output map.
         activation: φ.
     """
@@ -94,14 +94,14 @@ class DenseFFN:
 
     @property
     def b_in(self) -> Float[Tensor, " inner"] | None:
-        """Their biases; None if no map of the network has one."""
+        """Biases of the input maps; None if no map of the network has one."""
         return (
             torch.cat([_bias_or_zeros(linear) for linear in self.first]) if self.has_bias else None
         )
 
     @property
     def b_out(self) -> Float[Tensor, " dim"] | None:
-        """Bias of the output map."""
+        """Bias of the output map; None if no map of the network has one."""
         return _bias_or_zeros(self.last) if self.has_bias else None
 
     @property
@@ -110,7 +110,7 @@ class DenseFFN:
         return any(linear.bias is not None for linear in (*self.first, self.last))
 
     def __call__(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """Compute the network from its parts; must equal the model's own forward pass."""
+        """Compute the network from its parts, as the model's own forward pass should."""
         inner = torch.cat([linear(x) for linear in self.first], dim=-1)
         if not self.gated:
             return self.last(self.activation(inner))
@@ -122,19 +122,19 @@ def find_dense_ffns(model: nn.Module) -> dict[str, DenseFFN]:
     """Return the feed-forward networks of a model by name, in order of depth."""
     networks = {}
     for name, module in model.named_modules():
-        for layout in _LAYOUTS:
+        for layout in _FFN_LAYOUTS:
             ffn = _dense_ffn(name, module, layout)
             if ffn is not None:
                 networks[name] = ffn
     return networks
 
 
-def _dense_ffn(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None:
-    """The feed-forward network of a module in this layout; None if it is of another."""
+def _dense_ffn(name: str, module: nn.Module, layout: _FFNLayout) -> DenseFFN | None:
+    """Return a module's feed-forward network in this layout; None if it does not fit."""
     first = tuple(_submodule(module, path) for path in layout.first)
     last, holder = _submodule(module, layout.last), _submodule(module, layout.holder)
     candidates = (
-        [holder._modules.get(name) for name in ACTIVATION_NAMES] if holder is not None else []
+        [holder._modules.get(name) for name in ACTIVATION_ATTRIBUTES] if holder is not None else []
     )
     activation = next((module for module in candidates if module is not None), None)
     if activation is None or not isinstance(last, nn.Linear):
@@ -151,7 +151,7 @@ def _dense_ffn(name: str, module: nn.Module, layout: _Layout) -> DenseFFN | None
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule of that path; None if there is none."""
+    """Return the submodule at a dotted path; None if there is none."""
     for step in filter(None, path.split(".")):
         child = module._modules.get(step)
         if child is None:
@@ -161,12 +161,12 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _joined_path(name: str, path: str) -> str:
-    """A dotted path from a module's name and a path below it."""
+    """Join a module's name and a path below it by a dot; either may be empty."""
     return ".".join(filter(None, (name, path)))
 
 
 def _bias_or_zeros(linear: nn.Linear) -> Tensor:
-    """The bias of a linear map, or zeros."""
+    """Return the bias of a linear map, or zeros."""
     if linear.bias is not None:
         return linear.bias
     return linear.weight.new_zeros(linear.out_features)
@@ -186,7 +186,7 @@ register_family(
 
 
 class UpcycledRouter(nn.Module):
-    """Softmax of a linear map, in at least float32, and its k largest, divided by their sum.
+    """Router with softmax weights of a linear map on its k best experts, in at least float32.
 
     Args:
         dim: D.
@@ -203,7 +203,7 @@ class UpcycledRouter(nn.Module):
     def forward(
         self, hidden_states: Tokens
     ) -> tuple[Float[Tensor, "tokens experts"], Chosen, Int[Tensor, "tokens k"]]:
-        """Logits, weights and experts of each token."""
+        """Return logits, weights and experts of each token."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
         experts = stable_topk(logits.detach(), self.top_k).indices
@@ -214,7 +214,7 @@ class UpcycledRouter(nn.Module):
 
 
 class UpcycledExperts(nn.Module):
-    """E networks in stacked tensors of the names and layout that transformers uses.
+    """E feed-forward networks in stacked tensors, with the names and layout of transformers.
 
     Args:
         n_experts: E.
@@ -253,40 +253,40 @@ class UpcycledExperts(nn.Module):
     def forward(
         self, hidden_states: Tokens, top_k_index: Int[Tensor, "tokens k"], top_k_weights: Chosen
     ) -> Tokens:
-        """Σ_j w_j f_{i_j}(x)."""
+        """Return Σ_j w_j f_{i_j}(x)."""
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class UpcycledFFN(nn.Module):
-    """Router and experts in the place of a dense network."""
+    """Router and experts that replace a dense network."""
 
     def __init__(self, gate: UpcycledRouter, experts: UpcycledExperts) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
 
     def forward(self, hidden_states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """The mixture's output."""
+        """Return the mixture's output."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(flat)
         return self.experts(flat, experts, weights).view_as(hidden_states)
 
 
 FEATURE = "upcycle"
-PROBES = 8  # tokens on which a network is compared with what its parts say
+PROBE_TOKENS = 8  # tokens on which a network is compared with its parts
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """What `upcycle_` did.
+    """Record of `upcycle_`.
 
     Attributes:
         layers: names of the networks that became mixtures.
         n_experts: experts E of each.
         k: experts per token.
         renormalise: whether the weights of a token sum to 1.
-        parameters_before: of the whole dense model.
-        parameters_after: of the whole mixture.
-        parameters_per_token: the same without the experts that a token does not use.
+        parameters_before: parameters of the dense model.
+        parameters_after: parameters of the mixture.
+        parameters_per_token: parameters of the mixture that one token uses.
     """
 
     layers: tuple[str, ...]
@@ -329,16 +329,16 @@ def upcycle_(
     refuse_quantised(model, FEATURE)
     networks = _chosen_networks(find_dense_ffns(model), layers, type(model).__name__)
     for ffn in networks.values():
-        _check_copy(model, ffn)
+        _check_copyable(model, ffn)
     generator = torch.Generator().manual_seed(seed)
-    before = _parameter_count(model)
+    before = parameter_count(model)
     with torch.no_grad():
         mixtures = {
             name: _mixture_of_copies(ffn, n_experts, k, renormalise, noise, generator)
             for name, ffn in networks.items()
         }
         for mixture in mixtures.values():
-            _start_router(mixture.gate, router_init, router_scale, generator)
+            _init_router(mixture.gate, router_init, router_scale, generator)
     done = _upcycling_record(model, mixtures, before, renormalise)
     names = ("n_experts", "k", "renormalise")
     facts = {name: getattr(done, name) for name in names} | {"layers": list(done.layers)}
@@ -374,7 +374,7 @@ def _check_dense(model: nn.Module) -> None:
 def _chosen_networks(
     networks: dict[str, DenseFFN], layers: Collection[int | str] | None, kind: str
 ) -> dict[str, DenseFFN]:
-    """The networks of the chosen layers, by index or name; all of them for None."""
+    """Return the networks of the given layers (index or name); all networks for None."""
     if not networks:
         raise UnsupportedModelError(
             f"{kind} has no feed-forward network of a known layout (gate_proj/up_proj/down_proj, "
@@ -389,7 +389,7 @@ def _chosen_networks(
 
 
 def _network_name(layer: int | str, names: list[str]) -> str:
-    """The name of a network given by index or name; raises if there is none."""
+    """Return the name of the network with an index or name; raises if there is none."""
     if isinstance(layer, int) and 0 <= layer < len(names):
         return names[layer]
     require(
@@ -402,11 +402,11 @@ def _network_name(layer: int | str, names: list[str]) -> str:
 
 
 @torch.no_grad()
-def _check_copy(model: nn.Module, ffn: DenseFFN) -> None:
-    """Refuse a network whose forward pass does more than its parts say, such as scaling."""
+def _check_copyable(model: nn.Module, ffn: DenseFFN) -> None:
+    """Raise if a network's forward pass does more than its parts, such as scaling."""
     weight = ffn.last.weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(PROBES, ffn.dim, generator=generator).to(weight)
+    x = torch.randn(PROBE_TOKENS, ffn.dim, generator=generator).to(weight)
     module = model.get_submodule(ffn.name)
     training = module.training
     module.eval()
@@ -424,7 +424,7 @@ def _check_copy(model: nn.Module, ffn: DenseFFN) -> None:
 
 
 def _outputs_before_and_after(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's output on x, now and with a mixture equal to `ffn` in place."""
+    """Return the model's output on x, as it is and with `ffn` in the place of the network."""
     if ffn.emptied is None:
         return model.get_submodule(ffn.name)(x), ffn(x)
     inner = model.get_submodule(ffn.replaced)
@@ -438,7 +438,7 @@ def _outputs_before_and_after(model: nn.Module, ffn: DenseFFN, x: Tensor) -> tup
 def empty_mixture(
     ffn: DenseFFN, n_experts: int, k: int, renormalise: bool, like: Tensor
 ) -> UpcycledFFN:
-    """A mixture of the network's shapes, without values, with the device and dtype of `like`."""
+    """Return an uninitialised mixture in the network's shapes, with device and dtype of `like`."""
     hidden = ffn.last.in_features
     with torch.device(like.device):
         gate = UpcycledRouter(ffn.dim, n_experts, k, renormalise=renormalise)
@@ -456,7 +456,7 @@ def _mixture_of_copies(
     noise: float,
     generator: torch.Generator,
 ) -> UpcycledFFN:
-    """A mixture whose experts are copies of the network."""
+    """Return a mixture whose experts are (noisy) copies of the network."""
     mixture = empty_mixture(ffn, n_experts, k, renormalise, ffn.last.weight)
     experts = mixture.experts
     sources = {experts.first: ffn.w_in, "down_proj": ffn.last.weight}
@@ -472,7 +472,7 @@ def _mixture_of_copies(
     return mixture
 
 
-def _start_router(
+def _init_router(
     router: UpcycledRouter, how: str, scale: float, generator: torch.Generator
 ) -> None:
     """Draw the router's weights, normal or orthogonal, times `scale`."""
@@ -483,26 +483,24 @@ def _start_router(
 
 
 def _replace_network(model: nn.Module, ffn: DenseFFN, mixture: UpcycledFFN) -> None:
-    """Put a mixture in place of a network; a second module of it becomes the identity."""
+    """Replace a network by a mixture; its emptied map, if any, becomes the identity."""
     model.set_submodule(ffn.replaced, mixture)
     if ffn.emptied is not None:
         model.set_submodule(ffn.emptied, nn.Identity())
 
 
-def _parameter_count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def parameter_count(model: nn.Module | None) -> int:
+    """Return the number of parameters; 0 for None."""
+    return 0 if model is None else sum(p.numel() for p in model.parameters())
 
 
 def _upcycling_record(
     model: nn.Module, mixtures: dict[str, UpcycledFFN], before: int, renormalise: bool
 ) -> Upcycling:
-    """The record; `model` is not changed yet."""
+    """Return the record; must be called before the model is changed."""
     gates = [mixture.gate for mixture in mixtures.values()]
-    routers = sum(_parameter_count(gate) for gate in gates)
-    per_expert = sum(
-        _parameter_count(m.experts) // m.experts.num_experts for m in mixtures.values()
-    )
+    routers = sum(parameter_count(gate) for gate in gates)
+    per_expert = sum(parameter_count(m.experts) // m.experts.num_experts for m in mixtures.values())
     n_experts, k = gates[0].num_experts, gates[0].top_k
     return Upcycling(
         layers=tuple(mixtures),
@@ -516,7 +514,7 @@ def _upcycling_record(
 
 
 def _restore_upcycling(model: nn.Module, facts: dict[str, Any]) -> None:
-    """Put mixtures without values in the places that a checkpoint names."""
+    """Put uninitialised mixtures in place of the networks that a checkpoint names."""
     n_experts, k, names = facts.get("n_experts"), facts.get("k"), facts.get("layers")
     if not (isinstance(n_experts, int) and isinstance(k, int) and isinstance(names, list)):
         raise UnsupportedModelError(f"the checkpoint's upcycling is malformed: {facts}")

@@ -1,4 +1,4 @@
-"""When the tokens of a model first change their experts under a random walk of their states.
+"""Time until the tokens of a model first change experts, if rounding moves them at random.
 
 The model runs a piece of text clean and with every number rounded (`analysis.model_effects`),
 which gives, layer by layer,
@@ -34,16 +34,16 @@ from tieline.models.model import ModelSource
 from tieline.trace.record import LayerTrace
 
 HORIZONS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-"""Times at which the walks are looked at, in roundings."""
-WALKERS, PATHS, STEPS = 48, 64, 8
-"""Tokens, paths of each and steps up to a horizon."""
-RANKS = 8
-"""Ranks beyond k that may enter a walker's choice; the walls of the others are farther away."""
+"""Times at which the flip probability is computed, in roundings."""
+TOKENS_PER_LAYER, PATHS_PER_TOKEN, STEPS_PER_HORIZON = 48, 64, 8
+"""Tokens of a layer, simulated paths of each, and time steps up to a horizon."""
+EXTRA_RANKS = 8
+"""Ranks beyond k that may enter the choice; walls of lower ranks are farther away."""
 
 
 @dataclass(frozen=True)
 class FlipWalk:
-    """When the tokens of a layer first change their experts under a random walk of their state.
+    """Distribution of the time at which tokens of a layer first change experts.
 
     Attributes:
         times: t, in roundings.
@@ -72,7 +72,7 @@ class LayerWalk:
 
     Attributes:
         name: name of the layer's router.
-        walk: times to the first flip, or the reason why they cannot be told.
+        walk: times to the first flip, or the reason for none.
     """
 
     name: str
@@ -81,7 +81,7 @@ class LayerWalk:
 
 @dataclass(frozen=True, repr=False)
 class FlipWalks(Result):
-    """When the tokens of each layer first change their experts, as their noise collects.
+    """Time until tokens first change experts as rounding noise accumulates, by layer.
 
     Attributes:
         model: name of the model.
@@ -140,7 +140,7 @@ def walks(
 def layer_walk(
     clean: LayerTrace, rounded: LayerTrace, weights: dict[str, Tensor], seed: int
 ) -> Measurement[FlipWalk]:
-    """The walk of one layer, or why it cannot be told.
+    """Return the walk of one layer, or the reason for none.
 
     Args:
         clean: the layer in the clean run, with scores and inputs.
@@ -151,20 +151,20 @@ def layer_walk(
     status = linear_choice(clean, weights)
     if status != "ok":
         return Measurement(None, status)
-    pull = noise_pull(clean, rounded, weights[clean.name])
+    factor = score_noise_factor(clean, rounded, weights[clean.name])
     untied = (clean.inner_gap > 0).nonzero().squeeze(1)
-    if not len(untied) or float(pull.abs().max()) == 0:
+    if not len(untied) or float(factor.abs().max()) == 0:
         return Measurement(None, "not answerable: rounding does not move the router's inputs")
     view = logit_view(clean)  # a monotone score without a bias ranks as its logits do
     scores = torch.zeros_like(view.scores).scatter_(1, clean.experts.long(), view.scores)
-    walkers = untied[:: max(1, len(untied) // WALKERS)][:WALKERS]
-    return Measurement(flip_walk(scores[walkers], clean.facts.k, pull, seed))
+    walkers = untied[:: max(1, len(untied) // TOKENS_PER_LAYER)][:TOKENS_PER_LAYER]
+    return Measurement(flip_walk(scores[walkers], clean.facts.k, factor, seed))
 
 
-def noise_pull(
+def score_noise_factor(
     clean: LayerTrace, rounded: LayerTrace, weight: Float[Tensor, "experts dim"]
 ) -> Float[Tensor, "experts directions"]:
-    """L with L Lᵀ = W Σ Wᵀ without the common shift, Σ = E[Δx Δxᵀ] over the tokens."""
+    """Return L with L Lᵀ = W Σ Wᵀ without the common shift, Σ = E[Δx Δxᵀ] over the tokens."""
     assert clean.inputs is not None
     assert rounded.inputs is not None
     moved = (rounded.inputs.double() - clean.inputs.double()) @ weight.double().T
@@ -176,21 +176,21 @@ def noise_pull(
 def flip_walk(
     scores: Float[Tensor, "tokens experts"],
     k: int,
-    pull: Float[Tensor, "experts directions"],
+    factor: Float[Tensor, "experts directions"],
     seed: int = 0,
 ) -> FlipWalk:
-    """The distribution of the first flip over tokens with these scores (`geometry.exit_time`).
+    """Return the distribution of the first flip over tokens with these scores (`exit_time`).
 
     Args:
         scores: scores that are affine in the state, none of them a tie.
         k: experts chosen.
-        pull: change of the scores per unit of each independent noise and √t.
+        factor: change of the scores per unit of each independent noise and √t.
         seed: of the paths.
     """
-    ranked = stable_topk(scores, min(scores.shape[1], k + RANKS))
-    walkers = [_token_walk(z, k, pull[ids], seed) for z, ids in zip(*ranked, strict=True)]
+    ranked = stable_topk(scores, min(scores.shape[1], k + EXTRA_RANKS))
+    walkers = [_token_walk(z, k, factor[ids], seed) for z, ids in zip(*ranked, strict=True)]
     lower, value, upper, nearest = (torch.stack(x) for x in zip(*walkers, strict=True))
-    spread = pull @ pull.T
+    spread = factor @ factor.T
     return FlipWalk(
         times=HORIZONS,
         lower=tuple(lower.mean(dim=0).tolist()),
@@ -203,11 +203,11 @@ def flip_walk(
 
 
 def _token_walk(
-    scores: Float[Tensor, " ranks"], k: int, pull: Float[Tensor, "ranks directions"], seed: int
+    scores: Float[Tensor, " ranks"], k: int, factor: Float[Tensor, "ranks directions"], seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bounds and simulated P(flip by t) of one token at every horizon, and its nearest wall."""
-    cell = top_k_cell(scores, k, pull)  # one for all horizons, each of which has steps of its own
+    """Return bounds and value of a token's P(flip by t), and the distance of its nearest wall."""
+    cell = top_k_cell(scores, k, factor)  # one for all horizons, each of which has steps of its own
     bounds = exit_bounds(cell.distances, torch.tensor(HORIZONS, dtype=torch.float64))
-    curves = [exit_curve(cell, t, STEPS, PATHS, seed) for t in HORIZONS]
+    curves = [exit_curve(cell, t, STEPS_PER_HORIZON, PATHS_PER_TOKEN, seed) for t in HORIZONS]
     value = torch.stack([curve.value[-1] for curve in curves])
     return bounds.lower, value, bounds.upper, cell.distances.min()

@@ -43,6 +43,7 @@ from tieline.core.collectives import (
 from tieline.core.errors import require
 from tieline.core.files import alone_in, check_folder, remove_rests, space_on
 from tieline.core.records import Result, from_plain, write_json
+from tieline.lab.on_model.upcycled_model import parameter_count
 from tieline.lab.training.checkpoint import (
     WEIGHTS,
     CheckpointError,
@@ -460,8 +461,3 @@ def _check_same_run(config: TrainConfig, out: Path) -> None:
         f"{out} holds another run: {differing or 'its fields'} differ from the recipe's",
         CheckpointError,
     )
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(p.numel() for p in model.parameters())
