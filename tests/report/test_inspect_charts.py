@@ -11,7 +11,7 @@ from tieline.core.errors import TraceError
 from tieline.measure.boundary import MassProfile
 from tieline.report.inspect import figures
 from tieline.report.inspect_charts import (
-    MOST_POINTS,
+    MAX_JUMP_POINTS,
     format_names,
     format_steps,
     gap_log_range,
@@ -209,8 +209,8 @@ def test_many_points_are_thinned_out_evenly():
     first = replace(first, value=replace(first.value, near=sample))
     result = replace(result, jumps=(first, *result.jumps[1:]))
     data = panel(result, "gap-jump").figure["data"]
-    assert sum(len(trace["x"]) for trace in data) <= MOST_POINTS
-    assert len(data[1]["x"]) > MOST_POINTS // 8
+    assert sum(len(trace["x"]) for trace in data) <= MAX_JUMP_POINTS
+    assert len(data[1]["x"]) > MAX_JUMP_POINTS // 8
 
 
 def test_many_layers_are_told_by_a_bar_of_colours():

@@ -28,8 +28,8 @@ from tieline.run.shared_settings import (
     TextSettings,
 )
 
-HIDDEN = 2048
-"""Width of a model that is not stated otherwise."""
+DEFAULT_MODEL_WIDTH = 2048
+"""Width of a model if none is given."""
 
 ROUTER_KINDS = {
     "cosine": "cosine",
@@ -82,7 +82,9 @@ class DesignSettings(HubSettings, SeedSettings, TextSettings):
     model: Any = setting(
         None, kind=str, help="Read the shape from the configuration of a folder or hub id."
     )
-    hidden: int | None = setting(None, help=f"Width of the model; {HIDDEN} if not known otherwise.")
+    hidden: int | None = setting(
+        None, help=f"Width of the model; {DEFAULT_MODEL_WIDTH} if not known otherwise."
+    )
     shared: int | None = setting(
         None, check=at_least(0), help="Shared experts that every token uses."
     )
@@ -91,7 +93,7 @@ class DesignSettings(HubSettings, SeedSettings, TextSettings):
     tokens: int = setting(4096, check=at_least(3), help="Tokens of the text to run.")
 
     def check(self) -> None:
-        """Refuse a layer that is described twice, or not at all."""
+        """Raise unless the layer is described in exactly one way."""
         require_setting(
             not self.measure or self.model is not None,
             "{measure} runs a model: name it with {model}",
@@ -128,7 +130,7 @@ class DesignOptions(TextOptions, total=False):
 
 
 class JobSettings(SeedSettings):
-    """Where many independent fits or tests run."""
+    """Options of jobs that run many independent fits or tests."""
 
     executor: str = setting(
         "loky",
@@ -139,7 +141,7 @@ class JobSettings(SeedSettings):
     jobs: int = setting(-1, help="Processes at once; -1 for one per core.")
 
     def check(self) -> None:
-        """Refuse an address without dask, and a number of processes below 1."""
+        """Raise for an address without dask, or a number of processes below 1."""
         require_setting(
             self.address is None or self.executor == "dask",
             "{address} is for {executor} dask, not {name}",
@@ -183,22 +185,22 @@ class RatesSettings(JobSettings):
 
     @property
     def family(self) -> dict[str, Any]:
-        """Fields of a setting that is not named, those that were given."""
+        """Given options that describe an unnamed setting."""
         return self._given("gate", "link", "expert", "d", "n_experts", "fitted")
 
     @property
     def grid(self) -> dict[str, Any]:
-        """Fields of `RatePlan`."""
+        """Given options that are fields of `RatePlan`."""
         fixed = {"shrink": self.shrink, "starts": self.starts, "method": self.method}
         return self._given("sizes", "radii", "repetitions", "noise") | fixed | {"seed": self.seed}
 
     def _given(self, *names: str) -> dict[str, Any]:
-        """Options that were given."""
+        """Return the named options that are not None."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def check_setting(self, setting: str | None) -> None:
-        """Refuse options of a family beside a named setting, and neither of them."""
+        """Raise unless there is either a named setting or options that describe one."""
         extra = ", ".join(f"{{{name}}}" for name in self.family)
         require_setting(
             setting is None or not extra,
@@ -232,7 +234,7 @@ class ReproduceOptions(TypedDict, total=False):
 
 
 class SubjectSettings(HubSettings, SeedSettings, SequenceSettings):
-    """The model and the text that a paper's question is asked of."""
+    """Options of jobs that run one model on one text in sequences."""
 
     tokens: int = setting(4096, check=at_least(1), help="How many tokens of the text.")
     dtype: str = setting(
@@ -244,7 +246,7 @@ class SubjectSettings(HubSettings, SeedSettings, SequenceSettings):
 
 
 class SubjectOptions(TextOptions, total=False):
-    """Keyword arguments of the jobs that ask a paper's question of a model, such as `walks`."""
+    """Keyword arguments of jobs that run one model on one text in sequences, such as `walks`."""
 
     sequence_length: int | None
     seed: int
@@ -269,8 +271,8 @@ class SoftenOptions(SubjectOptions, total=False):
     max_cost: float
 
 
-def _single_layer(text: str) -> str | int:
-    """The one layer named by the text."""
+def _read_single_layer(text: str) -> str | int:
+    """Return the single layer that a text names; raises for several."""
     layers = read_layers(text)
     if len(layers) != 1:
         raise ValueError("takes one layer")
@@ -282,7 +284,7 @@ class SliceSettings(SubjectSettings):
 
     layer: str | int | None = setting(
         None,
-        read=_single_layer,
+        read=_read_single_layer,
         help="Layer, by position or name; by default the first with flat walls.",
     )
     places: Sequence[int] | None = setting(
@@ -332,7 +334,7 @@ class FrontierSettings(HubSettings, SeedSettings, TextSettings):
 
     @property
     def gate_name(self) -> Literal["projected", "ramp"]:
-        """The gate of the smoothed forms."""
+        """The gate of the smoothed models."""
         return "ramp" if self.gate == "ramp" else "projected"
 
 
@@ -377,7 +379,7 @@ class RerouteSettings(HubSettings, SeedSettings, TextSettings):
     )
 
     def check(self) -> None:
-        """Refuse options of a router of another kind."""
+        """Raise for options that belong to another kind of router."""
         require_setting(
             self.tau is None or len(self.tau) == 2,
             "{tau} takes two numbers such as 0.1,0.1, got {value}",
@@ -395,7 +397,7 @@ class RerouteSettings(HubSettings, SeedSettings, TextSettings):
 
     @property
     def router_options(self) -> dict[str, object]:
-        """Arguments that all new routers share."""
+        """Arguments of the new routers that all layers share."""
         if self.router == "perturbed":
             return {"tau": tuple(self.tau or (0.1, 0.1))}
         return {"rank": self.rank or 8} if self.router == "quadratic" else {}
@@ -414,8 +416,8 @@ class RerouteOptions(TextOptions, total=False):
     rank: int | None
 
 
-def _not_negative(value: float) -> str:
-    """Return "" if the value is finite and at least 0, else the rule."""
+def _nonnegative_rule(value: float) -> str:
+    """Return "" if the value is finite and at least 0, else the violated rule."""
     return "" if 0 <= value < math.inf else "must be at least 0 and finite"
 
 
@@ -432,7 +434,9 @@ class UpcycleSettings(SeedSettings):
     )
     router_scale: float = setting(0.02, check=above(0.0), help="Size of the router's entries.")
     copy_noise: float = setting(
-        0.0, check=_not_negative, help="Noise on the copies, relative to their size; 0 for none."
+        0.0,
+        check=_nonnegative_rule,
+        help="Noise on the copies, relative to their size; 0 for none.",
     )
     text: Text = setting(None, kind=Path, help="Text to compare the loss on, UTF-8.")
     tokens: int = setting(4096, check=at_least(2), help="How many tokens of the text.")
@@ -440,7 +444,7 @@ class UpcycleSettings(SeedSettings):
     revision: str | None = setting(None, help="Branch, tag or commit on the hub.")
 
     def check(self) -> None:
-        """Refuse more experts per token than there are."""
+        """Raise if k exceeds the number of experts."""
         require_setting(
             self.k <= self.n_experts,
             "{k} {count} of {experts} experts: it must be at most {n_experts}",

@@ -53,8 +53,8 @@ from tieline.lab.command_settings import (
 if TYPE_CHECKING:
     from tieline.lab.claims import Claim
 
-GRACE = 2.0
-"""Seconds for rank 0 to print its error: torchrun ends all processes when one has ended."""
+FIRST_RANK_GRACE = 2.0
+"""Seconds for rank 0 to print its error: torchrun ends all processes when one exits."""
 
 
 def add_model_command(
@@ -240,7 +240,7 @@ def train(
             else:
                 result = training.train(config, out, settings=settings, progress=progress)
         except FirstRankError:
-            time.sleep(GRACE)
+            time.sleep(FIRST_RANK_GRACE)
             raise typer.Exit(BAD_INPUT) from None  # one message is enough: rank 0 prints it
     if result is not None:  # only the first process has a result
         deliver(result, outputs)
@@ -346,7 +346,7 @@ def reproduce(
 
 
 def _reproduction_plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -> str:
-    """Return a sentence on what is tested and about how long that takes."""
+    """Return a sentence on what is tested and the estimated time."""
     from tieline.report.words.numbers import duration
 
     papers = len({claim.paper for claim in claims})
@@ -364,6 +364,6 @@ def _reproduction_plan(claims: "Sequence[Claim]", settings: ReproduceSettings) -
 
 
 def _reproduction_seconds(claims: "Sequence[Claim]", fast: bool, processes: int) -> float:
-    """Estimate the time of the tests: the share of one process, and no less than one test."""
+    """Estimate the seconds of the tests: their share per process, at least the longest test."""
     each = [claim.duration(fast) for claim in claims]
     return float(math.ceil(max(sum(each) / processes, *each)))

@@ -1,7 +1,7 @@
-"""Where many independent jobs run: processes of this machine, a Dask cluster, or one by one.
+"""Run many independent jobs: in processes on this machine, on a Dask cluster, or in turn.
 
-`joblib` does the sending, so that the same call serves both. Jobs are plain functions of plain
-values that a worker can import; results come back in the order in which they end.
+`joblib` distributes them, so that the same call serves both. Jobs are importable functions of plain
+values; results are yielded in the order of completion.
 """
 
 import os
@@ -40,11 +40,11 @@ def run_jobs(
     address: str | None = None,
     jobs: int = -1,
 ) -> Iterator[Result]:
-    """`work(*arguments)` for each tuple of arguments, as the results come.
+    """Yield `work(*arguments)` for each tuple of arguments, in the order of completion.
 
     Args:
         work: a function that workers can import.
-        jobs_of: arguments of each job, those that take longest first.
+        jobs_of: arguments of each job, the longest jobs first.
         executor: "loky" for processes here, "dask" for a cluster, "serial" for this process.
             Without joblib, or with a single job, loky is serial.
         address: of the Dask scheduler; None starts a cluster on this machine.
@@ -67,7 +67,7 @@ def run_jobs(
 
 
 def _joblib_backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
-    """The context in which joblib sends jobs to loky or to Dask."""
+    """Return a context in which joblib sends jobs to loky or to Dask."""
     return _dask_backend(address, jobs) if executor == "dask" else _loky_backend()
 
 
@@ -91,8 +91,8 @@ def _interrupts_kept_from_workers() -> Iterator[None]:
 def _loky_backend() -> Iterator[None]:
     """Use single-threaded loky workers; silence restarts of workers and the clean-up after Ctrl-C.
 
-    The trackers are processes of their own, which remove what a stopped run has left and warn that
-    they do.
+    Resource trackers are separate processes, which remove the leftovers of a stopped run and warn
+    about it.
     """
     from multiprocessing import resource_tracker as multiprocessing_tracker
 
@@ -102,7 +102,7 @@ def _loky_backend() -> Iterator[None]:
     filters = filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))
     with patch.dict(os.environ, PYTHONWARNINGS=",".join(filters)):
         for tracker in (resource_tracker, multiprocessing_tracker):
-            tracker.ensure_running()  # when it starts, it lets Ctrl-C through again
+            tracker.ensure_running()  # its start unblocks Ctrl-C again
     with warnings.catch_warnings(), parallel_config(backend="loky", inner_max_num_threads=1):
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs")
         yield
@@ -110,7 +110,7 @@ def _loky_backend() -> Iterator[None]:
 
 @contextmanager
 def _dask_backend(address: str | None, jobs: int) -> Iterator[None]:
-    """The Dask backend of joblib, on the cluster at the address or on one of this machine."""
+    """Use the Dask backend of joblib, on the cluster at `address` or on a local one."""
     from joblib import parallel_config
 
     try:

@@ -1,4 +1,4 @@
-"""What the laboratory adds to Tieline: its commands, results and changes of models.
+"""Plug-in of the laboratory: its commands, result formats and restorers of changed models.
 
 The entry point "lab" of the group "tieline.plugins" names this module (`tieline.core.plugins`).
 """

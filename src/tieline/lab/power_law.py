@@ -1,9 +1,8 @@
-"""Power laws of losses with resampled intervals, and means of a few independent samples.
+"""Power laws of losses with resampled intervals.
 
-mean_interval              interval of the mean of a few values, by Student's t
-share_estimate             share of hits with its standard error
-fit_rate, sample_size      power law of losses with resampled intervals, and its inverse
-exponent                   slope of a log-log fit
+fit_rate        power law of losses with a resampled interval
+sample_size     its inverse: number of samples at which the loss reaches a value
+exponent        slope of a log-log fit
 """
 
 import math
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from tieline.core.errors import require
 
-LEVEL = 0.95
+CONFIDENCE = 0.95
 
 RESAMPLES = 2000
 
 
 Middle = Literal["mean", "median"] | float
-"""What stands for the repetitions of one sample size; a number is a quantile."""
+"""Statistic of the repetitions of one sample size; a number is the level of a quantile."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class PowerLaw:
 
     Attributes:
         slope: b.
-        low: lower limit of b.
-        high: upper limit of b.
+        low: lower limit of the 95 % interval of b.
+        high: upper limit of the 95 % interval of b.
         intercept: a.
     """
 
@@ -52,10 +51,10 @@ class SampleSize:
 
     Attributes:
         error: δ.
-        n: the answer; infinite if the error does not fall.
+        n: number of samples; infinite if the error does not fall.
         low: lower limit of the 95 % interval.
         high: upper limit.
-        seen: whether n lies between the sample sizes that were tried.
+        seen: whether n lies within the range of sample sizes tried.
     """
 
     error: float
@@ -75,30 +74,31 @@ class SampleSize:
 def fit_rate(
     sizes: Sequence[int], losses: Sequence[Tensor], seed: int = 0, middle: Middle = "mean"
 ) -> PowerLaw:
-    """Fit a power law to the middle of the losses, with an interval from resampled repetitions.
+    """Fit a power law to the mean or median of the losses, with a bootstrap interval of b.
 
     Args:
-        sizes: n_1 < n_2 < ..., two at least.
-        losses: for each n the losses of its repetitions, (R_n,).
+        sizes: n_1 < n_2 < ..., at least two.
+        losses: losses (R_n,) of the repetitions at each n.
         seed: of the resampling.
-        middle: "mean", or for a law in probability, which single repetitions do not move, "median"
-            or a quantile between 0 and 1.
+        middle: statistic of the repetitions: "mean"; or "median" or the level of a quantile, for a
+            law in probability that outliers do not change.
     """
     fitted, draws = _fitted_lines(sizes, losses, seed, middle)
-    low, high = np.quantile(draws[:, 1], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(draws[:, 1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return PowerLaw(float(fitted[1]), float(low), float(high), float(fitted[0]))
 
 
 def sample_size(
     sizes: Sequence[int], losses: Sequence[Tensor], error: float, seed: int = 0
 ) -> SampleSize:
-    """Sample size at which the mean loss reaches `error`; other arguments as in `fit_rate`."""
+    """Return the sample size at which the mean loss reaches `error`; arguments as in `fit_rate`."""
     require(error > 0, f"an error to reach is positive, got {error}")
     fitted, draws = _fitted_lines(sizes, losses, seed)
     n = _crossing_size(fitted[None], error)[0]
     crossings = _crossing_size(draws, error)
     low, high = (
-        np.quantile(crossings, q, method="nearest") for q in ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+        np.quantile(crossings, q, method="nearest")
+        for q in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
     )
     observed = bool(min(sizes) <= n <= max(sizes))
     return SampleSize(error, float(n), float(low), float(high), observed)
@@ -107,7 +107,7 @@ def sample_size(
 def _fitted_lines(
     sizes: Sequence[int], losses: Sequence[Tensor], seed: int, middle: Middle = "mean"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(a, b) of the data and of every resample."""
+    """Return (a, b) of the data and of every resample (RESAMPLES, 2)."""
     require(
         len(sizes) == len(losses) >= 2 and len(set(sizes)) == len(sizes),
         f"a slope needs losses at two sample sizes or more, got {list(sizes)}",
@@ -128,7 +128,7 @@ def _fitted_lines(
 def _resampled_middles(
     values: np.ndarray, random: np.random.Generator, middle: Middle
 ) -> np.ndarray:
-    """Mean or a quantile of the values and of every resample."""
+    """Return mean or quantile of the values, then of every resample."""
     resampled = values[random.integers(len(values), size=(RESAMPLES, len(values)))]
     if middle == "mean":
         return np.concatenate([[values.mean()], resampled.mean(axis=1)])
@@ -137,7 +137,7 @@ def _resampled_middles(
 
 
 def _crossing_size(lines: np.ndarray, error: float) -> np.ndarray:
-    """Sample size where the line reaches the error, infinite where it does not fall."""
+    """Return the sample size at which each line reaches the error, infinite if it does not fall."""
     a, b = lines[:, 0], lines[:, 1]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         sizes = np.exp((math.log(error) - a) / b)
@@ -145,12 +145,12 @@ def _crossing_size(lines: np.ndarray, error: float) -> np.ndarray:
 
 
 def _size_text(n: float) -> str:
-    """A sample size with separators, or three digits from a million on."""
+    """Return a sample size with separators, or with three digits from a million on."""
     return f"{n:.3g}" if n >= 1e6 or not math.isfinite(n) else f"{n:,.0f}"
 
 
 def exponent(x: Sequence[float | int], y: Sequence[float | int]) -> float:
-    """Exponent p of |y| ~ x^p, by least squares of logarithms."""
+    """Return the exponent p of |y| ~ x^p, by least squares of logarithms."""
     require(len(x) == len(y) > 1, f"a slope needs two points or more, got {len(x)} and {len(y)}")
     log_x, log_y = ([math.log(abs(value)) for value in values] for values in (x, y))
     return float(np.polyfit(log_x, log_y, 1)[0])

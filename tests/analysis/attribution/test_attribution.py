@@ -9,7 +9,7 @@ import torch
 from tests.analysis.planted import layer_of, moved_tokens, renumbered, without_scores
 from tieline.analysis.diff import diff
 from tieline.analysis.diff_records import ACCUSING, Conclusion
-from tieline.report.words.diff import CONCLUSIONS
+from tieline.report.words.diff import CONCLUSION_SENTENCES
 from tieline.trace import RoutingTrace
 
 TOKENS, LENGTH, EXPERTS, K = 2048, 128, 12, 3
@@ -68,7 +68,7 @@ def test_noise_that_flips_most_tokens_is_not_called_explained_without_a_format()
 
 def test_every_conclusion_either_accuses_or_does_not():
     clear = {"no flips", "explained by ties", "near-ties, size unknown", "cannot tell"}
-    assert clear | set(ACCUSING) == set(get_args(Conclusion)) == set(CONCLUSIONS)
+    assert clear | set(ACCUSING) == set(get_args(Conclusion)) == set(CONCLUSION_SENTENCES)
     assert clear.isdisjoint(ACCUSING)
 
 

@@ -11,7 +11,14 @@ from tests.models.tiny import lively, tiny_model
 from tieline.core.numerics import one_thread
 from tieline.lab.command_settings import WalksSettings
 from tieline.lab.geometry.exit_time import face_exit, face_quantile, score_flip_times
-from tieline.lab.on_model.walks import HORIZONS, PATHS, STEPS, flip_walk, score_noise_factor, walks
+from tieline.lab.on_model.walks import (
+    HORIZONS,
+    PATHS_PER_TOKEN,
+    STEPS_PER_HORIZON,
+    flip_walk,
+    score_noise_factor,
+    walks,
+)
 from tieline.run.corpus import tokenise
 
 SETTINGS = WalksSettings(text=words(240), tokens=240, batch_size=3, sequence_length=40)
@@ -41,7 +48,9 @@ def test_a_walk_to_one_wall_has_the_exact_times():
         exact = face_exit(r, time).mean().item()
         assert walk.lower[place] == pytest.approx(exact)
         assert walk.upper[place] == pytest.approx(exact)
-        assert walk.value[place].value == pytest.approx(exact, abs=4 * 0.5 / math.sqrt(PATHS))
+        assert walk.value[place].value == pytest.approx(
+            exact, abs=4 * 0.5 / math.sqrt(PATHS_PER_TOKEN)
+        )
     assert walk.median == pytest.approx((r.median().item() / 0.67449) ** 2, rel=1e-4)
     assert walk.directions == pytest.approx(2)
 
@@ -50,7 +59,7 @@ def test_a_walk_has_the_flip_times_of_its_tokens():
     generator = torch.Generator().manual_seed(5)
     scores, pull = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
     walk = flip_walk(scores[:3], 2, 0.3 * pull[:5], seed=7)
-    options = {"steps": STEPS, "paths": PATHS, "seed": 7}
+    options = {"steps": STEPS_PER_HORIZON, "paths": PATHS_PER_TOKEN, "seed": 7}
     for place, time in enumerate(HORIZONS):
         by_rank = scores[:3].sort(descending=True)
         alone = [

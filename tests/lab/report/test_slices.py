@@ -16,7 +16,7 @@ from tieline.lab.report.slices import (
     page,
     slice_figure,
     slice_page,
-    slice_words,
+    slice_sentences,
     summary,
     terminal,
 )
@@ -97,7 +97,7 @@ def test_a_browser_shows_the_page_without_complaint(cut, tmp_path):
 def test_the_slice_of_a_model_is_shown_with_its_check():
     result = make_slice()
     assert "at 998 of the 998 that are not ties" in page(result)
-    assert "<b>" not in "".join(slice_words(result)).replace("“<b>”", "")
+    assert "<b>" not in "".join(slice_sentences(result)).replace("“<b>”", "")
     assert "<b>" not in page(result)
     assert result.plot("slice").axes
     assert terminal(result, 80)

@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM
 from tests.lab.training.tiny import tiny
 from tieline.core.errors import UnsupportedModelError
 from tieline.lab.training.language_tasks import (
+    hard_stock_form,
     moe_layers,
     new_decoder,
-    smoothing_of,
     stock_form,
-    to_stock,
-    why_not_stock,
+    stock_form_obstacle,
+    trained_smoothing,
 )
 from tieline.lab.training.soft_to_hard import hard_gates
 from tieline.models import capture, find_routers, load_pretrained
@@ -30,7 +30,7 @@ def model_of(gate):
 @pytest.mark.parametrize("gate", ["smoe", "top3"])
 def test_the_stock_form_computes_the_same(gate):
     model = model_of(gate)
-    stock = to_stock(model)
+    stock = hard_stock_form(model)
     torch.testing.assert_close(stock(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
     assert stock.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
     ids = torch.zeros(1, 2, dtype=torch.long)
@@ -62,12 +62,12 @@ def test_the_stock_form_of_a_smooth_gate_is_its_hard_form():
     model = model_of("smooth1")
     with torch.no_grad():
         next(iter(moe_layers(model).values())).gate.theta.fill_(1.0)
-    smooth, stock = model(IDS).logits, to_stock(model)(IDS).logits
+    smooth, stock = model(IDS).logits, hard_stock_form(model)(IDS).logits
     with hard_gates(model):
         torch.testing.assert_close(stock, model(IDS).logits, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(smooth, stock, atol=1e-4)
     torch.testing.assert_close(model(IDS).logits, smooth, atol=0, rtol=0)
-    ramp = smoothing_of(model)
+    ramp = trained_smoothing(model)
     assert (ramp["k"], ramp["a"], ramp["b"], ramp["budget"]) == (2, 1.0, 1.0, 2.5)
     assert ramp["epsilon"] == pytest.approx([1.3132617], abs=1e-6)
 
@@ -80,14 +80,14 @@ def test_a_smooth_model_has_a_smoothed_stock_form(gate):
         layer.gate.theta.fill_(0.0)
     smooth = model(IDS).logits
     torch.testing.assert_close(stock_form(model)(IDS).logits, smooth, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(to_stock(model)(IDS).logits, smooth, atol=1e-4)
+    assert not torch.allclose(hard_stock_form(model)(IDS).logits, smooth, atol=1e-4)
     for layer in moe_layers(model).values():
         layer.gate.budget = 2.0  # annealed
-    assert torch.equal(stock_form(model)(IDS).logits, to_stock(model)(IDS).logits)
+    assert torch.equal(stock_form(model)(IDS).logits, hard_stock_form(model)(IDS).logits)
 
 
 def test_the_stock_form_is_captured_like_any_model():
-    stock = to_stock(model_of("smoe"))
+    stock = hard_stock_form(model_of("smoe"))
     assert len(find_routers(stock)) == 1
     with torch.no_grad(), capture(stock) as captured:
         stock(input_ids=IDS)
@@ -97,10 +97,10 @@ def test_the_stock_form_is_captured_like_any_model():
 @pytest.mark.parametrize("gate", ["remoe", "cosine", "perturbed", "sigmoid"])
 def test_what_no_family_routes_like_has_no_stock_form(gate):
     model = model_of(gate)
-    assert why_not_stock(model)
+    assert stock_form_obstacle(model)
     with pytest.raises(UnsupportedModelError, match=r"no stock form: model.layers.0.mlp.moe"):
-        to_stock(model)
-    assert smoothing_of(model) is None
+        hard_stock_form(model)
+    assert trained_smoothing(model) is None
 
 
 @torch.no_grad()

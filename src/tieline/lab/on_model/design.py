@@ -8,7 +8,7 @@ import torch
 from tieline.analysis.inspect import linear_choice, linear_weights, router_offset
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
-from tieline.lab.command_settings import HIDDEN, DesignOptions, DesignSettings
+from tieline.lab.command_settings import DEFAULT_MODEL_WIDTH, DesignOptions, DesignSettings
 from tieline.lab.on_model.subject import Progress
 from tieline.lab.tropical.collapse import RouterMeasurement, measured_layer
 from tieline.lab.tropical.layer_shape_advice import PRESETS, Advice, LayerShape, advise
@@ -65,7 +65,9 @@ def _layer_from_settings(settings: DesignSettings) -> tuple[LayerShape, str]:
     assert n_experts is not None
     assert k is not None
     assert width is not None
-    return LayerShape(n_experts, k, width, HIDDEN, matrices=matrices), "the given layer"
+    return LayerShape(
+        n_experts, k, width, DEFAULT_MODEL_WIDTH, matrices=matrices
+    ), "the given layer"
 
 
 def list_presets() -> list[str]:

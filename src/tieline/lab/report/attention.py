@@ -1,4 +1,4 @@
-"""A model's heads as mixtures of keys: report, chart and table."""
+"""Report of a model's attention heads as mixtures of keys: chart and table."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -14,13 +14,23 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, grid_table
 from tieline.report.words.numbers import percent, significant
 
-HEAD = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass", "σ change")
-FEW_KEYS, NEAR_MASS = 4.0, 0.25
+HEAD_TABLE_HEADINGS = (
+    "layer",
+    "head",
+    "keys",
+    "for 90 %",
+    "top",
+    "gap",
+    "near tie",
+    "σ mass",
+    "σ change",
+)
+FEW_KEYS, MASS_TOLERANCE = 4.0, 0.25
 
 
 def _attention_report(result: AttentionView) -> Report:
-    """Verdict, figure and one row per head."""
-    table, sentences = _head_table(result), attention_facts(result)
+    """Build the report: verdict, figure and one row per head."""
+    table, sentences = _head_table(result), attention_sentences(result)
     caption = "Keys that carry the mass, and the mass of sigmoid weights, head by head."
     layers = len({head.layer for head in result.heads})
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
@@ -49,8 +59,8 @@ def _attention_report(result: AttentionView) -> Report:
 page, figures, terminal, summary, notebook = report_views(_attention_report)
 
 
-def attention_facts(result: AttentionView) -> list[str]:
-    """Sentences: what sigmoid attention would change, and how to read the table."""
+def attention_sentences(result: AttentionView) -> list[str]:
+    """Write what sigmoid attention would change, and how to read figure and table."""
     change = result.sigmoid_change
     error = "" if change.standard_error is None else f" ± {change.standard_error:.4f}"
     return [
@@ -66,12 +76,12 @@ def attention_facts(result: AttentionView) -> list[str]:
 
 
 def _attention_verdict(result: AttentionView) -> str:
-    """How many keys carry a query's mass, whether sigmoid weights fit, and what to do."""
+    """State how many keys carry a query's mass, whether sigmoid weights fit, and what to do."""
     heads = result.heads
     keys, carry = fmean(head.seen for head in heads), fmean(head.effective for head in heads)
     near = fmean(head.near for head in heads)
     few_key_heads = sum(head.effective < FEW_KEYS for head in heads)
-    fits = sum(abs(head.mass - 1) < NEAR_MASS for head in heads)
+    fits = sum(abs(head.mass - 1) < MASS_TOLERANCE for head in heads)
     change = result.sigmoid_change.value or 0.0
     advice = (
         "What to do: sigmoid attention can replace softmax here with a little training."
@@ -86,7 +96,7 @@ def _attention_verdict(result: AttentionView) -> str:
 
 
 def _head_table(result: AttentionView) -> Grid:
-    """One row per head: effective keys, largest weight, gap, mass and change."""
+    """Return one row per head: effective keys, largest weight, gap, mass and change."""
     labels = dict(
         zip(_head_layers(result.heads), short_names(_head_layers(result.heads)), strict=True)
     )
@@ -104,16 +114,16 @@ def _head_table(result: AttentionView) -> Grid:
         )
         for head in result.heads
     )
-    return Grid(HEAD, tuple(rows))
+    return Grid(HEAD_TABLE_HEADINGS, tuple(rows))
 
 
 def _head_layers(heads: Sequence[HeadView]) -> list[str]:
-    """The layers of the heads, each once."""
+    """Return the distinct layers of the heads, in order."""
     return list(dict.fromkeys(head.layer for head in heads))
 
 
 def _attention_chart(heads: Sequence[HeadView]) -> Chart:
-    """Effective keys and mass of sigmoid weights, a column per layer."""
+    """Chart effective keys and the mass of sigmoid weights of every head, by layer."""
     layers = _head_layers(heads)
     positions = [layers.index(head.layer) for head in heads]
     keys_x, mass_x = [x - 0.12 for x in positions], [x + 0.12 for x in positions]

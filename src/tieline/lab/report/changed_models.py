@@ -1,4 +1,4 @@
-"""What `reroute` and `upcycle` made of a model: report, chart and table.
+"""Reports of a rerouted and of an upcycled model: chart and table.
 
 UPCYCLED    views of an upcycled model; those of a rerouted one are names of the module
 """
@@ -17,11 +17,11 @@ from tieline.report.result_views import Report, Section, line_views, report_view
 from tieline.report.tables import Grid, grid_table
 from tieline.report.words.numbers import percent, signed, significant
 
-HEAD = ("layer", "kept", "fit", "t", "gap", "new gap", "flips", "new flips")
-CONTINUOUS = 1e-3
-"""Jump of a score at the zero vector below which it is called continuous there."""
+REROUTED_HEADINGS = ("layer", "kept", "fit", "t", "gap", "new gap", "flips", "new flips")
+MAX_CONTINUOUS_JUMP = 1e-3
+"""Jump of a score at the zero vector below which it counts as continuous there."""
 
-NAMES = {
+ROUTER_NAMES = {
     "cosine": "plain cosine router",
     "perturbed": "perturbed cosine router",
     "linear": "linear router",
@@ -30,8 +30,8 @@ NAMES = {
 
 
 def _reroute_report(result: Rerouted) -> Report:
-    """What was kept and paid, layer by layer."""
-    table, sentences = _rerouted_layer_table(result), reroute_facts(result)
+    """Build the report of a rerouting: choices kept, loss and flips, layer by layer."""
+    table, sentences = _rerouted_layer_table(result), reroute_sentences(result)
     caption = "Share of experts kept in each layer, and tokens that bf16 flips before and after."
 
     def draw() -> Any:
@@ -41,7 +41,7 @@ def _reroute_report(result: Rerouted) -> Report:
         kind="rerouting",
         name="Rerouting",
         title=result.model,
-        facts=_reroute_summary(result),
+        facts=_reroute_facts(result),
         verdict=_reroute_verdict(result),
         table=lambda: table,
         body=lambda: {
@@ -58,13 +58,13 @@ def _reroute_report(result: Rerouted) -> Report:
 page, figures, terminal, summary, notebook = report_views(_reroute_report)
 
 
-def reroute_facts(result: Rerouted) -> list[str]:
-    """Sentences: choices, loss, distance, the zero vector, and the sample."""
+def reroute_sentences(result: Rerouted) -> list[str]:
+    """Write sentences on loss, KL, the zero vector, the fit and the columns of the table."""
     zero = max((layer.at_zero for layer in result.layers), default=0.0)
     jump = (
         f"Scores are continuous at the zero vector (largest change {significant(zero, 2)} at a "
         "distance of 1e-6)."
-        if zero < CONTINUOUS
+        if zero < MAX_CONTINUOUS_JUMP
         else f"Scores jump by up to {significant(zero)} at the zero vector, whose direction is not "
         "defined."
     )
@@ -85,29 +85,28 @@ def reroute_facts(result: Rerouted) -> list[str]:
 
 
 def _reroute_verdict(result: Rerouted) -> str:
-    """How many choices the new router keeps, what that costs, and what to do."""
+    """State how many choices the new router keeps, the change of the loss, and what to do."""
     kept = percent(result.kept.value, 4)
     change = signed(result.loss_change, ".5f", ".5f")
-    start = f"The {NAMES[result.router]} keeps {kept} of the choices; the loss changes by {change}"
+    router = ROUTER_NAMES[result.router]
     small = abs(result.loss_change.value or 0.0) < 0.01
     advice = (
         "What to do: use it as it is, or train on from it."
         if small
         else "What to do: train it on before use, or fit to more of your own text (--fit, --steps)."
     )
-    return f"{start} nats. {advice}"
+    return f"The {router} keeps {kept} of the choices; the loss changes by {change} nats. {advice}"
 
 
-def _reroute_summary(result: Rerouted) -> str:
-    """Router, its options and the number of layers in one line."""
+def _reroute_facts(result: Rerouted) -> str:
+    """Return one line with the router, its options and the number of layers."""
     options = ", ".join(f"{name} {value}" for name, value in result.options.items())
-    return (
-        f"{NAMES[result.router]}{f' ({options})' if options else ''}, {len(result.layers)} layers"
-    )
+    router = ROUTER_NAMES[result.router]
+    return f"{router}{f' ({options})' if options else ''}, {len(result.layers)} layers"
 
 
 def _rerouted_layer_table(result: Rerouted) -> Grid:
-    """One row per layer: choices kept, fit, gaps and bf16 flips before and after."""
+    """Return one row per layer: choices kept, fit, gaps and bf16 flips before and after."""
     labels = short_names([layer.name for layer in result.layers])
     rows = (
         (
@@ -122,11 +121,11 @@ def _rerouted_layer_table(result: Rerouted) -> Grid:
         )
         for label, layer in zip(labels, result.layers, strict=True)
     )
-    return Grid(HEAD, tuple(rows))
+    return Grid(REROUTED_HEADINGS, tuple(rows))
 
 
 def _reroute_chart(layers: Sequence[ReroutedLayer]) -> Chart:
-    """Choices lost and bf16 flips before and after, layer by layer."""
+    """Chart choices lost and bf16 flips before and after, layer by layer."""
     positions = range(len(layers))
     series = (
         Series(
@@ -146,7 +145,7 @@ def _reroute_chart(layers: Sequence[ReroutedLayer]) -> Chart:
 
 
 def _upcycled_lines(result: Upcycled) -> list[str]:
-    """Size of the new model, parameters, change of outputs and loss."""
+    """Return lines on the mixtures, parameters, change of outputs and loss of an upcycled model."""
     lines = [
         f"{len(result.layers)} networks became mixtures of {result.n_experts} experts, "
         f"top-{result.k}",

@@ -1,4 +1,4 @@
-"""The design advisor's numbers: report, figure and tables."""
+"""Report of the design advisor: figure and tables."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MEASURED_HEAD = (
+MEASURED_HEADINGS = (
     "layer",
     "switches",
     "per length",
@@ -37,7 +37,7 @@ MEASURED_HEAD = (
     "sets",
     "meets tie",
 )
-MEASURED = (
+MEASURED_NOTES = (
     "switches, per length, per rad: changes of coalition on the line between neighbouring tokens' "
     "router inputs, per unit of length and of angle. any two, per rad: the same between any two "
     "tokens; formula: ρ/π of a Gaussian router of this shape.",
@@ -47,58 +47,56 @@ MEASURED = (
     "a tie of a Gaussian router.",
 )
 
-FLIPS = "bf16_flips"
-SHARES = {FLIPS}
+FLIPS_QUANTITY = "bf16_flips"
+PERCENT_QUANTITIES = {FLIPS_QUANTITY}
 """Quantities that are written as percentages."""
-WHOLE = 10**7
-"""Integers below are written with all their digits."""
+MAX_FULL_INTEGER = 10**7
+"""Integers below this are written with all their digits."""
 
-LINE = Series((), (), kind="line+points", size=7, symbol="diamond")
-PIECES = {
+CURVE = Series((), (), kind="line+points", size=7, symbol="diamond")
+PIECES_CURVES = {
     "paper_bound": replace(
-        LINE, name="paper's bound C(N, k) Φ(kH, d)", colour="@warn", dash="dash", symbol="circle"
+        CURVE, name="paper's bound C(N, k) Φ(kH, d)", colour="@warn", dash="dash", symbol="circle"
     ),
     "sharp_bound": replace(
-        LINE, name="rigorous bound B*", colour="@notice", dash="dashdot", symbol="square"
+        CURVE, name="rigorous bound B*", colour="@notice", dash="dashdot", symbol="square"
     ),
-    "expected_regions": replace(LINE, name="expected, Gaussian layer"),
+    "expected_regions": replace(CURVE, name="expected, Gaussian layer"),
     "expected_cells": replace(
-        LINE, name="expected coalitions alone", dash="dot", symbol="triangle-down"
+        CURVE, name="expected coalitions alone", dash="dot", symbol="triangle-down"
     ),
 }
-TIES = {
-    "switches": replace(LINE, name="switches per radian"),
+TIES_CURVES = {
+    "switches": replace(CURVE, name="switches per radian"),
     "gap_density": replace(
-        LINE, name="tie density f_gap(0)", colour="@notice", dash="dashdot", symbol="square"
+        CURVE, name="tie density f_gap(0)", colour="@notice", dash="dashdot", symbol="square"
     ),
-    FLIPS: replace(
-        LINE, name="flips by bf16 (share of tokens)", colour="@warn", dash="dash", symbol="circle"
+    FLIPS_QUANTITY: replace(
+        CURVE, name="flips by bf16 (share of tokens)", colour="@warn", dash="dash", symbol="circle"
     ),
 }
-"""The curve of each quantity."""
+"""Style of the curve of each quantity."""
 
 
-MOST_FLIPS = 0.05
-"""Share of tokens that bf16 may flip in a layer of the recommended split."""
+MAX_BF16_FLIPS = 0.05
+"""Largest share of tokens that bf16 may flip with the recommended split."""
 
 
 def design_recommendation(result: Advice) -> str:
-    """Say how far to split the experts: as far as bf16 flips at most `MOST_FLIPS` of the tokens.
+    """Recommend the finest split at which bf16 flips at most `MAX_BF16_FLIPS` of tokens.
 
-    The gain of a split is the expected number of linear pieces; its cost, the flips, falls away
-    where the router computes in float32.
+    The gain of a split is the expected number of linear pieces; its cost, the flips, vanishes
+    if the router computes in float32.
     """
     rows = sorted(result.rows, key=lambda row: row.split)
-    stable = [row for row in rows if _design_entry_value(row, FLIPS) <= MOST_FLIPS]
+    stable = [row for row in rows if _entry_value(row, FLIPS_QUANTITY) <= MAX_BF16_FLIPS]
     finest = rows[-1]
     if not stable:
         return f"Keep the router in float32: {_bf16_flips_text(rows[0], finest)}."
     if stable[-1] is finest:
         shape, flips = _k_of_n_text(finest), _bf16_flips_text(finest)
         return f"{shape} are fine, also with a router in bf16: {flips}."
-    gain = _design_entry_value(finest, "expected_gain") / _design_entry_value(
-        stable[-1], "expected_gain"
-    )
+    gain = _entry_value(finest, "expected_gain") / _entry_value(stable[-1], "expected_gain")
     return (
         f"Do not go beyond {_k_of_n_text(stable[-1])} unless the router computes in float32: "
         f"{_bf16_flips_text(stable[-1], finest)}, for {significant(gain, 2)} times the expected "
@@ -106,17 +104,18 @@ def design_recommendation(result: Advice) -> str:
     )
 
 
-def _design_entry_value(row: Granularity, name: str) -> float:
-    """A number of a granularity; infinite where it has none."""
+def _entry_value(row: Granularity, name: str) -> float:
+    """Return a granularity's value of a quantity; infinite if it has none."""
     value = row.entries[name].value
     return math.inf if value is None else float(value)
 
 
 def _bf16_flips_text(*rows: Granularity) -> str:
-    """What rounding to bf16 does to the tokens at some granularities, each named once."""
+    """State the share of tokens that bf16 flips at each of the given granularities."""
+    flips = [design_cell_text(FLIPS_QUANTITY, row.entries[FLIPS_QUANTITY]) for row in rows]
     shares = dict.fromkeys(
-        f"{design_cell_text(FLIPS, row.entries[FLIPS])} of tokens with {_k_of_n_text(row)}"
-        for row in rows
+        f"{share} of tokens with {_k_of_n_text(row)}"
+        for share, row in zip(flips, rows, strict=True)
     )
     return f"rounding its scores to bf16 changes the choice of {' and '.join(shares)}"
 
@@ -127,7 +126,7 @@ def _k_of_n_text(row: Granularity) -> str:
 
 
 def _design_report(result: Advice) -> Report:
-    """Numbers by split, figure, and where each number holds."""
+    """Build the report: numbers by split, figure, and where each number holds."""
     table = _split_table(result)
     draw = partial(_design_figure, result)
     return Report(
@@ -142,13 +141,13 @@ def _design_report(result: Advice) -> Report:
 
 
 def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") -> list[Section]:
-    """Table, measured layers, figure and meanings of a page."""
+    """Return the page's sections: table, measured layers, figure and meanings."""
     meanings = [(q.heading, q.meaning, q.valid) for q in result.quantities.values()]
     measured = Section("Measured on the model's own hidden states", measured_layers_grid(result))
     caption = "Decimal logarithms of bounds, expectation and tie densities by split"
     return [
         Section("Granularities side by side", table, notes=_star_notes(result)),
-        *([replace(measured, notes=MEASURED)] if result.measured else []),
+        *([replace(measured, notes=MEASURED_NOTES)] if result.measured else []),
         Section("Bounds, expectation and ties", draw=draw, caption=caption),
         Section(
             "What each number is, and where it holds",
@@ -159,7 +158,7 @@ def _design_sections(result: Advice, table: Grid, draw: "Callable[[], Figure]") 
 
 
 def _design_terminal(result: Advice, width: int) -> RenderableType:
-    """Numbers by split, notes on single entries, and where each number holds."""
+    """Return the terminal view: numbers by split, notes, and where each number holds."""
     table = grid_table(_split_table(result), left_aligned=1)
     table.columns[-1].justify, table.columns[-1].style = "left", "dim"
     meanings = Table.grid(padding=(0, 2))
@@ -172,7 +171,7 @@ def _design_terminal(result: Advice, width: int) -> RenderableType:
     if result.measured:
         measured = [
             grid_table(measured_layers_grid(result), left_aligned=1),
-            Text("\n".join(MEASURED) + "\n"),
+            Text("\n".join(MEASURED_NOTES) + "\n"),
         ]
     return terminal_view(
         result.source,
@@ -186,7 +185,7 @@ def _design_terminal(result: Advice, width: int) -> RenderableType:
 
 
 def _design_summary(result: Advice) -> str:
-    """Source, shape and splits in two lines."""
+    """Return source and splits, shape, and the recommendation, one line each."""
     splits = ", ".join(str(row.split) for row in result.rows)
     headline = f"Design of {result.source}, splits {splits}"
     return "\n".join([headline, _design_facts(result), design_recommendation(result)])
@@ -198,16 +197,16 @@ page, figures, terminal, summary, notebook = report_views(_design_report)._repla
 
 
 def measured_layers_grid(result: Advice) -> Grid:
-    """One row per layer of the model: counted along its hidden states, beside the formulas."""
+    """Return one row per measured layer, with the Gaussian formula beside the counts."""
     labels = short_names([layer.name for layer in result.measured])
-    return Grid(MEASURED_HEAD, tuple(map(_measured_layer_row, labels, result.measured)))
+    return Grid(MEASURED_HEADINGS, tuple(map(_measured_layer_row, labels, result.measured)))
 
 
 def _measured_layer_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]:
-    """Switches, angles and centring of one measured layer, or why there are none."""
+    """Return switches, angles and centring of one measured layer, or the reason for none."""
     near, far, centred = layer.neighbours, layer.any_two, layer.centring
     if near is None or far is None or centred is None:
-        return (label, *[DASH] * (len(MEASURED_HEAD) - 2), layer.status)
+        return (label, *[DASH] * (len(MEASURED_HEADINGS) - 2), layer.status)
     return (
         label,
         with_error(near.switches, 2),
@@ -225,18 +224,18 @@ def _measured_layer_row(label: str, layer: RouterMeasurement) -> tuple[str, ...]
 
 
 def design_cell_text(name: str, entry: Entry) -> str:
-    """An entry as a percentage, a whole number, or a power of ten where it is long."""
+    """Return an entry as a percentage, a number, or a power of ten if it is too large."""
     if entry.value is None:
         return DASH if entry.log10 is None else f"10^{entry.log10:.0f}"
-    if name in SHARES:
+    if name in PERCENT_QUANTITIES:
         return percent(entry.value)
-    if isinstance(entry.value, int) and entry.value < WHOLE:
+    if isinstance(entry.value, int) and entry.value < MAX_FULL_INTEGER:
         return f"{entry.value:,}"
     return significant(float(entry.value))
 
 
 def _design_facts(result: Advice) -> str:
-    """The shape in one line."""
+    """Return the shape of the layer in one line."""
     first = result.rows[0]
     shape = first.shape
     facts = [
@@ -251,7 +250,7 @@ def _design_facts(result: Advice) -> str:
 
 
 def _split_table(result: Advice) -> Grid:
-    """One row per quantity, one column per split; entries with a note have a star."""
+    """Return one row per quantity, one column per split; entries with a note have a star."""
     shapes = [row.shape for row in result.rows]
     rows = [
         ("experts N", *(f"{shape.n_experts:,}" for shape in shapes), ""),
@@ -267,7 +266,7 @@ def _split_table(result: Advice) -> Grid:
 
 
 def _star_notes(result: Advice) -> list[str]:
-    """The notes behind the stars, each once with its quantities and splits, then the general."""
+    """Return each starred note once with its quantities and splits, then the general notes."""
     about: dict[str, dict[str, list[int]]] = {}
     for row in result.rows:
         for name, entry in row.entries.items():
@@ -285,14 +284,14 @@ def _star_notes(result: Advice) -> list[str]:
 
 
 def _design_figure(result: Advice) -> "Figure":
-    """Pieces (left) and ties (right) by split, as powers of ten."""
-    pieces = _log10_chart(result, PIECES, f"log₁₀ of the number, d_eff = {result.d_eff}")
-    ties = _log10_chart(result, TIES, "log₁₀ of the number")
+    """Draw log10 of pieces (left) and ties (right) by split."""
+    pieces = _log10_chart(result, PIECES_CURVES, f"log₁₀ of the number, d_eff = {result.d_eff}")
+    ties = _log10_chart(result, TIES_CURVES, "log₁₀ of the number")
     return chart_figure(pieces, ties, width=6.75, height=2.9)
 
 
 def _log10_chart(result: Advice, curves: Mapping[str, Series], title: str) -> Chart:
-    """Decimal logarithms of some quantities by split."""
+    """Chart log10 of the quantities of `curves` by split."""
     splits = [str(row.split) for row in result.rows]
     logs = {name: [row.entries[name].log10 for row in result.rows] for name in curves}
     series = tuple(replace(curve, x=splits, y=logs[name]) for name, curve in curves.items())

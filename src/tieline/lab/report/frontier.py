@@ -1,4 +1,4 @@
-"""How much repair at which price: report, chart and tables."""
+"""Report of a frontier, repair against cost of smoothing: chart and tables."""
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -13,11 +13,11 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import finite, percent, significant, with_error
 
-TENTH = 0.1
-"""Share of tokens inside the band up to which the law of pairs is held against a layer."""
+MAX_INSIDE_SHARE = 0.1
+"""Largest share of tokens inside the band at which the law, made for pairs, is compared."""
 
-POINTS = ("width", "experts", "moved (KL)", "flips ÷", "least moved", "over it (×)")
-FRONTIER = Panel(
+POINT_HEADINGS = ("width", "experts", "moved (KL)", "flips ÷", "least moved", "over it (×)")
+FRONTIER_PANEL = Panel(
     "frontier",
     "How much repair, at which price",
     "One point per width of the band, from little to much: how many times cheaper flips are, and "
@@ -25,31 +25,31 @@ FRONTIER = Panel(
     "dashed level is what flips cost before.",
     wide=True,
 )
-HOW_TO_READ = (
+POINTS_LEGEND = (
     "width: ε over the noise of each layer's gap, or an equal number of experts in each layer; "
     "flips ÷: how many times lower what flips cost is; least moved: what the law asks of any gate "
     "for that."
 )
-LAW = ("layer", "ε / σ", "inside", "D ÷ law", "S ÷ law", "flips ÷", "over frontier (×)")
-HOW_LAW = (
+LAW_HEADINGS = ("layer", "ε / σ", "inside", "D ÷ law", "S ÷ law", "flips ÷", "over frontier (×)")
+LAW_LEGEND = (
     "Each layer by itself: D, how far its output moved, and S, its change under noise of the "
     "choice, over what density, jump and noise of the calibration text predict; over frontier: D "
     "over the least that any continuous gate needs for that S."
 )
-SPREADS = {"noise": "ε in proportion to the noise", "budget": "equal experts in all layers"}
-"""What the widths of each spread are."""
+SPREAD_NAMES = {"noise": "ε in proportion to the noise", "budget": "equal experts in all layers"}
+"""Name of the widths of each spread."""
 
 
 def _frontier_report(result: Frontier) -> Report:
-    """The chart, every width, and the law layer by layer."""
+    """Build the report: the chart, every width, and the law layer by layer."""
     points, law = frontier_points_table(result), frontier_law_table(result)
     sections = [
-        Section("All widths", points, notes=[HOW_TO_READ]),
-        *([Section("The law, layer by layer", law, notes=[HOW_LAW])] if law.rows else []),
+        Section("All widths", points, notes=[POINTS_LEGEND]),
+        *([Section("The law, layer by layer", law, notes=[LAW_LEGEND])] if law.rows else []),
     ]
-    below: list[RenderableType] = [grid_table(points), _with_empty_line(Text(HOW_TO_READ))]
+    below: list[RenderableType] = [grid_table(points), _with_empty_line(Text(POINTS_LEGEND))]
     if result.layers:
-        below += [_with_empty_line(grid_table(law)), _with_empty_line(Text(HOW_LAW))]
+        below += [_with_empty_line(grid_table(law)), _with_empty_line(Text(LAW_LEGEND))]
     return Report(
         kind="frontier",
         name="Frontier",
@@ -59,7 +59,7 @@ def _frontier_report(result: Frontier) -> Report:
         table=lambda: points,
         body=lambda: {
             "style": "",
-            "panels": [FRONTIER.with_chart(_frontier_chart(result))],
+            "panels": [FRONTIER_PANEL.with_chart(_frontier_chart(result))],
             "sections": sections,
             "provenance": dotted_rows(result.provenance),
         },
@@ -72,18 +72,18 @@ page, figures, terminal, summary, notebook = report_views(_frontier_report)
 
 
 def _with_empty_line(part: RenderableType) -> Padding:
-    """A part of the terminal view with an empty line below it."""
+    """Add an empty line below a piece of the terminal view."""
     return Padding(part, (0, 0, 1, 0))
 
 
 def _frontier_facts(result: Frontier) -> str:
-    """Gate, cost of flips and number of widths in one line."""
+    """Return one line with the gate, the cost of flips and the number of widths."""
     cost = f"flips under {result.noise} cost KL {significant(result.by_flips)}"
     return f"{result.gate} gate · {cost} · {len(result.points)} widths"
 
 
 def _frontier_verdict(result: Frontier) -> str:
-    """The width that makes flips cheapest, its price, and what to do."""
+    """State the width that makes flips cheapest, its cost, and what to do."""
     repairing = [point for point in result.of("noise") if finite(point.factor)]
     if not repairing:
         return "No width lowers what flips cost by an amount that can be seen."
@@ -96,7 +96,7 @@ def _frontier_verdict(result: Frontier) -> str:
 
 
 def frontier_points_table(frontier: Frontier) -> Grid:
-    """One row per width: by the noise of each layer, and by an equal budget in all layers."""
+    """Return one row per width: by the noise of each layer, and by an equal budget."""
     widths = {"noise": "ε = {:.3g} σ", "budget": "{:.3g} each"}
     rows = (
         (
@@ -109,11 +109,11 @@ def frontier_points_table(frontier: Frontier) -> Grid:
         )
         for point in frontier.points
     )
-    return Grid(POINTS, tuple(rows))
+    return Grid(POINT_HEADINGS, tuple(rows))
 
 
 def frontier_law_table(frontier: Frontier) -> Grid:
-    """One row per layer and width of which at most a tenth of the tokens is inside the band."""
+    """Return one row per layer and width with at most a tenth of the tokens inside the band."""
     labels = short_names([law.name for law in frontier.layers])
     rows = (
         (
@@ -127,25 +127,27 @@ def frontier_law_table(frontier: Frontier) -> Grid:
         )
         for label, law in zip(labels, frontier.layers, strict=True)
         for point in law.points
-        if point.inside <= TENTH
+        if point.inside <= MAX_INSIDE_SHARE
     )
-    return Grid(LAW, tuple(rows))
+    return Grid(LAW_HEADINGS, tuple(rows))
 
 
 def _positive_ratio(above: float | None, below: float) -> float | None:
-    """Above / below; None where either is missing or not positive."""
+    """Return above / below; None if `above` is missing or `below` is not positive."""
     return above / below if above is not None and below > 0 else None
 
 
 def _frontier_chart(frontier: Frontier) -> Chart:
-    """KL to the original against how much cheaper flips are, with the least possible."""
+    """Chart the KL to the original against the factor of flips, with the least possible KL."""
     hover = "%{x:.3~g} times cheaper, moved %{y:.3~g}<extra></extra>"
     series = []
     for spread, colour in (("noise", "@accent"), ("budget", "@warn")):
         kind = "line+points" if spread == "noise" else "points"
         points = [point for point in frontier.of(spread) if finite(point.factor)]
         x, y = [point.factor for point in points], [point.table.moved.value for point in points]
-        series.append(Series(x, y, SPREADS[spread], colour, kind, size=9, width=2.0, hover=hover))
+        series.append(
+            Series(x, y, SPREAD_NAMES[spread], colour, kind, size=9, width=2.0, hover=hover)
+        )
     bound = sorted((p.factor, p.least) for p in frontier.points if p.factor and p.least)
     x, y = [factor for factor, _ in bound], [least for _, least in bound]
     return Chart(

@@ -1,7 +1,7 @@
-"""The claims ledger and the catalogue of claims: reports, charts and tables.
+"""Reports of the claims ledger and of the catalogue of claims: charts and tables.
 
-Verdicts have a sign that needs no colour, and each claim with data has a chart of its own, whose
-figure is named after the claim. `CATALOGUE` has the views of the catalogue.
+Every verdict has a sign besides its colour, and each claim with data has a chart, whose figure is
+named after the claim. `CATALOGUE` has the views of the catalogue.
 """
 
 import math
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-SIGNS = dict(zip(Verdict, "●◐○?·", strict=True))
-STYLES = dict(zip(Verdict, ("green", "yellow", "red", "cyan", "dim"), strict=True))
-CLASSES = dict(
+VERDICT_SIGNS = dict(zip(Verdict, "●◐○?·", strict=True))
+VERDICT_STYLES = dict(zip(Verdict, ("green", "yellow", "red", "cyan", "dim"), strict=True))
+VERDICT_CLASSES = dict(
     zip(Verdict, ("holds", "condition", "fails", "undecided", "untestable"), strict=True)
 )
 """Sign, style on a terminal and CSS class of each verdict."""
 
-PARTS = {"paper": "as stated", "condition": "under the condition", "corrected": "ours"}
-VALUES = ("the paper", "corrected", "measured")
-COLOURS = ("@accent", "@warn", "@notice", "@ink", "@muted")
+PART_NAMES = {"paper": "as stated", "condition": "under the condition", "corrected": "ours"}
+VALUE_HEADINGS = ("the paper", "corrected", "measured")
+SERIES_COLOURS = ("@accent", "@warn", "@notice", "@ink", "@muted")
 """Roles of the colours of up to five series."""
-NARROW = 100
-"""A terminal with fewer characters shows verdicts without values."""
-FEW = 8
-"""Up to this number of claims, a terminal shows every claim in full."""
+MIN_WIDE_WIDTH = 100
+"""Narrower terminals, in characters, show verdicts without values."""
+MAX_CLAIMS_IN_FULL = 8
+"""Largest number of claims that a terminal shows in full."""
 
 
 def _ledger_report(result: Ledger) -> Report:
-    """A table of all claims, then each claim with its checks and chart."""
+    """Build the report: a table of all claims, then each claim with its checks and chart."""
     rows = tuple(
         (o.claim.id, o.claim.title, *_claim_value_cells(o), claim_verdict_text(o))
         for o in result.claims
@@ -58,8 +58,8 @@ def _ledger_report(result: Ledger) -> Report:
         title="Claims ledger",
         facts=_ledger_facts(result),
         verdict=_verdict_counts(result),
-        table=lambda: Grid(("claim", "what", *VALUES, "verdict"), rows),
-        body=partial(_ledger_page, result),
+        table=lambda: Grid(("claim", "what", *VALUE_HEADINGS, "verdict"), rows),
+        body=partial(_ledger_page_body, result),
         figures={
             outcome.claim.id: partial(_claim_figure, outcome.evidence.figure)
             for outcome in result.claims
@@ -68,8 +68,8 @@ def _ledger_report(result: Ledger) -> Report:
     )
 
 
-def _ledger_page(result: Ledger) -> dict[str, Any]:
-    """Variables of the template: charts by claim, outcomes by paper."""
+def _ledger_page_body(result: Ledger) -> dict[str, Any]:
+    """Return the values that the template shows: charts by claim, outcomes by paper."""
     panels = {
         outcome.claim.id: Panel(f"figure-{outcome.claim.id}", outcome.claim.title, "").with_chart(
             _claim_chart(outcome.evidence.figure)
@@ -83,7 +83,7 @@ def _ledger_page(result: Ledger) -> dict[str, Any]:
         "panels": list(panels.values()),
         "papers": [(paper, _outcomes_of_paper(result, paper)) for paper in result.papers],
         "charts": panels,
-        "parts": PARTS,
+        "parts": PART_NAMES,
         "value_text": claim_value_text,
         "verdict_text": claim_verdict_text,
         "verdict_class": _verdict_class,
@@ -92,13 +92,15 @@ def _ledger_page(result: Ledger) -> dict[str, Any]:
 
 
 def _ledger_terminal(result: Ledger, width: int) -> RenderableType:
-    """One row per claim, paper by paper, then the claims that changed and the counts."""
+    """Return the terminal view: a table per paper, undecided and changed claims, counts."""
     blocks: list[RenderableType] = []
     for paper in result.papers:
         heading = Text(f"Paper {paper.paper}: {paper.title}", style="bold")
-        table = _claim_outcome_table(_outcomes_of_paper(result, paper), wide=width >= NARROW)
+        table = _claim_outcome_table(
+            _outcomes_of_paper(result, paper), wide=width >= MIN_WIDE_WIDTH
+        )
         blocks += [heading, Padding(table, (0, 0, 1, 0))]
-    if len(result.claims) <= FEW:
+    if len(result.claims) <= MAX_CLAIMS_IN_FULL:
         blocks += [claim_text(outcome.claim) for outcome in result.claims]
     blocks += [
         _undecided_claim_text(outcome)
@@ -110,7 +112,7 @@ def _ledger_terminal(result: Ledger, width: int) -> RenderableType:
 
 
 def _ledger_notebook(result: Ledger) -> str:
-    """A table of all claims, without charts; `plot` draws those."""
+    """Return the notebook view: a table of all claims without charts (see `plot`)."""
     return replace(_ledger_report(result), figures={}).notebook()
 
 
@@ -122,7 +124,7 @@ page, figures, terminal, summary, notebook = report_views(_ledger_report)._repla
 
 
 def claim_text(claim: Claim) -> RenderableType:
-    """The paper's sentence, the setting, the test and what would change the verdict."""
+    """Return a claim in full: statement, setting, test and what would change the verdict."""
     lines = [Text(f"{claim.id} ({claim.number}): {claim.title}", style="bold")]
     texts = {
         "the paper": claim.statement,
@@ -136,7 +138,7 @@ def claim_text(claim: Claim) -> RenderableType:
 
 
 def claim_value_text(value: float | int | str | None) -> str:
-    """A value of a claim: text as it is, numbers with six digits."""
+    """Return a value of a claim as text: strings unchanged, numbers with six digits."""
     if value is None or value == "":
         return DASH
     if isinstance(value, float) and not math.isfinite(value):
@@ -147,8 +149,8 @@ def claim_value_text(value: float | int | str | None) -> str:
 
 
 def claim_verdict_text(outcome: ClaimOutcome) -> str:
-    """Sign and verdict, with the expected one or the error if it changed."""
-    sign = "!" if outcome.verdict is None else SIGNS[outcome.verdict]
+    """Return sign and verdict, with the expected verdict or the error if it changed."""
+    sign = "!" if outcome.verdict is None else VERDICT_SIGNS[outcome.verdict]
     if outcome.verdict is None:
         return f"{sign} broken: {outcome.error}"
     if not outcome.changed:
@@ -159,7 +161,7 @@ def claim_verdict_text(outcome: ClaimOutcome) -> str:
 
 
 def claim_check_text(check: Check) -> str:
-    """A comparison in one line."""
+    """Return a check in one line: mark, name, measured value, rule and reference."""
     mark = "✓" if check.passed else "?" if check.open else "✗"
     slack = f" ± {claim_value_text(check.tolerance)}" if check.tolerance else ""
     measured = (
@@ -173,20 +175,20 @@ def claim_check_text(check: Check) -> str:
 
 
 def _claim_measurement_text(check: Check) -> str:
-    """What was measured, with its interval."""
+    """Return the measured value of a check, with its interval."""
     if check.low is None or check.high is None:
         return claim_value_text(check.measured)
     return f"{claim_value_text(check.measured)} [{check.low:.3g}, {check.high:.3g}]"
 
 
 def _ledger_facts(result: Ledger) -> str:
-    """Version, mode and seed in one line."""
+    """Return one line with version, mode and seed."""
     run = result.provenance
     return f"tieline {run.tieline} · {run.mode} mode · seed {run.seed}"
 
 
 def _verdict_counts(result: Ledger) -> str:
-    """The number of claims with each verdict, and whether any changed."""
+    """Return the number of claims with each verdict, and how many changed."""
     counts = [f"{verdict}: {count}" for verdict, count in result.verdicts.items() if count]
     changed = len(result.changed)
     news = f"{changed} verdict{'s' * (changed != 1)} changed" if changed else "None changed"
@@ -195,12 +197,12 @@ def _verdict_counts(result: Ledger) -> str:
 
 
 def _outcomes_of_paper(result: Ledger, paper: PaperTitle) -> list[ClaimOutcome]:
-    """The outcomes of one paper's claims."""
+    """Return the outcomes of one paper's claims."""
     return [outcome for outcome in result.claims if outcome.claim.paper == paper.paper]
 
 
 def _claim_value_cells(outcome: ClaimOutcome) -> list[str]:
-    """Texts of the columns `VALUES`."""
+    """Return the cells of the columns `VALUE_HEADINGS`."""
     evidence = outcome.evidence
     return [
         claim_value_text(value) for value in (evidence.paper, evidence.corrected, evidence.measured)
@@ -208,20 +210,24 @@ def _claim_value_cells(outcome: ClaimOutcome) -> list[str]:
 
 
 def _verdict_class(outcome: ClaimOutcome) -> str:
-    """The style class of an outcome's verdict."""
+    """Return the CSS class of an outcome's verdict."""
     if outcome.changed or outcome.verdict is None:
         return "changed"
-    return CLASSES[outcome.verdict]
+    return VERDICT_CLASSES[outcome.verdict]
 
 
 def _claim_outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Table:
-    """One row per claim, coloured by verdict; `wide` adds the values."""
-    table = text_table(("claim", "what", *(VALUES if wide else ()), "verdict"), (), 9, fold=True)
+    """Return a table with one row per claim, coloured by verdict; `wide` adds the values."""
+    table = text_table(
+        ("claim", "what", *(VALUE_HEADINGS if wide else ()), "verdict"), (), 9, fold=True
+    )
     table.columns[0].no_wrap = True
     for outcome in outcomes:
         claim = outcome.claim
         style = (
-            "bold red" if outcome.verdict is None or outcome.changed else STYLES[outcome.verdict]
+            "bold red"
+            if outcome.verdict is None or outcome.changed
+            else VERDICT_STYLES[outcome.verdict]
         )
         cells = [claim.id, claim.title, *(_claim_value_cells(outcome) if wide else [])]
         table.add_row(*map(Text, cells), Text(claim_verdict_text(outcome), style=style))
@@ -229,17 +235,17 @@ def _claim_outcome_table(outcomes: Sequence[ClaimOutcome], *, wide: bool) -> Tab
 
 
 def _undecided_claim_text(outcome: ClaimOutcome) -> Text:
-    """A claim that is not decided, with the reason and what this run could not measure."""
+    """Return an undecided claim with the reason and what this run could not measure."""
     claim, checks = outcome.claim, outcome.evidence.checks
     absent = dict.fromkeys(c.open for c in checks if c.open and math.isnan(c.measured))
     reasons = [claim.undecided or outcome.reason]
     reasons += [f"Not measured: {'; '.join(absent)}"] if claim.undecided and absent else []
     sentence = f"{claim.id}: undecided: {'. '.join(reasons)}"
-    return Text(sentence, style=STYLES[Verdict.UNDECIDED])
+    return Text(sentence, style=VERDICT_STYLES[Verdict.UNDECIDED])
 
 
 def _changed_claim_text(outcome: ClaimOutcome) -> Text:
-    """A claim that changed, with the checks that failed."""
+    """Return a changed claim with the checks that failed."""
     lines = [f"{outcome.claim.id}: {claim_verdict_text(outcome)[2:]}"]
     lines += [
         f"    {claim_check_text(check)}" for check in outcome.evidence.checks if not check.passed
@@ -248,7 +254,7 @@ def _changed_claim_text(outcome: ClaimOutcome) -> Text:
 
 
 def _claim_chart(figure: FigureData) -> Chart:
-    """A claim's chart; more than five series are coloured by a ramp."""
+    """Return a claim's chart; more than five series are coloured by a ramp."""
     count = len(figure.series)
     ramp = [layer_colour(index, count) for index in range(count)]
     series = tuple(
@@ -263,7 +269,9 @@ def _claim_chart(figure: FigureData) -> Chart:
             errors=None if series.errors is None else (series.errors, series.errors),
             hover="%{x:.4~g}, %{y:.4~g}<extra>%{fullData.name}</extra>",
         )
-        for series, colour in zip(figure.series, COLOURS if count <= 5 else ramp, strict=False)
+        for series, colour in zip(
+            figure.series, SERIES_COLOURS if count <= 5 else ramp, strict=False
+        )
     )
     x, y = (
         Axis(axis.title, "log" if axis.scale == "log" else "linear")
@@ -273,33 +281,36 @@ def _claim_chart(figure: FigureData) -> Chart:
 
 
 def _claim_figure(figure: FigureData) -> "Figure":
-    """A claim's chart by matplotlib."""
+    """Draw a claim's chart by matplotlib."""
     return chart_figure(_claim_chart(figure), height=3.2)
 
 
 def _catalogue_listing(result: Catalogue) -> Listing:
-    """All claims with their expected verdicts."""
-    rows = ((c.id, c.number, c.title, f"{SIGNS[c.expected]} {c.expected}") for c in result.claims)
+    """Return the listing of all claims with their expected verdicts."""
+    rows = (
+        (c.id, c.number, c.title, f"{VERDICT_SIGNS[c.expected]} {c.expected}")
+        for c in result.claims
+    )
     facts = f"{len(result.claims)} claims of {len(result.papers)} papers"
     table = Grid(("claim", "number", "what", "expected"), tuple(rows))
     return Listing("reproduction", "Catalogue of claims", facts, table)
 
 
-def _catalogue_view(result: Catalogue) -> RenderableType:
-    """One row per claim, or per paper for those of several; a few claims are shown in full."""
+def _catalogue_terminal_view(result: Catalogue) -> RenderableType:
+    """Return one row per claim, or per paper if there are several; few claims are in full."""
     listing = _catalogue_listing(result).table
-    if len(result.papers) > 1 and len(result.claims) > FEW and not result.in_full:
+    if len(result.papers) > 1 and len(result.claims) > MAX_CLAIMS_IN_FULL and not result.in_full:
         return _claims_by_paper_view(result)
     table = text_table(listing.head, (), len(listing.head), fold=True)
     table.columns[0].no_wrap = True
     for claim, cells in zip(result.claims, listing.rows, strict=True):
-        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=STYLES[claim.expected]))
-    in_full = map(claim_text, result.claims) if len(result.claims) <= FEW else ()
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style=VERDICT_STYLES[claim.expected]))
+    in_full = map(claim_text, result.claims) if len(result.claims) <= MAX_CLAIMS_IN_FULL else ()
     return Group(table, *in_full)
 
 
 def _claims_by_paper_view(result: Catalogue) -> RenderableType:
-    """Number of claims of each paper by expected verdict."""
+    """Return the number of claims of each paper by expected verdict."""
     counts = Counter((claim.paper, claim.expected) for claim in result.claims)
     verdicts = [verdict for verdict in Verdict if verdict in {v for _, v in counts}]
     rows = [
@@ -318,4 +329,4 @@ def _claims_by_paper_view(result: Catalogue) -> RenderableType:
     return Group(table, Text(hint))
 
 
-CATALOGUE = listing_views(_catalogue_listing, _catalogue_view)
+CATALOGUE = listing_views(_catalogue_listing, _catalogue_terminal_view)

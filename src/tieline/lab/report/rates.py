@@ -1,4 +1,4 @@
-"""A rate study: report, figure and table.
+"""Report of a rate study: figure and table.
 
 The figure shows the loss as the paper defines it, the same without the directions that the data
 cannot determine, and the distance of the functions, against the sample size, one colour per start
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MOST_SIZES = 3
-"""Sample sizes that a terminal shows."""
-NAMES = {"raw": "raw", "quotient": "quotient", "function": "‖f − f*‖", "experts": "experts"}
-PANELS = (
+MAX_TERMINAL_SIZES = 3
+"""Largest number of sample sizes that a terminal shows."""
+LOSS_NAMES = {"raw": "raw", "quotient": "quotient", "function": "‖f − f*‖", "experts": "experts"}
+LOSS_PANELS = (
     ("raw", "raw loss"),
     ("quotient", "quotient loss"),
     ("function", "$\\|f-f^*\\|$ in $L^2(\\mu)$"),
@@ -37,7 +37,7 @@ MARKERS = "oDsv^P"
 
 
 def _rates_report(result: RateStudy) -> Report:
-    """Figure, slopes with all sample sizes, and notes on the fits."""
+    """Build the report: figure, slopes with all sample sizes, and notes on the fits."""
     table = _slope_table(result, result.sizes)
     draw = partial(_rates_figure, result)
     caption = "Mean losses with fitted power laws, one panel per loss, one colour per start"
@@ -60,9 +60,11 @@ def _rates_report(result: RateStudy) -> Report:
 
 
 def _rates_terminal(result: RateStudy, width: int) -> list[RenderableType]:
-    """Slopes with some sample sizes, and notes on the fits."""
+    """Return the slopes with a few sample sizes, and the notes on the fits, for a terminal."""
     last = len(result.sizes) - 1
-    indices = sorted({round(last * step / (MOST_SIZES - 1)) for step in range(MOST_SIZES)})
+    indices = sorted(
+        {round(last * step / (MAX_TERMINAL_SIZES - 1)) for step in range(MAX_TERMINAL_SIZES)}
+    )
     table = _slope_table(result, [result.sizes[index] for index in indices])
     return [grid_table(table, left_aligned=2), Text("\n".join(_fit_notes(result)))]
 
@@ -71,7 +73,7 @@ page, figures, terminal, summary, notebook = report_views(_rates_report)
 
 
 def _rates_facts(result: RateStudy) -> str:
-    """Model, sizes, repetitions, noise and loss in one line."""
+    """Return one line with model, sizes, repetitions, noise and loss."""
     model = result.model
     fitted, true = model.n_experts, result.true_experts
     facts = [
@@ -89,7 +91,7 @@ def _rates_facts(result: RateStudy) -> str:
 
 
 def _rates_verdict(result: RateStudy) -> str:
-    """The slope of the quotient loss from the first start, and the sample size asked for."""
+    """State the slope of the quotient loss from the first start, and the required sample size."""
     rated = ((s.start, s.rate) for s in result.series if s.loss == "quotient" and s.rate)
     start, rate = next(rated, ("", None))
     verdict = "No slope: fewer than two sample sizes determine the fit."
@@ -104,27 +106,27 @@ def _rates_verdict(result: RateStudy) -> str:
 
 
 def _slope_table(result: RateStudy, sizes: Sequence[int]) -> Grid:
-    """One row per loss and start, with the mean losses at these sample sizes."""
+    """Return one row per loss and start, with the mean losses at the given sample sizes."""
     head = ("loss", "start", "slope", "95 % interval", *(f"n={n:,}" for n in sizes))
     rows = tuple(_slope_row(series, sizes) for series in result.series)
     return Grid(head, rows, quantities="rows")  # the losses are of different sizes
 
 
 def _slope_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Loss, start, slope, interval and the mean losses at some sample sizes."""
+    """Return loss, start, slope, interval and the mean losses at the given sample sizes."""
     means = dict(zip(series.sizes, series.mean, strict=True))
     cells = uniform_numbers([significant(means[n], 2) if n in means else DASH for n in sizes])
     rate = series.rate
     slope = DASH if rate is None else f"{rate.slope:.2f}"
     interval = DASH if rate is None else f"{rate.low:.2f} to {rate.high:.2f}"
-    return NAMES[series.loss], series.start, slope, interval, *cells
+    return LOSS_NAMES[series.loss], series.start, slope, interval, *cells
 
 
 def _fit_notes(result: RateStudy) -> list[str]:
-    """Fits by outcome, the paper's slope, failures and warnings."""
+    """Return notes on the fits by outcome, the paper's slope, failures and warnings."""
     ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
     notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
-    notes += _experts_advice(result)
+    notes += _experts_advice_notes(result)
     if result.paper_slope is not None:
         notes.append(f"the paper reports a slope of {result.paper_slope:.2f} for the raw loss")
     if result.failed:
@@ -145,11 +147,11 @@ def _fit_notes(result: RateStudy) -> list[str]:
 
 
 SEPARABLE = ("tanh", "gelu")
-"""Experts whose sums are not of the same kind, so that a spare expert can be identified."""
+"""Experts whose sums are not experts of the same kind: a spare expert can be identified."""
 
 
-def _experts_advice(result: RateStudy) -> list[str]:
-    """What the number of fitted experts means for predictions and for reading the experts."""
+def _experts_advice_notes(result: RateStudy) -> list[str]:
+    """State what the number of fitted experts means for predictions and for single experts."""
     spare = result.model.n_experts - result.true_experts
     if not result.well_specified or spare < 0:
         return []
@@ -171,10 +173,10 @@ def _experts_advice(result: RateStudy) -> list[str]:
 
 
 def _rates_figure(result: RateStudy) -> "Figure":
-    """Means with bars and fitted lines, log-log."""
+    """Draw mean losses with error bars and fitted lines on log-log axes."""
 
     def draw(*panels: "Axes") -> None:
-        for axes, (loss, title) in zip(panels, PANELS, strict=True):
+        for axes, (loss, title) in zip(panels, LOSS_PANELS, strict=True):
             _draw_loss_panel(axes, [s for s in result.series if s.loss == loss and s.mean], result)
             heading = title if loss == "function" else f"{title} {result.loss}"
             axes.set_title(heading, fontsize=8)
@@ -192,21 +194,21 @@ def _rates_figure(result: RateStudy) -> "Figure":
 
 
 def _draw_loss_panel(axes: "Axes", series: Sequence[LossSeries], result: RateStudy) -> None:
-    """One panel: the curves of one loss, guides of its slopes, a legend."""
+    """Draw the curves of one loss, guides of its slopes, and a legend."""
     for curve, colour, marker in zip(
         series, _start_colours(len(series)), MARKERS * 9, strict=False
     ):
         _draw_loss_series(axes, curve, result.ridge.sizes, colour, marker)
     _draw_guides(axes, series, result.paper_slope)
     axes.set(xscale="log", yscale="log", xlabel="sample size n")
-    _name_ticks(axes)
+    _write_decimal_ticks(axes)
     axes.legend(fontsize=5.8, loc="upper center", bbox_to_anchor=(0.5, -0.24), handlelength=1.4)
 
 
 def _draw_loss_series(
     axes: "Axes", series: LossSeries, ridge: Sequence[int], colour: Any, marker: str
 ) -> None:
-    """Points with bars, and the fitted line over the sample sizes that count."""
+    """Draw points with bars, and the fitted line over the sizes without a ridge."""
     bars = [2 * error for error in series.stderr]
     below = [min(bar, 0.9 * mean) for bar, mean in zip(bars, series.mean, strict=True)]
     style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
@@ -230,7 +232,7 @@ def _draw_loss_series(
 
 
 def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float | None) -> None:
-    """The parametric slope, and the slope that the paper reports."""
+    """Draw the parametric slope, and the slope that the paper reports."""
     if not series:
         return
     n, top = series[0].sizes, max(curve.mean[0] for curve in series)
@@ -242,8 +244,8 @@ def _draw_guides(axes: "Axes", series: Sequence[LossSeries], paper_slope: float 
         axes.plot(n, line, color="0.45", linestyle=style, linewidth=0.8, label=label)
 
 
-def _name_ticks(axes: "Axes") -> None:
-    """Write sizes and losses as decimals at 1, 2 and 5: a panel may span less than ten times."""
+def _write_decimal_ticks(axes: "Axes") -> None:
+    """Write ticks as decimals at 1, 2 and 5, since a panel may span less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for axis, text in ((axes.xaxis, "{x:,.0f}"), (axes.yaxis, "{x:g}")):
@@ -253,7 +255,7 @@ def _name_ticks(axes: "Axes") -> None:
 
 
 def _start_colours(count: int) -> list[Any]:
-    """One colour per start radius."""
+    """Return one colour per start radius."""
     from matplotlib import colormaps
 
     steps = [index / (count - 1) if count > 1 else 0.0 for index in range(count)]

@@ -1,9 +1,9 @@
 """A slice through a router's input space: cells, bands near ties, kinks, one expert's support.
 
-slice_figure    by matplotlib, for papers
-slice_page      one page without script; the experts of a cell show under the pointer
-slice_words     what the slice of a model shows, and how it was checked, in sentences
-cell_colours    one colour per cell, different from those of its neighbours
+slice_figure      the slice by matplotlib, for papers
+slice_page        one page without script; the experts of a cell show under the pointer
+slice_sentences   sentences on what a model's slice shows, and how it was checked
+cell_colours      one colour per cell, different from the colours of its neighbours
 
 `page`, `figures`, `terminal`, `summary` and `notebook` are those of a model's `RouterSlice`.
 """
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-SIDE = 720.0
-"""Pixels of the drawing in the page."""
-MOST_LISTED = 30
+PAGE_SIDE = 720.0
+"""Side of the drawing in a page, in pixels."""
+MAX_LISTED_CELLS = 30
 HUES, GOLDEN = 31, 0.61803398875
 
 Points = Sequence[Sequence[float]]
 
 
 def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
-    """Cells coloured by coalition, their bands dark, kinks thin, the support outlined.
+    """Draw cells coloured by coalition, with dark bands, thin kinks and an outlined support.
 
     Args:
         cut: the slice.
-        names: what to write beside the three inputs.
+        names: labels of the three inputs.
     """
 
     def draw(axes: "Axes") -> None:
@@ -64,8 +64,8 @@ def slice_figure(cut: Slice, names: Sequence[str] = ()) -> "Figure":
 
 
 def _slice_report(result: RouterSlice) -> Report:
-    """The plane with its cells, how it was checked, the largest cells."""
-    sentences = slice_words(result)
+    """Build the report: the plane with its cells, its check, and the largest cells."""
+    sentences = slice_sentences(result)
     return Report(
         kind="slice",
         title=result.model,
@@ -79,7 +79,7 @@ def _slice_report(result: RouterSlice) -> Report:
 
 
 def _slice_tokens_table(result: RouterSlice) -> Table:
-    """The three tokens with document, position and experts."""
+    """Return a table of the three tokens with document, position and experts."""
     rows = [
         (
             visible_characters(p.text) or "◦",
@@ -93,13 +93,13 @@ def _slice_tokens_table(result: RouterSlice) -> Table:
 
 
 def _slice_summary(result: RouterSlice) -> str:
-    """Name and sentences in plain lines."""
-    return "\n".join([f"Slice of {result.model}", *slice_words(result)])
+    """Return name and sentences in plain lines."""
+    return "\n".join([f"Slice of {result.model}", *slice_sentences(result)])
 
 
 def _slice_notebook(result: RouterSlice) -> str:
-    """Sentences, the largest cells and the figure."""
-    return replace(_slice_report(result), verdict=" ".join(slice_words(result)[1:])).notebook()
+    """Return sentences, the largest cells and the figure as HTML."""
+    return replace(_slice_report(result), verdict=" ".join(slice_sentences(result)[1:])).notebook()
 
 
 page, figures, terminal, summary, notebook = report_views(_slice_report)._replace(
@@ -108,18 +108,18 @@ page, figures, terminal, summary, notebook = report_views(_slice_report)._replac
 
 
 def _slice_figure_with_tokens(plane: RouterSlice) -> "Figure":
-    """The slice with its three tokens named."""
+    """Draw the slice with its three tokens labelled."""
     return slice_figure(plane.cut, [_quoted_token(point.text) for point in plane.points])
 
 
 def _quoted_token(text: str) -> str:
-    """The text of a token for a picture, whose font has Latin letters and reads $ as a formula."""
+    """Return a token as a label for matplotlib: other than Latin letters as "·", $ escaped."""
     latin = "".join(sign if sign.isprintable() and ord(sign) < 0x250 else "·" for sign in text)
     return f"“{latin or '·'}”".replace("$", "\\$")
 
 
-def slice_words(plane: RouterSlice) -> list[str]:
-    """What the slice shows, and how it was checked, in sentences."""
+def slice_sentences(plane: RouterSlice) -> list[str]:
+    """Write what the slice shows, and how it was checked."""
     tokens = ", ".join(
         f"“{visible_characters(point.text).strip() or '◦'}” ({point.document}:{point.position}, "
         f"experts {', '.join(map(str, point.experts))})"
@@ -151,24 +151,24 @@ def slice_page(cut: Slice, title: str = "Slice of a router") -> str:
 
 
 def _slice_page_body(cut: Slice, sentences: Sequence[str]) -> dict[str, Any]:
-    """Variables of the template of a slice."""
+    """Return the values that the template of a slice shows."""
     return {
         "template": "slice.html",
         "style": "sections.css",
-        "side": SIDE,
+        "side": PAGE_SIDE,
         "cells": list(_svg_cells(cut)),
         "lines": list(_svg_lines(cut)),
         "marks": [_svg_pixel(mark, cut) for mark in cut.marks],
         "legend": _slice_legend(cut),
         "sentences": sentences,
-        "heading": f"Largest cells ({min(MOST_LISTED, len(cut.cells))} of {len(cut.cells)})",
+        "heading": f"Largest cells ({min(MAX_LISTED_CELLS, len(cut.cells))} of {len(cut.cells)})",
         "table": _largest_cells_grid(cut),
     }
 
 
 def _largest_cells_grid(cut: Slice) -> Grid:
-    """One row per cell, the largest first."""
-    largest = sorted(cut.cells, key=lambda cell: -_polygon_area(cell.corners))[:MOST_LISTED]
+    """Return one row per cell, the largest first."""
+    largest = sorted(cut.cells, key=lambda cell: -_polygon_area(cell.corners))[:MAX_LISTED_CELLS]
     rows = [
         (
             ", ".join(map(str, cell.coalition)),
@@ -181,10 +181,10 @@ def _largest_cells_grid(cut: Slice) -> Grid:
 
 
 def cell_colours(cut: Slice) -> list[str]:
-    """One hex colour per cell; cells that share a wall have different ones.
+    """Return one hex colour per cell; cells that share a wall have different colours.
 
-    Cells are neighbours when their coalitions differ by one expert. Each takes the first hue that
-    no earlier neighbour has, in an order that jumps around the circle.
+    Cells are neighbours if their coalitions differ by one expert. Each cell takes the first hue
+    that no earlier neighbour has, counted from the cell's own index.
     """
     cells = [frozenset(cell.coalition) for cell in cut.cells]
     used_hues: list[int] = []
@@ -197,14 +197,14 @@ def cell_colours(cut: Slice) -> list[str]:
 
 
 def _hue_colour(hue: int) -> str:
-    """The colour of a hue number, by golden-ratio steps around the wheel."""
+    """Return the hex colour of a hue number, in golden-ratio steps around the wheel."""
     light = 0.72 + 0.1 * (hue % 3 - 1)
     channels = colorsys.hls_to_rgb((hue * GOLDEN) % 1.0, light, 0.62)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def _slice_counts_text(cut: Slice) -> str:
-    """Coalitions, pieces, share of the band and fill of a support, in one line."""
+    """Return one line with coalitions, pieces, share of the band and fill of a support."""
     sentence = f"{len(cut.cells)} coalitions, {sum(cell.pieces for cell in cut.cells)} pieces"
     if cut.epsilon > 0:
         sentence += f", gap < {cut.epsilon:.3g} on {percent(cut.band_share)}"
@@ -214,7 +214,7 @@ def _slice_counts_text(cut: Slice) -> str:
 
 
 def _slice_legend(cut: Slice) -> str:
-    """What colours, lines and dots of the picture mean."""
+    """Explain the colours, lines and dots of the picture."""
     sentences = ["Colours: coalitions. Black lines: two experts tie. White dots: the three inputs."]
     if cut.epsilon > 0:
         sentences.append(f"Dark bands: gap below {cut.epsilon:.3g}.")
@@ -227,14 +227,14 @@ def _slice_legend(cut: Slice) -> str:
 
 
 def _coloured_cells(cut: Slice) -> Iterator[tuple[SliceCell, str, bool]]:
-    """Each cell with its colour, and whether it fades because it is not in the support."""
-    mine = None if cut.support is None else set(cut.support.cells)
+    """Yield each cell with its colour, and whether it is faded for lying outside the support."""
+    support_cells = None if cut.support is None else set(cut.support.cells)
     for index, (cell, colour) in enumerate(zip(cut.cells, cell_colours(cut), strict=True)):
-        yield cell, colour, mine is not None and index not in mine
+        yield cell, colour, support_cells is not None and index not in support_cells
 
 
 def _tie_walls(cut: Slice) -> list[Points]:
-    """Edges where two experts tie, once for each of their two cells."""
+    """Return the edges where two experts tie, once for each of their two cells."""
     return [
         [cell.corners[index], cell.corners[(index + 1) % len(cell.corners)]]
         for cell in cut.cells
@@ -270,7 +270,7 @@ def _draw_slice_lines(axes: "Axes", cut: Slice) -> None:
 
 
 def _svg_cells(cut: Slice) -> Iterator[tuple[str, str, float, str, str]]:
-    """Corners, colour, opacity, experts and path of the band (may be empty) of each cell."""
+    """Yield corners, colour, opacity, experts and band path (may be empty) of each cell."""
     for cell, colour, faded in _coloured_cells(cut):
         band = _svg_ring(cell.corners, cut) + _svg_ring(cell.core, cut) if cut.epsilon > 0 else ""
         experts = f"experts {', '.join(map(str, cell.coalition))}"
@@ -278,7 +278,7 @@ def _svg_cells(cut: Slice) -> Iterator[tuple[str, str, float, str, str]]:
 
 
 def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, float], str, float]]:
-    """Both ends, colour and width of each line."""
+    """Yield both ends, colour and width of each line."""
     lines = [(kink, MUTED, 0.6) for cell in cut.cells for kink in cell.kinks]
     lines += [(wall, "#000", 1.1) for wall in _tie_walls(cut)]
     lines += [(edge, WARN, 3.0) for edge in (cut.support.outline if cut.support else [])]
@@ -287,22 +287,24 @@ def _svg_lines(cut: Slice) -> Iterator[tuple[tuple[float, float], tuple[float, f
 
 
 def _svg_corners(corners: Points, cut: Slice) -> str:
-    """Corners as the points of an SVG polygon."""
+    """Return corners as the points of an SVG polygon."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in (_svg_pixel(corner, cut) for corner in corners))
 
 
 def _svg_ring(corners: Points, cut: Slice) -> str:
-    """Corners as a closed SVG path; empty for none."""
+    """Return corners as a closed SVG path; empty for none."""
     return "" if not corners else f"M{_svg_corners(corners, cut).replace(' ', 'L')}Z"
 
 
 def _svg_pixel(corner: Sequence[float], cut: Slice) -> tuple[float, float]:
-    """A point of the plane in pixels of the page."""
+    """Return a point of the plane in pixels of the page."""
     (left, low), (right, high) = cut.window[0], cut.window[2]
-    return SIDE * (corner[0] - left) / (right - left), SIDE * (high - corner[1]) / (high - low)
+    return PAGE_SIDE * (corner[0] - left) / (right - left), PAGE_SIDE * (high - corner[1]) / (
+        high - low
+    )
 
 
 def _polygon_area(corners: Points) -> float:
-    """Area of a polygon whose corners go round counter-clockwise."""
+    """Return the area of a polygon with corners in counter-clockwise order."""
     next_corners = [*corners[1:], corners[0]]
     return sum(a[0] * b[1] - a[1] * b[0] for a, b in zip(corners, next_corners, strict=True)) / 2

@@ -1,4 +1,4 @@
-"""What a soft choice does to the loss: its report, chart and tables."""
+"""Report of softening, the loss under a soft choice: chart and tables."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ from tieline.report.html_page import Panel, visible_characters
 from tieline.report.matplotlib_figures import chart_figure
 from tieline.report.result_views import Report, report_views
 from tieline.report.tables import Grid, dotted_rows, text_table
-from tieline.report.words.numbers import DASH, finite, significant, with_error
+from tieline.report.words.numbers import DASH, finite, signed, significant, with_error
 
-SOFTEN = Panel(
+SOFTEN_PANEL = Panel(
     "soften",
     "What a soft choice does to the loss",
     "The hard choice of a layer is replaced by its soft form, wider from left to right: a softmax "
@@ -26,9 +26,9 @@ SOFTEN = Panel(
     "helps; dashed lines are the first-order prediction from the tokens at the walls.",
     wide=True,
 )
-FINE = 8
-"""Points of a line per doubling: on a logarithmic axis it is bent."""
-HEAD = (
+POINTS_PER_DOUBLING = 8
+"""Points of a straight line per doubling, since it is curved on a logarithmic axis."""
+SOFTEN_HEADINGS = (
     "layer",
     "form",
     "first width",
@@ -43,13 +43,13 @@ HEAD = (
     "C_sh",
     "half by",
 )
-MOST_RATIO_ERROR = 0.2
-"""Largest error of a ratio that is worth a sentence."""
-TOKENS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
+MAX_RATIO_ERROR = 0.2
+"""Largest standard error of a ratio that is reported in a sentence."""
+TOKEN_HEADINGS = ("layer", "token", "where", "out", "in", "gap", "effect (nats)")
 
 
 def _soften_report(result: Softening) -> Report:
-    """The chart, slopes layer by layer, the tokens that decide."""
+    """Build the report: the chart, slopes layer by layer, and the deciding tokens."""
     rows, (verdict, *sentences) = partial(soften_table, result), soften_sentences(result)
     return Report(
         kind="softening report",
@@ -60,7 +60,7 @@ def _soften_report(result: Softening) -> Report:
         body=lambda: {
             "template": "soften.html",
             "style": "",
-            "panels": [SOFTEN.with_chart(_soften_chart(result))],
+            "panels": [SOFTEN_PANEL.with_chart(_soften_chart(result))],
             "sentences": sentences,
             "table": rows(),
             "deciding": deciding_table(result),
@@ -72,21 +72,21 @@ def _soften_report(result: Softening) -> Report:
 
 
 def _soften_terminal(result: Softening, width: int) -> list[RenderableType]:
-    """Width and slopes of each layer, and what they come to."""
+    """Return width and slopes of each layer, and the sentences, for a terminal."""
     rows = soften_table(result)
     head, *cells = [(row[0], row[2], row[4], row[5]) for row in (rows.head, *rows.rows)]
     return [text_table(head, cells), *map(Text, soften_sentences(result)[1:])]
 
 
 def _soften_summary(result: Softening) -> str:
-    """Name and sentences in plain lines."""
+    """Return name and sentences in plain lines."""
     return "\n".join(
         [f"Softening of {result.model}", _soften_facts(result), *soften_sentences(result)]
     )
 
 
 def _soften_notebook(result: Softening) -> str:
-    """All sentences, the table and the figure."""
+    """Return all sentences, the table and the figure as HTML."""
     return replace(_soften_report(result), verdict=" ".join(soften_sentences(result))).notebook()
 
 
@@ -96,21 +96,21 @@ page, figures, terminal, summary, notebook = report_views(_soften_report)._repla
 
 
 def _soften_facts(result: Softening) -> str:
-    """Layers, sample and loss in one line."""
+    """Return one line with layers, sample and loss."""
     sample = f"{result.tokens:,} tokens in {result.sequences} sequences"
     return f"{len(result.layers)} routed layers · {sample} · loss {significant(result.loss.value)}"
 
 
 def _soften_chart(softening: Softening) -> Chart:
-    """Change of the loss by width, for each layer and for all together."""
+    """Chart the change of the loss by width, for each layer and for all together."""
     labels = short_names([layer.name for layer in softening.layers])
     count, series = len(softening.layers), []
     for index, (label, layer) in enumerate(zip(labels, softening.layers, strict=True)):
         slope = finite(layer.predicted.value)
         line = None if slope is None else slope * layer.levels[0].width
-        aside = 1.02 ** (index - count)  # points of one width stand side by side
+        x_factor = 1.02 ** (index - count)  # sets points of one width side by side
         series += _width_curve(
-            f"layer {label}", layer.levels, line, layer_colour(index, count), aside
+            f"layer {label}", layer.levels, line, layer_colour(index, count), x_factor
         )
     series += _width_curve(
         "all layers", softening.together, finite(softening.predicted.value), "@ink"
@@ -127,12 +127,12 @@ def _soften_chart(softening: Softening) -> Chart:
 
 
 def _width_curve(
-    name: str, levels: Sequence[SoftLevel], slope: float | None, colour: str, aside: float = 1.0
+    name: str, levels: Sequence[SoftLevel], slope: float | None, colour: str, x_factor: float = 1.0
 ) -> list[Series]:
-    """Dots with errors, and the line of the prediction per first width."""
+    """Return dots with error bars, and the predicted line; `slope` is per smallest width."""
     spread = [2 * (finite(level.change.standard_error) or 0.0) for level in levels]
     dots = Series(
-        [aside * 2.0**step for step in range(len(levels))],
+        [x_factor * 2.0**step for step in range(len(levels))],
         [finite(level.change.value) for level in levels],
         name,
         colour,
@@ -142,13 +142,16 @@ def _width_curve(
     )
     if slope is None:
         return [dots]
-    x = [2.0 ** (step / FINE) for step in range(FINE * (len(levels) - 1) + 1)]
+    x = [
+        2.0 ** (step / POINTS_PER_DOUBLING)
+        for step in range(POINTS_PER_DOUBLING * (len(levels) - 1) + 1)
+    ]
     line = Series(x, [slope * width for width in x], "", colour, "line", dash="dash")
     return [dots, replace(line, width=1.5, in_legend=False)]
 
 
 def soften_table(softening: Softening) -> Grid:
-    """One row per layer, and one for all together."""
+    """Return one row per layer, and one for all layers together."""
     labels = short_names([layer.name for layer in softening.layers])
     rows = [
         _soften_layer_row(label, layer)
@@ -157,12 +160,12 @@ def soften_table(softening: Softening) -> Grid:
     first = softening.together[0]
     ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
     ends = (*ends, with_error(softening.predicted, 2), _slope_ratio_text(first))
-    rows.append((*ends, *[""] * (len(HEAD) - len(ends))))
-    return Grid(HEAD, tuple(rows))
+    rows.append((*ends, *[""] * (len(SOFTEN_HEADINGS) - len(ends))))
+    return Grid(SOFTEN_HEADINGS, tuple(rows))
 
 
 def _soften_layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
-    """Form, width, measured and predicted slope, density and tail of one layer."""
+    """Return form, width, measured and predicted slope, density and tail of one layer."""
     first, tail = layer.levels[0], layer.tail
     return (
         label,
@@ -182,12 +185,12 @@ def _soften_layer_row(label: str, layer: SoftLayer) -> tuple[str, ...]:
 
 
 def _slope_ratio_text(level: SoftLevel) -> str:
-    """Measured over predicted slope, with its error."""
+    """Return measured over expected slope with its error; a dash if unknown."""
     return DASH if level.ratio is None else with_error(level.ratio, 2)
 
 
 def deciding_table(softening: Softening) -> Grid:
-    """The tokens that decide, layer by layer."""
+    """Return the table of deciding tokens, layer by layer."""
     labels = short_names([layer.name for layer in softening.layers])
     rows = (
         (
@@ -202,11 +205,11 @@ def deciding_table(softening: Softening) -> Grid:
         for label, layer in zip(labels, softening.layers, strict=True)
         for token in layer.deciding
     )
-    return Grid(TOKENS, tuple(rows))
+    return Grid(TOKEN_HEADINGS, tuple(rows))
 
 
 def soften_sentences(softening: Softening) -> list[str]:
-    """Whether softening would help or hurt, by how much, and which tokens decide it."""
+    """Write whether softening would help or hurt, by how much, and which tokens decide it."""
     sentences = [_soften_verdict(softening), _best_width_text(softening)]
     decided = [layer for layer in softening.layers if layer.deciding]
     if decided:
@@ -228,7 +231,7 @@ def slope_direction(slope: Estimate) -> str:
 
 
 def _soften_verdict(softening: Softening) -> str:
-    """Whether a soft choice would help or hurt, and by how much at the first width."""
+    """State whether a soft choice would help or hurt, and by how much at the first width."""
     first = softening.together[0]
     slope = softening.predicted if softening.predicted.value is not None else first.slope
     sentence = {
@@ -244,7 +247,7 @@ def _soften_verdict(softening: Softening) -> str:
 
 
 def _best_width_text(softening: Softening) -> str:
-    """The width of the lowest loss and what to do."""
+    """State the width of the lowest loss and what to do."""
     best = min(softening.together, key=lambda level: level.change.value or 0.0)
     last = softening.together[-1]
     if slope_direction(best.change) == "help":
@@ -264,7 +267,7 @@ def _best_width_text(softening: Softening) -> str:
 
 
 def _deciding_tokens_text(layers: list[SoftLayer]) -> str:
-    """How few tokens carry half of the predicted slope, and the first of them."""
+    """State how many tokens carry half of the predicted slope, and name the largest."""
     tokens = [token for layer in layers for token in layer.deciding]
     first = max(tokens, key=lambda token: abs(token.effect))
     half, near = sum(x.half for x in layers), sum(x.near for x in layers)
@@ -278,22 +281,22 @@ def _deciding_tokens_text(layers: list[SoftLayer]) -> str:
 
 
 def _slope_agreement_text(softening: Softening) -> str:
-    """In how many cases the predicted slope is the measured one."""
+    """State in how many cases the predicted slope agrees with the measured one."""
     rows = [*(layer.levels for layer in softening.layers), softening.together]
     judged = [level.agrees for levels in rows for level in levels[:3] if level.missed is not None]
     sentence = (
         f"The slope predicted from the walls is within 15 % or 3 standard errors of the measured "
         f"one in {sum(map(bool, judged))} of {len(judged)} cases at the three smallest widths."
     )
-    return " ".join([sentence, *_paired_change(softening.together[0])])
+    return " ".join([sentence, *_paired_change_sentences(softening.together[0])])
 
 
-def _paired_change(first: SoftLevel) -> list[str]:
-    """Measured and expected change of the same tokens, all layers together."""
+def _paired_change_sentences(first: SoftLevel) -> list[str]:
+    """State measured over expected change of all layers together, if the error is small."""
     if first.ratio is None or first.ratio.value is None:
         return []
     error = first.ratio.standard_error
-    if error is None or error > MOST_RATIO_ERROR:
+    if error is None or error > MAX_RATIO_ERROR:
         return []
     ratio = f"{first.ratio.value:.2f} ± {error:.1g}"
     return [
@@ -303,8 +306,5 @@ def _paired_change(first: SoftLevel) -> list[str]:
 
 
 def _signed_estimate(estimate: Estimate) -> str:
-    """The estimate with its sign and standard error."""
-    if estimate.value is None:
-        return "an unknown amount"
-    error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.1g}"
-    return f"{estimate.value:+.2g}{error}"
+    """Return an estimate with its sign and standard error, or words for an unknown one."""
+    return "an unknown amount" if estimate.value is None else signed(estimate)

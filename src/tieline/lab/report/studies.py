@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LOOKS = {
+GATE_STYLES = {
     "hard": ("hard top-k", WARN, "-"),
     "b = 50": ("smooth, b = 50", ACCENT, "-"),
     "b = 1": ("smooth, b = 1", NOTICE, "--"),
 }
-COLOURS = {"identifiable": ACCENT, "up to scale": "#9fc0de", "not identifiable": "#f2d0b8"}
-EMPTY = "#eeeeee"
-FLOOR = 1e-15
-"""A smaller split is due to rounding."""
+VERDICT_COLOURS = {"identifiable": ACCENT, "up to scale": "#9fc0de", "not identifiable": "#f2d0b8"}
+UNTESTED_COLOUR = "#eeeeee"
+ROUNDING_SPLIT = 1e-15
+"""Splits below this are due to rounding."""
 
 
 def continuity_figure(layers: Sequence[LayerContinuity]) -> "Figure":
@@ -58,9 +58,9 @@ def continuity_figure(layers: Sequence[LayerContinuity]) -> "Figure":
 
 
 def _draw_output_along_line(axes: "Axes", layer: LayerContinuity, names: Sequence[str]) -> None:
-    """The output along the line; the hard layer's curve has a gap at the tie, where it jumps."""
+    """Draw the output along the line; the hard layer's curve is broken at the tie."""
     for name in names:
-        gate, (label, colour, style) = layer.gates[name], LOOKS[name]
+        gate, (label, colour, style) = layer.gates[name], GATE_STYLES[name]
         xs, ys = list(gate.offsets), list(gate.output)
         if name == "hard":
             middle = sum(offset < 0 for offset in xs)
@@ -71,8 +71,8 @@ def _draw_output_along_line(axes: "Axes", layer: LayerContinuity, names: Sequenc
 
 
 def _draw_gate_steps(axes: "Axes", layer: LayerContinuity) -> None:
-    """Largest change of each gate's output by step size, log-log."""
-    for name, (label, colour, line) in LOOKS.items():
+    """Draw the largest change of each gate's output against the step size, log-log."""
+    for name, (label, colour, line) in GATE_STYLES.items():
         gate = layer.gates[name]
         style = {"color": colour, "linestyle": line, "marker": "o", "markersize": 2.5}
         axes.loglog(gate.steps, gate.largest, label=label, **style)
@@ -105,9 +105,9 @@ def identifiability_figure(rows: Sequence[Identifiability]) -> "Figure":
         axes.spines[:].set_visible(False)
 
     figure = styled_figure(draw, height=1.1 + 0.32 * len(routers))
-    names = dict(COLOURS)
+    names = dict(VERDICT_COLOURS)
     if any(row.split is None for row in rows):
-        names["not tested: this router has no zero row"] = EMPTY
+        names["not tested: this router has no zero row"] = UNTESTED_COLOUR
     keys = [Patch(color=colour, label=name) for name, colour in names.items()]
     figure.legend(handles=keys, loc="outside upper center", ncols=4, fontsize=7, frameon=False)
     return figure
@@ -119,10 +119,10 @@ def _router_name(row: Identifiability) -> str:
 
 
 def _draw_verdict_square(axes: "Axes", x: int, y: int, row: Identifiability) -> None:
-    """One coloured square with the power of its split."""
+    """Draw one coloured square with log10 of its split."""
     from matplotlib.patches import Rectangle
 
-    colour = COLOURS.get(row.verdict, EMPTY)
+    colour = VERDICT_COLOURS.get(row.verdict, UNTESTED_COLOUR)
     axes.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
     text = "–" if row.split is None else _power_of_ten_text(row.split.up_to_scale)
     ink = "white" if row.verdict == "identifiable" else "black"
@@ -130,6 +130,10 @@ def _draw_verdict_square(axes: "Axes", x: int, y: int, row: Identifiability) -> 
 
 
 def _power_of_ten_text(value: float) -> str:
-    """The power of ten, with a minus sign instead of a hyphen."""
-    text = f"≤ {math.log10(FLOOR):.0f}" if value <= FLOOR else f"{math.log10(value):.1f}"
+    """Return log10 of a value as text, with a minus sign instead of a hyphen."""
+    text = (
+        f"≤ {math.log10(ROUNDING_SPLIT):.0f}"
+        if value <= ROUNDING_SPLIT
+        else f"{math.log10(value):.1f}"
+    )
     return text.replace("-", "−")

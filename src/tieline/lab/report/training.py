@@ -1,4 +1,4 @@
-"""A training run, its plan and the recipes: reports and curves.
+"""Reports of a training run, of its plan and of the list of recipes.
 
 PLAN       views of the plan of a run
 RECIPES    views of the list of recipes; those of a run are names of the module
@@ -24,29 +24,35 @@ if TYPE_CHECKING:
     from tieline.lab.training.training_run import TrainingPlan, TrainingResult
 
 
-LOSSES = (("loss", "with the router's losses", "@accent"), ("task_loss", "of the task", "@warn"))
-GAPS = (
+LOSS_CURVES = (
+    ("loss", "with the router's losses", "@accent"),
+    ("task_loss", "of the task", "@warn"),
+)
+GAP_CURVES = (
     ("routing/gap_p50", "median", "@accent"),
     ("routing/gap_p10", "10 %", "@notice"),
     ("routing/gap_p1", "1 %", "@warn"),
 )
-FLIPS = (
+FLIP_CURVES = (
     ("routing/flip_bf16", "flip in bf16", "@warn"),
     ("routing/near_bf16", "within a bf16 step of a tie", "@accent"),
 )
 """Logged value, label and colour of each curve."""
 
 
-STEP = Axis("step")
-TITLES = {"loss": "Training loss", "routing": "Gaps and flips of the routing during training"}
+STEP_AXIS = Axis("step")
+FIGURE_TITLES = {
+    "loss": "Training loss",
+    "routing": "Gaps and flips of the routing during training",
+}
 
 
 def _training_report(result: "TrainingResult") -> Report:
-    """Scores, curves of losses and routing, configuration."""
+    """Build the report: scores, curves of losses and routing, configuration."""
     figures = _training_figures(result)
     scores, sections = _field_table("score", result.scores), _score_sections(result.scores)
     curves = [
-        Section(TITLES[name], draw=draw, caption=f"{TITLES[name]} against the step")
+        Section(FIGURE_TITLES[name], draw=draw, caption=f"{FIGURE_TITLES[name]} against the step")
         for name, draw in figures.items()
     ]
     main, others = sections[:1], sections[1:]
@@ -62,7 +68,7 @@ def _training_report(result: "TrainingResult") -> Report:
 
 
 def _training_terminal(result: "TrainingResult", width: int) -> RenderableType:
-    """Size, time, data, scores and folder, a line each."""
+    """Return the terminal view: size, time, data, scores and folder, one per line."""
     head = [f"{result.recipe}, {_run_size_text(result)}", f"data  {result.data}"]
     where = [f"in    {result.folder}"] if result.folder else []
     return Text("\n".join([*head, *_indented_fields(result.scores), *where]))
@@ -75,7 +81,7 @@ page, figures, terminal, summary, notebook = report_views(_training_report)._rep
 
 
 def _indented_fields(record: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Nested fields as lines, each level indented; empty fields are left out."""
+    """Yield nested fields as lines, each level indented, without empty fields."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}"
@@ -85,7 +91,7 @@ def _indented_fields(record: Mapping[str, Any], indent: str = "") -> Iterator[st
 
 
 def _score_sections(scores: Mapping[str, Any]) -> list[Section]:
-    """Scores side by side for splits of the data that have the same ones; others one by one."""
+    """Return a table of scores by data split, for splits with equal scores, and one of others."""
     groups = {name: value for name, value in scores.items() if isinstance(value, Mapping)}
     splits = [name for name in groups if list(groups[name]) == list(next(iter(groups.values())))]
     others = {name: value for name, value in scores.items() if name not in splits}
@@ -102,7 +108,7 @@ def _score_sections(scores: Mapping[str, Any]) -> list[Section]:
 
 
 def _field_table(heading: str, record: Mapping[str, Any]) -> Grid:
-    """Nested fields as a table of dotted names and values; empty fields are left out."""
+    """Return nested fields as a table of dotted names and values, without empty fields."""
     rows = [
         (name, _field_text(value))
         for name, value in dotted_rows(record)
@@ -112,7 +118,7 @@ def _field_table(heading: str, record: Mapping[str, Any]) -> Grid:
 
 
 def _run_size_text(result: "TrainingResult") -> str:
-    """Seed, parameters, steps and time of a run."""
+    """Return seed, parameters, steps and time of a run as text."""
     return (
         f"seed {result.seed}: {result.parameters:,} parameters, {result.steps} steps in "
         f"{duration(result.seconds)}"
@@ -120,12 +126,12 @@ def _run_size_text(result: "TrainingResult") -> str:
 
 
 def _is_empty_field(value: Any) -> bool:
-    """Whether a field is None, "" or an empty list."""
+    """Return whether a field is None, "" or an empty list."""
     return value is None or value in ("", [], ())
 
 
 def _field_text(value: Any) -> str:
-    """A field as text: floats to five digits, lists joined by commas."""
+    """Return a field as text: floats to five digits, lists joined by commas."""
     if isinstance(value, float):
         return significant(value, 5)
     if isinstance(value, list | tuple):
@@ -134,15 +140,17 @@ def _field_text(value: Any) -> str:
 
 
 def _training_figures(result: "TrainingResult") -> "dict[str, Callable[[], Figure]]":
-    """The loss, and the routing if the run was monitored, against the step."""
-    losses, gaps, flips = (_logged_curves(result, curves) for curves in (LOSSES, GAPS, FLIPS))
+    """Return figures of the loss, and of the routing if it was monitored, by step."""
+    losses, gaps, flips = (
+        _logged_curves(result, curves) for curves in (LOSS_CURVES, GAP_CURVES, FLIP_CURVES)
+    )
     figures: dict[str, Callable[[], Figure]] = {}
     if losses:
-        loss = Chart(STEP, Axis("loss"), losses)
+        loss = Chart(STEP_AXIS, Axis("loss"), losses)
         figures["loss"] = lambda: chart_figure(loss, width=6.75, height=2.6)
     if gaps or flips:
-        quantiles = Chart(STEP, Axis("quantile of the gap", "log"), gaps)
-        shares = Chart(STEP, Axis("share of tokens", percent=True), flips)
+        quantiles = Chart(STEP_AXIS, Axis("quantile of the gap", "log"), gaps)
+        shares = Chart(STEP_AXIS, Axis("share of tokens", percent=True), flips)
         figures["routing"] = lambda: chart_figure(quantiles, shares, width=6.75, height=2.6)
     return figures
 
@@ -150,7 +158,7 @@ def _training_figures(result: "TrainingResult") -> "dict[str, Callable[[], Figur
 def _logged_curves(
     result: "TrainingResult", curves: tuple[tuple[str, str, str], ...]
 ) -> tuple[Series, ...]:
-    """The curves of the values that were logged."""
+    """Return the curves whose values were logged."""
     logged = [(result.curve(name), label, colour) for name, label, colour in curves]
     return tuple(
         Series([x for x, _ in points], [y for _, y in points], label, colour, "line+points", size=5)
@@ -160,7 +168,7 @@ def _logged_curves(
 
 
 def _training_plan_listing(result: "TrainingPlan") -> Listing:
-    """The plan as a table of facts and settings."""
+    """Return the plan as a table of facts and settings."""
     settings = _field_table("setting", result.config)
     facts = f"{result.parameters:,} parameters, {_plan_time_text(result)}"
     table = Grid(settings.head, (*_training_plan_facts(result), *settings.rows))
@@ -168,33 +176,33 @@ def _training_plan_listing(result: "TrainingPlan") -> Listing:
 
 
 def _training_plan_view(result: "TrainingPlan") -> Text:
-    """The plan in plain lines."""
+    """Return the plan in plain lines, for a terminal."""
     facts = (f"{name:10}  {value}" for name, value in _training_plan_facts(result))
     return Text("\n".join([*_indented_fields(result.config), "", *facts]))
 
 
 def _training_plan_facts(result: "TrainingPlan") -> list[tuple[str, str]]:
-    """Parameters, data and time of a plan."""
+    """Return parameters, data and time of a plan."""
     parameters = f"{result.parameters:,}"
     return [("parameters", parameters), ("data", result.data), ("time", _plan_time_text(result))]
 
 
 def _plan_time_text(result: "TrainingPlan") -> str:
-    """About how long the run takes here."""
+    """Return the estimated time of the run on this machine as text."""
     if result.seconds is None:
         return "unknown without data"
     return f"about {duration(result.seconds)} here ({significant(result.step_seconds)} s a step)"
 
 
 def _recipes_listing(result: "RecipeList") -> Listing:
-    """Recipes with the first line of their descriptions."""
+    """Return the listing of recipes with the first line of their descriptions."""
     rows = tuple((name, text.partition("\n")[0]) for name, text in result.recipes.items())
     table = Grid(("recipe", "what it trains"), rows)
     return Listing("training", "Recipes", f"{len(rows)} recipes", table)
 
 
 def _recipes_view(result: "RecipeList") -> RenderableType:
-    """One row per recipe, or per group of recipes that train the same model on similar data."""
+    """Return one row per recipe, or per group of recipes with one model on similar data."""
     recipes = _recipes_listing(result).table
     if result.in_full:
         table = text_table(recipes.head, recipes.rows, 2, fold=True)
@@ -211,7 +219,7 @@ def _recipes_view(result: "RecipeList") -> RenderableType:
 
 
 def _recipe_groups(rows: Sequence[Sequence[str]]) -> dict[str, Counter[str]]:
-    """Recipes counted by description and by the first two parts of their names."""
+    """Count recipes by description and by the first two parts of their names."""
     groups: dict[str, Counter[str]] = {}
     for name, description in rows:
         data, size, _ = name.split("-", 2)
@@ -220,7 +228,7 @@ def _recipe_groups(rows: Sequence[Sequence[str]]) -> dict[str, Counter[str]]:
 
 
 def _recipes_hint(rows: Sequence[Sequence[str]]) -> str:
-    """How recipe names go on, with an example."""
+    """Explain how recipe names continue, with an example."""
     example = rows[0][0]
     return (
         f"Each name goes on with a gate or task, such as {example}. `tieline train --list --all` "

@@ -1,4 +1,4 @@
-"""Times to the first flip: report, chart and table."""
+"""Report of the times to the first flip: chart and table."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from tieline.report.tables import Grid, dotted_rows, grid_table
 from tieline.report.words.numbers import DASH, percent, significant
 
 Walks = list[tuple[str, FlipWalk]]
-"""Short name and walk of the layers that have one."""
+"""Short name and walk of each simulated layer."""
 
-WALK = Panel(
+WALK_PANEL = Panel(
     "flip-times",
     "How many roundings until a token changes its experts",
     "Each layer’s hidden states take a random walk whose steps have the size and directions that "
@@ -22,14 +22,14 @@ WALK = Panel(
     "expert at least once after so many steps. Pale dashes are the exact bounds: the nearest wall "
     "alone, and the sum over all walls.",
 )
-NOTE = (
+TABLE_NOTE = (
     "Flipped by t: simulated share of tokens that have changed an expert within t roundings. "
     "Directions: effective number of directions of the noise, at most E - 1."
 )
 
 
 def _walks_report(result: FlipWalks) -> Report:
-    """The chart and one row per layer."""
+    """Build the report: the chart and one row per layer."""
     walks, table = _measured_walks(result), walk_table(result)
     reasons = [layer.walk.status for layer in result.layers] or [result.status]
     return Report(
@@ -42,9 +42,11 @@ def _walks_report(result: FlipWalks) -> Report:
         body=lambda: {
             "style": "",
             "panels": [
-                WALK.with_chart(_walks_chart(walks)) if walks else WALK.without_chart(reasons)
+                WALK_PANEL.with_chart(_walks_chart(walks))
+                if walks
+                else WALK_PANEL.without_chart(reasons)
             ],
-            "sections": [Section("All layers", table, notes=[NOTE])],
+            "sections": [Section("All layers", table, notes=[TABLE_NOTE])],
             "provenance": dotted_rows(result.provenance),
         },
         below=lambda width: [grid_table(table, left_aligned=1)],
@@ -56,14 +58,14 @@ page, figures, terminal, summary, notebook = report_views(_walks_report)
 
 
 def _measured_walks(result: FlipWalks) -> Walks:
-    """Label and walk of the layers that were simulated."""
+    """Return short name and walk of the layers that were simulated."""
     labels = short_names([layer.name for layer in result.layers])
     pairs = zip(labels, result.layers, strict=True)
     return [(label, layer.walk.value) for label, layer in pairs if layer.walk.value is not None]
 
 
 def _walks_verdict(result: FlipWalks) -> str:
-    """The layer that flips first."""
+    """State which layer flips first; the reason if no layer was simulated."""
     walks = _measured_walks(result)
     if not walks:
         return next((layer.walk.status for layer in result.layers), result.status)
@@ -76,7 +78,7 @@ def _walks_verdict(result: FlipWalks) -> str:
 
 
 def walk_table(result: FlipWalks) -> Grid:
-    """One row per layer: median time, flips at every time, directions, tokens, or the reason."""
+    """Return one row per layer: median time, flips by each time, directions and tokens."""
     labels = short_names([layer.name for layer in result.layers])
     times = next((walk.times for _, walk in _measured_walks(result)), ())
     head = ("layer", "median", *(f"by {time:g}" for time in times), "directions", "tokens")
@@ -93,7 +95,7 @@ def walk_table(result: FlipWalks) -> Grid:
 
 
 def _walks_chart(walks: Walks) -> Chart:
-    """Share of tokens that changed an expert by number of roundings, with bounds."""
+    """Chart the share of tokens that changed an expert against roundings, with bounds."""
     series = []
     for index, (label, walk) in enumerate(walks):
         colour = layer_colour(index, len(walks))

@@ -28,7 +28,7 @@ def train(
         recipe: name of a recipe, or a complete configuration, which has its own seed.
         out: folder of the run; by default runs/RECIPE-SEED.
         settings: the options; keyword arguments change single ones.
-        progress: called with each stage, how much of it is done, and of how much.
+        progress: called with stage, done and total.
 
     Returns:
         The result; None on all processes but the first.

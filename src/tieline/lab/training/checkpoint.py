@@ -23,11 +23,11 @@ from tieline.core.records import write_json
 
 WEIGHTS, OPTIMIZER, GENERATORS = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
 STATE, COMPLETE = "state.json", "complete.json"
-FOLDER = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class CheckpointError(TielineError):
-    """A checkpoint is malformed or of another run."""
+    """A checkpoint is malformed or belongs to another run."""
 
 
 def read_json(path: Path) -> Any:
@@ -39,23 +39,23 @@ def read_json(path: Path) -> Any:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, None if there is none."""
+    """Return the newest complete checkpoint of a run; None if there is none."""
     complete = []
     for path in folder.glob("checkpoint-*"):
-        match = FOLDER.fullmatch(path.name)
+        match = CHECKPOINT_NAME.fullmatch(path.name)
         if match and (path / COMPLETE).is_file():
             complete.append((int(match[1]), path))
     return max(complete)[1] if complete else None
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run that were not written to their end."""
-    folders = [path for path in folder.glob("checkpoint-*") if FOLDER.fullmatch(path.name)]
+    """Return the checkpoints of a run that were not completely written."""
+    folders = [path for path in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(path.name)]
     return [path for path in folders if not (path / COMPLETE).is_file()]
 
 
 def checkpoint_step(checkpoint: Path | None) -> int:
-    """Return the step of a checkpoint by its name, 0 for None."""
+    """Return the step in a checkpoint's name; 0 for None."""
     return int(checkpoint.name.split("-")[1]) if checkpoint else 0
 
 
@@ -65,7 +65,7 @@ def mark_complete(folder: Path, step: int) -> None:
 
 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Write the weights of a model to one file, tied ones once."""
+    """Write the weights of a model to one file, tied weights once."""
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[int, str] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -89,28 +89,28 @@ def save_optimizer(folder: Path, optimizer: Any, scheduler: Any, gates: dict[str
 
 
 def load_optimizer(folder: Path, optimizer: Any, scheduler: Any) -> dict[str, float]:
-    """Restore the state of `save_optimizer`; returns that of the gate schedule."""
-    rest = read_json(folder / STATE)
+    """Restore optimiser and scheduler from `save_optimizer`; return the gate schedule's state."""
+    stored_state = read_json(folder / STATE)
     tensors: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in _read_tensors(folder / OPTIMIZER)[0].items():
         number, _, name = key.partition(".")
         require(number.isdigit(), f"{folder / OPTIMIZER}: unknown entry {key!r}", CheckpointError)
         tensors.setdefault(int(number), {})[name] = value
-    _check_optimizer_groups(folder, optimizer, rest, tensors)
-    groups = [group | {"betas": tuple(group["betas"])} for group in rest["groups"]]
+    _check_optimizer_groups(folder, optimizer, stored_state, tensors)
+    groups = [group | {"betas": tuple(group["betas"])} for group in stored_state["groups"]]
     optimizer.load_state_dict({"state": tensors, "param_groups": groups})
-    scheduler.load_state_dict(rest["scheduler"])
-    return rest["gates"]
+    scheduler.load_state_dict(stored_state["scheduler"])
+    return stored_state["gates"]
 
 
 def _check_optimizer_groups(
-    folder: Path, optimizer: Any, rest: Any, tensors: dict[int, Any]
+    folder: Path, optimizer: Any, stored_state: Any, tensors: dict[int, Any]
 ) -> None:
     """Raise unless stored groups and moments fit the optimiser's parameters."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    stored_sizes = [len(group["params"]) for group in rest.get("groups", ())]
+    stored_sizes = [len(group["params"]) for group in stored_state.get("groups", ())]
     require(
-        sizes == stored_sizes and set(rest) == {"groups", "scheduler", "gates"},
+        sizes == stored_sizes and set(stored_state) == {"groups", "scheduler", "gates"},
         f"{folder} keeps groups of {stored_sizes} parameters, the run has {sizes}",
         CheckpointError,
     )
@@ -125,33 +125,33 @@ def _check_optimizer_groups(
 
 
 def save_generators(folder: Path) -> None:
-    """Write the state of all random generators of this process."""
+    """Write the states of all random generators of this process."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002, the global one is what others draw from
+    kind, keys, *others = np.random.get_state()  # noqa: NPY002, the global one is what others draw from
     plain = {
         "python": json.dumps(random.getstate()),
-        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
+        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *others]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / GENERATORS, plain)
 
 
 def load_generators(folder: Path) -> None:
-    """Restore the state of `save_generators`."""
+    """Restore the states written by `save_generators`."""
     tensors, plain = _read_tensors(folder / GENERATORS)
     version, internal, gauss = json.loads(plain["python"])
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = json.loads(plain["numpy"])
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    kind, keys, *others = json.loads(plain["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *others))  # noqa: NPY002
     torch.set_rng_state(tensors.pop("cpu"))
     if tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([tensors[f"cuda{i}"] for i in range(len(tensors))])
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file."""
+    """Return tensors and metadata of a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

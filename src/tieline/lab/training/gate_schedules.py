@@ -1,9 +1,9 @@
-"""How gates change over the steps of a run; gates and routers hold no such state.
+"""Schedules that change gates over the steps of a run; gates hold no such state themselves.
 
 SparsityController   λ ← λ · g^{sign(target - sparsity)}     ReMoE's adaptive L1 coefficient
 BudgetSchedule       k*(t): constant, then linear down to k  annealing of paper 1, section 7.5
 Cooling              τ(t) of a soft gate                      paper 0 (`soft_to_hard`)
-GateSchedule         all of them, for the gates of a model
+GateSchedule         the schedules of all gates of a model
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class SparsityController:
     """Coefficient λ of the L1 loss that drives a ReLU gate to k of E experts on average.
 
     Args:
-        k: experts per token to reach.
+        k: target number of experts per token.
         n_experts: number of experts E.
         coefficient: λ at the start.
-        growth: factor g > 1 by which a step moves λ.
-        warmup: steps of dense training before the loss is enforced (two epochs in paper 1, 7.2),
+        growth: factor g > 1 by which an update multiplies or divides λ.
+        warmup: updates of dense training before the loss is enforced (two epochs in paper 1, 7.2),
             during which `update` returns 0 and does not change λ.
         steps: updates so far; set it when a run is resumed.
     """
@@ -53,14 +53,14 @@ class SparsityController:
         )
 
     def update(self, weights: Float[Tensor, "*batch experts"]) -> float:
-        """Raise λ if too many experts are in use, lower it if too few; returns the λ to use.
+        """Raise λ if too many experts are in use, lower it if too few; return the λ to use.
 
         Returns 0 for the first `warmup` updates.
         """
         return self.move((weights != 0).double().mean().item() * self.n_experts)
 
     def move(self, in_use: float) -> float:
-        """Update λ from the mean number of experts in use, for example of many processes."""
+        """Update λ from the mean number of experts in use, for example over many processes."""
         self.steps += 1
         if self.steps <= self.warmup:
             return 0.0
@@ -93,12 +93,12 @@ class BudgetSchedule:
 
 
 class GateSchedule:
-    """Changes the gates of a model over the steps; its state is the coefficient λ and τ.
+    """Changes the gates of a model over the steps; its state is λ of `sparsity` and τ of `cooling`.
 
     Args:
         model: the model.
-        gate: the variant.
-        steps: of the run.
+        gate: routing variant of the run.
+        steps: number of steps of the run.
     """
 
     def __init__(self, model: nn.Module, gate: GateConfig, steps: int) -> None:
@@ -131,12 +131,12 @@ class GateSchedule:
     def end(
         self, step: int, records: Sequence[LayerRouting], counts: Sequence[Counts] | None = None
     ) -> None:
-        """Change λ by the mean number of experts per token and layer in this step.
+        """Update λ from the mean number of experts per token and layer in this step.
 
         Args:
             step: counted from 0.
             records: routing of the layers in this process.
-            counts: their routing in all processes; by default this process is the only one.
+            counts: counts over all processes per record; by default those of `records`.
         """
         if self.sparsity is not None and step >= self.dense_until:
             layer_counts = counts or [Counts.of(record.routing.weights) for record in records]
@@ -144,7 +144,7 @@ class GateSchedule:
             self.sparsity.move(assigned / sum(count.tokens.item() for count in layer_counts))
 
     def after_update(self, done: int) -> None:
-        """Restore the norms of cooled routers after the update of the step number `done`."""
+        """Restore the norms of cooled routers after optimiser step number `done`."""
         if self.cooling is not None:
             self.cooling.end(done)
 

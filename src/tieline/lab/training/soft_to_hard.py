@@ -1,4 +1,4 @@
-r"""Training with a soft choice of temperature τ → 0, deploying hard top-k (paper 0).
+r"""Train with a soft choice of temperature τ → 0 and deploy hard top-k (paper 0).
 
     P_τ(S) ∝ exp(Σ_{i∈S} c_i / τ)              over the sets S of k experts
     r_i = P_τ(i ∈ S),   w_i ∝ score(z_i) r_i   `TemperatureTopK`
@@ -21,7 +21,7 @@ C_sh being that of Theorem 4.5 for B_f = B_Y = B with M in place of E - 1.
     hardening_path     losses of the soft and of the hard model at given τ, beside the bounds
     when_to_stop       the largest τ from which hardening is free, within the error of the losses
 
-The norm of a router is fixed because L_τ(φ) = L_1(φ/τ): with a free norm τ means nothing.
+The norm of every router is fixed because L_τ(φ) = L_1(φ/τ): with a free norm, τ has no effect.
 """
 
 import math
@@ -61,25 +61,26 @@ __all__ = [
     "when_to_stop",
 ]
 
-IMPOSSIBLE = -1e30
-"""Logarithm of a sum over no sets; finite, so that its gradient is zero and not NaN."""
-LEAST_SHARE = 2.0**-24
-"""Shares below the rounding of 1 in float32 are zero, so that a cold gate is sparse."""
+LOG_EMPTY_SUM = -1e30
+"""Logarithm of an empty sum; finite, so that its gradient is zero and not NaN."""
+MIN_SHARE = 2.0**-24
+"""Shares below this, the rounding of 1 in float32, become zero, so that a cold gate is sparse."""
 
 
 def inclusion_probabilities(logits: Scores, k: int) -> Share:
-    """P(i ∈ S) for sets S of k experts with P(S) ∝ exp(Σ_{i∈S} x_i).
+    """Return P(i ∈ S) for sets S of k experts with P(S) ∝ exp(Σ_{i∈S} x_i).
 
-    By elementary symmetric polynomials in logarithms: sums over the experts before i and over those
-    after it give the sum over all sets that hold i, in O(E k²) and without differences. In float64:
-    logits of a cold gate are so large that float32 would round their sums by more than 1.
+    Computed by elementary symmetric polynomials in logarithms: sums over the experts before and
+    after i give the sum over all sets that contain i, in O(E k²) and without differences. Uses
+    float64, since logits of a cold gate are so large that float32 would round their sums by more
+    than 1.
 
     Args:
         logits: x (..., E).
         k: 1 <= k <= E.
     """
     x = (logits - logits.amax(dim=-1, keepdim=True)).double()
-    before, after = _log_sums(x, k), _log_sums(x.flip(-1), k)
+    before, after = _log_subset_sums(x, k), _log_subset_sums(x.flip(-1), k)
     total = before[-1][..., k]
     experts = range(x.shape[-1])
     others = [
@@ -90,9 +91,9 @@ def inclusion_probabilities(logits: Scores, k: int) -> Share:
     return log_share.exp().clamp(max=1.0).to(logits)
 
 
-def _log_sums(x: Tensor, k: int) -> list[Tensor]:
-    """Log of Σ exp(Σ_{S} x) over the sets S of 0 to k of the first i experts, for i = 0 to E."""
-    first = x.new_full((*x.shape[:-1], k + 1), IMPOSSIBLE)
+def _log_subset_sums(x: Tensor, k: int) -> list[Tensor]:
+    """Return log Σ_S exp(Σ_S x), S the sets of 0 to k of the first i experts, for i = 0 to E."""
+    first = x.new_full((*x.shape[:-1], k + 1), LOG_EMPTY_SUM)
     sums = [torch.cat([torch.zeros_like(first[..., :1]), first[..., 1:]], dim=-1)]
     for logit in x.unbind(dim=-1):
         last = sums[-1]
@@ -130,12 +131,12 @@ class TemperatureTopK(SelectiveGate):
         self._temperature = float(tau)
 
     def share(self, selection: Scores) -> Share:
-        """P_τ(i ∈ S), zero below the rounding of 1."""
+        """Return P_τ(i ∈ S), zero below `MIN_SHARE`."""
         share = inclusion_probabilities(selection / self.temperature, self.k)
-        return share.masked_fill(share < LEAST_SHARE, 0.0)
+        return share.masked_fill(share < MIN_SHARE, 0.0)
 
     def hard(self) -> TopK:
-        """The limit τ → 0 with the same options."""
+        """Return hard top-k with the same options, the limit τ → 0."""
         options = {name: getattr(self, name) for name in ("scoring", "order", "renormalize")}
         return TopK(self.k, selection_bias=self.selection_bias, scale=self.scale, **options)
 
@@ -160,7 +161,7 @@ def soft_gate(layer: MoE) -> TemperatureTopK:
 
 
 def harden_(model: nn.Module) -> nn.Module:
-    """Replace every gate with a temperature by its hard limit, for good; returns the model."""
+    """Replace every gate with a temperature permanently by its hard limit; return the model."""
     for layer in soft_layers(model):
         layer.gate = soft_gate(layer).hard()
     routing = getattr(getattr(model, "config", None), "routing", None)
@@ -172,7 +173,7 @@ def harden_(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def hard_gates(model: nn.Module) -> Iterator[None]:
-    """Replace every smooth gate by hard top-k within the block."""
+    """Context manager in which every smooth gate is replaced by hard top-k."""
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     gates = [layer.gate for layer in layers]
     for layer in layers:
@@ -188,12 +189,12 @@ def hard_gates(model: nn.Module) -> Iterator[None]:
 
 
 class Cooling:
-    """Sets the temperature of all gates of a model by a schedule, and keeps the routers' norms.
+    """Sets the temperature of all gates of a model by a schedule, with fixed router norms.
 
     Args:
         model: a model with `TemperatureTopK` gates.
         config: the schedule.
-        steps: of the run.
+        steps: number of steps of the run.
     """
 
     def __init__(self, model: nn.Module, config: CoolingConfig, steps: int) -> None:
@@ -224,7 +225,7 @@ class Cooling:
         self.temperature = self._temperature if measured else self.config.at(step / self.until)
 
     def end(self, done: int) -> None:
-        """Restore the norms of the routers after an update; halve the mass if it is time."""
+        """Restore the norms of the routers after an update; "boundary" may halve BM(τ)."""
         count = self.config.halvings  # equally spaced, the last at `until`
         halvings = {round(self.until * number / count) for number in range(1, count + 1)}
         if self.config.schedule == "boundary" and done in halvings:
@@ -236,7 +237,7 @@ class Cooling:
                 weight.mul_(norm / weight.norm())
 
     def _gap_recorder(self, number: int) -> Any:
-        """A hook that keeps the gaps of a layer's last training batch."""
+        """Return a hook that stores the gaps of a layer's last training batch."""
 
         def record_gaps(gate: TemperatureTopK, scores: tuple[Tensor, ...]) -> None:
             if gate.training:
@@ -247,7 +248,7 @@ class Cooling:
 
 
 def _router_norm(layer: MoE) -> float:
-    """Norm of a router's matrix, which must not be zero."""
+    """Return the norm of a router's matrix; raises if it is zero."""
     weight = getattr(layer.router, "weight", None)
     require(isinstance(weight, Tensor), f"cooling needs a router with a matrix, got {layer.router}")
     assert isinstance(weight, Tensor)
@@ -257,9 +258,9 @@ def _router_norm(layer: MoE) -> float:
 
 
 def halved_temperature(gaps: Float[Tensor, " tokens"], temperature: float) -> float:
-    """The τ' with BM(τ') = BM(τ)/2, BM(τ) = P(Δ <= τ) on these gaps; the mean over processes.
+    """Return τ' with BM(τ') = BM(τ)/2, BM(τ) = P(Δ <= τ) on these gaps, averaged over processes.
 
-    Raises if fewer than two tokens are left in the layer: its mass cannot be halved.
+    Raises if fewer than two tokens have a gap of at most τ: their mass cannot be halved.
     """
     inside = int((gaps <= temperature).sum())
     require(
@@ -304,17 +305,17 @@ class CoolingCallback(TrainerCallback):
         self.cooling.end(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Deploy hard."""
+        """Replace the gates by hard top-k if `harden`."""
         if self.harden:
             harden_(kwargs["model"])
 
 
 @dataclass(frozen=True)
 class LayerHardening:
-    """One layer at one temperature, on the inputs of the hard model."""
+    """Change of one layer by hardening at one temperature, on the inputs of the hard model."""
 
     moved: float  # E‖h_τ - h_0‖²
-    chain: float  # 4B² E[min(1, c M e^{-Δ/τ})²], the bound before the margin tail is used
+    chain: float  # the bound 4B² E[min(1, c M e^{-Δ/τ})²], from measured gaps
     bound: float  # C_sh τ, that of Theorem 4.5 for top-k
     C_sh: float  # its constant
     boundary_mass: float  # BM(τ) = P(Δ <= τ)
@@ -322,7 +323,7 @@ class LayerHardening:
 
 @dataclass(frozen=True)
 class HardeningPoint:
-    """A model at one temperature: loss, that of the hard model, paired gap, and its layers."""
+    """A model at one temperature: soft and hard loss, their paired difference, and its layers."""
 
     tau: float
     soft: float
@@ -334,7 +335,7 @@ class HardeningPoint:
 def moved_weight_bound(
     gaps: Float[Tensor, " tokens"], tau: float, k: int, n_experts: int
 ) -> Float[Tensor, " tokens"]:
-    """min(1, c M e^{-Δ/τ}): largest total variation between soft and hard weights of each token."""
+    """Return min(1, c M e^{-Δ/τ}), the bound on each token's TV between soft and hard weights."""
     others = math.comb(n_experts, k) - 1
     return (others * (1 if k == 1 else 2) * (-gaps.double() / tau).exp()).clamp(max=1.0)
 
@@ -343,7 +344,7 @@ def moved_weight_bound(
 def hardening_path(
     model: nn.Module, rows: Float[Tensor, "windows context"] | Tensor, taus: Sequence[float]
 ) -> tuple[HardeningPoint, ...]:
-    """Losses of the soft and of the hard model at each τ, and how far every layer moves.
+    """Return soft and hard loss at each τ, and the change of every layer by hardening.
 
     Gates and training mode are restored.
 
@@ -356,7 +357,7 @@ def hardening_path(
     require(bool(layers), "the model has no gate with a temperature")
     require(all(tau > 0 for tau in taus), f"temperatures must be positive, got {list(taus)}")
     gates = [soft_gate(layer) for layer in layers]
-    before = [gate.temperature for gate in gates]
+    temperatures = [gate.temperature for gate in gates]
     inputs: dict[nn.Module, Tensor] = {}
 
     def keep_input(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -374,7 +375,7 @@ def hardening_path(
             layer.gate = gate
         return tuple(_hardening_point(model, layers, inputs, rows, hard, tau) for tau in taus)
     finally:
-        for layer, gate, tau in zip(layers, gates, before, strict=True):
+        for layer, gate, tau in zip(layers, gates, temperatures, strict=True):
             layer.gate, gate.temperature = gate, tau
         model.train(training)
 
@@ -387,7 +388,7 @@ def _hardening_point(
     hard: Tensor,
     tau: float,
 ) -> HardeningPoint:
-    """The model at one temperature, against the losses of the hard model."""
+    """Measure the model at one temperature, compared with the losses of the hard model."""
     for layer in layers:
         soft_gate(layer).temperature = tau
     soft = next_token_losses(model(input_ids=rows).logits, rows).mean(dim=1).double()
@@ -397,12 +398,12 @@ def _hardening_point(
 
 
 def _layer_hardening(layer: MoE, x: Tensor, tau: float) -> LayerHardening:
-    """How far a layer moves when its gate is hardened, beside the bounds."""
+    """Measure the change of a layer's output by hardening its gate, with its bounds."""
     scores, gate = layer.router(x), soft_gate(layer)
     soft, hard = (layer.experts(x, choice(scores)) for choice in (gate, gate.hard()))
     n_experts = scores.shape[-1]
-    alone = torch.eye(n_experts, dtype=x.dtype, device=x.device)
-    outputs = (layer.experts(x, row.expand(len(x), -1).contiguous()) for row in alone)
+    one_hot_rows = torch.eye(n_experts, dtype=x.dtype, device=x.device)
+    outputs = (layer.experts(x, row.expand(len(x), -1).contiguous()) for row in one_hot_rows)
     largest = max(output.norm(dim=1).max().item() for output in outputs)
     gaps = gap(gate.selection(scores.double()), gate.k)
     weight = moved_weight_bound(gaps, tau, gate.k, n_experts)
@@ -421,18 +422,18 @@ def _layer_hardening(layer: MoE, x: Tensor, tau: float) -> LayerHardening:
 
 
 def when_to_stop(path: Sequence[HardeningPoint], standard_errors: float = 2.0) -> float:
-    """The largest τ of a path from which on hardening changes the loss by no more than its error.
+    """Return the largest τ at and below which hardening changes the loss by at most its error.
 
-    Raises if there is none: the target is below what these temperatures reach.
+    Raises if there is none, since the model must then be cooled further.
     """
-    free: list[float] = []
+    harmless_taus: list[float] = []
     for point in sorted(path, key=lambda point: point.tau):
         change, error = abs(point.gap.value or 0.0), point.gap.standard_error or 0.0
         if change > standard_errors * error:
             break
-        free.append(point.tau)
-    if free:
-        return free[-1]
+        harmless_taus.append(point.tau)
+    if harmless_taus:
+        return harmless_taus[-1]
     lowest = min(path, key=lambda point: point.tau)
     raise ParameterError(
         f"hardening at τ = {lowest.tau:g}, the lowest of the path, changes the loss by "

@@ -1,9 +1,9 @@
-"""Text as streams of token ids, for training and for scores.
+"""Text as streams of token ids, for training and for scoring.
 
-    demo       bytes of the text in the box: no download; attacked if a rate is given
+    demo       bytes of the text in the box, without download; attacked if a rate is given
     enwik8     bytes, 256 tokens; 90 / 5 / 5 million bytes (the usual split)
     text8      a to z and space, 27 tokens, made from enwik8
-    wikitext   byte-level BPE of the WikiText-103 splits that are here
+    wikitext   byte-level BPE of the WikiText-103 splits on this machine
 
 enwik8 is the first 10⁸ bytes of an English Wikipedia dump. The file comes from the source
 distribution of `mingru-pytorch` 0.2.1 on the Python package index, which has it as data/enwik8.gz.
@@ -20,8 +20,8 @@ is used instead, as in the paper. The attack replaces words by "AAA" (paper 1, a
 adds letters that a subword vocabulary splits into more tokens, so perplexity is per word:
 exp(loss / words).
 
-Window i of a training stream starts at draw i of one generator, so that the data order depends on
-the seed alone and a resumed run sees the same data.
+The start of window i of a training stream is the i-th draw of one generator, so the data order
+depends on the seed alone and a resumed run sees the same data.
 """
 
 import gzip
@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ from tieline.models.demo import demo_text
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer whose ids are the bytes of UTF-8."""
+    """Return a tokenizer whose ids are the bytes of UTF-8."""
     vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(  # type: ignore[assignment]
@@ -81,7 +80,7 @@ def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
 
 
 def letter_tokenizer(letters: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per letter; other characters are unknown."""
+    """Return a tokenizer with one token per letter; other characters are unknown."""
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=letters[0]))
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
@@ -101,7 +100,7 @@ MINGRU = DataFile(
 
 
 def enwik8_file(on_progress: OnProgress | None = None) -> Path:
-    """Return the path of enwik8, from the cache or from the registry, checked by hash."""
+    """Return the path of enwik8, from the cache or fetched, checked by hash."""
 
     def unpack_enwik8() -> bytes:
         member = "mingru_pytorch-0.2.1/data/enwik8.gz"
@@ -115,7 +114,7 @@ def enwik8_file(on_progress: OnProgress | None = None) -> Path:
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
-RULES = [
+MARKUP_RULES = [
     (re.compile(r"<ref[^<]*</ref>|<[^>]*>"), " "),
     (re.compile(r"&lt;.*?&gt;|&[a-z]+;"), " "),
     (re.compile(r"\{\{[^{}]*\}\}"), " "),
@@ -129,8 +128,8 @@ ARTICLES = re.compile(r"<text[^>]*>(.*?)</text>", re.DOTALL)
 def clean_article(article: str) -> str:
     """Reduce an article with wiki markup to letters a-z and single spaces."""
     text = article.lower()
-    for rule, instead in RULES:
-        text = rule.sub(instead, text)
+    for rule, replacement in MARKUP_RULES:
+        text = rule.sub(replacement, text)
     for digit, word in enumerate(DIGITS):
         text = text.replace(str(digit), f" {word} ")
     return " ".join(re.sub("[^a-z]", " ", text).split())
@@ -176,35 +175,6 @@ def attacked_splits(texts: dict[str, str], rate: float, seed: int) -> dict[str, 
     return {f"{name}_attacked": attacked_text(text, rate, seed) for name, text in texts.items()}
 
 
-def wikitext_streams(vocabulary: int, rate: float, seed: int) -> dict[str, Any]:
-    """Return WikiText-103 as fields of `TextStreams`, by a BPE learnt from the training text.
-
-    Args:
-        vocabulary: tokens of the BPE, 256 or more.
-        rate: share of words that the attack replaces.
-        seed: of the attack.
-    """
-    require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
-    folder = data_set("wikitext-103")
-    train, validation, about = _wikitext_splits(folder)
-    test = _read_wikitext(folder / "wiki.test.tokens")
-    tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
-    texts = {"train": train, "validation": validation, "test": test}
-    changed = attacked_splits({"validation": validation, "test": test}, rate, seed)
-
-    def ids(text: str) -> Tensor:
-        encoded = tokenizer.backend_tokenizer.encode_batch(text.splitlines(keepends=True))
-        return torch.tensor([i for line in encoded for i in line.ids], dtype=torch.int32)
-
-    return {
-        **{name: ids(text) for name, text in texts.items()},
-        "tokenizer": tokenizer,
-        "about": about,
-        "word_counts": {name: len(text.split()) for name, text in (texts | changed).items()},
-        "attacked": {name: ids(text) for name, text in changed.items()},
-    }
-
-
 def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
     """Return training and validation text, and a description of the split."""
     validation = _read_wikitext(folder / "wiki.valid.tokens")
@@ -224,7 +194,7 @@ def _wikitext_splits(folder: Path) -> tuple[str, str, str]:
 
 
 def _read_wikitext(path: Path) -> str:
-    """The text of a file that must exist."""
+    """Return the text of a file; raises `DataError` if it is missing."""
     require(path.is_file(), f"{path} is not here", DataError)
     return path.read_text(encoding="utf-8")
 
@@ -234,13 +204,13 @@ Stream = Integer[Tensor, " _"]
 
 @dataclass(frozen=True, eq=False)
 class TextStreams:
-    """Token ids of the splits, and their tokenizer."""
+    """Token ids of the splits, with their tokenizer."""
 
-    train: Stream  # stream that windows are drawn from
+    train: Stream  # source of the training windows
     validation: Stream  # held out, for model selection
     test: Stream  # held out, for reporting
     tokenizer: PreTrainedTokenizerFast  # maps text to these ids and back
-    about: str  # where the text comes from and how it is split
+    about: str  # source and splits of the text
     # number of words of held-out splits whose perplexity is per word
     word_counts: dict[str, int] = field(default_factory=dict)
     # held-out splits with words replaced, by name
@@ -285,7 +255,7 @@ def load_streams(data: DataConfig) -> TextStreams:
 
 
 def _enwik8_streams() -> TextStreams:
-    """enwik8 as bytes, mapped from disk."""
+    """Load enwik8 as bytes, mapped from disk."""
     # copy on write: torch requires writable memory, although nothing writes
     ids = torch.from_numpy(np.memmap(enwik8_file(), dtype=np.uint8, mode="c"))
     about = "enwik8, bytes; 90 M train, 5 M validation, 5 M test"
@@ -293,11 +263,11 @@ def _enwik8_streams() -> TextStreams:
 
 
 def _demo_streams(rate: float = 0.0, seed: int = 0) -> TextStreams:
-    """The text in the box, with attacked forms of the held-out splits if a rate is given."""
+    """Load the text in the box, with attacked forms of the held-out splits if a rate is given."""
     ids = _byte_stream(demo_text())
-    held_size = ids.numel() // 10
+    held_out_size = ids.numel() // 10
     about = f"the text in the box, {ids.numel():,} bytes; 80 / 10 / 10 %"
-    splits = _split_stream(ids, ids.numel() - 2 * held_size, held_size)
+    splits = _split_stream(ids, ids.numel() - 2 * held_out_size, held_out_size)
     plain = TextStreams(*splits, byte_tokenizer(), about)
     if not rate:
         return plain
@@ -314,39 +284,61 @@ def _demo_streams(rate: float = 0.0, seed: int = 0) -> TextStreams:
 
 
 def _byte_stream(text: str) -> Stream:
-    """UTF-8 bytes of a text."""
+    """Return the UTF-8 bytes of a text."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def _text8_streams() -> TextStreams:
-    """text8 as letters."""
+    """Load text8 as letters."""
     ids = torch.from_numpy(text8_ids(enwik8_file()))
-    held_size = ids.numel() // 20
+    held_out_size = ids.numel() // 20
     about = f"a-z and space from enwik8, {ids.numel():,} characters; 90 / 5 / 5 %"
     return TextStreams(
-        *_split_stream(ids, ids.numel() - 2 * held_size, held_size),
+        *_split_stream(ids, ids.numel() - 2 * held_out_size, held_out_size),
         letter_tokenizer(LETTERS),
         about,
     )
 
 
 @lru_cache(maxsize=1)
-def _cached_wikitext_streams(
-    vocabulary: int = 512, rate: float = 0.025, seed: int = 0
-) -> TextStreams:
-    """WikiText-103 under a byte-level BPE, made once per process."""
-    return TextStreams(**wikitext_streams(vocabulary, rate, seed))
+def _wikitext_streams(vocabulary: int = 512, rate: float = 0.025, seed: int = 0) -> TextStreams:
+    """Load WikiText-103 by a byte-level BPE learnt from the training text, once per process.
+
+    Args:
+        vocabulary: tokens of the BPE, 256 or more.
+        rate: share of words that the attack replaces.
+        seed: seed of the attack.
+    """
+    require(vocabulary >= 256, f"a byte-level BPE has 256 tokens or more, got {vocabulary}")
+    folder = data_set("wikitext-103")
+    train, validation, about = _wikitext_splits(folder)
+    test = _read_wikitext(folder / "wiki.test.tokens")
+    tokenizer = bpe_tokenizer(train.split("\n"), vocabulary)
+    texts = {"train": train, "validation": validation, "test": test}
+    changed = attacked_splits({"validation": validation, "test": test}, rate, seed)
+
+    def ids(text: str) -> Tensor:
+        encoded = tokenizer.backend_tokenizer.encode_batch(text.splitlines(keepends=True))
+        return torch.tensor([i for line in encoded for i in line.ids], dtype=torch.int32)
+
+    return TextStreams(
+        **{name: ids(text) for name, text in texts.items()},
+        tokenizer=tokenizer,
+        about=about,
+        word_counts={name: len(text.split()) for name, text in (texts | changed).items()},
+        attacked={name: ids(text) for name, text in changed.items()},
+    )
 
 
-def _split_stream(ids: Stream, train: int, held: int) -> tuple[Stream, Stream, Stream]:
-    """The first `train` ids, then two runs of `held` ids."""
-    return ids[:train], ids[train : train + held], ids[train + held : train + 2 * held]
+def _split_stream(ids: Stream, train: int, held_out: int) -> tuple[Stream, Stream, Stream]:
+    """The first `train` ids, then two runs of `held_out` ids."""
+    return ids[:train], ids[train : train + held_out], ids[train + held_out : train + 2 * held_out]
 
 
 STREAMS: dict[str, Callable[..., TextStreams]] = {
     "demo": _demo_streams,
     "enwik8": _enwik8_streams,
     "text8": _text8_streams,
-    "wikitext": _cached_wikitext_streams,
+    "wikitext": _wikitext_streams,
 }
-"""Loaders by name."""
+"""Function that loads the streams of a data set, by its name."""

@@ -1,17 +1,17 @@
-"""transformers' Trainer with the losses, rates, gate schedules and checkpoints of routed models.
+"""transformers' Trainer with losses, learning rates, gate schedules and checkpoints for routing.
 
     loss           task loss + auxiliary losses of the routed layers
     rate(t)/peak   t/warmup during the warm-up, then a half cosine down to the final share
-    rate of ε      the same warm-up, then constant: ε has to follow the scores to the end
+    rate of ε      the same warm-up, then constant, so that ε follows the scores to the end
 
-Auxiliary losses are collected once per forward pass: what activation checkpointing repeats in the
-backward pass is not counted again.
+Auxiliary losses are collected once per forward pass; the forward pass that activation checkpointing
+repeats during backward is not counted.
 
 Under torchrun every process has the whole model and an equal share of the rows of a micro-batch,
-and `DistributedDataParallel` averages the gradients. The balance loss is a product of means, and
-the mean of the products of shares is another number: assignments and tokens are therefore counted
-over all processes (`batch_counts`) and each process adds its part of the auxiliary losses of the
-whole batch, times the number of processes. Losses and gradients are those of one process.
+and `DistributedDataParallel` averages the gradients. The balance loss is a product of means, which
+differs from the mean of the processes' products. Assignments and tokens are therefore counted over
+all processes (`batch_counts`), and each process adds its part of the auxiliary losses of the whole
+batch, times the number of processes. Losses and gradients then equal those of a single process.
 """
 
 import math
@@ -50,7 +50,7 @@ from tieline.lab.training.gate_schedules import GateSchedule
 from tieline.routing.losses import Counts, LayerRouting, auxiliary_loss, collect_routing
 
 OnStep = Callable[[int, int], None]
-RESUME = "start again with --resume to go on from the newest checkpoint"
+RESUME_HINT = "start again with --resume to go on from the newest checkpoint"
 
 
 def rate_share(step: int, optim: OptimConfig) -> float:
@@ -72,7 +72,7 @@ def is_epsilon(name: str) -> bool:
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Group matrices with decay, vectors without, and the θ of smooth gates with their own rate."""
+    """Group matrices with weight decay, vectors without, and θ of smooth gates at its own rate."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     epsilon = [p for name, p in parameters if is_epsilon(name)]
     matrices = [p for name, p in parameters if p.ndim > 1]
@@ -86,9 +86,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
 
 def batch_counts(records: Sequence[LayerRouting]) -> list[Counts]:
-    """Return per record the assignments and tokens of all processes, in one message.
+    """Return the assignments and tokens of each record over all processes, by one all-reduce.
 
-    With `auxiliary_loss(records, ..., counts=...)` they give this process's part of the loss.
+    `auxiliary_loss(records, ..., counts=...)` then returns this process's part of the loss.
     """
     local = [Counts.of(record.routing.weights) for record in records]
     sizes = [len(counts.assigned) + 1 for counts in local]
@@ -108,7 +108,7 @@ def process_mean(value: Tensor) -> Tensor:
 
 
 def rows_per_process(optim: OptimConfig) -> int:
-    """Return the rows of a micro-batch for each process; raises if they are not equal."""
+    """Return the rows of a micro-batch per process; raises if they do not divide evenly."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     micro = optim.batch // optim.accumulate
     require(
@@ -142,13 +142,13 @@ def training_arguments(config: TrainConfig, out: Path) -> TrainingArguments:
         dataloader_pin_memory=False,
         report_to="none",
         disable_tqdm=True,
-        # gloo has to be asked for: otherwise processes without accelerators train by themselves
+        # selects gloo; without it, processes without accelerators would train independently
         use_cpu=dist.is_initialized() and not torch.accelerator.is_available(),
     )
 
 
 class RoutingTrainer(Trainer):
-    """A Trainer of one `TrainConfig`.
+    """Trainer of the run of one `TrainConfig`.
 
     Args:
         config: the run.
@@ -169,13 +169,13 @@ class RoutingTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=data)
         self.config = config
         self.schedule = GateSchedule(model, config.gate, config.optim.steps)
-        self.model_accepts_loss_kwargs = False  # the mean over a micro-batch, then over them
+        self.model_accepts_loss_kwargs = False  # mean per micro-batch, then over micro-batches
         self._task_losses: list[Tensor] = []
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Steps(self.schedule, on_step))
+        self.add_callback(_StepCallback(self.schedule, on_step))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimiser of the run."""
+        """Create AdamW with the groups of `parameter_groups`."""
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
             fused = all(p.device.type in ("cpu", "cuda") for p in trained.parameters())
@@ -185,7 +185,7 @@ class RoutingTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """Make the schedule of the learning rates."""
+        """Create the schedule of the learning rates."""
         if self.lr_scheduler is None:
             trained_optimizer, optim = optimizer or self.optimizer, self.config.optim
             inner_optimizer = getattr(trained_optimizer, "optimizer", trained_optimizer)
@@ -216,7 +216,7 @@ class RoutingTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _routing_loss(self, records: Sequence[LayerRouting]) -> Tensor:
-        """Return the auxiliary losses of a forward pass, and move the schedule by its routing."""
+        """Return the auxiliary losses of a forward pass, and update the schedule by its routing."""
         step, processes = self.state.global_step, self.args.world_size
         counts = batch_counts(records) if processes > 1 else None
         coefficients = asdict(self.config.losses)
@@ -226,12 +226,12 @@ class RoutingTrainer(Trainer):
         return processes * loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradients of a micro-batch; names the step if another process is lost."""
-        with naming_lost_ranks(f"in step {self.state.global_step + 1}; {RESUME}"):
+        """Compute the gradients of a micro-batch; the error of a lost process names the step."""
+        with naming_lost_ranks(f"in step {self.state.global_step + 1}; {RESUME_HINT}"):
             return super().training_step(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the task loss in addition to the whole loss."""
+        """Log the task loss in addition to the total loss."""
         if self._task_losses:
             logs["task_loss"] = torch.stack(self._task_losses).mean().item()
             self._task_losses = []
@@ -240,9 +240,11 @@ class RoutingTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        # transformers would also pickle its arguments, which nothing reads, and whose writer does
-        # not say that a disk is full
-        """Save the weights of the model."""
+        """Save the weights of the model.
+
+        Unlike transformers' method, it does not pickle the training arguments: nothing reads them,
+        and that writer does not report a full disk.
+        """
         folder = Path(str(output_dir or self.args.output_dir))
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PreTrainedModel):
@@ -264,40 +266,40 @@ class RoutingTrainer(Trainer):
             raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save their states as safetensors."""
+        """Save the states of optimiser, scheduler and gates as safetensors and JSON."""
         if self.args.should_save:
             state = self.schedule.state()
             save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler, state)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore their states."""
+        """Restore the states of optimiser, scheduler and gates."""
         if checkpoint is not None:
             state = load_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
             self.schedule.load(state)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the states of the generators."""
+        """Save the states of the random generators."""
         if self.args.should_save:
             save_generators(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the states of the generators."""
+        """Restore the states of the random generators."""
         if checkpoint is not None:
             load_generators(Path(checkpoint))
 
 
-class _Steps(TrainerCallback):
-    """Moves the gate schedule and reports progress."""
+class _StepCallback(TrainerCallback):
+    """Callback that advances the gate schedule and reports progress."""
 
     def __init__(self, schedule: GateSchedule, on_step: OnStep | None) -> None:
         self.schedule, self.on_step = schedule, on_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the gates for this step."""
+        """Set budget and temperature of the gates for this step."""
         self.schedule.begin(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the norms of cooled routers, and report progress."""
+        """Restore the norms of cooled routers, and report progress."""
         self.schedule.after_update(state.global_step)
         if self.on_step is not None:
             self.on_step(state.global_step, state.max_steps)

@@ -1,4 +1,4 @@
-"""Run a recipe: prepare, train, checkpoint, resume, score, keep the result.
+"""Run a recipe: prepare, train, checkpoint, resume, score and store the result.
 
     result = run_training(recipe_config("enwik8-small-smooth1"), Path("runs/smooth1"))
 
@@ -6,7 +6,7 @@ The folder of a run holds `config.json`, checkpoints, `model/` (the trained mode
 saves it) and `result.json`. Weights, data order and all random numbers depend on the seed alone and
 are restored exactly, so a run that was killed and resumed ends with the same loss.
 
-A task makes the data and the model, and scores the result:
+A task loads the data, builds the model and scores the result:
 
     language     the decoder on a stream of tokens
     images       CIFAR-10
@@ -59,7 +59,7 @@ from tieline.lab.training.image_tasks import DomainTask, ImageTask
 from tieline.lab.training.language_tasks import LanguageModelling, moe_layers
 from tieline.lab.training.sentence_tasks import SentenceTask
 from tieline.lab.training.trainer import (
-    RESUME,
+    RESUME_HINT,
     RoutingTrainer,
     rows_per_process,
     training_arguments,
@@ -67,17 +67,17 @@ from tieline.lab.training.trainer import (
 from tieline.models.saved_models import no_loading_bars
 
 Report = Callable[[str, int, int], None]
-"""Called with a stage, how much of it is done, and its whole amount."""
+"""Called with a stage, the amount done and the total."""
 
 Watch = Callable[[nn.Module, int], None]
-"""Called with the model after a step, and the number of steps done."""
+"""Called after each step with the model and the number of steps done."""
 
-TIMED = 3
+TIMED_PASSES = 3
 
 
 @runtime_checkable
 class TaskData(Protocol):
-    """Data of a task; it may hold more, which only the task itself uses."""
+    """Data of a task; implementations may add fields for the task itself."""
 
     @property
     def train(self) -> Dataset[Any]:
@@ -92,18 +92,18 @@ class TaskData(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """How one kind of run is prepared and scored."""
+    """A kind of run: loads data, builds, scores and saves the model."""
 
     def data(self, config: TrainConfig) -> TaskData:
-        """Load the data, after fetching them if necessary."""
+        """Load the data, fetching it if necessary."""
         ...
 
     def model(self, config: TrainConfig) -> nn.Module:
-        """Make a new model whose `forward(**items)` returns an output with a `loss`."""
+        """Build a new model whose `forward(**items)` returns an output with a `loss`."""
         ...
 
     def evaluate(self, model: nn.Module, data: Any, config: TrainConfig) -> dict[str, Any]:
-        """Score the trained model; returns JSON values."""
+        """Return the scores of the trained model, as JSON values."""
         ...
 
     def save(self, model: nn.Module, data: Any, folder: Path) -> None:
@@ -135,8 +135,8 @@ class TrainingResult(Result):
         data: where the data come from.
         scores: scores of the task.
         seconds: wall time of the training in this process.
-        cpu_seconds: its processor time.
-        resumed_from: step at which this process began.
+        cpu_seconds: processor time of the training in this process.
+        resumed_from: step at which this process started; 0 for a new run.
         history: logged values.
         folder: folder of the run.
     """
@@ -154,7 +154,7 @@ class TrainingResult(Result):
     folder: str = ""
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Steps at which a value was logged and finite, with the value."""
+        """Return (step, value) for every step at which a value was logged and finite."""
         logged = ((entry.get("step", 0), entry.get(name)) for entry in self.history)
         return [(step, value) for step, value in logged if value is not None and isfinite(value)]
 
@@ -176,14 +176,14 @@ class TrainingResult(Result):
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan(Result):
-    """What a run would do.
+    """Size, data and estimated time of a run.
 
     Attributes:
         config: the run, `TrainConfig.to_dict()`.
         parameters: number of parameters.
-        data: where the data come from, or why they are absent.
-        step_seconds: measured time of a step, None without data.
-        seconds: estimate for the whole training, None without data.
+        data: source of the data, or why it is absent.
+        step_seconds: measured time of a step; None without data.
+        seconds: estimated time of the training; None without data.
     """
 
     format: ClassVar[str] = "tieline-training-plan"
@@ -237,27 +237,28 @@ def run_parallel(
         timeout: seconds after which a process that does not answer is lost.
     """
     joined = nullcontext() if dist.is_initialized() else join_processes(timeout=timeout)
-    with joined, naming_lost_ranks(RESUME), ExitStack() as folder:
+    with joined, naming_lost_ranks(RESUME_HINT), ExitStack() as folder:
         checkpoint = first_rank(lambda: _prepare_parallel(config, out, resume, folder))
         if checkpoint is None:
             return stored_result(out) if is_first_rank() else None
         start = Path(checkpoint) if checkpoint else None
         on_stage = progress if progress is not None and is_first_rank() else _no_progress
-        trained = _train_steps(config, out, start, on_stage)
+        run = _train_steps(config, out, start, on_stage)
         # only rank 0 scores, and the others do not wait: that could exceed the timeout
-        return _save_result(trained) if is_first_rank() else None
+        return _save_result(run) if is_first_rank() else None
 
 
 def _no_progress(stage: str, done: int, of: int) -> None:
-    """Report no progress."""
+    """Ignore the progress."""
 
 
 def _prepare_parallel(
     config: TrainConfig, out: Path, resume: bool, folder: ExitStack
 ) -> str | None:
-    """Check the run and fetch its data for all processes; returns its checkpoint, None at the end.
+    """Check the run and fetch its data for all processes; return the path of its checkpoint.
 
-    A run without a checkpoint has the empty one. `folder` holds the folder of the run.
+    The path is empty without a checkpoint, and None if the run has ended. The exit stack `folder`
+    keeps the folder of the run locked.
     """
     rows_per_process(config.optim)
     checkpoint = folder.enter_context(run_folder(config, out, resume))
@@ -267,8 +268,8 @@ def _prepare_parallel(
     return "" if checkpoint is None else str(checkpoint)
 
 
-class _Trained(NamedTuple):
-    """A trained model with its task and data, and how it was trained."""
+class _TrainedRun(NamedTuple):
+    """A trained model with task, data, times and history of its run."""
 
     config: TrainConfig
     out: Path
@@ -287,35 +288,35 @@ def _train_steps(
     checkpoint: Path | None,
     on_stage: Report,
     watch: Watch | None = None,
-) -> _Trained:
-    """Load the data, make the model and run all steps that are left."""
+) -> _TrainedRun:
+    """Load the data, build the model and run the remaining steps."""
     task = task_of(config)
     on_stage("data", 0, 1)
     data = task.data(config)
     set_seed(config.seed)
     model = task.model(config)
     first_rank(lambda: _write_config(config, out))
-    selection = _Selection(config, out, task, data) if config.select_every else None
-    on_step = _after_step(model, on_stage, watch, selection)
+    selection = _BestModel(config, out, task, data) if config.select_every else None
+    on_step = _step_callback(model, on_stage, watch, selection)
     trainer = RoutingTrainer(config, model, training_arguments(config, out), data.train, on_step)
     if (
         moe_layers(model) and not dist.is_initialized()
-    ):  # of one process's tokens; Soft MoE has none
+    ):  # measures one process's tokens; Soft MoE has no choices
         monitor_trainer(trainer, every=config.log_every)
-    began, worked = time.perf_counter(), time.process_time()
+    wall_start, cpu_start = time.perf_counter(), time.process_time()
     with no_loading_bars(), space_on(out):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    times = time.perf_counter() - began, time.process_time() - worked
+    times = time.perf_counter() - wall_start, time.process_time() - cpu_start
     if selection is not None:
         selection.load_best_(model)
     start, history = checkpoint_step(checkpoint), trainer.state.log_history
-    return _Trained(config, out, task, data, model, times, start, history, on_stage)
+    return _TrainedRun(config, out, task, data, model, times, start, history, on_stage)
 
 
-class _Selection:
-    """Keeps the weights of the best step by the score of the task on held-out training data.
+class _BestModel:
+    """Stores the weights of the best step, by the task's score on held-out training data.
 
-    The weights and the step are in the folder of the run, so that a resumed run has the same best.
+    Weights and step are stored in the folder of the run, so that a resumed run continues with them.
     """
 
     def __init__(self, config: TrainConfig, out: Path, task: Any, data: TaskData) -> None:
@@ -324,8 +325,8 @@ class _Selection:
         require(not dist.is_initialized(), "a model is selected by one process alone")
         self.task, self.data = task, data
 
-    def look(self, model: nn.Module, step: int) -> None:
-        """Score the model if it is time, and keep it if it is better than all before."""
+    def score_if_due(self, model: nn.Module, step: int) -> None:
+        """Score the model every `every` steps, and store it if it is the best so far."""
         if step % self.every and step != self.steps:
             return
         training = model.training
@@ -337,14 +338,14 @@ class _Selection:
             write_json(path, {"step": step, "score": score})
 
     def load_best_(self, model: nn.Module) -> None:
-        """Give the model the weights of the best step."""
+        """Load the weights of the best step into the model."""
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         model.load_state_dict(weights, strict=False)  # tied weights are stored once
 
 
 def _write_config(config: TrainConfig, out: Path) -> None:
-    """Write the configuration of a new run; that of a resumed one is there."""
+    """Write the configuration of a new run; a resumed run has it already."""
     path, fields = out / "config.json", config.to_dict()
     with suppress(CheckpointError):
         if read_json(path) == fields:
@@ -352,43 +353,43 @@ def _write_config(config: TrainConfig, out: Path) -> None:
     write_json(path, fields, replace=False)
 
 
-def _save_result(trained: _Trained) -> TrainingResult:
-    """Score and save a trained model, and keep the result."""
-    config, out, model = trained.config, trained.out, trained.model.eval()
-    trained.on_stage("score", 0, 1)
+def _save_result(run: _TrainedRun) -> TrainingResult:
+    """Score and save a trained model, and write and return the result."""
+    config, out, model = run.config, run.out, run.model.eval()
+    run.on_stage("score", 0, 1)
     result = TrainingResult(
         config.to_dict(),
         parameter_count(model),
-        trained.data.about,
-        trained.task.evaluate(model, trained.data, config),
-        *trained.times,
-        trained.resumed_from,
-        tuple(trained.history),
+        run.data.about,
+        run.task.evaluate(model, run.data, config),
+        *run.times,
+        run.resumed_from,
+        tuple(run.history),
         str(out),
     )
     with no_loading_bars():
-        trained.task.save(model, trained.data, out / "model")
+        run.task.save(model, run.data, out / "model")
     result.to_json(out / "result.json")
     return result
 
 
 def stored_result(out: Path) -> TrainingResult | None:
-    """Return the result of a run that has ended, None if it has not."""
+    """Return the result of a completed run; None if the run is not complete."""
     path = out / "result.json"
     if not path.is_file():
         return None
     return replace(from_plain(TrainingResult, read_json(path)), folder=str(out))
 
 
-def _after_step(
-    model: nn.Module, on_stage: Report, watch: Watch | None, selection: _Selection | None = None
+def _step_callback(
+    model: nn.Module, on_stage: Report, watch: Watch | None, selection: _BestModel | None = None
 ) -> Callable[[int, int], None]:
-    """A callback that reports each step and shows the model to `watch`."""
+    """Return a callback that reports each step, selects the best model and calls `watch`."""
 
     def after_step(done: int, of: int) -> None:
         on_stage("train", done, of)
         if selection is not None:
-            selection.look(model, done)
+            selection.score_if_due(model, done)
         if watch is not None:
             watch(model, done)
 
@@ -396,7 +397,7 @@ def _after_step(
 
 
 def training_plan(config: TrainConfig, progress: Report | None = None) -> TrainingPlan:
-    """Return size, data and estimated time of a run; the time is measured on a few steps."""
+    """Return size, data and estimated time of a run, from the time of a few passes."""
     on_stage = progress or _no_progress
     on_stage("data", 0, 1)
     task = task_of(config)
@@ -413,22 +414,22 @@ def training_plan(config: TrainConfig, progress: Report | None = None) -> Traini
 
 
 def _step_seconds(model: nn.Module, data: Any, batch: int) -> float:
-    """Time forward and backward pass: the fastest of some micro-batches, times the batch."""
+    """Estimate the seconds of a step from the fastest of `TIMED_PASSES` micro-batches."""
     micro = min(batch, 4)
     items = [data[i] for i in range(micro)]
     inputs = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     seconds = []
-    for _ in range(TIMED):
-        began = time.perf_counter()
+    for _ in range(TIMED_PASSES):
+        wall_start = time.perf_counter()
         model.train()(**inputs).loss.backward()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - wall_start)
         model.zero_grad()
     return min(seconds) * batch / micro
 
 
 @contextmanager
 def run_folder(config: TrainConfig, out: Path, resume: bool) -> Iterator[Path | None]:
-    """Hold the folder of a run alone, and yield the checkpoint to start from.
+    """Lock the folder of a run, and yield the checkpoint to start from (None for a new start).
 
     Raises if the folder holds another run, or another process writes to it. Removes the incomplete
     checkpoints of a killed run.

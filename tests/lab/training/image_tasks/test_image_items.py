@@ -58,7 +58,9 @@ class Guess(torch.nn.Module):
 
 
 def test_scores_of_a_model_whose_answers_are_known(monkeypatch):
-    monkeypatch.setattr("tieline.lab.training.image_tasks.ROWS", 3)  # batches of unequal size
+    monkeypatch.setattr(
+        "tieline.lab.training.image_tasks.SCORED_ROWS", 3
+    )  # batches of unequal size
     found = score_images(Guess(), images())
     assert found["accuracy"] == 5 / 8
     assert found["accuracy_se"] == pytest.approx((5 / 8 * 3 / 8 / 8) ** 0.5)

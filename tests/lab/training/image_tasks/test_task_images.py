@@ -21,7 +21,7 @@ from tieline.lab.training.image_data import DomainImages, Images
 from tieline.lab.training.image_tasks import (
     DomainTask,
     MixtureClassifier,
-    collect_work,
+    collect_experts_per_token,
     image_model,
     leave_out_domain,
     score_images,
@@ -107,7 +107,7 @@ def test_soft_slots_and_expert_choice_do_the_work_of_two_experts_per_patch():
     work = {}
     for gate in ("soft", "expert-choice", "cosine"):
         model = image_model(pacs_small(gate, "sketch"))
-        with collect_work(model) as found:
+        with collect_experts_per_token(model) as found:
             model(pixels)
         work[gate] = found
     assert work == {"soft": [2.25, 2.25], "expert-choice": [2.0, 2.0], "cosine": [2.0, 2.0]}
@@ -140,7 +140,7 @@ class Batches(torch.nn.Module):
 
 
 def test_scored_batches_hold_all_classes_though_files_are_sorted_by_class(monkeypatch):
-    monkeypatch.setattr(task_images, "ROWS", 20)
+    monkeypatch.setattr(task_images, "SCORED_ROWS", 20)
     labels = torch.arange(7).repeat_interleave(20)
     pixels = torch.zeros(140, 8, 8, 3, dtype=torch.uint8)
     pixels[:, 0, 0, 0] = labels
