@@ -371,8 +371,8 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "hf-6",
-        "parameters_per_token=before + routers + (k - 1) * per_expert,",
-        "parameters_per_token=before + routers + k * per_expert,",
+        "parameters_per_token=parameters_before + routers + (k - 1) * per_expert,",
+        "parameters_per_token=parameters_before + routers + k * per_expert,",
         "lab/on_model/test_upcycled_model.py lab/on_model/test_upcycle.py",
         "off by one: the dense network is counted with its copies",
     ),
@@ -457,7 +457,7 @@ MUTANTS: list[Mutant] = [
     # -------------------------------------------------------------- training
     _m(
         "training-1",
-        "done = (step - optim.warmup) / max(1, optim.steps - optim.warmup)",
+        "progress = (step - optim.warmup) / max(1, optim.steps - optim.warmup)",
         "done = step / max(1, optim.steps)",
         "lab/training/test_trainer.py",
         "the cosine is counted from the start and not from the warm-up",

@@ -98,17 +98,21 @@ class DesignSettings(HubSettings, SeedSettings, TextSettings):
             not self.measure or self.model is not None,
             "{measure} runs a model: name it with {model}",
         )
-        fine = [isinstance(m, int) and m >= 1 for m in self.split]
+        are_positive = [isinstance(m, int) and m >= 1 for m in self.split]
         require_setting(
-            bool(fine) and all(fine), "{split} takes numbers from 1 on, got {m}", m=self.split
+            bool(are_positive) and all(are_positive),
+            "{split} takes numbers from 1 on, got {m}",
+            m=self.split,
         )
         sizes = {"n_experts": self.n_experts, "k": self.k, "expert_width": self.expert_width}
-        given = [name for name, size in sizes.items() if size is not None]
+        given_names = [name for name, size in sizes.items() if size is not None]
         require_setting(
-            bool(given) + bool(self.preset) + (self.model is not None) == 1,
+            bool(given_names) + bool(self.preset) + (self.model is not None) == 1,
             "say which layer: {n_experts}, {k} and {expert_width}, or {preset}, or {model}",
         )
-        missing = ", ".join(f"{{{name}}}" for name in sizes if given and name not in given)
+        missing = ", ".join(
+            f"{{{name}}}" for name in sizes if given_names and name not in given_names
+        )
         require_setting(not missing, f"also give {missing}")
 
 

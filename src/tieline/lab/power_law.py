@@ -64,11 +64,10 @@ class SampleSize:
     seen: bool
 
     def __str__(self) -> str:
-        how = "" if self.seen else " (beyond the sample sizes tried: extrapolated)"
+        note = "" if self.seen else " (beyond the sample sizes tried: extrapolated)"
         size, low, high = (_size_text(n) for n in (self.n, self.low, self.high))
-        return (
-            f"for error {self.error:g} you need about {size} samples, interval {low} to {high}{how}"
-        )
+        interval = f"interval {low} to {high}{note}"
+        return f"for error {self.error:g} you need about {size} samples, {interval}"
 
 
 def fit_rate(

@@ -124,19 +124,19 @@ def _audit_page_body(result: PrecisionAudit) -> dict[str, Any]:
 def _audit_terminal_views(result: PrecisionAudit, width: int) -> list[RenderableType]:
     """Return the terminal's tables and sentences; fewer unless the full audit was run."""
     columns = _all_columns(result) if result.is_full else _served_columns(result)
-    below: list[RenderableType] = [rich_table(columns, result.effects, width, left_aligned=1)]
+    views: list[RenderableType] = [rich_table(columns, result.effects, width, left_aligned=1)]
     keeps, ignored, table = kept_router_rows(result), ignored_router_rows(result), result.remedies
     if not result.is_full:
-        below += [Text(served_table_sentence(result)), Text()]
-        below += [] if table is None else remedies_terminal_view(table, brief=True)
-        return [*below, *map(Text, audit_caveats(result)), RUN_ALL_HINT]
+        views += [Text(served_table_sentence(result)), Text()]
+        views += [] if table is None else remedies_terminal_view(table, brief=True)
+        return [*views, *map(Text, audit_caveats(result)), RUN_ALL_HINT]
     if keeps:
-        below += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
+        views += _titled_table("Routers to keep in float32", KEEP_HEADINGS, keeps)
     if table is not None:
-        below += remedies_terminal_view(table)
+        views += remedies_terminal_view(table)
     if ignored:
-        below += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
-    return [*below, *map(Text, audit_notes(result, _audited_layer_labels(result)))]
+        views += _titled_table(IGNORE_TITLE, IGNORE_HEADINGS, ignored)
+    return [*views, *map(Text, audit_notes(result, _audited_layer_labels(result)))]
 
 
 def _titled_table(
@@ -231,15 +231,15 @@ def remedy_grids(table: RemedyTable) -> list[tuple[str, Grid]]:
 
 def remedies_terminal_view(table: RemedyTable, brief: bool = False) -> list[RenderableType]:
     """Return the tables of the remedies for a terminal; `brief` shortens the sentences below."""
-    below: list[RenderableType] = []
+    views: list[RenderableType] = []
     for name in table.perturbations:
         rows = [
             (*cells, price.removesuffix(" time"))
             for *cells, price in _remedy_rows(table, name, lambda x: significant(x.value, 2))
         ]
         title = Text(f"Remedies under {name}", style="bold")
-        below += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left_aligned=1), Text()]
-    return [*below, *map(Text, remedy_sentences(table, brief)), *([] if brief else [Text()])]
+        views += [title, text_table(SHORT_REMEDY_HEADINGS, rows, left_aligned=1), Text()]
+    return [*views, *map(Text, remedy_sentences(table, brief)), *([] if brief else [Text()])]
 
 
 def _remedy_rows(

@@ -37,7 +37,7 @@ def _check_report(result: RouteCheck) -> Report:
 
 def _check_terminal_views(result: RouteCheck, width: int) -> list[RenderableType]:
     """Return the table of files, the readers' notes and one line per finding, for a terminal."""
-    rows = [(Path(name).name, *others) for name, *others in _route_files_grid(result).rows]
+    rows = [(Path(name).name, *cells) for name, *cells in _route_files_grid(result).rows]
     lines = [_route_finding_line(finding, len(result.files) > 1) for finding in result.findings]
     notes = [Text(note, "dim") for note in _route_reader_notes(result)]
     checks = map(Text, checks_sentences(result))

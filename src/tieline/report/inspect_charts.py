@@ -307,7 +307,7 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
     values = [[finite(value) for value in quantiles.value] for _, quantiles in rows]
     floor = min((math.log10(v) for row in values for v in row if v), default=0.0) - 0.5
     logs = [[None if v is None else math.log10(v) if v > 0 else floor for v in r] for r in values]
-    few = len(rows) <= MAX_NUMBERED_LAYERS
+    has_numbers = len(rows) <= MAX_NUMBERED_LAYERS
     heat = Heat(
         x=[percent(p, 3, trim=True) for p in rows[0][1].probabilities],
         y=[label for label, _ in rows],
@@ -315,7 +315,7 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
         colours="gap",
         title=f"gap ({gap_units(result.measures.layers)})",
         ticks=_log10_ticks(logs),
-        texts=[[significant(value, 2) for value in row] for row in values] if few else (),
+        texts=[[significant(value, 2) for value in row] for row in values] if has_numbers else (),
         details=[
             [
                 f"{significant(value)} ({significant(low)} to {significant(high)})"
@@ -324,7 +324,7 @@ def _gap_quantiles_chart(result: Inspection) -> Chart | None:
             for _, x in rows
         ],
         hover="layer %{y}<br>%{x} of tokens have a gap below %{customdata}<extra></extra>",
-        spaces=(1, 1 if few else 0),
+        spaces=(1, 1 if has_numbers else 0),
     )
     return Chart(
         Axis("share of tokens with a smaller gap", "category"),
@@ -359,7 +359,7 @@ def _gap_distribution_chart(result: Inspection) -> Chart | None:
         series.append(Series(pooled.profile.widths, mass, "all", "@ink", "line", **look))
     spans = format_steps(measures)
     low, high = gap_log_range((profile for _, profile in rows), spans)
-    least = 0.5 / max(layer.tokens for layer in measures)
+    least_share = 0.5 / max(layer.tokens for layer in measures)
     ends = {name.replace("_", " "): (first, last) for name, first, last in spans}
     guides = tuple(
         Guide("x", 10**step, name, span=ends[name], lift=lift)
@@ -367,7 +367,12 @@ def _gap_distribution_chart(result: Inspection) -> Chart | None:
     )
     return Chart(
         Axis(f"gap ({gap_units(measures)})", "log", limits=(10**low, 10**high)),
-        Axis("share of tokens with a smaller gap", "log", percent=True, limits=(least, 10**0.05)),
+        Axis(
+            "share of tokens with a smaller gap",
+            "log",
+            percent=True,
+            limits=(least_share, 10**0.05),
+        ),
         tuple(series),
         guides=guides,
         layers=_inspected_labels(result),
@@ -398,9 +403,9 @@ def _format_flips_chart(result: Inspection) -> Chart | None:
     )
 
 
-def _format_hover(flips: Sequence[PrecisionFlips], how: str) -> dict[str, Any]:
-    """Return hover text and details for flip rates; `how` is "counted" or "predicted"."""
-    hover = f"%{{x}} (%{{customdata}}): %{{y:percent}} {how}<extra>%{{fullData.name}}</extra>"
+def _format_hover(flips: Sequence[PrecisionFlips], label: str) -> dict[str, Any]:
+    """Return hover text and details for flip rates; `label` is "counted" or "predicted"."""
+    hover = f"%{{x}} (%{{customdata}}): %{{y:percent}} {label}<extra>%{{fullData.name}}</extra>"
     return {"details": [f"step {significant(x.step)}" for x in flips], "hover": hover}
 
 

@@ -186,13 +186,13 @@ def _plotly_guide_shapes(guide: Guide) -> list[dict[str, Any]]:
 def _plotly_guide_name(guide: Guide, chart: Chart) -> dict[str, Any]:
     """Return the annotation with the name of a guide, beside its line."""
     scale = chart.x.scale if guide.axis == "x" else chart.y.scale
-    at = math.log10(guide.at) if scale == "log" else guide.at
+    position = math.log10(guide.at) if scale == "log" else guide.at
     note = {"text": guide.name, "showarrow": False, "font": {"size": 11, "color": guide.colour}}
     if guide.axis == "x":
         where = {"yref": "paper", "textangle": -90, "xanchor": "right", "yanchor": "bottom"}
-        return note | {"x": at, "y": 0.02 + guide.lift, **where}
+        return note | {"x": position, "y": 0.02 + guide.lift, **where}
     where = {"xref": "paper", "xanchor": "right", "yanchor": "bottom", "bgcolor": "@card"}
-    return note | {"x": 1.0, "y": at, **where}
+    return note | {"x": 1.0, "y": position, **where}
 
 
 def _titled_plotly_axis(title: str, scale: str = "-", **options: Any) -> dict[str, Any]:

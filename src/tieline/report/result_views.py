@@ -169,20 +169,20 @@ def line_views(lines: Callable[[Any], list[str]]) -> ResultViews:
     """
 
     def report(result: Any) -> Report:
-        first, *others = lines(result)
+        headline, *notes = lines(result)
         rows = tuple((name, f"{value:,.6g}") for name, value in result.metrics.items())
         table = Grid(("number", "value"), rows)
         return Report(
             kind=result.format.removeprefix("tieline-"),
-            title=result.output or first.partition(":")[0],
-            facts=first,
+            title=result.output or headline.partition(":")[0],
+            facts=headline,
             table=lambda: table,
-            body=lambda: {"sections": [Section("Numbers", table, notes=others)]},
+            body=lambda: {"sections": [Section("Numbers", table, notes=notes)]},
         )
 
     def notebook(result: Any) -> str:
-        first, *others = lines(result)
-        return notebook_html(first, " · ".join(others), "", report(result).table(), {})
+        headline, *details = lines(result)
+        return notebook_html(headline, " · ".join(details), "", report(result).table(), {})
 
     return report_views(report)._replace(
         terminal=lambda result, _: Group(*map(Text, lines(result))),
@@ -195,8 +195,8 @@ def terminal_view(title: str, facts: str, verdict: str, *views: RenderableType) 
     """Return title, facts and verdict, followed by the given views; the first is a table."""
     title, facts = printable_line(title), printable_line(facts)
     head = Text.assemble((title, "bold"), ("  " + facts, "dim"), *(["\n", verdict] * bool(verdict)))
-    first, *rest = views
-    return Group(head, Padding(first, (1, 0)), *rest)
+    main_view, *more_views = views
+    return Group(head, Padding(main_view, (1, 0)), *more_views)
 
 
 def printable_view(view: RenderableType) -> RenderableType:

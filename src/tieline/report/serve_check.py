@@ -58,8 +58,8 @@ def _ways_grid(result: ServeCheck) -> Grid:
 
 def _way_row(way: ServedWay) -> tuple[str, ...]:
     """Return the cells of one way of sending: flips, their share, near-ties, next tokens."""
-    judged = way.near_ties is not None and way.first_flips > 0
-    near_ties = f"{way.near_ties} of {way.first_flips}" if judged else DASH
+    has_near_ties = way.near_ties is not None and way.first_flips > 0
+    near_ties = f"{way.near_ties} of {way.first_flips}" if has_near_ties else DASH
     generated = DASH if way.next_tokens is None else f"{way.next_tokens:,}"
     share = percent(way.share, trim=True)
     counts = (f"{way.flipped:,}", share, f"{way.prompts:,}")

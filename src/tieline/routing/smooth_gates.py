@@ -386,8 +386,8 @@ def _project_by_sorting(selection: Tensor, epsilon: Tensor, caps: Tensor | None,
         return torch.where(choice.settled, choice.share, shared)
     rows = choice.settled.logical_not().squeeze(-1)  # few; no read-back cost on CPU
     if bool(rows.any()):
-        some = None if caps is None else caps[rows]
-        choice.share[rows] = _solve_shares(selection[rows], epsilon, some, k, None)
+        row_caps = None if caps is None else caps[rows]
+        choice.share[rows] = _solve_shares(selection[rows], epsilon, row_caps, k, None)
     return choice.share
 
 
@@ -412,8 +412,10 @@ def _solve_shares(
         return _clipped_shares(y, _solve_seat_level(y, caps, k), caps)
     if knees is None:
         knees = max(k, int((y > -1).sum(dim=-1).max()))
-    few = top_values(y, knees) if knees < y.shape[-1] else y
-    return _clipped_shares(y, _solve_seat_level(few, torch.ones_like(few), k), torch.ones_like(y))
+    top_scores = top_values(y, knees) if knees < y.shape[-1] else y
+    return _clipped_shares(
+        y, _solve_seat_level(top_scores, torch.ones_like(top_scores), k), torch.ones_like(y)
+    )
 
 
 def _pivot_score(selection: Tensor, caps: Tensor | None, k: int) -> Float[Tensor, "*batch 1"]:

@@ -141,8 +141,8 @@ def frontier(
     gate = settings.gate_name
     smooth_(smoothed, epsilon=calibration.by_noise(1.0), gate=gate)
     widths = [calibration.experts(calibration.by_noise(scale), gate) for scale in BUDGET_SCALES]
-    least = max(plan.k for plan in calibration.plans) + 0.01
-    budgets = [count for count in widths if count > least]
+    least_experts = max(plan.k for plan in calibration.plans) + 0.01
+    budgets = [count for count in widths if count > least_experts]
     points = measure_frontier(
         (model, smoothed), calibration, split.measured, settings, budgets, progress
     )

@@ -282,12 +282,14 @@ def layer_laws(
         progress: called with stage, done and total.
     """
     plans = [plan for plan in widths.plans if widths.sigmas[plan.name] > 0]
-    first = [_layer_calls(model, plans, ids) for ids in calibration]
+    calibration_calls = [_layer_calls(model, plans, ids) for ids in calibration]
     ties, sums = {}, {}
     for index, plan in enumerate(plans):
-        tie, width = _measure_tie([calls[index] for calls in first], widths.sigmas[plan.name])
+        tie, width = _measure_tie(
+            [calls[index] for calls in calibration_calls], widths.sigmas[plan.name]
+        )
         ties[plan.name], sums[plan.name] = tie, _LawSums(width)
-    del first
+    del calibration_calls
     for number, ids in enumerate(batches):
         for index, call in enumerate(_layer_calls(model, plans, ids)):
             name, shape = call.plan.name, tuple(ids.shape)
@@ -350,7 +352,8 @@ def _law_point(
 ) -> LawPoint:
     """Return measured and predicted D and S at one width."""
     moved, sensitivity = (
-        kept[scale].mean().times(1 / size) for kept in (sums.moved, sums.sensitivity)
+        sums_by_scale[scale].mean().times(1 / size)
+        for sums_by_scale in (sums.moved, sums.sensitivity)
     )
     width = scale * tie.sigma
     cost = projected_cost(*tie.arguments, width, tie.slope)

@@ -257,16 +257,10 @@ def _rerouted_copy(
         )
         if progress is not None:
             progress("fit", index + 1, len(plans))
-    record.remember(changed, _options_by_layer(fits))
-    return changed, fits, samples
-
-
-def _options_by_layer(fits: dict[str, RouterFit]) -> dict[str, dict[str, float]]:
-    """Return the fitted temperature of each layer as its options."""
     temperatures = {name: fit.temperature for name, fit in fits.items()}
-    return {
-        name: {"temperature": value} for name, value in temperatures.items() if value is not None
-    }
+    layer_options = {n: {"temperature": t} for n, t in temperatures.items() if t is not None}
+    record.remember(changed, layer_options)
+    return changed, fits, samples
 
 
 @dataclass

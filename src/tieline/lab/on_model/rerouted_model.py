@@ -72,14 +72,14 @@ class Rerouter:
     def __call__(self, router: nn.Module, call: Call, output: Any) -> tuple[Any, ...]:
         """Return the router's output with new scores, weights and experts, in its own layout."""
         scores = self._scores(router, call, output)
-        shown = scores.softmax(dim=-1) if self.family.probabilities else scores
+        logits_or_probabilities = scores.softmax(dim=-1) if self.family.probabilities else scores
         gate = getattr(router, GATE, None)
         if gate is None:
-            choice = family_choice(self.family, router, shown, call, self.k)
+            choice = family_choice(self.family, router, logits_or_probabilities, call, self.k)
         else:
             weights, scale = gate(scores), family_scale(self.family, router)
             choice = to_slots(weights if scale is None else weights * scale, self.skip)
-        logits = shown.to(output[0]).view_as(output[0])
+        logits = logits_or_probabilities.to(output[0]).view_as(output[0])
         return self.family.layout.with_choice((logits, *output[1:]), NewChoice(*choice))
 
     def _scores(self, router: nn.Module, call: Call, output: Any) -> Tensor:
@@ -94,15 +94,17 @@ class Rerouter:
 
 
 def attach_rerouter(
-    router: nn.Module, how: Rerouter, new: nn.Module | None, gate: nn.Module | None
+    router: nn.Module, rerouter: Rerouter, new_router: nn.Module | None, gate: nn.Module | None
 ) -> None:
-    """Make `router` score by `new` and choose by `gate`; None keeps its own scores or choice."""
-    linear = new is None or isinstance(new, LinearRouter)
-    for name, module in ((ROUTER, new), (GATE, gate)):
+    """Make `router` score by `new_router` and choose by `gate`; None keeps its own."""
+    linear = new_router is None or isinstance(new_router, LinearRouter)
+    for name, module in ((ROUTER, new_router), (GATE, gate)):
         if module is not None:
             router.add_module(name, module.train(router.training))
-    setattr(router, REROUTER, how)
-    router.__class__ = _rerouted_class(type(router), how.family, new is None, linear, gate is None)
+    setattr(router, REROUTER, rerouter)
+    router.__class__ = _rerouted_class(
+        type(router), rerouter.family, new_router is None, linear, gate is None
+    )
 
 
 def detach_rerouter(router: nn.Module) -> None:
@@ -375,7 +377,7 @@ def _to_device_and_dtype(module: Any, like: nn.Parameter | None) -> Any:
 
 
 def _attach_to_layer(
-    model: nn.Module, plan: LayerPlan, new: nn.Module | None, gate: nn.Module | None
+    model: nn.Module, plan: LayerPlan, new_router: nn.Module | None, gate: nn.Module | None
 ) -> None:
     """Attach a new router or gate to a layer and make its experts skip unused slots."""
     experts = experts_of(model, plan.name)
@@ -383,7 +385,7 @@ def _attach_to_layer(
     if experts is not None and hasattr(experts, FLAG):
         setattr(experts, FLAG_BEFORE, getattr(experts, FLAG))
         setattr(experts, FLAG, True)
-    attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new, gate)
+    attach_rerouter(plan.router, Rerouter(plan.family, plan.k, skip), new_router, gate)
 
 
 def _restore_rerouting(model: nn.Module, facts: dict[str, Any]) -> None:

@@ -167,14 +167,20 @@ def fit_router(
     before = _mean_fit_loss(new, samples, softmax)
     if steps is None:
         steps = 0 if _has_same_ranking(new, samples) else ROUTER_STEPS
-    free = cosine is not None and temperature is None
+    fits_temperature = cosine is not None and temperature is None
     scale = nn.Parameter(torch.zeros(()))
-    if steps or free:
-        moved = list(new.parameters()) if steps else []
+    if steps or fits_temperature:
+        fitted_parameters = list(new.parameters()) if steps else []
         _fit_by_adam(
-            new, samples, softmax, steps or TEMPERATURE_STEPS, seed, moved, scale if free else None
+            new,
+            samples,
+            softmax,
+            steps or TEMPERATURE_STEPS,
+            seed,
+            fitted_parameters,
+            scale if fits_temperature else None,
         )
-    if cosine is not None and free:
+    if cosine is not None and fits_temperature:
         cosine.temperature = cosine.temperature / math.exp(scale.item())
     loss_after = _mean_fit_loss(new, samples, softmax)
     return RouterFit(before, loss_after, None if cosine is None else cosine.temperature, steps)
@@ -264,19 +270,19 @@ def _fit_by_adam(
     softmax: bool,
     steps: int,
     seed: int,
-    moved: Sequence[nn.Parameter],
+    parameters: Sequence[nn.Parameter],
     log_scale: nn.Parameter | None,
 ) -> None:
     """Run Adam with a rate relative to each parameter's size, decaying linearly to 0."""
-    required_gradients = [p.requires_grad for p in moved]
-    groups = [{"params": [p], "lr": LEARNING_RATE * _root_mean_square(p)} for p in moved]
+    required_gradients = [p.requires_grad for p in parameters]
+    groups = [{"params": [p], "lr": LEARNING_RATE * _root_mean_square(p)} for p in parameters]
     if log_scale is not None:
         groups.append({"params": [log_scale], "lr": LEARNING_RATE})
     draw, tokens = torch.Generator().manual_seed(seed), len(samples.inputs)
     optimiser = torch.optim.Adam(groups)
     decay = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda n: 1 - n / steps)
     with torch.enable_grad():
-        for parameter in moved:
+        for parameter in parameters:
             parameter.requires_grad_(True)
         for _ in range(steps):
             rows = torch.randint(tokens, (min(BATCH_TOKENS, tokens),), generator=draw)
@@ -286,7 +292,7 @@ def _fit_by_adam(
             _fit_loss(scores, samples.logits[rows], softmax).backward()
             optimiser.step()
             decay.step()
-    for parameter, before in zip(moved, required_gradients, strict=True):
+    for parameter, before in zip(parameters, required_gradients, strict=True):
         parameter.requires_grad_(before).grad = None
 
 

@@ -231,13 +231,13 @@ def _layer_slice(
 
 def _check_slice_tokens(token_ids: Sequence[int], tokens: int) -> None:
     """Raise unless the ids are three different tokens of the text."""
-    given = ", ".join(map(str, token_ids))
+    given_text = ", ".join(map(str, token_ids))
     require(
         len(token_ids) == 3 and len(set(token_ids)) == 3,
-        f"a slice goes through three different tokens, got {given or 'none'}",
+        f"a slice goes through three different tokens, got {given_text or 'none'}",
     )
     inside = all(0 <= token < tokens for token in token_ids)
-    require(inside, f"no tokens {given}: the text has tokens 0 to {tokens - 1}")
+    require(inside, f"no tokens {given_text}: the text has tokens 0 to {tokens - 1}")
 
 
 def _slice_point(
@@ -251,16 +251,20 @@ def _slice_point(
 
 
 def _slice_agreement(
-    model: nn.Module, router: nn.Module, layer: LayerTrace, drawn: tuple[Slice, Plane], seed: int
+    model: nn.Module,
+    router: nn.Module,
+    layer: LayerTrace,
+    cut_and_plane: tuple[Slice, Plane],
+    seed: int,
 ) -> tuple[int, int]:
     """Return how many random points agree with the slice, and how many others are near a tie."""
-    cut, plane = drawn
+    cut, plane = cut_and_plane
     low, high = np.array(cut.window[0]), np.array(cut.window[2])
     flat = low + (high - low) * np.random.default_rng(seed).random((CHECK_POINTS, 2))
     states = torch.from_numpy(plane.origin + flat @ plane.axes)
     logits, experts = router_choice(model, router, states)
-    shown = coalitions_at(cut, flat)
-    same = (experts.sort(dim=1).values == shown).all(dim=1)
+    cell_experts = coalitions_at(cut, flat)
+    same = (experts.sort(dim=1).values == cell_experts).all(dim=1)
     ranked = logits.double().sort(dim=1, descending=True).values
     gap = ranked[:, layer.facts.k - 1] - ranked[:, layer.facts.k]
     coarse = TIE_TOLERANCE_UNITS * torch.finfo(_router_dtype(router)).eps
@@ -292,7 +296,7 @@ def coalitions_at(cut: Slice, flat: Float[np.ndarray, "points 2"]) -> Tensor:
     for cell in cut.cells:
         corners = np.array(cell.corners)
         along = np.roll(corners, -1, axis=0) - corners
-        to = flat[:, None] - corners[None]
-        inside = (along[:, 0] * to[..., 1] - along[:, 1] * to[..., 0] >= 0).all(axis=1)
+        offsets = flat[:, None] - corners[None]
+        inside = (along[:, 0] * offsets[..., 1] - along[:, 1] * offsets[..., 0] >= 0).all(axis=1)
         experts[torch.from_numpy(inside)] = torch.tensor(sorted(cell.coalition))
     return experts

@@ -416,11 +416,11 @@ class _SoftenRun:
                 targets = ids[:, 1:].flatten().to(logits.device)
                 nn.functional.cross_entropy(logits.float(), targets, reduction="sum").backward()
             for name, tokens in near.items():
-                mine = tokens[(tokens >= begin) & (tokens < begin + ids.numel())] - begin
+                batch_tokens = tokens[(tokens >= begin) & (tokens < begin + ids.numel())] - begin
                 probe = probes[name]
                 assert probe.grad is not None
                 rows = probe.grad.reshape(-1, probe.shape[-1])
-                gradients[name].append(rows[mine.to(rows.device)].double().cpu())
+                gradients[name].append(rows[batch_tokens.to(rows.device)].double().cpu())
             begin += ids.numel()
         self._advance_progress(3)
         return {name: torch.cat(chunks) for name, chunks in gradients.items()}
@@ -555,14 +555,17 @@ class _SoftenRun:
         for factor in (2.0**level for level in range(self._settings.levels)):
             wider = {name: width * factor for name, width in widths.items()}
             with softened_routers(self._model, wider), only_running(self._model):
-                moved = self._sequence_losses() - sample.losses
-            width, change = factor * unit, clustered_ratio(moved, sample.counts)
+                loss_change = self._sequence_losses() - sample.losses
+            width, change = factor * unit, clustered_ratio(loss_change, sample.counts)
             missed = expected = ratio = None
             if prediction.slope is not None:
-                missed = clustered_ratio(prediction.slope - moved / width, sample.counts)
-            if prediction.change is not None and (here := prediction.change(width)) is not None:
-                expected = clustered_ratio(here / width, sample.counts)
-                ratio = clustered_ratio(moved, here)
+                missed = clustered_ratio(prediction.slope - loss_change / width, sample.counts)
+            if (
+                prediction.change is not None
+                and (expected_change := prediction.change(width)) is not None
+            ):
+                expected = clustered_ratio(expected_change / width, sample.counts)
+                ratio = clustered_ratio(loss_change, expected_change)
             slope = change.times(1 / width)
             levels.append(SoftLevel(width, change, slope, missed, expected, ratio))
         return tuple(levels)
@@ -639,8 +642,8 @@ def _gradient_probes(model: nn.Module, blocks: dict[str, Block]) -> Iterator[dic
         def added(module: nn.Module, args: Any, output: Any) -> Any:
             states = output if isinstance(output, Tensor) else output[0]
             probes[name] = torch.zeros_like(states, requires_grad=True)
-            moved = states + probes[name]
-            return moved if isinstance(output, Tensor) else (moved, *output[1:])
+            probed_states = states + probes[name]
+            return probed_states if isinstance(output, Tensor) else (probed_states, *output[1:])
 
         return added
 

@@ -131,10 +131,10 @@ def upcycle(
     model: Any = loaded.module
     before = probe_output(model)
     loss_before = _text_loss_if_given(loaded, text, settings.tokens, "loss before", progress)
-    done = upcycle_(model, **settings.layout)
+    upcycling = upcycle_(model, **settings.layout)
     after = probe_output(model)
     return Upcycled(
-        **vars(done),
+        **vars(upcycling),
         noise=settings.copy_noise,
         output_change=((after - before).abs().max() / before.abs().max()).item(),
         loss_before=loss_before,
@@ -222,13 +222,13 @@ def text_loss(
     """
     sequences = [row for row in tokenise(tokenizer, text, tokens, length).sequences if len(row) > 1]
     require(bool(sequences), "the text is too short: it has no token to predict")
-    sums, done = SequenceSums(), 0
+    sums, sequences_done = SequenceSums(), 0
     with only_running(model):
         for ids in stacked_batches(sequences, batch_size):
             sums.add(next_token_losses(forward(model, ids).logits, ids))
-            done += len(ids)
+            sequences_done += len(ids)
             if progress is not None:
-                progress(done, len(sequences))
+                progress(sequences_done, len(sequences))
     mean = sums.mean()
     assert mean.value is not None
     return TextLoss(mean.value, mean.standard_error, sum(len(row) - 1 for row in sequences))

@@ -331,7 +331,7 @@ def upcycle_(
     for ffn in networks.values():
         _check_copyable(model, ffn)
     generator = torch.Generator().manual_seed(seed)
-    before = parameter_count(model)
+    parameters_before = parameter_count(model)
     with torch.no_grad():
         mixtures = {
             name: _mixture_of_copies(ffn, n_experts, k, renormalise, noise, generator)
@@ -339,13 +339,13 @@ def upcycle_(
         }
         for mixture in mixtures.values():
             _init_router(mixture.gate, router_init, router_scale, generator)
-    done = _upcycling_record(model, mixtures, before, renormalise)
+    upcycling = _upcycling_record(model, mixtures, parameters_before, renormalise)
     names = ("n_experts", "k", "renormalise")
-    facts = {name: getattr(done, name) for name in names} | {"layers": list(done.layers)}
+    facts = {name: getattr(upcycling, name) for name in names} | {"layers": list(upcycling.layers)}
     record_change(model, FEATURE, facts)
     for name, ffn in networks.items():
         _replace_network(model, ffn, mixtures[name].train(model.training))
-    return done
+    return upcycling
 
 
 def _check_upcycling(
@@ -473,11 +473,11 @@ def _mixture_of_copies(
 
 
 def _init_router(
-    router: UpcycledRouter, how: str, scale: float, generator: torch.Generator
+    router: UpcycledRouter, init: str, scale: float, generator: torch.Generator
 ) -> None:
     """Draw the router's weights, normal or orthogonal, times `scale`."""
     noise = torch.randn(router.weight.shape, generator=generator)
-    if how == "orthogonal":
+    if init == "orthogonal":
         nn.init.orthogonal_(noise, gain=math.sqrt(noise.shape[1]), generator=generator)
     router.weight.copy_(scale * noise)
 
@@ -495,7 +495,7 @@ def parameter_count(model: nn.Module | None) -> int:
 
 
 def _upcycling_record(
-    model: nn.Module, mixtures: dict[str, UpcycledFFN], before: int, renormalise: bool
+    model: nn.Module, mixtures: dict[str, UpcycledFFN], parameters_before: int, renormalise: bool
 ) -> Upcycling:
     """Return the record; must be called before the model is changed."""
     gates = [mixture.gate for mixture in mixtures.values()]
@@ -507,9 +507,9 @@ def _upcycling_record(
         n_experts=n_experts,
         k=k,
         renormalise=renormalise,
-        parameters_before=before,
-        parameters_after=before + routers + (n_experts - 1) * per_expert,
-        parameters_per_token=before + routers + (k - 1) * per_expert,
+        parameters_before=parameters_before,
+        parameters_after=parameters_before + routers + (n_experts - 1) * per_expert,
+        parameters_per_token=parameters_before + routers + (k - 1) * per_expert,
     )
 
 

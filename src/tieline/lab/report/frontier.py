@@ -47,9 +47,9 @@ def _frontier_report(result: Frontier) -> Report:
         Section("All widths", points, notes=[POINTS_LEGEND]),
         *([Section("The law, layer by layer", law, notes=[LAW_LEGEND])] if law.rows else []),
     ]
-    below: list[RenderableType] = [grid_table(points), _with_empty_line(Text(POINTS_LEGEND))]
+    views: list[RenderableType] = [grid_table(points), _with_empty_line(Text(POINTS_LEGEND))]
     if result.layers:
-        below += [_with_empty_line(grid_table(law)), _with_empty_line(Text(LAW_LEGEND))]
+        views += [_with_empty_line(grid_table(law)), _with_empty_line(Text(LAW_LEGEND))]
     return Report(
         kind="frontier",
         name="Frontier",
@@ -63,7 +63,7 @@ def _frontier_report(result: Frontier) -> Report:
             "sections": sections,
             "provenance": dotted_rows(result.provenance),
         },
-        below=lambda width: below,
+        below=lambda width: views,
         figures={"frontier": lambda: chart_figure(_frontier_chart(result))},
     )
 
@@ -71,9 +71,9 @@ def _frontier_report(result: Frontier) -> Report:
 page, figures, terminal, summary, notebook = report_views(_frontier_report)
 
 
-def _with_empty_line(part: RenderableType) -> Padding:
+def _with_empty_line(view: RenderableType) -> Padding:
     """Add an empty line below a piece of the terminal view."""
-    return Padding(part, (0, 0, 1, 0))
+    return Padding(view, (0, 0, 1, 0))
 
 
 def _frontier_facts(result: Frontier) -> str:
@@ -132,9 +132,9 @@ def frontier_law_table(frontier: Frontier) -> Grid:
     return Grid(LAW_HEADINGS, tuple(rows))
 
 
-def _positive_ratio(above: float | None, below: float) -> float | None:
-    """Return above / below; None if `above` is missing or `below` is not positive."""
-    return above / below if above is not None and below > 0 else None
+def _positive_ratio(numerator: float | None, denominator: float) -> float | None:
+    """Return above / below; None if `numerator` is missing or `denominator` is not positive."""
+    return numerator / denominator if numerator is not None and denominator > 0 else None
 
 
 def _frontier_chart(frontier: Frontier) -> Chart:

@@ -124,8 +124,8 @@ def _slope_row(series: LossSeries, sizes: Sequence[int]) -> tuple[str, ...]:
 
 def _fit_notes(result: RateStudy) -> list[str]:
     """Return notes on the fits by outcome, the paper's slope, failures and warnings."""
-    ends = ", ".join(f"{count} {name}" for name, count in result.status.items())
-    notes = [f"{result.problems} fits: {ends}; {result.cpu_seconds:.1f} s of CPU time"]
+    outcomes = ", ".join(f"{count} {name}" for name, count in result.status.items())
+    notes = [f"{result.problems} fits: {outcomes}; {result.cpu_seconds:.1f} s of CPU time"]
     notes += _experts_advice_notes(result)
     if result.paper_slope is not None:
         notes.append(f"the paper reports a slope of {result.paper_slope:.2f} for the raw loss")

@@ -189,10 +189,12 @@ def cell_colours(cut: Slice) -> list[str]:
     cells = [frozenset(cell.coalition) for cell in cut.cells]
     used_hues: list[int] = []
     for index, cell in enumerate(cells):
-        near = {used_hues[i] for i in range(index) if len(cells[i] - cell) == 1}
-        free = [hue for hue in range(HUES) if hue not in near]
+        neighbour_hues = {used_hues[i] for i in range(index) if len(cells[i] - cell) == 1}
+        free_hues = [hue for hue in range(HUES) if hue not in neighbour_hues]
         start = index % HUES
-        used_hues.append(min(free, key=lambda hue: (hue - start) % HUES) if free else start)
+        used_hues.append(
+            min(free_hues, key=lambda hue: (hue - start) % HUES) if free_hues else start
+        )
     return [_hue_colour(hue) for hue in used_hues]
 
 

@@ -158,9 +158,9 @@ def soften_table(softening: Softening) -> Grid:
         for label, layer in zip(labels, softening.layers, strict=True)
     ]
     first = softening.together[0]
-    ends = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
-    ends = (*ends, with_error(softening.predicted, 2), _slope_ratio_text(first))
-    rows.append((*ends, *[""] * (len(SOFTEN_HEADINGS) - len(ends))))
+    cells = ("all", "", "×1", with_error(first.change, 2), with_error(first.slope, 2))
+    cells = (*cells, with_error(softening.predicted, 2), _slope_ratio_text(first))
+    rows.append((*cells, *[""] * (len(SOFTEN_HEADINGS) - len(cells))))
     return Grid(SOFTEN_HEADINGS, tuple(rows))
 
 
@@ -252,10 +252,10 @@ def _best_width_text(softening: Softening) -> str:
     last = softening.together[-1]
     if slope_direction(best.change) == "help":
         wider = f"at {last.width:g} times them it is {_signed_estimate(last.change)}"
-        beyond = "the widest that was tried" if best is last else wider
+        wider_text = "the widest that was tried" if best is last else wider
         return (
             f"The loss is lowest at {best.width:g} times the first widths "
-            f"({_signed_estimate(best.change)} nats per token); {beyond}. What to do: train or "
+            f"({_signed_estimate(best.change)} nats per token); {wider_text}. What to do: train or "
             "fine-tune with a soft choice of about that width, or smooth the model after training "
             "(`tieline smooth`)."
         )

@@ -89,8 +89,8 @@ def walk_table(result: FlipWalks) -> Grid:
             rows.append((label, layer.walk.status, *[DASH] * (len(head) - 2)))
             continue
         shares = [percent(share.value) for share in walk.value]
-        ends = (significant(walk.directions), str(walk.tokens))
-        rows.append((label, significant(walk.median), *shares, *ends))
+        last_cells = (significant(walk.directions), str(walk.tokens))
+        rows.append((label, significant(walk.median), *shares, *last_cells))
     return Grid(head, tuple(rows))
 
 

@@ -88,8 +88,8 @@ class BudgetSchedule:
             return self.start
         if step >= self.until:
             return self.end
-        done = (step - self.hold) / (self.until - self.hold)
-        return self.start + done * (self.end - self.start)
+        progress = (step - self.hold) / (self.until - self.hold)
+        return self.start + progress * (self.end - self.start)
 
 
 class GateSchedule:

@@ -62,11 +62,11 @@ class ImageItems(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, at: int) -> dict[str, Tensor]:
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
         """Return pixels and label of one item."""
-        index = self.order[at]
+        index = self.order[position]
         pixels = self.images.pixels[index]
-        if self.mirrored[at]:
+        if self.mirrored[position]:
             pixels = pixels.flip(1)
         return {"pixels": pixels, "labels": self.images.labels[index]}
 
@@ -93,8 +93,8 @@ def collect_experts_per_token(model: nn.Module) -> Iterator[list[float]]:
     def merged_expert(_layer: Any, _given: tuple[Tensor, ...], _output: Tensor) -> None:
         experts_per_token.append(1.0)
 
-    def slots_per_token(layer: Any, given: tuple[Tensor, ...], _output: Tensor) -> None:
-        experts_per_token.append(len(layer.phi) / given[0].shape[-2])
+    def slots_per_token(layer: Any, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        experts_per_token.append(len(layer.phi) / inputs[0].shape[-2])
 
     with ExitStack() as hooks, collect_routing(model) as records:
         for module in model.modules():

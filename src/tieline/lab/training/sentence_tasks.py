@@ -216,9 +216,9 @@ class SentenceItems(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, at: int) -> dict[str, Tensor]:
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
         """Return the model's inputs of one example."""
-        index = self.order[at]
+        index = self.order[position]
         return {
             "input_ids": self.tokens[index],
             "token_type_ids": self.segments[index],

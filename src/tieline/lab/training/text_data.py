@@ -331,7 +331,7 @@ def _wikitext_streams(vocabulary: int = 512, rate: float = 0.025, seed: int = 0)
 
 
 def _split_stream(ids: Stream, train: int, held_out: int) -> tuple[Stream, Stream, Stream]:
-    """The first `train` ids, then two runs of `held_out` ids."""
+    """Return the first `train` ids, then two runs of `held_out` ids."""
     return ids[:train], ids[train : train + held_out], ids[train + held_out : train + 2 * held_out]
 
 

@@ -57,8 +57,8 @@ def rate_share(step: int, optim: OptimConfig) -> float:
     """Return the share of the peak rate at a step, counted from 0."""
     if step < optim.warmup:
         return (step + 1) / optim.warmup
-    done = (step - optim.warmup) / max(1, optim.steps - optim.warmup)
-    return optim.final_share + (1 - optim.final_share) * (1 + math.cos(math.pi * done)) / 2
+    progress = (step - optim.warmup) / max(1, optim.steps - optim.warmup)
+    return optim.final_share + (1 - optim.final_share) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def epsilon_share(step: int, optim: OptimConfig) -> float:

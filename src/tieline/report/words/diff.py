@@ -402,8 +402,8 @@ def noise_size_answer(answer: SizeAnswer) -> str:
         return f"{differ}; no format is expected that it could be judged by"
     if answer.ratio is not None:
         ratio = f"{answer.ratio:.{1 if answer.ratio < 10 else 0}f}"
-        what = "flips" if answer.relative is None else "noise"
-        times = f"{ratio} times the {what} that {expected} makes in this model"
+        quantity = "flips" if answer.relative is None else "noise"
+        times = f"{ratio} times the {quantity} that {expected} makes in this model"
         loud = f"{layer_label(answer.judged)} has {times}"
         return loud if answer.relative is None else f"{loud}; {differ}"
     if answer.answer == "yes":

@@ -54,8 +54,8 @@ def inspection_verdict(result: Inspection) -> str:
 
 def _served_tokens_text(serving: Serving, inspected: int) -> str:
     """State which of the inspected tokens were served; empty for all."""
-    some = serving.tokens < inspected
-    return f"the first {serving.tokens:,} of {inspected:,} tokens" if some else ""
+    is_part = serving.tokens < inspected
+    return f"the first {serving.tokens:,} of {inspected:,} tokens" if is_part else ""
 
 
 def _routers_alone_sentence(result: Inspection) -> str:
