@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -58,17 +58,12 @@ def run_jobs(
         return
     from joblib import Parallel, delayed
 
-    with _joblib_backend(executor, address, jobs):
+    with _dask_backend(address, jobs) if executor == "dask" else _loky_backend():
         options: dict[str, Any] = {"batch_size": 1, "return_as": "generator_unordered"}
         parallel: Any = Parallel(n_jobs=jobs, **options)
         with _interrupts_kept_from_workers():
             results = parallel(delayed(work)(*arguments) for arguments in jobs_of)
         yield from results
-
-
-def _joblib_backend(executor: str, address: str | None, jobs: int) -> AbstractContextManager[None]:
-    """Return a context in which joblib sends jobs to loky or to Dask."""
-    return _dask_backend(address, jobs) if executor == "dask" else _loky_backend()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ general position; then the temperature alone is fitted. Otherwise the rows are f
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,11 @@ class RouterSamples:
 
     inputs: Float[Tensor, "tokens width"]
     logits: Float[Tensor, "tokens experts"]
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return inputs and logits in batches of `BATCH_TOKENS` tokens."""
+        columns = (self.inputs, self.logits)
+        return zip(*(column.split(BATCH_TOKENS) for column in columns), strict=True)
 
 
 @dataclass(frozen=True)
@@ -189,11 +194,9 @@ def fit_router(
 @torch.no_grad()
 def _has_same_ranking(new: Router, samples: RouterSamples) -> bool:
     """Return whether the experts' ranks equal the old ones at more than 99.9 % of places."""
-    chunks = zip(
-        samples.inputs.split(BATCH_TOKENS), samples.logits.split(BATCH_TOKENS), strict=True
-    )
     same = [
-        (_new_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean() for x, z in chunks
+        (_new_scores(new, x).argsort(dim=1) == z.argsort(dim=1)).float().mean()
+        for x, z in samples.batches()
     ]
     return torch.stack(same).mean().item() > 1 - 1e-3
 
@@ -251,9 +254,7 @@ def _fit_loss(scores: Tensor, old_logits: Tensor, softmax: bool) -> Tensor:
 def _mean_fit_loss(new: Router, samples: RouterSamples, softmax: bool) -> float:
     """Return the mean loss over all tokens."""
     total = 0.0
-    for x, z in zip(
-        samples.inputs.split(BATCH_TOKENS), samples.logits.split(BATCH_TOKENS), strict=True
-    ):
+    for x, z in samples.batches():
         total += _fit_loss(_new_scores(new, x), z, softmax).item() * len(x)
     return total / len(samples.inputs)
 

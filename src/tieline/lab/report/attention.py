@@ -14,17 +14,7 @@ from tieline.report.result_views import Report, Section, report_views
 from tieline.report.tables import Grid, grid_table
 from tieline.report.words.numbers import percent, significant
 
-HEAD_TABLE_HEADINGS = (
-    "layer",
-    "head",
-    "keys",
-    "for 90 %",
-    "top",
-    "gap",
-    "near tie",
-    "σ mass",
-    "σ change",
-)
+HEADINGS = ("layer", "head", "keys", "for 90 %", "top", "gap", "near tie", "σ mass", "σ change")
 FEW_KEYS, MASS_TOLERANCE = 4.0, 0.25
 
 
@@ -114,7 +104,7 @@ def _head_table(result: AttentionView) -> Grid:
         )
         for head in result.heads
     )
-    return Grid(HEAD_TABLE_HEADINGS, tuple(rows))
+    return Grid(HEADINGS, tuple(rows))
 
 
 def _head_layers(heads: Sequence[HeadView]) -> list[str]:

@@ -111,15 +111,10 @@ def _ledger_terminal(result: Ledger, width: int) -> RenderableType:
     return Group(*blocks, Text(_verdict_counts(result)))
 
 
-def _ledger_notebook(result: Ledger) -> str:
-    """Return the notebook view: a table of all claims without charts (see `plot`)."""
-    return replace(_ledger_report(result), figures={}).notebook()
-
-
 page, figures, terminal, summary, notebook = report_views(_ledger_report)._replace(
     terminal=_ledger_terminal,
     summary=lambda result: f"Claims ledger ({_ledger_facts(result)})\n{_verdict_counts(result)}",
-    notebook=_ledger_notebook,
+    notebook=lambda result: replace(_ledger_report(result), figures={}).notebook(),
 )
 
 

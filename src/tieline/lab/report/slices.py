@@ -92,18 +92,11 @@ def _slice_tokens_table(result: RouterSlice) -> Table:
     return text_table(("token", "document", "position", "experts"), rows)
 
 
-def _slice_summary(result: RouterSlice) -> str:
-    """Return name and sentences in plain lines."""
-    return "\n".join([f"Slice of {result.model}", *slice_sentences(result)])
-
-
-def _slice_notebook(result: RouterSlice) -> str:
-    """Return sentences, the largest cells and the figure as HTML."""
-    return replace(_slice_report(result), verdict=" ".join(slice_sentences(result)[1:])).notebook()
-
-
 page, figures, terminal, summary, notebook = report_views(_slice_report)._replace(
-    summary=_slice_summary, notebook=_slice_notebook
+    summary=lambda result: "\n".join([f"Slice of {result.model}", *slice_sentences(result)]),
+    notebook=lambda result: replace(
+        _slice_report(result), verdict=" ".join(slice_sentences(result)[1:])
+    ).notebook(),
 )
 
 

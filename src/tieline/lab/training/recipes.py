@@ -76,7 +76,7 @@ from tieline.lab.training.config import (
 )
 
 ATTENTION_KINDS = ("softmax", "sigmoid")
-VOCABULARY_SIZES = {"enwik8": 256, "text8": 27, "wikitext": 512}
+VOCABULARY = {"enwik8": 256, "text8": 27, "wikitext": 512}
 
 
 def text_small(data: str, gate: str) -> TrainConfig:
@@ -85,12 +85,7 @@ def text_small(data: str, gate: str) -> TrainConfig:
         recipe=f"{data}-small-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=2,
-            d_model=96,
-            d_hidden=64,
-            heads=4,
-            vocabulary=VOCABULARY_SIZES[data],
-            context=128,
+            layers=2, d_model=96, d_hidden=64, heads=4, vocabulary=VOCABULARY[data], context=128
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -185,12 +180,7 @@ def paper2_small(data: str, gate: str) -> TrainConfig:
         recipe=f"{data}-paper2-small-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=6,
-            d_model=216,
-            d_hidden=224,
-            heads=6,
-            vocabulary=VOCABULARY_SIZES[data],
-            context=512,
+            layers=6, d_model=216, d_hidden=224, heads=6, vocabulary=VOCABULARY[data], context=512
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -228,12 +218,7 @@ def byte_text_paper(data: str, gate: str) -> TrainConfig:
         recipe=f"{data}-paper-{gate}",
         task="language",
         model=DecoderConfig(
-            layers=8,
-            d_model=352,
-            d_hidden=352,
-            heads=8,
-            vocabulary=VOCABULARY_SIZES[data],
-            context=2048,
+            layers=8, d_model=352, d_hidden=352, heads=8, vocabulary=VOCABULARY[data], context=2048
         ),
         gate=gate_config(gate),
         data=DataConfig(name=data),
@@ -434,8 +419,8 @@ RECIPES: dict[str, Recipe] = {
     **_recipe_family("demo-smoke-{}", demo_smoke, GATE_NAMES),
     **_recipe_family("demo-small-{}", demo_small, GATE_NAMES),
     **_recipe_family("demo-small-{}-k{}", demo_small, ("smoe", "smooth50"), (4, 5)),
-    **_recipe_family("{}-small-{}", text_small, VOCABULARY_SIZES, GATE_NAMES),
-    **_recipe_family("{}-long-{}", text_long, VOCABULARY_SIZES, GATE_NAMES),
+    **_recipe_family("{}-small-{}", text_small, VOCABULARY, GATE_NAMES),
+    **_recipe_family("{}-long-{}", text_long, VOCABULARY, GATE_NAMES),
     **_recipe_family("enwik8-extended-{}", enwik8_extended, GATE_NAMES),
     **_recipe_family("demo-attention-{}", demo_attention, ATTENTION_KINDS),
     **_recipe_family("enwik8-attention-{}", enwik8_attention, ATTENTION_KINDS),

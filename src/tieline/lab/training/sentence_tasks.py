@@ -170,9 +170,9 @@ def _read_glue_split(path: Path, rules: GlueTask, source: str) -> Sentences:
     rows = [line.split("\t") for line in lines[rules.header :]]
     require(len(rows) > 0, f"{path} has no example", DataError)
     for line_number, row in enumerate(rows, start=1 + rules.header):
-        is_expected = len(row) == rules.columns and row[rules.label] in rules.labels
+        fits = len(row) == rules.columns and row[rules.label] in rules.labels
         require(
-            is_expected,
+            fits,
             f"{path}, line {line_number}: not a line of {source}: {row!r:.80}",
             DataError,
         )
@@ -284,16 +284,9 @@ class SentenceTask:
 
 def answer_scores(answers: Tensor, truth: Tensor) -> dict[str, float]:
     """Return accuracy, F1 of class 1 and Matthews correlation (0 for constant answers)."""
-    true_positive, false_positive = (
-        ((answers == 1) & (truth == 1)).sum(),
-        ((answers == 1) & (truth == 0)).sum(),
-    )
-    false_negative, true_negative = (
-        ((answers == 0) & (truth == 1)).sum(),
-        ((answers == 0) & (truth == 0)).sum(),
-    )
     tp, fp, fn, tn = (
-        float(count) for count in (true_positive, false_positive, false_negative, true_negative)
+        float(((answers == answer) & (truth == label)).sum())
+        for answer, label in ((1, 1), (1, 0), (0, 1), (0, 0))
     )
     size = ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
     return {

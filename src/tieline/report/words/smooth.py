@@ -53,18 +53,14 @@ def smoothing_verdict(result: Repair) -> str:
     row = served_row(result)
     if row is None:
         return ""
+    held_out_tokens = f"{result.serving.tokens:,} tokens that ε was not calibrated on"
     sentences = (
-        serving_headline(result.serving, _held_out_tokens_text(result)),
+        serving_headline(result.serving, held_out_tokens),
         fragile_sentence(result.serving),
         _gain_sentence(result, row),
         _smoothing_advice(result, row),
     )
     return " ".join(filter(None, sentences))
-
-
-def _held_out_tokens_text(result: Repair) -> str:
-    """Name the tokens that the repair was measured on."""
-    return f"{result.serving.tokens:,} tokens that ε was not calibrated on"
 
 
 def served_row(result: Repair) -> RepairRow | None:
