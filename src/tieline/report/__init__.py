@@ -45,7 +45,7 @@ SENTENCES = {
     "RouteFinding.where": "tieline.report.words.check:route_finding_place",
     "RouteFinding.cause": "tieline.report.words.check:route_finding_cause",
 }
-""" "module:function" that writes a sentence, by class and property of a record."""
+"""Function that writes each sentence, as "module:function", by class and property of a record."""
 
 
 def sentence(record: Any, name: str) -> Any:
