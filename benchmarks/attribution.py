@@ -25,16 +25,17 @@ import torch
 
 from benchmarks.planted import BUGS, CALIBRATION, SHOWN, SOUND, broken, model_of, sequences, sound
 from tieline.analysis.alignment import align
-from tieline.analysis.attribution import (
-    Expected,
+from tieline.analysis.attribution import attribute_causes
+from tieline.analysis.compared_sides import ModelSide, trace_model
+from tieline.analysis.comparison import ComparedRuns
+from tieline.analysis.noise_shapes import find_noise_patterns
+from tieline.analysis.noise_size import (
+    ExpectedFormat,
     allowed_noise,
-    attribute_causes,
-    judge_size,
+    judge_noise_size,
     noise_tolerance,
 )
-from tieline.analysis.compared_sides import ModelSide, sound_runs, trace_model
-from tieline.analysis.comparison import ComparedRuns
-from tieline.analysis.noise_shapes import find_patterns
+from tieline.analysis.sound_runs import sound_runs
 from tieline.core.errors import TraceError
 from tieline.core.numerics import one_thread
 from tieline.core.statistics import binomial_band
@@ -59,7 +60,11 @@ class Case:
         """Sound runs of the model in a format, aligned with the clean run."""
         if name not in self._references:
             runs = sound_runs(
-                [ModelSide(self.model)], [self.clean], self.documents, Expected(name, "as asked"), 8
+                [ModelSide(self.model)],
+                [self.clean],
+                self.documents,
+                ExpectedFormat(name, "as asked"),
+                8,
             )
             self._references[name] = [align(self.clean, run, partial=True) for run in runs]
         return self._references[name]
@@ -74,7 +79,7 @@ class Case:
         found = {"traces": causes(plain, None)}
         if expected is not None:
             found["traces, --expect"] = causes(plain, expected)
-            tolerance = noise_tolerance(Expected(expected, "as asked"))
+            tolerance = noise_tolerance(ExpectedFormat(expected, "as asked"))
             better = ComparedRuns(
                 aligned, references=self.references(expected), tolerance=tolerance
             )
@@ -85,8 +90,8 @@ class Case:
 def causes(found, expected):
     """The conclusion from compared layers."""
     aligned = found.aligned
-    said = None if expected is None else Expected(expected, "as asked")
-    parts = (aligned.alignment, aligned.unranked, found.layers, found.shapes, found.near)
+    said = None if expected is None else ExpectedFormat(expected, "as asked")
+    parts = (aligned.alignment, aligned.unranked, found.layers, found.shapes, found.smaller_gaps)
     return attribute_causes(*parts, said, excess=found.excess)
 
 
@@ -226,8 +231,8 @@ def _effects(found, expected):
     attributed = [x.attribution for x in found.layers if x.attribution]
     first = sum(x.explained + x.unexplained for x in attributed)
     yield "unexplained share", sum(x.unexplained for x in attributed) / max(first, 1)
-    yield "patterns", float(bool(find_patterns(shapes)))
-    yield "sizes", float(judge_size(shapes, None).answer == "no")
+    yield "patterns", float(bool(find_noise_patterns(shapes)))
+    yield "sizes", float(judge_noise_size(shapes, None).answer == "no")
 
 
 TIMED = """

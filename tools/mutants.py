@@ -393,8 +393,8 @@ MUTANTS: list[Mutant] = [
     # ----------------------------------------------------------------- audit
     _m(
         "audit-1",
-        "return torch.maximum(\n        _margin_on_side(of_a",
-        "return torch.minimum(\n        _margin_on_side(of_a",
+        "return torch.maximum(\n        _margin_on_side(scores_a",
+        "return torch.minimum(\n        _margin_on_side(scores_a",
         "analysis/score_noise/test_flip_tests.py analysis/diff/test_traces.py analysis/attribution/test_attribution.py",
         "the margin of a flip by the side whose scores say less",
     ),

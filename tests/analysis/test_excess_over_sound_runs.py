@@ -7,10 +7,10 @@ import torch
 from tests.analysis.planted import trace_of
 from tieline.analysis.excess_over_sound_runs import (
     ComparedTokens,
-    RunLayer,
+    RunLayerNoise,
     find_excess,
-    on_score_grid,
     prefix_repeats,
+    round_scores_like,
     token_clusters,
 )
 from tieline.analysis.score_noise import LayerNoise
@@ -41,7 +41,7 @@ def layer(noise, kept, flipped=None):
     variance = difference.var(1, ddof=1)
     known = np.ones(noise.shape, dtype=bool)
     record = LayerNoise(difference, known, kept, variance, np.log(variance), 1e-9, 1.0)
-    return RunLayer.from_noise(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
+    return RunLayerNoise.from_noise(record, np.zeros(TOKENS, bool) if flipped is None else flipped)
 
 
 def normal(seed):
@@ -156,8 +156,8 @@ def test_tokens_after_a_common_prompt_are_one_draw():
 def test_references_are_rounded_as_the_scores_of_the_run_are():
     scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     exact, coarse = trace_of([scores]), trace_of([scores.bfloat16().float()])
-    assert torch.equal(on_score_grid(exact, exact).layers[0].scores, exact.layers[0].scores)
-    rounded = on_score_grid(exact, coarse).layers[0].scores
+    assert torch.equal(round_scores_like(exact, exact).layers[0].scores, exact.layers[0].scores)
+    rounded = round_scores_like(exact, coarse).layers[0].scores
     assert torch.equal(rounded, exact.layers[0].scores.bfloat16().float())
 
 
@@ -186,7 +186,7 @@ def test_tokens_before_the_first_flip_may_be_as_loud_as_their_layer_is():
 def test_without_scores_flips_are_counted():
     def flips(seed, rate):
         flipped = np.random.default_rng(seed).random(TOKENS) < rate
-        return [RunLayer.from_noise(None, flipped)] * 2
+        return [RunLayerNoise.from_noise(None, flipped)] * 2
 
     references = [
         [x._replace(flipped=y.flipped) for x, y in zip(z, flips(i, 0.05), strict=True)]

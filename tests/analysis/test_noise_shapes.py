@@ -13,10 +13,10 @@ from tieline.analysis.noise_shapes import (
     NoiseShape,
     Outlier,
     TokenKeys,
-    find_known_patterns,
-    find_patterns,
+    find_noise_patterns,
+    find_patterns_without_reference,
     flip_lag,
-    measure_shape,
+    measure_noise_shape,
 )
 from tieline.analysis.score_noise import layer_noise
 
@@ -35,11 +35,11 @@ def shape_of(size, before=None, bias=None, added=0.0):
     z = scores(0)
     other = z + torch.as_tensor(size).reshape(-1, 1) * scores(1) + added
     noise = layer_noise(layer_of(z, 3, "x"), layer_of(other, 3, "x"))
-    return measure_shape("x", noise, EVERY, PLACES, before, bias)
+    return measure_noise_shape("x", noise, EVERY, PLACES, before, bias)
 
 
 def kinds(*shapes):
-    return [pattern.kind for pattern in find_patterns(shapes)]
+    return [pattern.kind for pattern in find_noise_patterns(shapes)]
 
 
 def quiet(name="w", relative=0.05):
@@ -61,7 +61,7 @@ def test_growth_along_positions_is_found(power):
     positions = torch.from_numpy(PLACES.positions).double()
     shape = shape_of(0.2 * ((positions + 1) / 32) ** power)
     assert kinds(shape, quiet()) == ["positions"]
-    assert find_patterns([shape])[0].effect == shape.rise[0]
+    assert find_noise_patterns([shape])[0].effect == shape.rise[0]
     assert shape.rise[0] == pytest.approx(2 * power * math.log(256 / 3), rel=0.1)
     faint = kinds(shape._replace(relative=0.01), quiet("w", 0.01))
     assert faint == (["positions"] if power < 0 else [])  # another attention kernel may do it
@@ -82,7 +82,7 @@ def test_an_expert_of_the_layer_before_is_found():
     loud = np.where((chosen == 4).any(1) | (chosen == 7).any(1), 0.3, 0.05)
     shape = shape_of(torch.from_numpy(loud), (level, chosen))
     assert kinds(quiet(), shape) == ["expert"]
-    found = find_patterns([quiet("before"), shape])[0]
+    found = find_noise_patterns([quiet("before"), shape])[0]
     assert found.layer == "before"
     assert shape.expert.group in (4, 7)
 
@@ -148,16 +148,16 @@ def test_flips_that_have_the_experts_of_a_neighbour_are_a_lag():
     assert flip_lag(chosen, late, np.zeros(TOKENS, dtype=bool), PLACES) is None
     late_shape = NoiseShape("x", None, 0, lag=(1, 0.9, 500))
     assert kinds(late_shape) == ["lag"]
-    (pattern,) = find_patterns([late_shape])
+    (pattern,) = find_noise_patterns([late_shape])
     assert (pattern.number, pattern.effect, pattern.flips) == (1, 0.9, 500)
 
 
 def test_beside_reference_runs_a_lag_and_the_bias_alone_are_shapes():
     loud = quiet()._replace(document=Outlier(1, 9.0, 0.1), offset=0.5, likeness=0.9)
-    assert [x.kind for x in find_known_patterns([loud])] == ["offset"]
-    assert find_known_patterns([loud._replace(likeness=0.1)]) == ()
+    assert [x.kind for x in find_patterns_without_reference([loud])] == ["offset"]
+    assert find_patterns_without_reference([loud._replace(likeness=0.1)]) == ()
     late = NoiseShape("x", None, 0, lag=(1, 0.9, 500))
-    assert [x.kind for x in find_known_patterns([loud, late])] == ["lag"]
+    assert [x.kind for x in find_patterns_without_reference([loud, late])] == ["lag"]
 
 
 def test_a_bias_that_one_side_holds_in_16_bits_is_no_other_bias():

@@ -1,8 +1,8 @@
-"""Whether files of routes are sound: by themselves, against tokens, a second file, or a model.
+"""Check files of routes: by themselves, against their tokens, a second file, or a model.
 
-With a model, a sample of the file's own tokens is routed by it and compared; the finding says which
-fault explains the disagreement. Tests and their reasons are in `trace.soundness`,
-`trace.repetition`, `trace.token_fit` and `trace.agreement`.
+A model routes a sample of the file's tokens, and the finding names the fault that explains a
+disagreement. The tests and their reasons are in `trace.soundness`, `trace.repetition`,
+`trace.token_fit` and `trace.agreement`.
 """
 
 from collections.abc import Sequence
@@ -30,26 +30,26 @@ from tieline.trace.store import load_trace
 from tieline.trace.token_fit import token_fit_findings
 
 SAMPLE_TOKENS = 2048
-"""Tokens that a model routes to be compared with a file."""
+"""Tokens of a file that a model routes for comparison."""
 LEAST_SAMPLED = 32
-"""Tokens of a document that it routes at least, so that documents are told apart."""
+"""Fewest tokens of each document that it routes, which distinguish the documents."""
 
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """One file that was checked.
+    """One checked file.
 
     Attributes:
-        name: the file.
+        name: name of the file.
         producer: name of its format.
-        rows: rows of the array.
-        documents: documents that the rows belong to.
-        layers: layers of the array.
-        routed: layers of it in which tokens were routed.
+        rows: number of rows of the array.
+        documents: number of documents of the rows.
+        layers: number of layers of the array.
+        routed: number of layers in which tokens were routed.
         k: experts per token.
-        n_experts: number of experts that was given, or that the ids show.
-        dtype: type of the ids.
-        said: what the reader found and assumed.
+        n_experts: number of experts, as given or as the ids show.
+        dtype: dtype of the ids.
+        said: notes of the reader on what it found and assumed.
         has_tokens: whether the token ids of the rows are known.
     """
 
@@ -68,16 +68,16 @@ class CheckedFile:
 
 @dataclass(frozen=True, repr=False)
 class RouteCheck(Result):
-    """Whether files of routes are sound, and what was found in them.
+    """Whether files of routes are sound, with all findings.
 
     Attributes:
         verdict: whether the files are sound, in a sentence.
-        sound: whether nothing was found that no router of a sound run writes.
-        files: the files.
-        findings: what was found, the gravest first.
+        sound: whether there is no finding that excludes a sound run.
+        files: the checked files.
+        findings: the findings, most severe first.
         model: name of the model that routed a sample, if one was given.
-        reference: name of the file that was compared with, if one was given.
-        compared: tokens that were compared with the model or the reference.
+        reference: name of the second file, if one was given.
+        compared: number of tokens that were compared with the model.
     """
 
     format: ClassVar[str] = "tieline-check"
@@ -107,7 +107,7 @@ class RouteCheck(Result):
         return {name: float(value) for name, value in numbers.items()}
 
     def count(self, severity: str) -> int:
-        """Findings that are "unsound", "suspicious" or a "note"."""
+        """Number of findings of a severity: "unsound", "suspicious" or "note"."""
         return sum(finding.severity == severity for finding in self.findings)
 
 
@@ -132,8 +132,8 @@ def check(
     require(bool(sources), "check takes at least one file, got none")
     tokens = token_documents(settings.tokens)
     reading = ReadOptions(**{**settings.reading, "tokens": tokens})
-    read = [_checked_routes(source, reading) for source in sources]
-    other = None if against is None else _checked_routes(against, reading)
+    read = [_read_source(source, reading) for source in sources]
+    other = None if against is None else _read_source(against, reading)
     loaded = None if model is None else Model.open(model, "check takes", device=settings.device)
     all_findings, compared = [], 0
     for source_routes in read:
@@ -157,7 +157,7 @@ def check(
 
 
 def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
-    """What the routes themselves show; a repeated row is named once, by its likely cause."""
+    """Findings in the routes by themselves; repeated rows are reported once, by likely cause."""
     repeated = repetition_findings(routes, n_experts)
     names_repeats = any(finding.kind == "repeated-rows" for finding in repeated)
     own_findings = soundness_findings(routes, n_experts)
@@ -167,8 +167,8 @@ def _file_findings(routes: Routes, n_experts: int | None) -> list[RouteFinding]:
     return unrepeated + repeated + token_fit_findings(routes, n_experts)
 
 
-def _checked_routes(source: Any, options: ReadOptions) -> Routes:
-    """Routes of anything, also of folders of our own."""
+def _read_source(source: Any, options: ReadOptions) -> Routes:
+    """Routes of a source of any kind; raises on ids beyond any model's experts."""
     if isinstance(source, str | Path) and (Path(source) / "tieline.json").is_file():
         return routes_of_trace(load_trace(source), str(source))
     if isinstance(source, str | Path):
@@ -177,11 +177,7 @@ def _checked_routes(source: Any, options: ReadOptions) -> Routes:
         kind = type(source).__name__
         readable = any(hasattr(source, name) for name in ("outputs", "choices", "routed_experts"))
         require(readable, f"check takes a path, an array or an answer of an engine, got {kind}")
-    return _with_possible_ids(read_routes(source, options))
-
-
-def _with_possible_ids(routes: Routes) -> Routes:
-    """The routes; refuses ids beyond any model's experts, which would be counted one by one."""
+    routes = read_routes(source, options)
     largest = int(routes.experts.max(initial=0))
     require(
         largest < MOST_EXPERTS,
@@ -193,7 +189,7 @@ def _with_possible_ids(routes: Routes) -> Routes:
 
 
 def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
-    """Sizes, format and reader notes of one file."""
+    """Sizes, format and reader's notes of one file."""
     table = route_table(routes, n_experts)
     rows, layers, k = routes.experts.shape
     return CheckedFile(
@@ -214,9 +210,9 @@ def _checked_file(routes: Routes, n_experts: int | None) -> CheckedFile:
 def _model_findings(
     routes: Routes, own_findings: Sequence[RouteFinding], model: Any
 ) -> tuple[list[RouteFinding], int]:
-    """Findings with those of a comparison with the model's own routes, and the tokens compared."""
+    """Findings with those of a model's routes, and the number of compared tokens."""
     if any(f.kind == "all-zero" and f.count == f.total for f in own_findings) or routes.problems:
-        return list(own_findings), 0  # there is nothing to agreement_findings
+        return list(own_findings), 0  # nothing can be compared
     reference = model_routes(routes, model)
     experts = reference.n_experts
     file_findings = (
@@ -225,16 +221,16 @@ def _model_findings(
     return file_findings + agreement_findings(routes, reference, experts), len(reference.experts)
 
 
-def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Routes:
-    """Route the first tokens of each of the file's documents with a model.
+def model_routes(routes: Routes, model: Any, most_tokens: int = SAMPLE_TOKENS) -> Routes:
+    """Route the first tokens of each document of a file with a model.
 
-    Documents are run whole from position 0 up to the last row of the sample, so that every token
-    has its context.
+    Each document runs from position 0 to its last row in the sample, so that every token has its
+    context.
 
     Args:
         routes: routes whose tokens are known from position 0 of each document.
         model: a Mixture-of-Experts model of transformers.
-        most: number of tokens to route.
+        most_tokens: largest number of tokens to route.
     """
     tokens = routes.tokens
     if tokens is None or bool((tokens < 0).any()):
@@ -246,11 +242,11 @@ def model_routes(routes: Routes, model: Any, most: int = SAMPLE_TOKENS) -> Route
     positions = routes.positions if routes.positions is not None else np.arange(len(tokens))
     numbers, sampled_ids, n_sampled = [], [], 0
     document_numbers = np.unique(documents)
-    tokens_per_document = max(most // len(document_numbers), LEAST_SAMPLED)
+    tokens_per_document = max(most_tokens // len(document_numbers), LEAST_SAMPLED)
     for number in document_numbers:
         rows = np.flatnonzero(documents == number)
         rows = rows[np.argsort(positions[rows], kind="stable")][
-            : min(tokens_per_document, max(most - n_sampled, 0))
+            : min(tokens_per_document, max(most_tokens - n_sampled, 0))
         ]
         complete = len(rows) > 0 and np.array_equal(positions[rows], np.arange(len(rows)))
         if len(rows) and not complete:

@@ -1,11 +1,11 @@
-"""Comparing two runs: models, saved traces or routes of an engine, in any combination.
+"""Compare two runs: models, saved traces or routes of an engine, in any combination.
 
     diff("org/model", "org/model", dtype_b="bf16-emulated")   two models on one text
     diff("trace/", "routes.npz")                              two saved runs
     diff("org/model", "routes.npz")                           a model on the tokens of a saved run
 
-Two models run batch by batch side by side, so that no logits are kept: how far their predictions
-are apart is measured token by token (`token_distances`).
+Two models run side by side, batch by batch, so that no logits are kept: the distances of their
+predictions are measured token by token (`token_distances`).
 """
 
 import copy
@@ -18,26 +18,24 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tieline.analysis.attribution import expected_format, read_format
 from tieline.analysis.compared_sides import (
-    REFERENCE_TOKENS,
     ModelSide,
     NamedSide,
-    read_dtype,
-    recorded_plain_run,
     renumbered_documents,
-    sound_runs,
+    split_dtype,
     trace_model,
 )
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import ReplaySplit, RoutingDiff
 from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffOptions, DiffSettings
+from tieline.analysis.noise_size import canonical_format, expected_format
 from tieline.analysis.served_precision import recommend
+from tieline.analysis.sound_runs import REFERENCE_TOKENS, recorded_plain_run, sound_runs
 from tieline.analysis.token_distances import (
     DistanceObserver,
-    Rows,
-    logits_of,
+    PairedPasses,
+    compared_logits,
     mean_kl,
     replay_split,
 )
@@ -68,35 +66,35 @@ def diff(
     progress: Progress | None = None,
     **options: Unpack[DiffOptions],
 ) -> RoutingDiff:
-    """Compare how two runs route the same tokens, and whether near-ties explain the differences.
+    """Compare the routing of two runs on the same tokens, and whether near-ties explain it.
 
-    Two models run on `text`; a model beside a trace runs on the tokens of the trace. Where an
-    engine ran a quantised model beside the original, its dequantised weights also run in
-    transformers: what the format costs, and what the engine adds. Where a model in float32 is at
-    hand, it runs five times more in the expected format on up to 4,096 tokens, to see what the
-    format does to these scores.
+    Two models run on `text`; a model compared with a trace runs on the tokens of the trace. If an
+    engine ran a quantised copy of the other side's model, the dequantised weights also run in
+    transformers, which separates the effect of the format from that of the engine. If a model runs
+    in float32, it runs five times more in the expected format on up to 4,096 tokens, to measure the
+    noise of the format.
 
     Args:
         a: the reference: a hub id, a folder, "demo", `(model, tokenizer)`, a trace, the folder
             of a trace, a file of routes, or a model in an engine: "vllm:MODEL", "mlx:MODEL",
-            "llama.cpp:FILE.gguf". Names and numbers of the result are its own.
-        b: the other run, likewise.
+            "llama.cpp:FILE.gguf". The result uses its names and numbers.
+        b: the other run, in the same forms.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself. With `parallel`, all processes must call, and all get the result.
-        progress: called with stage, done and total while the work goes on.
+        progress: called with stage, done and total.
     """
     settings = DiffSettings.of(settings, options)
-    sides = (_side_with_settings("A", a, settings), _side_with_settings("B", b, settings))
+    sides = (_named_side("A", a, settings), _named_side("B", b, settings))
     kinds = [side.checked_kind() for side in sides]
     _check_parallel(settings.parallel, kinds, sides)
     if settings.expect is not None:
-        read_format(settings.expect)
+        canonical_format(settings.expect)
     if "engine" in kinds:
         from tieline.analysis.engine_diff import diff_engines
 
         result = diff_engines(sides, settings, progress)
     else:
-        result = _diff_in_process(sides, kinds, settings, progress)
+        result = _diff_without_engines(sides, kinds, settings, progress)
     processes = Ranks(settings.parallel, ()).provenance()
     facts: dict[str, Any] = dict(result.provenance) | processes
     for key, side in zip("ab", sides, strict=True):
@@ -104,8 +102,8 @@ def diff(
     return replace(result, provenance=facts)
 
 
-def _side_with_settings(name: str, source: Source, settings: DiffSettings) -> NamedSide:
-    """One of the two runs, with the settings that are its own."""
+def _named_side(name: str, source: Source, settings: DiffSettings) -> NamedSide:
+    """Side "A" or "B" with its settings."""
     shared = ("device", "trust_remote_code", "stream", "parallel")
     dtype, experts_impl, revision = (
         getattr(settings, f"{field}_{name.lower()}")
@@ -115,7 +113,7 @@ def _side_with_settings(name: str, source: Source, settings: DiffSettings) -> Na
     return NamedSide(name, source, dtype, experts_impl, revision, load)
 
 
-def _diff_in_process(
+def _diff_without_engines(
     sides: tuple[NamedSide, NamedSide],
     kinds: Sequence[str],
     settings: DiffSettings,
@@ -123,9 +121,9 @@ def _diff_in_process(
 ) -> RoutingDiff:
     """Compare two models, a model and a saved run, or two saved runs."""
     models = [kind == "model" for kind in kinds]
-    of_engines = (settings.tokenizer, settings.engine_python, settings.engine_defaults)
+    engine_settings = (settings.tokenizer, settings.engine_python, settings.engine_defaults)
     require_setting(
-        of_engines == (None, None, False),
+        engine_settings == (None, None, False),
         "{tokenizer}, {engine_python} and {engine_defaults} are for sides such as vllm:MODEL",
     )
     if all(models):
@@ -146,14 +144,14 @@ def _diff_in_process(
 
 
 def _check_parallel(parallel: str | None, kinds: Sequence[str], sides: Sequence[NamedSide]) -> None:
-    """Refuse what processes cannot share: engines, saved runs, and rounding of what is cut."""
+    """Raise for sides that processes cannot share: engines, saved runs, and split rounding."""
     if parallel is None:
         return
     check_parallel(parallel)
     require("engine" not in kinds, "an engine runs by itself: compare with it in one process")
     require("model" in kinds, "two saved runs are compared in one process")
     for side in sides:
-        if read_dtype(side.dtype)[1] is not None:
+        if split_dtype(side.dtype)[1] is not None:
             check_rounding(parallel, f"the dtype {side.dtype!r} of {side.side}")
 
 
@@ -175,14 +173,14 @@ def _diff_traces(
 def _diff_named_models(
     sides: tuple[NamedSide, NamedSide], settings: DiffSettings, progress: Progress | None
 ) -> RoutingDiff:
-    """Compare two models on a text, and split their KL by replay if asked for."""
+    """Compare two models on a text, and split their KL by replay if `replay` is set."""
     text, origin = as_text(settings.text)
     sources = [side.source[0] if isinstance(side.source, tuple) else side.source for side in sides]
     first, second = sides
     if sources[0] is sources[1] and first.experts != second.experts:
         second = second._replace(source=copy.deepcopy(second.source))
-    opened = first.opened()
-    a, b = opened, _same_weights(first, second, opened) or second.opened()
+    a = first.open_model()
+    b = _side_on_same_weights(first, second, a) or second.open_model()
     lengths = [default_length(side.model, settings.sequence_length) for side in (a, b)]
     sequences = tokenise(a.tokenizer, text, settings.tokens, lengths[0]).sequences
     if b.tokenizer is not a.tokenizer or lengths[0] != lengths[1]:
@@ -202,23 +200,25 @@ def _diff_named_models(
     return _with_replay(result, replay_split(a, b, ranks))
 
 
-def _same_weights(first: NamedSide, second: NamedSide, opened: ModelSide) -> ModelSide | None:
-    """The second side on the weights of the first, if one name was given twice; else None."""
+def _side_on_same_weights(
+    first: NamedSide, second: NamedSide, opened: ModelSide
+) -> ModelSide | None:
+    """The second side on the weights of the first if both have the same name, else None."""
     same_name = isinstance(first.source, str) and all(
         getattr(first, field) == getattr(second, field)
         for field in ("source", "experts", "revision", "load")
     )
-    dtypes = [read_dtype(side.dtype)[0] for side in (first, second)]
+    dtypes = [split_dtype(side.dtype)[0] for side in (first, second)]
     single = all(x.dtype == torch.float32 for x in opened.model.parameters())
     if not same_name or opened.stream is not None:
         return None
     if dtypes[0] != dtypes[1] and not (dtypes[1] == "fp32" and single):
         return None
-    return opened._replace(emulated=read_dtype(second.dtype)[1])
+    return opened._replace(emulated=split_dtype(second.dtype)[1])
 
 
 def _check_streams(sides: Sequence[ModelSide], settings: DiffSettings) -> None:
-    """Refuse what needs models in memory, of models that are read layer by layer."""
+    """Raise for options that need both models in memory if one is streamed."""
     are_streamed = all(side.stream is not None for side in sides)
     require_setting(are_streamed, "both models are streamed, or none ({stream})")
     emulated = any(side.emulated is not None for side in sides)
@@ -230,7 +230,7 @@ def _check_streams(sides: Sequence[ModelSide], settings: DiffSettings) -> None:
 
 
 def _with_replay(result: RoutingDiff, split: ReplaySplit) -> RoutingDiff:
-    """Return a result that says how much of the KL replaying A's routes removes."""
+    """The result with the share of the KL that replaying A's routes removes."""
     numbers = {"kl:ids replayed": split.ids.kl, "kl:ids and weights replayed": split.both.kl}
     observation = Observation("replay", "info", split.by_ids)
     serving = result.serving
@@ -252,10 +252,10 @@ def _diff_model_and_trace(
     settings: DiffSettings,
     progress: Progress | None,
 ) -> RoutingDiff:
-    """Compare a model, side 0 or 1, with a trace: the model runs on the tokens of the trace."""
+    """Compare a model, side 0 or 1, with a trace on the tokens of the trace."""
     saved = sides[1 - model_side].trace(settings.n_experts, settings.k)
     sequences, documents = token_sequences(saved)
-    side, parallel = sides[model_side].opened(), settings.parallel
+    side, parallel = sides[model_side].open_model(), settings.parallel
     run = {"documents": documents, "batch_size": settings.batch_size}
     recorded = trace_model(side, sequences, **run, progress=progress, parallel=parallel)
     traces = (recorded, saved) if model_side == 0 else (saved, recorded)
@@ -268,10 +268,10 @@ def _diff_model_and_trace(
     return _diff_traces(*traces, settings, references)
 
 
-WATCHED_COST = 1.3
-"""Passes that a pass costs whose routers are recorded and compared."""
-REFERENCE_COST = 8.0
-"""Passes that the reference runs, up to the last router, and the comparison with them cost."""
+RECORDED_PASS_COST = 1.3
+"""Cost of a pass whose routers are recorded and compared, in passes."""
+REFERENCE_RUNS_COST = 8.0
+"""Cost of the reference runs, up to the last router, and of their comparison, in passes."""
 
 
 def diff_models(
@@ -285,17 +285,17 @@ def diff_models(
     batch_size_b: int | None = None,
     parallel: str | None = None,
 ) -> RoutingDiff:
-    """Compare how two models route and predict the same tokens.
+    """Compare the routing and predictions of two models on the same tokens.
 
     Args:
-        a: the model that is compared with.
-        b: the other, which may be the same object unless its weights are streamed.
+        a: the reference.
+        b: the other model, which may be the same object unless its weights are streamed.
         sequences: token ids, each sequence a document.
         batch_size: sequences per forward pass.
-        expect: number format whose noise is to be expected; by default what both recorded.
+        expect: number format whose noise is expected; by default the coarser that both recorded.
         progress: called with stage, done and total.
-        batch_size_b: sequences per forward pass of B, by default as many as of A.
-        parallel: how processes share the models, which were loaded so.
+        batch_size_b: sequences per forward pass of B, by default those of A.
+        parallel: how processes share the models, which were loaded for it.
     """
     require(
         a.model is not b.model or a.stream is None,
@@ -303,56 +303,58 @@ def diff_models(
     )
     started, sizes = time.perf_counter(), (batch_size, batch_size_b or batch_size)
     ranks = Ranks.of(parallel, list(stacked_batches(sequences, max(sizes))))
-    plan, split = _side_by_side((a, b), ranks, sizes)
+    plan, split = _paired_passes((a, b), ranks, sizes)
     models = (a.model, b.model)
     recorders, predictions = (a.recorder(0), b.recorder(1)), DistanceObserver(split, models)
     if parallel in (None, "data"):
         tokens = sum(ids.numel() for ids in ranks.batches)
-        work = WATCHED_COST * plan_work(plan) + REFERENCE_COST * min(tokens, REFERENCE_TOKENS)
-        announce_total(a.opened, ranks.batches, work, progress)
-    runner = Runner(a.opened, b.opened, ranks=ranks)
+        work = RECORDED_PASS_COST * plan_work(plan) + REFERENCE_RUNS_COST * min(
+            tokens, REFERENCE_TOKENS
+        )
+        announce_total(a.runner_model, ranks.batches, work, progress)
+    runner = Runner(a.runner_model, b.runner_model, ranks=ranks)
     runner.run(plan, [*recorders, predictions], progress)
     traces, distances = [recorder.trace() for recorder in recorders], predictions.distances
     expected = expected_format(expect, traces[0].provenance, traces[1].provenance)
     references: list[RoutingTrace] = []
-    beside, plain = DistanceObserver() if distances else None, None
+    reference_distances, plain = DistanceObserver() if distances else None, None
     if parallel is None and sizes[0] == sizes[1]:
         run = (sequences, expected, batch_size)
         plain = recorded_plain_run((a, b), traces, distances or (), *run)
-    if beside is not None and plain is not None:
-        beside.distances = [plain[1]]
+    if reference_distances is not None and plain is not None:
+        reference_distances.distances = [plain[1]]
     if parallel not in UNROUNDED and a.stream is None:
         run = (traces, sequences, expected, batch_size)
         recorded = None if plain is None else plain[0]
-        references = sound_runs((a, b), *run, predictions=beside, plain=recorded)
+        references = sound_runs((a, b), *run, predictions=reference_distances, plain=recorded)
     reference_kl = None
-    if references and beside is not None:
-        reference_kl = mean_kl(beside.distances, references[0].documents)
+    if references and reference_distances is not None:
+        reference_kl = mean_kl(reference_distances.distances, references[0].documents)
     run_end = time.perf_counter()
     with one_thread():
         compared = compare_runs(*traces, references=references, expected=expected)
     timings = {"forward": run_end - started, "compare": time.perf_counter() - run_end}
-    logits = logits_of(compared, distances)
+    logits = compared_logits(compared, distances)
     return diff_result(compared, logits, timings, expected, reference_kl)
 
 
-def _side_by_side(
+def _paired_passes(
     sides: tuple[ModelSide, ModelSide], ranks: Ranks, sizes: tuple[int, int]
-) -> tuple[Plan, list[Rows]]:
-    """Passes of two models over the same batches, and those that belong together.
+) -> tuple[Plan, list[PairedPasses]]:
+    """Plan of the passes of two models over the same batches, and passes over the same sequences.
 
-    With other sizes of passes, every batch is cut for each side by itself.
+    If the sides have different numbers of sequences per pass, each batch is split for each side.
     """
     a, b = (side.condition for side in sides)
     if sizes[0] == sizes[1]:
         firsts = [Pass(n, a) for n in ranks.numbered]
         seconds = [Pass(first.batch, b, first, model=1) for first in firsts]
         passes = (*firsts, *seconds)
-        if ranks.parallel == "fsdp":  # models in turns, as `Ranks.keep_pace` runs them
+        if ranks.parallel == "fsdp":  # alternate the models, as `Ranks.keep_pace` does
             passes = tuple(run for pair in zip(firsts, seconds, strict=True) for run in pair)
         return Plan((Phase("forward", ranks.numbered, passes, logits="optional"),)), []
     cut: dict[int, Tensor] = {}
-    split: list[Rows] = []
+    split: list[PairedPasses] = []
     for ids in ranks.batches:
         rows = []
         for model, (condition, size) in enumerate(zip((a, b), sizes, strict=True)):
@@ -365,7 +367,7 @@ def _side_by_side(
 
 
 def check_same_tokens(a: Sequence[Int[Tensor, " _"]], b: Sequence[Int[Tensor, " _"]]) -> None:
-    """Raise if the sequences differ; the error names the first token that does."""
+    """Raise if the sequences differ; the error names the first difference."""
     for number, (first, second) in enumerate(zip(a, b, strict=False)):
         for position, (x, y) in enumerate(zip(first.tolist(), second.tolist(), strict=False)):
             _require_same_tokenisation(f"sequence {number}, token {position} is", x, y)

@@ -1,17 +1,17 @@
 """The result of comparing two runs, as frozen records.
 
-    RoutingDiff        everything
-    ├─ alignment       `Alignment`: how the two were aligned, and what was left over
+    RoutingDiff        the whole result
+    ├─ alignment       `Alignment`: tokens, layers and experts that were compared or left out
     ├─ layers          one `LayerDiff` per pair of layers, in order of depth
     │  ├─ weight       `WeightMoved`
-    │  └─ attribution  `Attribution`: first flips that ties explain, and those that they do not
-    ├─ causes          `Causes`: three questions answered, with the patterns found
-    ├─ tokens          `TokenDiff`: tokens over all layers, first divergent layer, compounding
-    ├─ logits          `LogitsDiff` where two models were run
-    ├─ dequantised     `DequantisedSplit` where an engine ran a quantised model
+    │  └─ attribution  `Attribution`: first flips that noise explains, and unexplained ones
+    ├─ causes          `Causes`: answers to three questions, with the patterns of the noise
+    ├─ tokens          `TokenDiff`: flips over all layers, first divergent layer, compounding
+    ├─ logits          `LogitsDiff` if two models were run
+    ├─ dequantised     `DequantisedSplit` if an engine ran a quantised model
     └─ observations    `Observation`s: the data of the findings, most severe first
 
-A section that the inputs cannot give is None, and its `status` says why.
+A section is None if the inputs do not allow it; its `status` has the reason.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from tieline.trace.record import RoutingTrace
 
 @dataclass(frozen=True)
 class LayerPair:
-    """Two layers that are compared.
+    """A pair of compared layers.
 
     Attributes:
         name_a: name in A.
@@ -34,11 +34,11 @@ class LayerPair:
         n_experts: number of experts.
         k_a: experts per token that A chose.
         k_b: experts per token that B chose.
-        agreement: share of chosen experts that both have, once B's experts are renumbered.
-        chance: the same for unrelated runs with these loads.
-        moved_experts: experts of A with another number in B; empty if all keep their numbers.
-        moved_to: their numbers in B, in that order.
-        unseen: experts that one of the two never chose, whose number in the other is a guess.
+        agreement: share of chosen experts in common, after renumbering B's experts.
+        chance: expected agreement of unrelated runs with these loads.
+        moved_experts: experts of A with a different number in B; empty if all numbers are equal.
+        moved_to: their numbers in B, in the same order.
+        unseen: moved experts that too few tokens chose, whose numbers in B are guesses.
     """
 
     name_a: str
@@ -63,27 +63,27 @@ Difference = Literal["token shift", "layer shift", "experts", "k", "layers", "to
 
 @dataclass(frozen=True)
 class Alignment(Worded):
-    """How B was aligned with A.
+    """Alignment of B with A.
 
     Attributes:
-        tokens: tokens compared.
-        documents: documents that they come from.
-        token_shift: position in B minus position in A of what is the same token.
+        tokens: number of compared tokens.
+        documents: number of their documents.
+        token_shift: position in B minus position in A of the same token.
         layer_shift: number of a layer in B minus its number in A; None if they are paired by order.
-        pairs: the layers that are compared.
+        pairs: the compared layers.
         only_a: layers of A without a partner.
         only_b: layers of B without a partner.
-        tokens_only_a: tokens of A without a partner.
-        tokens_only_b: tokens of B without a partner.
-        unrouted_a: tokens of A that were not routed (rows of -1) and were left out.
-        unrouted_b: tokens of B, likewise.
-        dense_a: layers of A that route no token: dense ones.
-        dense_b: layers of B, likewise.
-        ids_checked: tokens whose ids are known on both sides; they are equal.
+        tokens_only_a: number of tokens of A without a partner.
+        tokens_only_b: number of tokens of B without a partner.
+        unrouted_a: number of tokens of A left out because they were not routed (rows of -1).
+        unrouted_b: the same for B.
+        dense_a: layers of A that route no token, which are dense layers.
+        dense_b: the same for B.
+        ids_checked: number of tokens whose ids are known on both sides; they are equal.
         notes: one sentence for each of the `differences`.
-        against_ids: whether the token ids agree at another shift than the choices.
-        smoothed: the sides, "A" and "B", whose routers are smoothed. Compared are the k experts
-            that top-k would choose; an exchange of two of them does not make the weights jump.
+        against_ids: whether the token ids agree at a different shift than the choices.
+        smoothed: the sides, "A" and "B", with smoothed routers. The k experts of top-k are
+            compared; the weights are continuous where two of them are exchanged.
     """
 
     tokens: int
@@ -112,7 +112,7 @@ class Alignment(Worded):
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """What two runs of one program would not show, most severe first."""
+        """Differences that two runs of one program do not have, most severe first."""
         present: dict[Difference, bool] = {
             "token shift": self.token_shift != 0 or self.against_ids,
             "layer shift": self.layer_shift != 0,
@@ -122,23 +122,23 @@ class Alignment(Worded):
             "tokens": bool(self.tokens_only_a or self.tokens_only_b),
             "unrouted": bool(self.unrouted_a or self.unrouted_b),
         }
-        return tuple(name for name, is_there in present.items() if is_there)
+        return tuple(name for name, is_present in present.items() if is_present)
 
     @property
     def permuted(self) -> tuple[LayerPair, ...]:
-        """The pairs in which B numbers its experts differently."""
+        """The pairs in which B numbers the experts differently."""
         return tuple(pair for pair in self.pairs if pair.moved_experts)
 
 
 @dataclass(frozen=True)
 class WeightMoved:
-    """Share of a token's combine weight that goes to other experts, over the tokens of a layer.
+    """Share of a token's combine weight that moves to other experts, over the tokens of a layer.
 
     Attributes:
-        mean: over all tokens.
+        mean: mean over all tokens.
         p99: 99th percentile.
-        largest: of any token.
-        flipped_mean: over the tokens whose set changed; None if there are none.
+        largest: largest value.
+        flipped_mean: mean over the tokens that flipped; None if there are none.
     """
 
     mean: float
@@ -149,28 +149,29 @@ class WeightMoved:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Why the sets of a layer differ.
+    """Whether noise explains the flips of a layer.
 
     Attributes:
-        noise: median deviation of the differences of a token's scores between A and B, over tokens
-            without an earlier flip; what all scores of a token have in common is left out.
-        unexplained: first flips that the noise of their own token does not explain.
+        noise: standard deviation of the differences of a token's scores between A and B around
+            their mean, median over tokens without an earlier flip.
+        unexplained: number of first flips that the noise of their own token does not explain.
         widest: widest margin of a first flip; None if there is none.
-        unexplained_tokens: (document, position, margin) of up to 20 of them in A, widest first.
-        explained: first flips that the noise of their own token explains.
-        later: flips of tokens that had flipped in an earlier layer.
-        relative: noise over the spread of the layer's scores; None where all scores are alike.
+        unexplained_tokens: (document, position, margin) in A of up to 20 unexplained flips, widest
+            first.
+        explained: number of first flips that the noise of their own token explains.
+        later: number of flips of tokens that flipped in an earlier layer.
+        relative: noise over the spread of the layer's scores; None if all scores are equal.
         smallest_p: smallest p-value of a first flip; None if there is none.
-        swaps: tokens that exchange one expert.
-        expected_swaps: the number that the noise of small gaps makes, to first order; None where
-            that does not hold.
+        swaps: number of tokens that exchange one expert.
+        expected_swaps: expected number from the noise of small gaps, to first order; None if the
+            first order does not hold.
         swaps_error: standard error of the difference of the two, clustered by document.
-        uniform_p: p-value of the place of the crossing between the scores of A and B, which is
-            uniform where choices follow scores; None with few swaps or scores on a grid.
+        uniform_p: p-value of the position of the crossing between the scores of A and B, which is
+            uniform if choices follow scores; None with few swaps or scores on a grid.
         evidence: "scores", or the combine "weights" of the chosen experts, whose logarithms are
             scores up to a constant; `noise` is then that of log-weights.
-        last: with weights, experts that leave or enter in the last place of their side.
-        movers: with weights, experts that leave or enter, two for each first flip.
+        last: with weights, number of experts that leave from or enter at the last rank.
+        movers: with weights, number of experts that leave or enter, two for each first flip.
     """
 
     noise: float
@@ -225,18 +226,18 @@ class Pattern(Sentence):
     """A shape of the differences that rounding does not make.
 
     Attributes:
-        text: what differs and where to look.
-        kind: what it is about.
-        layer: name of the layer in A, or of the tensor ("weights"); None for all of them.
-        effect: how strong it is: a difference of log variances, a share or a ratio.
-        limit: effect from which on it counts; zero beside reference runs.
+        text: the difference and where to look for its cause.
+        kind: the kind of pattern.
+        layer: name of the layer in A, or of the tensor ("weights"); None for all layers.
+        effect: size of the effect: a difference of log variances, a share or a ratio.
+        limit: least effect that counts; zero if compared with reference runs.
         number: the expert, document, row of a batch or token id; the first position; the shift of
-            a lag; the layers compared ("permutation"); the tensors that differ ("weights").
-        flips: flips that a lag was found in.
-        detail: "bias" if offsets are the recorded selection bias; "beside" for the layers that a
-            loud one is compared with; "reference" if the noise is compared with that
-            of sound runs; the side of the weights.
-        moves: numbers of experts in A and in B that a permutation exchanges, the first few.
+            a lag; the number of compared layers ("permutation") or different tensors ("weights").
+        flips: number of flips with a lag.
+        detail: "bias" if offsets are the recorded selection bias; "beside" if a layer is compared
+            with its neighbours; "reference" if the noise is compared with that of sound runs; the
+            side of the weights.
+        moves: the first permuted experts, as numbers in A and in B.
     """
 
     kind: PatternKind
@@ -257,12 +258,12 @@ class ChoiceAnswer(Sentence):
     """Whether each router chooses the largest of its own scores.
 
     Attributes:
-        text: the evidence, or what is missing.
+        text: the evidence, or the missing input.
         answer: "yes", "no" or "cannot tell".
         layer: the first layer in which it does not.
-        side: the side that does not, "A" or "B".
-        tokens: tokens of that layer whose choice is not the largest of their scores.
-        missing: sides without the scores that tell.
+        side: the side of that router, "A" or "B".
+        tokens: number of tokens of that layer that do not choose the largest scores.
+        missing: sides without the necessary scores.
     """
 
     answer: YesNo
@@ -274,19 +275,19 @@ class ChoiceAnswer(Sentence):
 
 @dataclass(frozen=True)
 class FlipAnswer(Sentence):
-    """Whether first flips are as wide as the noise of their own token.
+    """Whether the noise of their own token explains the first flips.
 
     Attributes:
-        text: the evidence, or what is missing.
+        text: the evidence, or the missing input.
         answer: "yes", "no" or "cannot tell".
-        first: flips of tokens without an earlier flip.
-        unexplained: those among them that are wider than their noise.
-        later: flips of tokens with an earlier flip.
-        obstacle: why flips cannot be judged.
-        near: first flips whose gap is known on one side.
-        near_share: median over these of the share of tokens with a smaller gap.
-        last_share: where combine weights tell, the share of the experts that leave or enter which
-            have the last place of their side; None where scores tell.
+        first: number of flips of tokens without an earlier flip.
+        unexplained: number of first flips that are wider than their noise.
+        later: number of flips of tokens with an earlier flip.
+        obstacle: reason why flips cannot be judged.
+        near: number of first flips whose gap is known on one side.
+        near_share: share of tokens with a smaller gap, median over these flips.
+        last_share: with combine weights as evidence, the share of leaving and entering experts that
+            have the last rank of their side; None with scores.
     """
 
     answer: YesNo
@@ -301,10 +302,10 @@ class FlipAnswer(Sentence):
 
 @dataclass(frozen=True)
 class SizeAnswer(Sentence):
-    """Whether the noise of the scores is of the size that was to be expected.
+    """Whether the noise of the scores has the expected size.
 
     Attributes:
-        text: the evidence, or what is missing.
+        text: the evidence, or the missing input.
         answer: "yes", "no" or "cannot tell".
         kind: "no scores" or "equal" scores; "not stated" without an expected format; compared with
             "reference" runs, or with the rounding error of the "format"; or judged by the number of
@@ -314,13 +315,13 @@ class SizeAnswer(Sentence):
         largest: the largest relative noise, if another layer has it.
         like: formats whose rounding has this size, finest and coarsest; "less" or "more" if none.
         expected: the expected format.
-        origin: who expects it.
-        judged: the layer that decides.
+        origin: source of that expectation.
+        judged: the layer that decides the answer.
         ratio: its noise over that of the reference run.
-        noise: its relative noise, where the format does not explain it.
-        allowed: the largest relative noise that the format explains there.
-        flips: share of the tokens of that layer that flip, where this decides.
-        most_flips: largest share that is explained.
+        noise: its relative noise, if the format does not explain it.
+        allowed: the largest relative noise that the format explains in that layer.
+        flips: share of the tokens of that layer that flip, if it decides the answer.
+        most_flips: largest share of flips that is explained.
     """
 
     answer: YesNo
@@ -341,10 +342,10 @@ class SizeAnswer(Sentence):
 
 @dataclass(frozen=True)
 class ShapeAnswer(Sentence):
-    """Whether the noise lacks any pattern that rounding does not make.
+    """Whether the noise is free of patterns that rounding does not make.
 
     Attributes:
-        text: the evidence, or what is missing.
+        text: the evidence, or the missing input.
         answer: "yes", "no" or "cannot tell".
         patterns: the patterns.
     """
@@ -355,17 +356,17 @@ class ShapeAnswer(Sentence):
 
 @dataclass(frozen=True)
 class OutputAnswer(Sentence):
-    """Whether the predictions are no further apart than the noise explains.
+    """Whether noise explains the distance of the predictions.
 
     Attributes:
         text: the evidence.
         answer: "yes" or "no".
-        kl: KL(A ‖ B), nats per token; over tokens before the first flip of their document where
-            there is no reference run.
+        kl: KL(A ‖ B), nats per token; without a reference run, over tokens before the first flip
+            of their document.
         limit: largest KL that the noise explains.
-        reference: KL that the expected format makes in this model; None without a reference run.
+        reference: KL of the expected format in this model; None without a reference run.
         loss: loss of B minus that of A, nats per token.
-        expected: the format whose noise is expected; None where the noise of the scores is taken.
+        expected: the format whose noise is expected; None if the noise of the scores is used.
     """
 
     answer: YesNo
@@ -387,7 +388,7 @@ Conclusion = Literal[
     "outputs differ",
     "cannot tell",
 ]
-"""What a comparison comes to. "explained by ties" needs a known format or a measured reference;
+"""Conclusions of a comparison. "explained by ties" needs a known format or a measured reference;
 "near-ties, size unknown" is the same without one."""
 ACCUSING: tuple[Conclusion, ...] = (
     "noise larger than expected",
@@ -396,7 +397,7 @@ ACCUSING: tuple[Conclusion, ...] = (
     "choice against scores",
     "outputs differ",
 )
-"""Conclusions that something other than ties is at work."""
+"""Conclusions that ties are not the only cause."""
 
 
 @dataclass(frozen=True)
@@ -406,13 +407,13 @@ class Causes:
     Attributes:
         conclusion: the verdict in a few words.
         choice: whether each router chooses the largest of its own scores.
-        flips: whether first flips follow the noise of their own token.
-        size: whether the noise is of the size that was to be expected.
-        shape: whether the noise lacks any pattern that rounding does not make.
-        patterns: the patterns that were found, most specific first.
-        expected: the format whose noise was to be expected; None if nobody says it.
-        outputs: whether the predictions are no further apart than the noise explains; None where
-            they were not compared or nothing says how far they may be.
+        flips: whether the noise of their own token explains the first flips.
+        size: whether the noise has the expected size.
+        shape: whether the noise is free of patterns that rounding does not make.
+        patterns: the patterns, most specific first.
+        expected: the format whose noise is expected; None if it is not stated.
+        outputs: whether noise explains the distance of the predictions; None if they were not
+            compared or their limit is unknown.
     """
 
     conclusion: Conclusion
@@ -426,24 +427,24 @@ class Causes:
 
     @property
     def alarm(self) -> bool:
-        """Whether something other than ties was found: the conclusion is in `ACCUSING`."""
+        """Whether the conclusion is in `ACCUSING`."""
         return self.conclusion in ACCUSING
 
 
 @dataclass(frozen=True)
 class LayerDiff:
-    """One layer of A against its partner in B.
+    """Comparison of a layer of A with its partner in B.
 
     Attributes:
         name: name in A.
         name_b: name in B.
         n_experts: number of experts.
-        k: experts per token that are compared.
-        flip: share of tokens whose set of experts differs.
-        changed: mean number of experts that differ, over the tokens that flipped.
+        k: number of compared experts per token.
+        flip: share of tokens whose sets of experts differ.
+        changed: mean number of different experts, over the tokens that flipped.
         weight: combine weight moved.
-        weight_status: "ok", or why there is none.
-        attribution: flips that ties explain, and those that they do not.
+        weight_status: "ok", or the reason why there is none.
+        attribution: flips that noise explains, and unexplained ones.
         attribution_status: "ok", or "not attributable: ..." with the reason.
     """
 
@@ -461,15 +462,15 @@ class LayerDiff:
 
 @dataclass(frozen=True)
 class DepthStep:
-    """How far the two runs have come apart at one layer.
+    """Divergence of two runs up to one layer.
 
     Attributes:
         name: name of the layer in A.
-        first: tokens that flip here and in no layer before.
-        cumulative: share of tokens that have flipped here or before.
-        independent: what that share would be if layers flipped independently of each other.
-        fresh: flip rate of tokens without a flip in a layer before.
-        after: flip rate of tokens with one.
+        first: number of tokens that flip in this layer for the first time.
+        cumulative: share of tokens that flip in this or an earlier layer.
+        independent: that share if layers flipped independently of each other.
+        fresh: flip rate of tokens without an earlier flip.
+        after: flip rate of tokens with an earlier flip.
     """
 
     name: str
@@ -482,12 +483,12 @@ class DepthStep:
 
 @dataclass(frozen=True)
 class TokenDiff:
-    """Tokens over all layers.
+    """Flips of the tokens over all layers.
 
     Attributes:
         anywhere: share of tokens that flip in at least one layer.
         choices: share of all (token, layer) choices that differ.
-        never: tokens that flip nowhere.
+        never: number of tokens that flip in no layer.
         mean_flips: mean number of layers in which a token flips.
         depth: one step per layer.
     """
@@ -500,7 +501,7 @@ class TokenDiff:
 
     @property
     def later_rates(self) -> tuple[float, float]:
-        """Flip rate over all layers but the first, of tokens without and with an earlier flip."""
+        """Flip rates of tokens without and with an earlier flip, over all layers but the first."""
         fresh, after = (
             [getattr(step, name) for step in self.depth[1:]] for name in ("fresh", "after")
         )
@@ -513,24 +514,23 @@ class TokenDiff:
 
 @dataclass(frozen=True)
 class LogitsDiff:
-    """How far the final distributions of two models are apart, in nats per predicted token.
+    """Distance of the final distributions of two models, in nats per predicted token.
 
     With r = P_B/P_A, k3 = r - 1 - log r >= 0. Its mean over tokens drawn from A is KL(A ‖ B).
 
     Attributes:
-        k3: mean of k3 at the tokens of the text: what RL code logs, where the text is A's own.
+        k3: mean of k3 at the tokens of the text, which RL code logs for texts generated by A.
         k3_error: standard error, clustered by document; None for a single document.
         kl: mean of KL(A ‖ B) over the vocabulary, the expectation of k3 under A.
         kl_error: standard error, clustered by document.
         kl_p99: 99th percentile over tokens.
         kl_flipped: mean over tokens that flip in at least one layer; None if there are none.
-        kl_unflipped: mean over the others.
+        kl_unflipped: mean over tokens that flip in no layer; None if there are none.
         loss_a: mean loss of A on the text.
         loss_b: mean loss of B.
-        tokens: predicted tokens.
+        tokens: number of predicted tokens.
         loss_error: standard error of loss_b - loss_a, clustered by document.
-        kl_before: mean over tokens before the first flip of their document, to which no flip has
-            reached; None if there are none.
+        kl_before: mean over tokens before the first flip of their document; None if there are none.
     """
 
     k3: float
@@ -562,14 +562,14 @@ class SplitPart:
 
 @dataclass(frozen=True)
 class ReplaySplit:
-    """The distance of two runs with and without A's routes replayed in B.
+    """The KL of two runs with and without A's routes replayed in B.
 
     Attributes:
-        live: B as it is.
-        ids: B with A's experts.
-        both: B with A's experts and combine weights.
-        tokens: predicted tokens.
-        changed: choices of all layers that replay changed.
+        live: KL of B without replay.
+        ids: KL of B with A's experts.
+        both: KL of B with A's experts and combine weights.
+        tokens: number of predicted tokens.
+        changed: number of choices of all layers that replay changed.
     """
 
     live: SplitPart
@@ -596,13 +596,14 @@ class DequantisedSplit:
     Attributes:
         side: the quantised side, "A" or "B".
         bits: bits per weight of the quantised form; None if unknown.
-        format_flips: tokens that flip between the original and the dequantised weights, by layer:
-            what the format costs.
-        engine_flips: tokens that flip between the dequantised weights and the engine, by layer:
-            what the engine adds.
-        format_any: tokens that flip by the format in at least one layer.
-        engine_any: the same for the engine.
-        format_kl: mean KL of the predictions of original and dequantised, in nats; None without.
+        format_flips: share of tokens that flip between the original and the dequantised weights, by
+            layer: the effect of the format.
+        engine_flips: share of tokens that flip between the dequantised weights and the engine, by
+            layer: the effect of the engine.
+        format_any: share of tokens that flip by the format in at least one layer.
+        engine_any: share of tokens that flip by the engine in at least one layer.
+        format_kl: mean KL of the predictions of original and dequantised, in nats; None without
+            predictions.
         engine_kl: the same for dequantised and engine.
     """
 
@@ -618,28 +619,29 @@ class DequantisedSplit:
 
 @dataclass(frozen=True, repr=False)
 class RoutingDiff(Result):
-    """How two runs route the same tokens.
+    """Comparison of the routing of two runs on the same tokens.
 
     Attributes:
-        verdict: how the two differ, whether ties explain it, and what to do.
+        verdict: the differences, whether ties explain them, and what to do, in a few sentences.
         findings: the observations as sentences, most severe first.
         observations: the data of the findings, most severe first.
         metrics: named numbers: "flip" (worst layer), "flip:mean", "flip:any", "unexplained" (first
             flips that noise does not explain: worst layer, share of its tokens),
             "unexplained:count", "weight" (worst layer's mean), "noise" (first layer with noise,
-            over the spread of its scores), "kl", "k3". What the inputs cannot give is absent.
-        alignment: how they were aligned.
-        layers: layer by layer.
-        tokens: over all layers.
-        logits: final distributions; None unless two models were run.
-        provenance: where "a" and "b" come from, as JSON values.
+            over the spread of its scores), "kl", "k3". Numbers that the inputs do not allow are
+            absent.
+        alignment: alignment of tokens, layers and experts.
+        layers: comparison of each pair of layers.
+        tokens: flips over all layers.
+        logits: distance of the final distributions; None unless two models were run.
+        provenance: sources of "a" and "b", as JSON values.
         timings: seconds per stage.
         causes: whether ties explain the differences: the data of the verdict.
-        replay: the KL with A's routes replayed in B; None unless it was asked for.
-        dequantised: what the format of a quantised side costs and what its engine adds; None
-            unless an engine ran a quantised model beside the original.
-        serving: what the precision of one side does beside the other in float32; None unless a
-            served precision was compared with float32 and predictions were.
+        replay: the KL with A's routes replayed in B; None without the option `replay`.
+        dequantised: effects of the format of a quantised side and of its engine; None unless an
+            engine ran a quantised copy of the other side's model.
+        serving: effect of the served precision of one side, compared with the other in float32;
+            None unless such sides and their predictions were compared.
         recommendation: what to do about that precision, or about routers that do not choose; None
             without either.
         traces: the routing of A and of B; not part of the JSON.

@@ -1,20 +1,20 @@
-"""Comparing a run of an inference engine with a model, a trace or another engine.
+"""Compare a run of an inference engine with a model, a trace or another engine.
 
     diff("demo", "vllm:MODEL")                     transformers against vLLM
     diff("demo", "llama.cpp:demo-q8_0.gguf")       with the dequantised weights in between
     diff("trace/", "mlx:MODEL")                    on the tokens of a trace
     diff("vllm:MODEL", "mlx:MODEL")                two engines
 
-Both sides run the same tokens, document by document. Where both give their predictions, the KL is
-measured as between two models. The noise that is expected is that of the coarser of the formats
-that both sides recorded: sides of one comparison are meant to be one model.
+Both sides run the same tokens, document by document. If both return predictions, their KL is
+measured as for two models. The expected noise is that of the coarser of the formats that both sides
+recorded, because both sides are assumed to run one model.
 
-Between a model and its quantised copy in an engine lie two steps: the weights are rounded to the
-format, and the engine computes with them in its own way. The same weights, dequantised and run by
-transformers in float32, separate the two:
+A quantised copy in an engine differs from the original in two steps: the weights are rounded to the
+format, and the engine has its own kernels. The dequantised weights, run by transformers in float32,
+separate the two:
 
-    original → dequantised    what the format costs
-    dequantised → engine      what the engine adds: its kernels, rounded activations, or a bug
+    original → dequantised    the effect of the format
+    dequantised → engine      the effect of the engine: kernels, rounded activations, or a bug
 """
 
 import json
@@ -31,16 +31,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tieline.analysis.attribution import ROUNDING, Expected, read_format, recorded_format
-from tieline.analysis.compared_sides import ModelSide, NamedSide, sound_runs, trace_side
+from tieline.analysis.compared_sides import ModelSide, NamedSide, trace_side
 from tieline.analysis.comparison import compare_runs, diff_result
 from tieline.analysis.diff_records import DequantisedSplit, Pattern, RoutingDiff, ShapeAnswer
 from tieline.analysis.inspect_records import Observation
 from tieline.analysis.job_settings import DiffSettings
+from tieline.analysis.noise_size import (
+    PRODUCT_ERRORS,
+    ExpectedFormat,
+    canonical_format,
+    recorded_format,
+)
+from tieline.analysis.sound_runs import sound_runs
 from tieline.analysis.token_distances import (
     TokenDistances,
     check_logits,
-    logits_of,
+    compared_logits,
     token_distances,
 )
 from tieline.core.errors import TraceError, require
@@ -64,13 +70,13 @@ from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress
 from tieline.trace.record import RoutingTrace
 
-MOST_PREDICTIONS = 1 << 28
-"""Log-probabilities that are held per side, 1 GiB; beyond that no KL is measured."""
+MOST_LOGPROBS = 1 << 28
+"""Most log-probabilities per side, 1 GiB; beyond that no KL is measured."""
 
 
 @dataclass(frozen=True)
 class _SideRun:
-    """One side after its run: routing, log-probabilities (T, V) if it has any, the model if any."""
+    """One side after its run: routing, log-probabilities (T, V) or None, and the model or None."""
 
     trace: RoutingTrace
     logprobs: Tensor | None = None
@@ -79,11 +85,11 @@ class _SideRun:
 
 @dataclass(frozen=True)
 class _EngineJob:
-    """What both sides run, and how.
+    """Tokens and options of the runs of both sides.
 
     Attributes:
         documents: the tokens.
-        predictions: whether log-probabilities are kept.
+        predictions: whether log-probabilities are recorded.
         settings: options of the comparison.
         progress: called with stage, done and total.
     """
@@ -97,12 +103,12 @@ class _EngineJob:
 def diff_engines(
     sides: tuple[NamedSide, NamedSide], settings: DiffSettings, progress: Progress | None = None
 ) -> RoutingDiff:
-    """Compare two sides of which at least one is an engine; see `diff`."""
+    """Compare two sides, at least one of them an engine; see `diff`."""
     started = time.perf_counter()
     _check_engines(sides, settings)
     shape = settings.n_experts, settings.k
     traces = {x.side: x.trace(*shape) for x in sides if x.kind not in ("engine", "model")}
-    models = {x.side: x.opened() for x in sides if x.kind == "model"}
+    models = {x.side: x.open_model() for x in sides if x.kind == "model"}
     job = _engine_job(sides, traces, models, settings, progress)
     runs = []
     for side in sides:
@@ -120,7 +126,7 @@ def diff_engines(
 
 
 def _check_engines(sides: Sequence[NamedSide], settings: DiffSettings) -> None:
-    """Refuse settings of models, and find every engine before anything is loaded."""
+    """Raise for settings of models, and if an engine is missing, before anything is loaded."""
     require_setting(
         not settings.replay, "{replay} is for two models: an engine's routes are not replayed"
     )
@@ -145,7 +151,7 @@ def _engine_job(
     settings: DiffSettings,
     progress: Progress | None,
 ) -> _EngineJob:
-    """The tokens of the trace, or of the text cut by the tokenizer of a side."""
+    """The job on the tokens of a trace, or of the text tokenised for one of the sides."""
     tokenizer = _tokenizer_of_sides(sides, models, settings.tokenizer)
     if traces:
         require_setting(
@@ -160,16 +166,16 @@ def _engine_job(
         "no side has a tokenizer of transformers: name a model that has one by {tokenizer}",
     )
     assert tokenizer is not None
-    most = min([settings.sequence_length, *_context_lengths(sides, models)])
-    documents = TokenDocuments.of_text(tokenizer, settings.text, settings.tokens, most)
-    predictions = documents.tokens * len(tokenizer) <= MOST_PREDICTIONS
+    longest = min([settings.sequence_length, *_context_lengths(sides, models)])
+    documents = TokenDocuments.of_text(tokenizer, settings.text, settings.tokens, longest)
+    predictions = documents.tokens * len(tokenizer) <= MOST_LOGPROBS
     return _EngineJob(documents, predictions, settings, progress)
 
 
 def _tokenizer_of_sides(
     sides: Sequence[NamedSide], models: dict[str, ModelSide], name: str | None
 ) -> Any:
-    """Tokenizer that was asked for, else that of a model or engine; None if none has one."""
+    """The named tokenizer, else that of a model or engine; None if there is none."""
     if name is not None:
         return load_tokenizer(name)
     for model in models.values():
@@ -182,7 +188,7 @@ def _tokenizer_of_sides(
 
 
 def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -> list[int]:
-    """Longest documents that the models take, as far as they tell."""
+    """Longest sequences of the models and engines whose configurations state them."""
     lengths = [default_length(side.model, 1 << 30) for side in models.values()]
     for side in sides:
         engine = split_side(side.source)
@@ -194,7 +200,7 @@ def _context_lengths(sides: Sequence[NamedSide], models: dict[str, ModelSide]) -
 
 
 def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
-    """Run an engine."""
+    """Run an engine on the tokens of the job."""
     engine_side = split_side(side.source)
     assert engine_side is not None
     engine, model = engine_side
@@ -210,7 +216,7 @@ def _run_engine(side: NamedSide, job: _EngineJob) -> _SideRun:
 
 
 def _run_model(side: ModelSide, job: _EngineJob) -> _SideRun:
-    """Run a model of transformers and keep its log-probabilities, if they are asked for."""
+    """Run a model of transformers on the tokens of the job."""
     ranks = Ranks.of(None, list(stacked_batches(job.documents.sequences, job.settings.batch_size)))
     predictions = _LogProbabilities()
     observers = [predictions] if job.predictions else []
@@ -226,7 +232,7 @@ class _LogProbabilities(Observer):
         self.rows: list[Tensor] = []
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Keep the log-probabilities of a pass."""
+        """Append the log-probabilities of a pass."""
         if outcome.logits is not None:
             rows = outcome.logits.flatten(0, 1).double().log_softmax(1)
             self.rows.append(rows.float().cpu())
@@ -235,23 +241,23 @@ class _LogProbabilities(Observer):
 def _compare_engine_runs(
     sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _EngineJob
 ) -> RoutingDiff:
-    """Compare two runs, with what format and engine add to a quantised one."""
-    expected = _expected_by_sides(job.settings.expect, a.trace, b.trace)
+    """Compare two runs; for a quantised side, also with its dequantised weights."""
+    expected = _expected_format(job.settings.expect, a.trace, b.trace)
     dequantised = _dequantised_run(sides, a, b, job)
     references = _reference_traces(a, b, dequantised, expected, job)
     with one_thread():
         options = {"partial": job.settings.partial, "references": references, "expected": expected}
         compared = compare_runs(a.trace, b.trace, **options)
     result = diff_result(
-        compared, logits_of(compared, _prediction_distances(a, b, job)), {}, expected
+        compared, compared_logits(compared, _prediction_distances(a, b, job)), {}, expected
     )
     if dequantised is None:
         return result
-    return _with_mismatched(_with_dequantised_split(result, a, b, dequantised, job), dequantised)
+    return _with_weights_alarm(_with_dequantised_split(result, a, b, dequantised, job), dequantised)
 
 
-def _with_mismatched(result: RoutingDiff, dequantised: "_DequantisedRun") -> RoutingDiff:
-    """The result with an alarm if the quantised file holds other weights than the original."""
+def _with_weights_alarm(result: RoutingDiff, dequantised: "_DequantisedRun") -> RoutingDiff:
+    """The result with an alarm if the quantised file does not hold the weights of the original."""
     if not dequantised.mismatched or result.causes is None:
         return result
     name, error = dequantised.mismatched[0]
@@ -271,24 +277,25 @@ def _reference_traces(
     a: _SideRun,
     b: _SideRun,
     dequantised: "_DequantisedRun | None",
-    expected: Expected | None,
+    expected: ExpectedFormat | None,
     job: _EngineJob,
 ) -> list[RoutingTrace]:
-    """Runs whose noise is what the expected format makes of this model; empty without one.
+    """Reference runs with the noise of the expected format; empty if there can be none.
 
-    The dequantised weights where the format rounds nothing else, as 4-bit weights do; else the
-    model emulated in the format.
+    The run of the dequantised weights if the format rounds nothing else, as for 4-bit weights; else
+    runs of the model emulated in the format.
     """
     models = [x for x in (a, b) if x.side is not None]
     exact = any(recorded_format(x.trace.provenance) == "fp32" for x in models)
     if not exact or any(x.trace.provenance.get("rounded") == "cache" for x in (a, b)):
-        return []  # nothing emulates a cache alone in another format
-    chosen = None if expected is None else FORMATS.get(expected.name)
-    if dequantised is not None and (chosen is None or chosen.activations is None):
+        return []  # a rounded cache cannot be emulated
+    number_format = None if expected is None else FORMATS.get(expected.name)
+    rounds_weights = number_format is None or number_format.activations is None
+    if dequantised is not None and rounds_weights:
         return [dequantised.run.trace]
     sides = tuple(x.side for x in models if x.side is not None)
     traces = tuple(x.trace for x in models)
-    size, emulated = job.settings.batch_size, _emulated_parts(a, b, expected)
+    size, emulated = job.settings.batch_size, _emulated_region(a, b, expected)
     sequences = job.documents.sequences
     runs = sound_runs(sides, traces, sequences, expected, size, emulated)
     return [job.documents.numbered(run) for run in runs]
@@ -296,7 +303,7 @@ def _reference_traces(
 
 @dataclass(frozen=True)
 class _DequantisedRun:
-    """Dequantised weights in transformers, their bits, the quantised side, and strange tensors."""
+    """Run of the dequantised weights, their bits, the quantised side, and mismatched tensors."""
 
     run: _SideRun
     bits: float | None
@@ -304,36 +311,38 @@ class _DequantisedRun:
     mismatched: tuple[tuple[str, float], ...] = ()
 
 
-def _expected_by_sides(
+def _expected_format(
     format_name: str | None, a: RoutingTrace, b: RoutingTrace
-) -> Expected | None:
-    """The format that was asked for, else the coarser of those that both sides recorded."""
+) -> ExpectedFormat | None:
+    """The named format, else the coarser of those that both sides recorded."""
     if format_name is not None:
-        return Expected(read_format(format_name), "as asked")
-    formats = [_rounding_of_products(x) for x in (a, b)]
+        return ExpectedFormat(canonical_format(format_name), "as asked")
+    formats = [_product_format(x) for x in (a, b)]
     recorded = [x for x in formats if x is not None]
     if len(recorded) < 2:
         return None
-    return Expected(max(recorded, key=list(ROUNDING).index), "the coarser of both sides")
+    return ExpectedFormat(
+        max(recorded, key=list(PRODUCT_ERRORS).index), "the coarser of both sides"
+    )
 
 
-def _rounding_of_products(trace: RoutingTrace) -> str | None:
-    """The format whose noise the products of a side make; an engine may store another."""
+def _product_format(trace: RoutingTrace) -> str | None:
+    """Format that determines the noise of a side's products; weights may be stored in another."""
     stated = str(trace.provenance.get("rounding"))
-    return stated if stated in ROUNDING else recorded_format(trace.provenance)
+    return stated if stated in PRODUCT_ERRORS else recorded_format(trace.provenance)
 
 
-def _emulated_parts(a: _SideRun, b: _SideRun, expected: Expected | None) -> Region | None:
-    """Whether the side in the expected format leaves its routers in float32."""
+def _emulated_region(a: _SideRun, b: _SideRun, expected: ExpectedFormat | None) -> Region | None:
+    """Region "others" if the side in the expected format has routers in float32, else None."""
     for run in (a, b):
-        same = expected is not None and _rounding_of_products(run.trace) == expected.name
+        same = expected is not None and _product_format(run.trace) == expected.name
         if same and run.trace.provenance.get("router") == "fp32":
             return "others"
     return None
 
 
 def _prediction_distances(a: _SideRun, b: _SideRun, job: _EngineJob) -> list[TokenDistances] | None:
-    """Distances of the predictions, document by document; None where a side has none."""
+    """Distances of the predictions, document by document; None if a side has no predictions."""
     if a.logprobs is None or b.logprobs is None or a.logprobs.shape != b.logprobs.shape:
         return None
     distances, start = [], 0
@@ -349,7 +358,7 @@ def _prediction_distances(a: _SideRun, b: _SideRun, job: _EngineJob) -> list[Tok
 def _dequantised_run(
     sides: Sequence[NamedSide], a: _SideRun, b: _SideRun, job: _EngineJob
 ) -> _DequantisedRun | None:
-    """The dequantised weights in transformers; None if no side is quantised or none is a model."""
+    """Run the dequantised weights in transformers; None without a quantised side and a model."""
     if not job.settings.dequantise:
         return None
     for side, run, other in ((sides[0], a, b), (sides[1], b, a)):
@@ -374,15 +383,15 @@ def _with_dequantised_split(
     dequantised: _DequantisedRun,
     job: _EngineJob,
 ) -> RoutingDiff:
-    """The result with what the format costs and what the engine adds."""
+    """The result with the effects of the format and of the engine."""
     dequantised_run, side = dequantised.run, dequantised.side
     original, engine = (b, a) if side == "A" else (a, b)
     with one_thread():
         by_format = compare_runs(original.trace, dequantised_run.trace)
         by_engine = compare_runs(dequantised_run.trace, engine.trace)
     logits = (
-        logits_of(by_format, _prediction_distances(original, dequantised_run, job)),
-        logits_of(by_engine, _prediction_distances(dequantised_run, engine, job)),
+        compared_logits(by_format, _prediction_distances(original, dequantised_run, job)),
+        compared_logits(by_engine, _prediction_distances(dequantised_run, engine, job)),
     )
     format_kl, engine_kl = (None if x is None else x.kl for x in logits)
     split = DequantisedSplit(
@@ -412,11 +421,11 @@ def _with_dequantised_split(
 
 
 LARGEST_ERROR = 0.7
-"""Relative error of a tensor beyond which it is another tensor, not a rounded one."""
+"""Relative error beyond which a tensor is not a rounded copy of the original."""
 STORED_STEPS = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
-"""Largest relative error of a tensor that is stored in a format without being quantised."""
-MOST_PARAMETERS = 4_000_000_000
-"""Largest model that is built anew: it takes 12 bytes per parameter of disk and memory."""
+"""Largest relative error of a tensor that is stored unquantised, by format."""
+MOST_REBUILT_PARAMETERS = 4_000_000_000
+"""Most parameters of a rebuilt model, which takes 12 bytes of disk and memory for each."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -426,8 +435,8 @@ class DequantisedModel(NamedTuple):
     Attributes:
         model: the model, in float32.
         bits: bits per weight of the quantised form; None if unknown.
-        mismatched: tensors that are not those of the original, with their relative error
-            |w' - w| / |w|; it is 1.6 for two exchanged experts of the demo model.
+        mismatched: tensors that are no rounded copies of the original, with their relative error
+            |w' - w| / |w|, for example 1.6 for two exchanged experts of the demo model.
     """
 
     model: nn.Module
@@ -438,7 +447,7 @@ class DequantisedModel(NamedTuple):
 def dequantised_model(
     model: nn.Module, engine: str, quantised: str, python: str | Path | None = None
 ) -> DequantisedModel:
-    """Return a copy of a model with the weights of its quantised form.
+    """Build a copy of a model with the dequantised weights of its quantised form.
 
     Args:
         model: the original, a model of transformers.
@@ -470,12 +479,12 @@ def dequantised_model(
 def _mismatched_tensors(
     folder: Path, arrays: Mapping[str, np.ndarray], unquantised: Mapping[str, str]
 ) -> tuple[tuple[str, float], ...]:
-    """Tensors whose relative error their format does not explain, the largest error first.
+    """Tensors whose relative error their format does not explain, largest error first.
 
     Args:
         folder: the checkpoint of the original.
         arrays: the tensors of the quantised form, in float32.
-        unquantised: format of those that are stored as they are.
+        unquantised: storage format of the tensors that are not quantised.
     """
     errors: dict[str, float] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -490,10 +499,10 @@ def _mismatched_tensors(
 
 
 def _largest_error(name: str, original: Tensor, stored_format: str | None) -> float:
-    """Largest relative error of a tensor that is the same in a quantised file.
+    """Largest relative error that the format of a tensor explains.
 
-    Matrices and selection biases that are stored unquantised are equal up to the rounding of their
-    formats. Vectors of norms are not judged so: converters add what an engine leaves out.
+    Unquantised matrices and selection biases are equal up to the rounding of their formats. Vectors
+    of norms may differ more, because converters add constants that an engine leaves out.
     """
     is_exact = original.ndim >= 2 or "correction_bias" in name
     if stored_format not in STORED_STEPS or not is_exact:
@@ -504,11 +513,11 @@ def _largest_error(name: str, original: Tensor, stored_format: str | None) -> fl
 def can_dequantise(model: nn.Module) -> bool:
     """Whether a model can be saved and is small enough to be rebuilt."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    return count <= MOST_PARAMETERS and hasattr(model, "save_pretrained")
+    return count <= MOST_REBUILT_PARAMETERS and hasattr(model, "save_pretrained")
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint by name."""
+    """Shape of each tensor of a checkpoint, by name."""
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         file_names = json.loads((folder / INDEX).read_bytes())["weight_map"].values()

@@ -1,28 +1,28 @@
-"""Whether the noise between two runs has a shape that rounding does not make.
+"""Patterns in the noise between two runs that rounding does not make.
 
-Rounding acts on every layer, expert, document and position in much the same way. A bug often does
-not. Each test compares one group of tokens with the others by the level log v of their noise
-(`score_noise`), in tokens that flipped in no earlier layer, whose noise a flip would explain:
+Rounding acts on all layers, experts, documents and positions in much the same way; a bug often does
+not. Each test compares a group of tokens with the others by the level log v of their noise
+(`score_noise`), over tokens without an earlier flip, which would explain their noise:
 
-    positions   growth of the level over log2(1 + position), from position 1 to the last, in the
-                first layer that has noise: rotary tables and caches (growing), masks (falling)
+    positions   growth of the level with log2(1 + position), from position 1 to the last, in the
+                first layer with noise: rotary tables and caches (growing), masks (falling)
     document    level of the loudest document over that of the third loudest, in the same layer
-    expert      growth of the level since the layer before, in tokens that chose an expert there:
-                the largest over the third largest, so that a swapped pair stands out as well
+    expert      growth of the level since the layer before, over tokens that chose an expert there:
+                the largest over the third largest, so that an exchanged pair stands out as well
     row         level of one expert's own scores, the largest over the third largest
-    offset      share of the noise that is one number per expert, and its likeness to the
-                selection bias that was recorded
-    layer       relative size over that of the layers beside it
+    offset      share of the noise that is a constant per expert, and its correlation with the
+                recorded selection bias
+    layer       relative size over that of the neighbouring layers
     lag         share of the flips that give a token the experts of its neighbour in A
 
-Sound runs have shapes too, only weaker: expert outputs differ in size, sums grow longer along a
-sequence, flips spread within a document. The limits below are therefore effects and not only
-levels of significance; each was set beyond the largest effect in some hundred sound pairs of six
-families (`benchmarks/attribution.py --calibrate`), and an effect must also be five to six standard
-errors away from zero.
+Sound runs have weaker patterns: expert outputs differ in size, sums grow longer along a sequence,
+flips spread within a document. The limits below are therefore effects and not only levels of
+significance. Each is larger than the largest effect in some hundred sound pairs of six families
+(`benchmarks/attribution.py --calibrate`), and an effect must also be five to six standard errors
+away from zero.
 
-measure_shape    the effects of one layer
-find_patterns    those beyond their limits, the most specific first
+measure_noise_shape   the effects of one layer
+find_noise_patterns   the most specific effect beyond its limit
 """
 
 import math
@@ -35,10 +35,10 @@ from jaxtyping import Bool, Float, Int
 from tieline.analysis.diff_records import Pattern, PatternKind
 from tieline.analysis.score_noise import LayerNoise
 
-SURE = 6.0
-"""Standard errors by which an effect must differ from zero."""
-FEWEST = 20
-"""Tokens of a group without which nothing is said about it."""
+LEAST_STANDARD_ERRORS = 6.0
+"""Least number of standard errors between an effect and zero."""
+FEWEST_TOKENS = 20
+"""Fewest tokens for judging a group."""
 LIMITS = {
     "positions": 3.0,
     "document": 2.5,
@@ -48,50 +48,50 @@ LIMITS = {
     "spike": 3.5,
     "lag": 0.5,
 }
-"""Effects beyond which a shape counts: differences of log v, shares, or ratios of sizes."""
-LIKENESS = 0.8
-"""Correlation from which offsets are those of a recorded bias."""
-DROPPED = 0.1
-"""Least share of the bias that such offsets are: less is the rounding of its largest numbers."""
-SIXTEEN_BITS = 0.025
-"""Relative noise that 16 bits may make: another attention kernel, which begins at position 1."""
+"""Limits of the effects: differences of log v, shares, or ratios of sizes."""
+LEAST_LIKENESS = 0.8
+"""Least correlation of offsets that are a recorded bias."""
+LEAST_BIAS_SHARE = 0.1
+"""Least size of such offsets over the bias: smaller ones are rounding of its largest numbers."""
+SIXTEEN_BIT_NOISE = 0.025
+"""Largest relative noise of 16 bits, by another attention kernel, which grows from position 1."""
 
 
 class Outlier(NamedTuple):
-    """The group that stands out most.
+    """The loudest group.
 
     Attributes:
-        group: which.
-        excess: how much louder it is than the third loudest.
-        error: standard error of that.
+        group: number of the group.
+        excess: its level minus that of the third loudest.
+        error: standard error of the excess.
     """
 
     group: int
     excess: float
     error: float
 
-    def beyond(self, limit: float) -> bool:
-        """Whether the excess is large and sure."""
-        return self.excess >= limit and self.excess >= SURE * self.error
+    def exceeds(self, limit: float) -> bool:
+        """Whether the excess is large and significant."""
+        return self.excess >= limit and self.excess >= LEAST_STANDARD_ERRORS * self.error
 
 
 class NoiseShape(NamedTuple):
-    """Effects of one layer; None where there are too few tokens or groups.
+    """Effects of one layer; None with too few tokens or groups.
 
     Attributes:
         name: name of the layer in A.
-        relative: size of the noise over the spread of the scores; None where it is unknown.
-        tokens: tokens without an earlier flip whose noise is known.
-        rise: growth of the level from the first to the last position, with its error.
+        relative: size of the noise over the spread of the scores; None if unknown.
+        tokens: number of tokens without an earlier flip whose noise is known.
+        rise: growth of the level from the first to the last position, with its standard error.
         document: the loudest document.
         expert: the expert of the layer before whose tokens gained most noise.
         row: the expert whose own scores differ most.
-        offset: share of the noise that is one number per expert.
-        likeness: correlation of these numbers with the recorded selection bias; None without one.
-        lag: shift, share and number of the flips that have the experts of a neighbour in A.
-        beyond: size of the noise over that of a single reference run; None without one.
+        offset: share of the noise that is a constant per expert.
+        likeness: |correlation| of these constants with the recorded selection bias; None without.
+        lag: shift, share and number of the flips with the experts of a neighbour in A.
+        reference_ratio: noise over that of a single reference run; None without one.
         flips: share of the tokens that flip.
-        total: tokens of the layer.
+        total: number of tokens of the layer.
         density: tokens per unit of gap over spread, at a gap of zero; None without scores.
     """
 
@@ -105,42 +105,42 @@ class NoiseShape(NamedTuple):
     offset: float | None = None
     likeness: float | None = None
     lag: tuple[int, float, int] | None = None
-    beyond: float | None = None
+    reference_ratio: float | None = None
     flips: float = 0.0
     total: int = 0
     density: float | None = None
 
 
 class TokenKeys(NamedTuple):
-    """Documents and positions of the compared tokens, in this order."""
+    """Documents and positions of the compared tokens, in order."""
 
     documents: Int[np.ndarray, " tokens"]
     positions: Int[np.ndarray, " tokens"]
 
 
-def measure_shape(
+def measure_noise_shape(
     name: str,
     noise: LayerNoise,
     fresh: Bool[np.ndarray, " tokens"],
     keys: TokenKeys,
-    before: tuple[Float[np.ndarray, " tokens"], Int[np.ndarray, "tokens k"]] | None,
+    layer_before: tuple[Float[np.ndarray, " tokens"], Int[np.ndarray, "tokens k"]] | None,
     bias: Float[np.ndarray, " experts"] | None,
 ) -> NoiseShape:
-    """Measure the effects of one layer, all but the lag.
+    """Measure the effects of one layer, except the lag.
 
     Args:
         name: name of the layer in A.
         noise: differences of the scores.
         fresh: tokens without an earlier flip.
-        keys: documents and positions.
-        before: level of each token in the layer before, and the experts that A chose there.
+        keys: documents and positions of the tokens.
+        layer_before: level of each token in the layer before, and the experts that A chose there.
         bias: selection bias by which the two sides may differ.
     """
     relative = noise.relative(fresh)
     level = noise.level
     rows = np.flatnonzero(fresh & noise.measured)
     shape = NoiseShape(name, relative, len(rows))
-    if not relative or len(rows) < FEWEST:
+    if not relative or len(rows) < FEWEST_TOKENS:
         return shape
     noisy = rows[noise.variance[rows] > (3 * noise.floor) ** 2]
     differences = _CentredDifferences(noise, rows)
@@ -150,7 +150,9 @@ def measure_shape(
     return shape._replace(
         rise=_position_rise(level[noisy], keys.positions[noisy]),
         document=None if outlier is None else outlier._replace(group=int(numbers[outlier.group])),
-        expert=None if before is None else _loudest_expert(level - before[0], rows, before[1]),
+        expert=None
+        if layer_before is None
+        else _loudest_expert(level - layer_before[0], rows, layer_before[1]),
         row=_loudest_row(differences),
         offset=share,
         likeness=None if bias is None else _bias_likeness(means, bias),
@@ -158,7 +160,7 @@ def measure_shape(
 
 
 def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, float] | None:
-    """Least-squares growth over the octaves of positions, the first token left out."""
+    """Least-squares growth over the octaves of positions without the first token, and its error."""
     octave = np.log2(positions + 1).astype(int)
     level, octave = level[octave > 0], octave[octave > 0]
     count = np.bincount(octave)
@@ -175,7 +177,7 @@ def _position_rise(level: np.ndarray, positions: np.ndarray) -> tuple[float, flo
 
 
 def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> Outlier | None:
-    """The expert of the layer before whose tokens gained most, over the third most."""
+    """The expert of the layer before whose tokens gained most noise, over the third most."""
     k, rows = chosen.shape[1], rows[~np.isnan(growth[rows])]
     if len(rows) == 0:
         return None
@@ -185,19 +187,19 @@ def _loudest_expert(growth: np.ndarray, rows: np.ndarray, chosen: np.ndarray) ->
 
 
 def _loudest_group(codes: np.ndarray, values: np.ndarray, groups: int) -> Outlier | None:
-    """The group of the largest mean, over the third largest; None with fewer than four groups."""
+    """The group with the largest mean, over the third largest; None with fewer than four groups."""
     count = np.bincount(codes, minlength=groups)
-    tested = np.flatnonzero(count >= FEWEST)
+    tested = np.flatnonzero(count >= FEWEST_TOKENS)
     if len(tested) < 4:
         return None
     sums, squares = (np.bincount(codes, weights=w, minlength=groups) for w in (values, values**2))
     mean = sums[tested] / count[tested]
     error = np.sqrt(np.maximum(squares[tested] / count[tested] - mean**2, 0.0) / count[tested])
-    return _first_over_third(tested, mean, error)
+    return _loudest_over_third(tested, mean, error)
 
 
-def _first_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) -> Outlier:
-    """The group of the largest level, over the third largest."""
+def _loudest_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) -> Outlier:
+    """The group with the largest level, over the third largest."""
     order = np.argsort(-level)
     first, third = order[0], order[2]
     excess = float(level[first] - level[third])
@@ -205,25 +207,25 @@ def _first_over_third(groups: np.ndarray, level: np.ndarray, error: np.ndarray) 
 
 
 class _CentredDifferences:
-    """Centred differences of some tokens, one after the other, and the expert of each."""
+    """Differences of the scores of some tokens minus each token's mean, with their experts."""
 
     def __init__(self, noise: LayerNoise, rows: np.ndarray) -> None:
         measured, values = noise.common[rows], noise.difference[rows]
         mean = values.sum(1) / np.maximum(measured.sum(1), 1)
         self.values = (values - mean[:, None])[measured]
         self.experts = noise.experts[rows][measured]
-        self.squares = self.values * self.values  # a power would take ten times as long
+        self.squares = self.values * self.values  # ten times as fast as a power
         self.count = np.bincount(self.experts)
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the tokens of each expert."""
+        """Sum of the values of each expert."""
         return np.bincount(self.experts, weights=values)
 
 
 def _loudest_row(differences: _CentredDifferences) -> Outlier | None:
-    """The expert whose own scores have the largest mean square of noise, in logarithms."""
+    """The expert whose scores have the largest log mean square of noise, over the third largest."""
     count = differences.count
-    tested = np.flatnonzero(count >= FEWEST)
+    tested = np.flatnonzero(count >= FEWEST_TOKENS)
     if len(tested) < 4:
         return None
     sums, fourth = (
@@ -232,12 +234,12 @@ def _loudest_row(differences: _CentredDifferences) -> Outlier | None:
     )
     mean = np.maximum(sums[tested] / count[tested], np.finfo(float).tiny)
     spread = np.sqrt(np.maximum(fourth[tested] / count[tested] / mean**2 - 1, 0.0) / count[tested])
-    return _first_over_third(tested, np.log(mean), spread)
+    return _loudest_over_third(tested, np.log(mean), spread)
 
 
 def _expert_offsets(differences: _CentredDifferences) -> tuple[float | None, np.ndarray]:
-    """Share of the noise that is one number per expert, and these numbers (NaN if too rare)."""
-    count, tested = differences.count, differences.count >= FEWEST
+    """Share of the noise that is a constant per expert, and these constants (NaN if too rare)."""
+    count, tested = differences.count, differences.count >= FEWEST_TOKENS
     means = np.where(tested, differences.sums(differences.values) / np.maximum(count, 1), np.nan)
     total = float(differences.squares.sum())
     if total == 0 or tested.sum() < 4:
@@ -248,12 +250,12 @@ def _expert_offsets(differences: _CentredDifferences) -> tuple[float | None, np.
 def _bias_likeness(means: np.ndarray, bias: np.ndarray) -> float | None:
     """|correlation| of the offsets with the bias, over the experts with offsets.
 
-    None where the offsets are a small share of the bias, as those of a rounded bias are.
+    None if the offsets are small compared with the bias, as for a rounded bias.
     """
     chosen = np.flatnonzero(~np.isnan(means[: len(bias)]))
     if len(chosen) < 4 or np.ptp(bias[chosen]) == 0 or np.ptp(means[chosen]) == 0:
         return None
-    if np.std(means[chosen]) < DROPPED * np.std(bias[chosen]):
+    if np.std(means[chosen]) < LEAST_BIAS_SHARE * np.std(bias[chosen]):
         return None
     return abs(float(np.corrcoef(means[chosen], bias[chosen])[0, 1]))
 
@@ -264,24 +266,24 @@ def flip_lag(
     flipped: Bool[np.ndarray, " tokens"],
     keys: TokenKeys,
 ) -> tuple[int, float, int] | None:
-    """Return the lag at which most flips have A's experts of a neighbour: shift, share, number.
+    """The lag at which most flips have the experts of a neighbour in A: shift, share, number.
 
-    None unless twenty flips have a neighbour. The share is what lag one has beyond lag two, which
-    tells how alike neighbours are by themselves.
+    None unless twenty flips have a neighbour. The share at lag two, which sound runs have as well
+    because neighbours are alike, is subtracted.
     """
     rows = np.flatnonzero(flipped)
-    if len(rows) < FEWEST:
+    if len(rows) < FEWEST_TOKENS:
         return None
-    shares = {lag: _equal_share(chosen_a, chosen_b, rows, keys, lag) for lag in (-2, -1, 1, 2)}
+    shares = {lag: _lagged_share(chosen_a, chosen_b, rows, keys, lag) for lag in (-2, -1, 1, 2)}
     lag = max((-1, 1), key=lambda x: shares[x][0])
     share, count = shares[lag]
-    return (lag, share - shares[2 * lag][0], count) if count >= FEWEST else None
+    return (lag, share - shares[2 * lag][0], count) if count >= FEWEST_TOKENS else None
 
 
-def _equal_share(
+def _lagged_share(
     chosen_a: np.ndarray, chosen_b: np.ndarray, rows: np.ndarray, keys: TokenKeys, lag: int
 ) -> tuple[float, int]:
-    """Share of these tokens whose experts in B are those of A `lag` tokens earlier."""
+    """Share of rows whose experts in B are those of A `lag` tokens earlier, and number of rows."""
     other = rows - lag
     inside = (other >= 0) & (other < len(chosen_a))
     rows, other = rows[inside], other[inside]
@@ -294,11 +296,10 @@ def _equal_share(
     return float(equal.all(1).mean()), len(rows)
 
 
-def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
-    """Return the shapes beyond their limits, the most specific first.
+def find_noise_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
+    """The most specific pattern beyond its limit, if there is one.
 
-    What a more specific pattern brings with it is not repeated: a swapped expert is also a layer
-    whose noise begins there.
+    Patterns that it implies are left out: an exchanged expert also makes a noisy layer.
 
     Args:
         shapes: the layers in order of depth.
@@ -317,8 +318,8 @@ def find_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
     return ()
 
 
-def find_known_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
-    """Return the patterns that need no reference: a lag, and offsets like the recorded bias."""
+def find_patterns_without_reference(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
+    """The pattern that needs no reference run: a lag, or offsets like the recorded bias."""
     lags = [x for shape in shapes if (x := _neighbour_lag_pattern(shape))]
     offsets = [
         x for shape in shapes if shape.relative and (x := _expert_offset_pattern(shape, shapes))
@@ -327,7 +328,7 @@ def find_known_patterns(shapes: Sequence[NoiseShape]) -> tuple[Pattern, ...]:
 
 
 def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:
-    """The lag of a layer whose flips mostly have the experts of a neighbour."""
+    """Pattern of a layer whose flips mostly have the experts of a neighbour."""
     limit = LIMITS["lag"]
     if shape.lag is None or shape.lag[1] < limit:
         return None
@@ -336,26 +337,26 @@ def _neighbour_lag_pattern(shape: NoiseShape) -> Pattern | None:
 
 
 def _loud_expert_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
-    """An expert of the layer before, whose tokens gained noise."""
+    """Pattern of an expert of the layer before whose tokens gained noise."""
     index = next(i for i, other in enumerate(shapes) if other.name == shape.name)
     return _outlier_pattern("expert", shapes[index - 1].name, shape.expert)
 
 
 def _outlier_pattern(kind: PatternKind, layer: str, outlier: Outlier | None) -> Pattern | None:
-    """The pattern of one group whose excess is large and sure."""
+    """Pattern of a group whose excess is large and significant."""
     limit = LIMITS[kind]
-    if outlier is None or not outlier.beyond(limit):
+    if outlier is None or not outlier.exceeds(limit):
         return None
     return Pattern(kind, layer, outlier.excess, limit, number=outlier.group)
 
 
 def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> Pattern | None:
-    """Offsets of experts that are the recorded bias, or those of one layer alone."""
+    """Pattern of offsets that are the recorded bias, or that a single layer has."""
     limit = LIMITS["offset"]
     share, likeness = shape.offset or 0.0, shape.likeness or 0.0
-    is_bias = likeness >= LIKENESS and share >= limit / 2
+    is_bias = likeness >= LEAST_LIKENESS and share >= limit / 2
     other_offsets = [other.offset or 0.0 for other in shapes if other.name != shape.name]
-    is_large = (shape.relative or 0.0) >= SIXTEEN_BITS  # a rounded bias shifts scores too
+    is_large = (shape.relative or 0.0) >= SIXTEEN_BIT_NOISE  # a rounded bias shifts scores too
     is_single = share >= limit and max(other_offsets, default=1.0) < limit / 2 and is_large
     if not is_bias and not is_single:
         return None
@@ -369,20 +370,20 @@ def _expert_offset_pattern(shape: NoiseShape, shapes: Sequence[NoiseShape]) -> P
 
 
 def position_pattern(shape: NoiseShape) -> Pattern | None:
-    """Return the growth of a layer's noise along positions, if it is large and sure."""
+    """Pattern of a layer whose noise grows or falls along positions significantly."""
     limit = LIMITS["positions"]
     rise, error = shape.rise or (0.0, 0.0)
-    if abs(rise) < limit or abs(rise) < SURE * error:
+    if abs(rise) < limit or abs(rise) < LEAST_STANDARD_ERRORS * error:
         return None
-    if rise > 0 and (shape.relative or 0.0) < SIXTEEN_BITS:
+    if rise > 0 and (shape.relative or 0.0) < SIXTEEN_BIT_NOISE:
         return None
     return Pattern("positions", shape.name, rise, limit)
 
 
 def _layer_patterns(shapes: Sequence[NoiseShape]) -> list[Pattern]:
-    """Layers that are much louder than those beside them.
+    """Patterns of layers that are much louder than both neighbours.
 
-    A layer that is louder than the one before alone may be the first after what is rounded.
+    A layer louder than the one before only may be the first after a rounded part of the model.
     """
     patterns, limit = [], LIMITS["spike"]
     sizes = [None, *map(_noise_size, shapes), None]
@@ -397,5 +398,5 @@ def _layer_patterns(shapes: Sequence[NoiseShape]) -> list[Pattern]:
 
 
 def _noise_size(shape: NoiseShape) -> float | None:
-    """Relative noise of a layer that has some in enough tokens."""
-    return shape.relative if shape.relative and shape.tokens >= 5 * FEWEST else None
+    """Relative noise of a layer; None if it is zero or has too few tokens."""
+    return shape.relative if shape.relative and shape.tokens >= 5 * FEWEST_TOKENS else None

@@ -1,15 +1,15 @@
-"""Is this mismatch a bug or a tie? Oracles and inputs for tests of routing kernels.
+"""Oracles and inputs for tests of routing kernels: is a mismatch a bug or a tie?
 
-    regret                 r(S) = max_{i ∉ S} z_i - min_{j ∈ S} z_j, the worst pair of a choice
-    compare_choices        which tokens differ, and whether a tie explains it
+    regret                 r(S) = max_{i ∉ S} z_i - min_{j ∈ S} z_j
+    compare_choices        tokens with different choices, and whether ties explain them
     assert_routing_close   the same as an assertion with an explanation
     tie_band               a few roundings of a format at each token's threshold
     tie_free_scores        any two scores of a token at least `gap` apart
     tie_heavy_scores       a share of the tokens with a tie of a given order across the threshold
 
-A set S of k experts is a top-k choice if r(S) <= 0, and one up to a band t if r(S) <= t: no expert
-left out exceeds a chosen one by more than t. Generated scores are exact in their dtype, so rounding
-does not lose what was planted.
+A set S of k experts is a top-k choice if r(S) <= 0, and a top-k choice up to a band t if r(S) <= t:
+no expert left out exceeds a chosen one by more than t. Generated scores are exact in their dtype,
+so rounding preserves the planted ties and gaps.
 """
 
 from dataclasses import dataclass
@@ -48,17 +48,17 @@ def tie_free_scores(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PlantedScores:
-    """Scores of which every two are at least `gap` apart, so that no rounding below gap/2 matters.
+    """Scores at least `gap` apart in each token, so that rounding below gap/2 changes no choice.
 
-    Multiples of `gap` around zero, with random holes between them.
+    They are multiples of `gap` around zero, with random distances.
 
     Args:
         tokens: T.
         experts: E.
-        k: number of experts chosen, for the truth.
+        k: number of chosen experts, for the returned gaps.
         gap: smallest distance, a power of two so that multiples are exact.
-        seed: of the random numbers.
-        dtype: of the scores; refused where it cannot hold them apart.
+        seed: seed of the random numbers.
+        dtype: dtype of the scores; raises if it cannot represent them exactly.
     """
     _check_planted_sizes(tokens, experts, k)
     draw = torch.Generator().manual_seed(seed)
@@ -77,20 +77,20 @@ def tie_heavy_scores(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PlantedScores:
-    """Scores of which a share of the tokens has order + 1 equal ones across the threshold.
+    """Scores with order + 1 equal ones across the threshold in a share of the tokens.
 
-    The others, and all other pairs, are at least `gap` apart. How many of the equal scores are
-    above the threshold is random.
+    All other pairs of scores differ by at least `gap`. The number of equal scores above the
+    threshold is random.
 
     Args:
         tokens: T.
         experts: E.
-        k: number of experts chosen, less than E.
-        share: part of the tokens that tie, rounded to a number of tokens.
-        order: n of a tie of order n: n + 1 equal scores (Def. 4.2).
+        k: number of chosen experts, less than E.
+        share: share of the tokens with a tie, rounded to a number of tokens.
+        order: order n of a tie, n + 1 equal scores (Def. 4.2).
         gap: smallest distance of other pairs, a power of two.
-        seed: of the random numbers.
-        dtype: of the scores.
+        seed: seed of the random numbers.
+        dtype: dtype of the scores.
     """
     _check_planted_sizes(tokens, experts, k)
     require(k < experts, f"a tie across the threshold needs k < experts, got {k=} of {experts}")
@@ -109,7 +109,7 @@ def tie_heavy_scores(
 def _descending_levels(
     tokens: int, experts: int, draw: torch.Generator
 ) -> Float[Tensor, "tokens experts"]:
-    """Descending integers around zero, with holes of up to three between neighbours."""
+    """Descending integers around zero, neighbours one to four apart."""
     steps = torch.randint(1, 5, (tokens, experts), generator=draw, device=draw.device).double()
     levels = -steps.cumsum(dim=1)
     return levels - levels.mean(dim=1, keepdim=True).round()
@@ -122,7 +122,7 @@ def _planted_scores(
     draw: torch.Generator,
     dtype: torch.dtype,
 ) -> PlantedScores:
-    """Levels times the gap, experts shuffled, if the type holds these numbers exactly."""
+    """Levels times the gap with shuffled experts; raises if the dtype is not exact for them."""
     exact = levels * gap
     scores = exact.to(dtype)
     require(
@@ -136,7 +136,7 @@ def _planted_scores(
 
 
 def _check_planted_sizes(tokens: int, experts: int, k: int) -> None:
-    """Refuse sizes for which no scores can be planted."""
+    """Raise unless there is a token and 1 <= k <= experts."""
     require(
         tokens >= 1 and 1 <= k <= experts,
         f"need a token and 1 <= k <= experts, got {tokens=}, {experts=}, {k=}",
@@ -147,19 +147,19 @@ Ids = Int[Tensor, "tokens k"]
 Scores = Float[Tensor, "tokens experts"]
 PerToken = Float[Tensor, " tokens"]
 
-SHOWN = 5
-"""Tokens that a message spells out."""
+MOST_SHOWN = 5
+"""Most tokens that a message lists."""
 
 
 @dataclass(frozen=True)
 class ChoiceComparison:
-    """Where two programs chose other experts.
+    """Tokens for which two programs chose different experts.
 
     Attributes:
         tokens: number of tokens.
-        ties: tokens whose choices differ inside the tie band.
-        wrong: tokens whose choices differ and are not explained by it.
-        reasons: one sentence for each of the wrong ones.
+        ties: tokens whose choices differ within the tie band.
+        wrong: tokens whose choices differ beyond it.
+        reasons: one sentence for each wrong token.
     """
 
     tokens: int
@@ -169,27 +169,27 @@ class ChoiceComparison:
 
     @property
     def explanation(self) -> str:
-        """The differences in one sentence."""
-        differ = len(self.ties) + len(self.wrong)
-        lines = [f"{differ} of {self.tokens} tokens chose other experts: {len(self.ties)} at ties"]
+        """The numbers of differences, and the reasons of the first wrong tokens, as text."""
+        count = len(self.ties) + len(self.wrong)
+        lines = [f"{count} of {self.tokens} tokens chose other experts: {len(self.ties)} at ties"]
         lines[0] += f", {len(self.wrong)} not"
-        lines += self.reasons[:SHOWN]
-        if len(self.reasons) > SHOWN:
-            lines.append(f"... and {len(self.reasons) - SHOWN} more")
+        lines += self.reasons[:MOST_SHOWN]
+        if len(self.reasons) > MOST_SHOWN:
+            lines.append(f"... and {len(self.reasons) - MOST_SHOWN} more")
         return "\n".join(lines)
 
 
 def assert_routing_close(
     ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
 ) -> ChoiceComparison:
-    """Accept other choices only inside the tie band; otherwise an `AssertionError` explains.
+    """Raise an `AssertionError` with reasons if choices differ beyond the tie band.
 
     Args:
         ids_a: experts that one program chose, in any order.
-        ids_b: experts that the other chose.
-        scores: selection scores that both were given, correction bias included; minus infinity for
-            experts that cannot be chosen.
-        tol: width of the band, one number or one per token: `tie_band` gives some roundings.
+        ids_b: experts that the other program chose.
+        scores: selection scores of both, including the correction bias; minus infinity for experts
+            that cannot be chosen.
+        tol: width of the band, one number or one per token, for example `tie_band`.
     """
     comparison = compare_choices(ids_a, ids_b, scores, tol)
     if comparison.wrong:
@@ -200,7 +200,7 @@ def assert_routing_close(
 def compare_choices(
     ids_a: Ids, ids_b: Ids, scores: Scores, tol: float | PerToken
 ) -> ChoiceComparison:
-    """Which tokens chose other experts, and which of these a tie explains; arguments as above."""
+    """Compare two programs' choices; arguments as in `assert_routing_close`."""
     band = torch.as_tensor(tol, dtype=torch.float64, device=scores.device)
     require(bool((band >= 0).all()), f"a tie band is >= 0, got {tol}")
     band = band.expand(len(scores))
@@ -243,19 +243,19 @@ def regret(chosen: Bool[Tensor, "tokens experts"], scores: Scores) -> PerToken:
     z = scores.double()
     best_left_out = z.masked_fill(chosen, -torch.inf).amax(dim=1)
     worst_chosen = z.masked_fill(~chosen, torch.inf).amin(dim=1)
-    # minus infinity on both sides: nothing better was left out
+    # both are minus infinity: no better expert was left out
     return (best_left_out - worst_chosen).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0) -> PerToken:
-    """`roundings` spacings of a format at z_[k], in float64: what its rounding can reverse.
+    """`roundings` spacings of a format at z_[k], in float64: distances that rounding can reverse.
 
-    Two scores that are rounded once each change places only within one spacing; a matrix product
-    that is summed in the format needs more.
+    Two scores rounded once each change places only within one spacing; a matrix product summed in
+    the format needs more.
 
     Args:
         scores: selection scores.
-        k: number of experts chosen.
+        k: number of chosen experts.
         dtype: "fp32" or one of `PRECISIONS`.
         roundings: number of spacings.
     """
@@ -264,18 +264,18 @@ def tie_band(scores: Scores, k: int, dtype: str = "bf16", roundings: float = 2.0
     threshold = kth_largest(scores.double(), k)
     if dtype == "fp32":
         return roundings * float_step(threshold, 23, -126)[:, 0]
-    # with the other scores beside it, for an integer format has the scale of the largest
+    # together with all scores, because an integer format has the scale of the largest
     return roundings * grid_step(torch.cat([threshold, scores.double()], dim=1), dtype)[:, 0]
 
 
 def _ids_as_mask(ids: Ids, scores: Scores) -> Bool[Tensor, "tokens experts"]:
-    """Chosen experts as a mask; ids outside of the range are left to `_invalid_choices`."""
+    """Mask of the chosen experts; ids outside the range are clamped, see `_invalid_choices`."""
     inside = ids.long().clamp(0, scores.shape[1] - 1)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, inside, True)
 
 
 def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
-    """Tokens with an id outside of the range or an expert named twice."""
+    """Mask of tokens with an id outside the range or a repeated expert."""
     outside = ((ids < 0) | (ids >= scores.shape[1])).any(dim=1)
     return outside | (_ids_as_mask(ids, scores).sum(dim=1) < ids.shape[1])
 
@@ -283,7 +283,7 @@ def _invalid_choices(ids: Ids, scores: Scores) -> Bool[Tensor, " tokens"]:
 def _regret_text(
     name: str, chosen: Bool[Tensor, " e"], z: Float[Tensor, " e"], value: Tensor, band: Tensor
 ) -> str:
-    """Say which expert a program should have chosen, and by how much it is better."""
+    """Sentence on the worst chosen expert and the best one left out."""
     inside, outside = _true_indices(chosen), _true_indices(~chosen)
     worst = min(inside, key=lambda e: z[e].item())
     best = max(outside, key=lambda e: z[e].item())
@@ -294,5 +294,5 @@ def _regret_text(
 
 
 def _true_indices(mask: Bool[Tensor, " n"]) -> list[int]:
-    """Indices at which a mask holds."""
+    """Indices of the true elements of a mask."""
     return mask.nonzero().squeeze(1).tolist()

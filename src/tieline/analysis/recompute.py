@@ -1,16 +1,16 @@
-"""Does a second forward pass route as the first one did, and if not, why?
+"""Check whether a repeated forward pass routes like the first, and find the cause if it does not.
 
-Activation checkpointing discards what a forward pass computed and repeats it in the backward pass.
-At a tie the repetition may choose another expert: tensors then have other shapes
-(`CheckpointError`), or gradients silently belong to another function than the loss.
+Activation checkpointing discards activations of a forward pass and recomputes them in the backward
+pass. At a tie the repetition may choose another expert: tensors then have other shapes
+(`CheckpointError`), or the gradients silently belong to another function than the loss.
 
-    way           what is compared with the first pass
+    way           compared with the first pass
     recompute     the repetition by `torch.utils.checkpoint`, in the backward pass
     split         the same rows in several smaller batches
     threads       another number of threads
     compiled      `torch.compile`
 
-A verdict names the cause in the first layer where choices differ; later layers follow from it:
+The verdict is that of the first layer where choices differ; later layers follow from it:
 
     identical                      the same choices and the same output, bit for bit
     exact tie                      other choices, at gaps that are exactly zero
@@ -38,20 +38,20 @@ from tieline.core.text import layer_label
 from tieline.models.router_calls import RouterCall, watch_routing
 
 VERDICTS = ("identical", "differs, but not by routing", "exact tie", "near-tie flip")
-"""From harmless to what crashes: the verdict of several repetitions is the last of theirs."""
+"""Verdicts by severity; the verdict of several repetitions is the most severe."""
 
-SAME, OTHER, TIE, NEAR = VERDICTS
+IDENTICAL, NOT_BY_ROUTING, EXACT_TIE, NEAR_TIE = VERDICTS
 
-ROUNDINGS, MOST = 1024, 0.05
-"""Scores of two runs that differ by up to so many roundings, and at most by this part of the
-largest score of the token, differ by rounding: sums of thousands of terms, over some layers."""
+MOST_ROUNDINGS, MOST_SCORE_SHARE = 1024, 0.05
+"""Largest difference of two runs' scores that counts as rounding, in roundings and as a share of
+the token's largest score: sums of thousands of terms, over some layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecomputeRun:
-    """A forward pass: its output (None if it did not end), the calls of its routers, its rounding.
+    """A forward pass: output (None if it failed), calls of its routers, and relative rounding.
 
-    `error` is what checkpointing said of it.
+    `error` is the message of a `CheckpointError`.
     """
 
     output: Tensor | None
@@ -62,16 +62,16 @@ class RecomputeRun:
 
 @dataclass(frozen=True)
 class Flip:
-    """A token that chose other experts.
+    """A token that chose different experts in the repetition.
 
     Attributes:
         layer: name of the router.
-        token: place of the token among those that the layer routed.
+        token: index of the token among those that the layer routed.
         gap: its gap in the first run.
         moved: largest change of a score of this token between the runs.
-        left: experts that it lost.
-        entered: experts that it got instead.
-        follows: whether an earlier layer differs already, so that this may be its consequence.
+        left: experts chosen in the first run only.
+        entered: experts chosen in the repetition only.
+        follows: whether choices differ in an earlier layer, which may have caused this flip.
     """
 
     layer: str
@@ -88,14 +88,14 @@ class Repetition:
     """One way of running the batch again, against the first run.
 
     Attributes:
-        way: which.
+        way: one of `KINDS`.
         verdict: one of `VERDICTS`.
         explanation: the reason in words.
-        flipped: flips in all layers.
-        flips: the first of them, those of earlier layers and smaller gaps first.
+        flipped: number of flips in all layers.
+        flips: the listed flips, ordered by layer and gap.
         score_change: largest change of a score.
         output_change: largest change of the output over its largest entry; None without an output.
-        error: what `CheckpointError` said, if it was raised.
+        error: message of the `CheckpointError`, if one was raised.
     """
 
     way: str
@@ -110,7 +110,7 @@ class Repetition:
 
 @dataclass(frozen=True, eq=False)
 class _LayerDifference:
-    """One layer in both runs: what flipped, how far scores moved, and how far rounding may."""
+    """One layer in both runs: choices, gaps, changes of scores and their limit for rounding."""
 
     name: str
     before: Bool[Tensor, "tokens experts"]
@@ -121,37 +121,37 @@ class _LayerDifference:
 
     @property
     def flipped(self) -> Int[Tensor, " flips"]:
-        """Tokens with another choice."""
+        """Indices of the tokens whose choices differ."""
         return sets_differ(self.before, self.after).nonzero().squeeze(1)
 
 
-def compare_runs(
+def compare_repetition(
     way: str, first: RecomputeRun, repeated: RecomputeRun, most_flips: int
 ) -> Repetition:
-    """Compare two runs: which tokens flipped, and the cause."""
+    """Compare a repetition with the first run: flips, verdict and explanation."""
     layers = _layer_differences(first, repeated)
     flips = _recompute_flips(layers)
     change = _output_change(first.output, repeated.output)
     moved = max((layer.moved.max().item() for layer in layers if len(layer.moved)), default=0.0)
-    causes = next((layer for layer in layers if len(layer.flipped)), None)
-    if causes is not None:
-        verdict, explanation = _first_layer_cause(causes)
+    first_flipped = next((layer for layer in layers if len(layer.flipped)), None)
+    if first_flipped is not None:
+        verdict, explanation = _cause_in_layer(first_flipped)
     elif moved or change != 0.0 or repeated.error:
         size = (
             "no output" if change is None else f"the output differs by {change:.3g} of its largest"
         )
         explanation = f"the same experts everywhere; scores moved by up to {moved:.3g}, {size}"
-        verdict = OTHER
+        verdict = NOT_BY_ROUTING
     else:
-        verdict, explanation = SAME, "the same experts, scores and output, bit for bit"
+        verdict, explanation = IDENTICAL, "the same experts, scores and output, bit for bit"
     listed_flips = tuple(flips[:most_flips])
     return Repetition(
         way, verdict, explanation, len(flips), listed_flips, moved, change, repeated.error
     )
 
 
-def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
-    """Verdict from the first layer whose choices differ."""
+def _cause_in_layer(layer: _LayerDifference) -> tuple[str, str]:
+    """Verdict and explanation for the first layer whose choices differ."""
     rows = layer.flipped
     gap, moved, limit = layer.gap[rows], layer.moved[rows], layer.limit[rows]
     tied = (gap == 0) & (moved <= limit)
@@ -163,16 +163,16 @@ def _first_layer_cause(layer: _LayerDifference) -> tuple[str, str]:
     size = f"gaps up to {gap.max().item():.3g}, scores moved by up to {moved.max().item():.3g}"
     if unexplained:
         return (
-            OTHER,
+            NOT_BY_ROUTING,
             f"{where}, {unexplained} of them not by rounding ({size}): {_non_rounding_text(layer)}",
         )
     if bool(tied.all()):
-        return TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
-    return NEAR, f"{where}: near-ties ({size}), which rounding decides"
+        return EXACT_TIE, f"{where}, all of them at exact ties, which the top-k breaks as it likes"
+    return NEAR_TIE, f"{where}: near-ties ({size}), which rounding decides"
 
 
 def _non_rounding_text(layer: _LayerDifference) -> str:
-    """Say what other than rounding changed the choices of a layer."""
+    """Cause, other than rounding, of the changed choices of a layer."""
     rows = layer.flipped
     if bool((layer.moved[rows] > layer.limit[rows]).any()):
         return "the scores differ beforehand, as by dropout, jitter, other inputs or a bug"
@@ -180,7 +180,7 @@ def _non_rounding_text(layer: _LayerDifference) -> str:
 
 
 def _layer_differences(first: RecomputeRun, repeated: RecomputeRun) -> list[_LayerDifference]:
-    """Compare the layers that both runs have with equal token counts, in order of depth."""
+    """Compare the layers with equal token counts in both runs, in order of depth."""
     first_calls, repeated_calls = _calls_by_layer(first), _calls_by_layer(repeated)
     differences = []
     for name, calls in first_calls.items():
@@ -199,7 +199,7 @@ def _layer_difference(
     moved = (before[0] - after[0]).abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=1)
     size = before[0].masked_fill(before[0].isinf(), 0.0).abs().amax(dim=1)
     roundoff = max(rounding, *(call.rounding for call in calls))
-    limit = min(ROUNDINGS * roundoff, MOST) * size
+    limit = min(MOST_ROUNDINGS * roundoff, MOST_SCORE_SHARE) * size
     gap = torch.cat([call.trace.gap for call in calls])
     return _LayerDifference(name, before[1], after[1], gap, moved, limit)
 
@@ -207,23 +207,23 @@ def _layer_difference(
 def _scores_and_choices(
     calls: list[RouterCall],
 ) -> tuple[Float[Tensor, "t e"], Bool[Tensor, "t e"]]:
-    """Scores of all experts in float64 and the chosen ones, over all calls of a layer."""
+    """Scores in float64 and masks of the chosen experts, over all calls of a layer."""
     scores, chosen = [], []
     for call in calls:
         trace = call.trace
         assert trace.scores is not None
         ids = trace.experts.long()
-        nothing = torch.full(
+        no_scores = torch.full(
             (len(ids), trace.facts.n_experts), -torch.inf, dtype=torch.float64, device="cpu"
         )
-        scores.append(nothing.scatter(1, ids, trace.scores.double()))
-        nobody = torch.zeros_like(nothing, dtype=torch.bool)
-        chosen.append(nobody.scatter(1, ids[:, : trace.facts.k], True))
+        scores.append(no_scores.scatter(1, ids, trace.scores.double()))
+        no_experts = torch.zeros_like(no_scores, dtype=torch.bool)
+        chosen.append(no_experts.scatter(1, ids[:, : trace.facts.k], True))
     return torch.cat(scores), torch.cat(chosen)
 
 
 def _recompute_flips(layers: list[_LayerDifference]) -> list[Flip]:
-    """Tokens that chose other experts, by layer and gap."""
+    """All flips, ordered by layer and gap."""
     flips: list[Flip] = []
     follows = False
     for layer in layers:
@@ -238,7 +238,7 @@ def _recompute_flips(layers: list[_LayerDifference]) -> list[Flip]:
 
 
 def _experts_in_mask(mask: Bool[Tensor, " experts"]) -> tuple[int, ...]:
-    """Experts at which a mask holds."""
+    """Indices of the true elements of a mask."""
     return tuple(mask.nonzero().squeeze(1).tolist())
 
 
@@ -251,7 +251,7 @@ def _calls_by_layer(run: RecomputeRun) -> dict[str, list[RouterCall]]:
 
 
 def _output_change(first: Tensor | None, repeated: Tensor | None) -> float | None:
-    """Largest change over the largest entry; None where there are no two outputs to compare."""
+    """Largest change over the largest entry; None unless both outputs have the same shape."""
     if first is None or repeated is None or first.shape != repeated.shape:
         return None
     if torch.equal(first, repeated):
@@ -261,15 +261,15 @@ def _output_change(first: Tensor | None, repeated: Tensor | None) -> float | Non
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CallInputs:
     """Arguments of a call, which can be split along the batch axis."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, module: nn.Module, batch: Any) -> "Inputs":
-        """Arguments from a tensor, a mapping or a tuple; ids go to `input_ids`."""
+    def of(cls, module: nn.Module, batch: Any) -> "CallInputs":
+        """Arguments from a tensor, a mapping or a tuple; ids become `input_ids`."""
         if isinstance(batch, Mapping):
             return cls((), {**_no_cache(module), **batch})
         if (
@@ -288,41 +288,41 @@ class Inputs:
                 return len(value)
         raise TielineError("the batch holds no tensor: nothing can be run")
 
-    def pieces(self, count: int) -> list["Inputs"]:
-        """Split the call into `count` smaller ones; arguments without a batch axis are shared."""
+    def pieces(self, count: int) -> list["CallInputs"]:
+        """Split the call into `count` smaller ones, which share arguments without a batch axis."""
         rows = self.rows
         edges = [rows * index // count for index in range(count + 1)]
         spans = itertools.pairwise(edges)
         return [self._cut(slice(start, stop), rows) for start, stop in spans]
 
-    def _cut(self, span: slice, rows: int) -> "Inputs":
+    def _cut(self, span: slice, rows: int) -> "CallInputs":
         """The call on some rows of the batch."""
 
         def cut(value: Any) -> Any:
             has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
             return value[span] if has_rows else value
 
-        return Inputs(
+        return CallInputs(
             tuple(cut(value) for value in self.args),
             {name: cut(value) for name, value in self.kwargs.items()},
         )
 
 
-def plain_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
+def plain_run(module: nn.Module, inputs: CallInputs) -> RecomputeRun:
     """A forward pass without gradients."""
     with torch.no_grad():
         return _observed_run(module, lambda: module(*inputs.args, **inputs.kwargs))
 
 
-def split_run(module: nn.Module, inputs: Inputs, count: int) -> RecomputeRun:
-    """Run the batch in `count` smaller batches, one after the other."""
+def split_run(module: nn.Module, inputs: CallInputs, count: int) -> RecomputeRun:
+    """Run the batch as `count` smaller batches, one after the other."""
     runs = [plain_run(module, piece) for piece in inputs.pieces(count)]
     calls = [call for run in runs for call in run.calls]
     outputs = [run.output for run in runs if run.output is not None]
     return RecomputeRun(torch.cat(outputs), tuple(calls), runs[0].rounding)
 
 
-def other_threads_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
+def other_threads_run(module: nn.Module, inputs: CallInputs) -> RecomputeRun:
     """Run on one thread, or on two if torch uses one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
@@ -332,29 +332,29 @@ def other_threads_run(module: nn.Module, inputs: Inputs) -> RecomputeRun:
         torch.set_num_threads(before)
 
 
-def compiled_run(module: nn.Module, inputs: Inputs, backend: str) -> RecomputeRun:
-    """Run the compiled module."""
-    fast: Any = torch.compile(module, backend=backend)
+def compiled_run(module: nn.Module, inputs: CallInputs, backend: str) -> RecomputeRun:
+    """A forward pass of the compiled module."""
+    compiled: Any = torch.compile(module, backend=backend)
     with torch.no_grad():
-        return _observed_run(module, lambda: fast(*inputs.args, **inputs.kwargs))
+        return _observed_run(module, lambda: compiled(*inputs.args, **inputs.kwargs))
 
 
-def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, RecomputeRun]:
+def checkpointed_runs(module: nn.Module, inputs: CallInputs) -> tuple[RecomputeRun, RecomputeRun]:
     """A pass under checkpointing and its repetition in the backward pass.
 
-    Where nothing needs a gradient nothing is repeated, and a second plain pass stands in for it.
+    If nothing needs a gradient, nothing is repeated, and a second plain pass takes its place.
     """
     outputs: list[Tensor] = []
     errors: list[str] = []
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        """Run the module, and keep its output."""
+        """Run the module and store its output."""
         output = main_tensor(module(*args, **kwargs))
         outputs.append(output.detach())
         return output
 
     def run() -> Tensor:
-        """Run forward and backward under checkpointing; a mismatch is kept as text."""
+        """Run forward and backward under checkpointing; stores the text of a `CheckpointError`."""
         tensors = (*module.parameters(), *inputs.args, *inputs.kwargs.values())
         leaves = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         with torch.enable_grad(), set_checkpoint_early_stop(False):
@@ -379,7 +379,7 @@ def checkpointed_runs(module: nn.Module, inputs: Inputs) -> tuple[RecomputeRun, 
 
 
 def main_tensor(output: Any) -> Tensor:
-    """The logits or hidden states in what a module returned."""
+    """Logits or hidden states in the output of a module."""
     for candidate in (output, getattr(output, "logits", None)):
         if isinstance(candidate, Tensor):
             return candidate
@@ -390,7 +390,7 @@ def main_tensor(output: Any) -> Tensor:
 
 
 def _observed_run(module: nn.Module, run: Callable[[], Any]) -> RecomputeRun:
-    """Run and record the routers; restores the random state."""
+    """Run a callable and record the calls of the module's routers; restores the random state."""
     calls: list[RouterCall] = []
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with (
@@ -414,7 +414,7 @@ def _no_cache(module: nn.Module) -> dict[str, Any]:
 
 
 KINDS = ("recompute", "split", "threads", "compiled")
-DEFAULT = ("recompute", "split", "threads")
+DEFAULT_KINDS = ("recompute", "split", "threads")
 
 
 @dataclass(frozen=True)
@@ -422,8 +422,8 @@ class RecomputeReport:
     """The verdicts of all repetitions of a forward pass.
 
     Attributes:
-        verdict: the worst of all repetitions: a flip before a tie before another output.
-        explanation: that of the repetition, in words.
+        verdict: the most severe verdict of all repetitions.
+        explanation: the explanation of that repetition.
         repetitions: one record per way.
         layers: names of the routers, in order of depth.
         tokens: number of tokens of the batch.
@@ -438,7 +438,7 @@ class RecomputeReport:
     left_out: dict[str, str]
 
     def to_dict(self) -> dict[str, object]:
-        """JSON values."""
+        """The report as JSON values."""
         return to_plain(self)
 
 
@@ -446,29 +446,29 @@ def recompute_check(
     block_or_model: nn.Module,
     batch: Tensor | Mapping[str, Any] | tuple[Any, ...],
     *,
-    kinds: Collection[str] = DEFAULT,
+    kinds: Collection[str] = DEFAULT_KINDS,
     splits: int = 2,
     backend: str = "inductor",
     most_flips: int = 100,
 ) -> RecomputeReport:
-    """Run a forward pass again in several ways and say whether and why its routing differs.
+    """Repeat a forward pass in several ways, and report whether and why its routing differs.
 
-    The module stays in its mode (training or evaluation); its gradients and the random number
-    generators are left as they were, and every run draws the same random numbers.
+    The module stays in its mode (training or evaluation). Its gradients and the random number
+    generators are unchanged, and every run draws the same random numbers.
 
     Args:
-        block_or_model: a block or model with `MoE` layers or transformers routers in it.
-        batch: what it is called with: a tensor (token ids of a transformers model or the input of
-            a block), the named arguments as a mapping, or the arguments as a tuple.
-        kinds: which of `KINDS`; compiling takes its time and must be asked for.
+        block_or_model: a block or model with `MoE` layers or transformers routers.
+        batch: its arguments: a tensor (token ids of a transformers model or the input of a block),
+            a mapping of named arguments, or a tuple of arguments.
+        kinds: the ways, a subset of `KINDS`; "compiled" is slow and not a default.
         splits: number of parts of the batch for "split".
-        backend: of `torch.compile`.
-        most_flips: flips that are listed per repetition; all of them are counted.
+        backend: backend of `torch.compile`.
+        most_flips: most flips listed per repetition; all are counted.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     require(bool(kinds) and not unknown, f"kinds must be some of {KINDS}, got {sorted(kinds)}")
     require(splits >= 2, f"a split has 2 parts or more, got {splits=}")
-    module, inputs = block_or_model, Inputs.of(block_or_model, batch)
+    module, inputs = block_or_model, CallInputs.of(block_or_model, batch)
     rows = inputs.rows
     first = plain_run(module, inputs)
     require(bool(first.calls), "no router ran: nothing can be compared")
@@ -482,10 +482,10 @@ def recompute_check(
     if "split" in kinds and rows < splits:
         left_out["split"] = f"a batch of {rows} rows has no {splits} parts"
     chosen_kinds = [kind for kind in KINDS if kind in kinds and kind not in left_out]
-    repetitions = [compare_runs(kind, *runs[kind](), most_flips) for kind in chosen_kinds]
-    top = max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
+    repetitions = [compare_repetition(kind, *runs[kind](), most_flips) for kind in chosen_kinds]
+    worst = max(repetitions, key=lambda repetition: VERDICTS.index(repetition.verdict))
     layers = tuple(dict.fromkeys(call.trace.name for call in first.calls))
     tokens = sum(call.tokens for call in first.calls if call.trace.name == layers[0])
     return RecomputeReport(
-        top.verdict, top.explanation, tuple(repetitions), layers, tokens, left_out
+        worst.verdict, worst.explanation, tuple(repetitions), layers, tokens, left_out
     )

@@ -1,10 +1,10 @@
-"""Saved files: tell what a name stands for, load it, convert routes of any producer, merge pieces.
+"""Load, convert and merge saved files of routes, traces, summaries and results.
 
 load           a saved trace, summary or result
-source_kind    whether a name stands for a saved result, a trace, a file of routes or a model
-saved_routes   the trace in a folder or in a file of an engine
-convert        routes of any producer in another form
-merge          the pieces of a run: traces token by token, summaries by counts, both exactly
+source_kind    whether a name is that of a saved result, a trace, a file of routes or a model
+load_routes    the trace in a folder or in a file of an engine
+convert        write routes of any producer in another form
+merge          join the pieces of a run: traces by tokens, summaries by counts, both exactly
 """
 
 import os
@@ -34,17 +34,17 @@ from tieline.trace.store import folder_kind, load_summary, load_trace, merge_fol
 from tieline.trace.summary import RoutingSummary
 from tieline.trace.writers import FORMS, export
 
-DROPS = ("warm-up",)
+DROPPABLE = ("warm-up",)
 ROUTE_FIELDS = (b"routed_experts", b"moe_topk_indices", b"top_indices")
-"""Names of fields that tell routes in JSON from a result."""
+"""Names of fields in JSON files of routes, which distinguish them from results."""
 
 
 def source_kind(name: str | Path) -> Literal["result", "trace", "file", "model"]:
-    """What a name stands for.
+    """Kind of source that a name refers to.
 
-    A JSON file that names a format of ours is a saved result, a folder with an index of ours a
-    trace (or summary), another file, or a folder of Megatron's traces, the routes of an engine, and
-    everything else a model.
+    A JSON file of a Tieline format is a saved result, a folder with Tieline's index a trace (or
+    summary), any other file, or a folder of Megatron's traces, a file of routes, and any other name
+    a model.
     """
     path = Path(name)
     if path.is_file() and path.suffix == ".json" and _is_result(path):
@@ -57,13 +57,13 @@ def source_kind(name: str | Path) -> Literal["result", "trace", "file", "model"]
 
 
 def _is_result(path: Path) -> bool:
-    """Whether a JSON file begins as our results do, or holds no routes of anybody."""
+    """Whether a JSON file begins like a result, or without a field of routes."""
     with path.open("rb") as stream:
         head = stream.read(1 << 16)
     return b'"tieline-' in head or not any(field in head for field in ROUTE_FIELDS)
 
 
-def saved_routes(
+def load_routes(
     name: str | Path, n_experts: int | None = None, k: int | None = None
 ) -> RoutingTrace:
     """The trace in a folder of `save_trace` or in a file of an engine.
@@ -71,7 +71,7 @@ def saved_routes(
     Args:
         name: the folder or file.
         n_experts: number of experts, for files that do not state it.
-        k: how many experts of each line of a table were chosen.
+        k: number of chosen experts in each line of a table.
     """
     if source_kind(name) == "file":
         require(Path(name).exists(), f"no such file: {name}", TraceError)
@@ -83,7 +83,7 @@ def saved_routes(
 
 
 def load(path: str | Path) -> RoutingTrace | RoutingSummary | Result:
-    """Read what was saved: the folder of a trace or summary, routes of an engine, or a result.
+    """Load a saved trace or summary from its folder, routes of an engine, or a result.
 
     Args:
         path: a folder of `RoutingTrace.save` or `--save-trace`, a folder of a streaming summary, a
@@ -98,7 +98,7 @@ def load(path: str | Path) -> RoutingTrace | RoutingSummary | Result:
         raise TraceError(f"{path} holds no trace, summary or result (a model is loaded by name)")
     if kind == "trace" and folder_kind(Path(path)) == "summary":
         return load_summary(path)
-    return saved_routes(path)
+    return load_routes(path)
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,15 +106,15 @@ class Converted(Result):
     """Result of writing routes in another form.
 
     Attributes:
-        source: where they were read.
-        producer: the form that they were read in.
-        output: where they were written.
-        form: the form that they were written in.
-        tokens: tokens that were written.
-        documents: their documents.
+        source: file or folder that was read.
+        producer: format of the source.
+        output: file or folder that was written.
+        form: form of the output.
+        tokens: number of tokens written.
+        documents: number of their documents.
         layers: names of the routed layers.
         k: experts per token.
-        said: what the reader found, assumed and left out.
+        said: notes of the reader on what it found, assumed and left out.
         dropped: rows that `drop` left out.
     """
 
@@ -163,10 +163,10 @@ def convert(
         forms=", ".join(FORMS),
     )
     require_setting(
-        settings.drop in (None, *DROPS),
+        settings.drop in (None, *DROPPABLE),
         "{drop}: {given} cannot be dropped; there is {drops}",
         given=f"{settings.drop!r:.40}",
-        drops=", ".join(DROPS),
+        drops=", ".join(DROPPABLE),
     )
     same = os.path.realpath(source) == os.path.realpath(output)
     require(not same, f"{output} is the input: it is not written over")
@@ -197,7 +197,7 @@ def convert(
 
 
 def _without_warm_up(trace: RoutingTrace, name: str) -> RoutingTrace:
-    """The trace without rows of a dummy token and exact ties; documents are numbered from 0."""
+    """The trace without the repeated rows of warm-up; documents are renumbered from 0."""
     repeated = repeated_rows(routes_of_trace(trace, name))
     require(not repeated.all(), f"{name}: every row is warm-up: nothing would be left", TraceError)
     if not repeated.any():
@@ -222,10 +222,10 @@ class Merged(Result):
 
     Attributes:
         kind: "trace" or "summary".
-        folders: the folders that were merged.
-        output: the folder that was made.
-        tokens: its tokens.
-        sampled: tokens that are kept one by one: all of a trace, a sample of a summary.
+        folders: the merged folders.
+        output: the folder that was written.
+        tokens: number of its tokens.
+        sampled: number of tokens stored one by one: all of a trace, a sample of a summary.
         layers: names of its layers.
     """
 

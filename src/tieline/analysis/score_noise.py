@@ -1,16 +1,16 @@
-r"""How far the scores of two runs are apart, token by token, and whether flips follow from it.
+r"""Differences of the scores of two runs, and p-values of flips under this noise.
 
-For the experts e that both sides kept of a token t,
+For the experts e whose scores both sides recorded at a token t,
 
     Δ_te = z_B(t, e) - z_A(t, e),      v_t = Σ_e (Δ_te - Δ̄_t)² / (n_t - 1),
 
-with Δ̄_t the mean over the n_t experts: what all scores of a token have in common changes no choice,
-and where probabilities are recorded it is not even known. The level of a token is log v_t, in
-natural units. Noise below a few steps of float32 is rounding and counts as no noise.
+with Δ̄_t the mean over the n_t experts: a constant added to all scores of a token changes no choice,
+and recorded probabilities do not determine it. The level of a token is log v_t, a natural
+logarithm. Noise below a few steps of float32 is rounding and counts as zero.
 
 The size of a layer's noise is relative to the spread of its scores: the median standard deviation
-of a token's kept scores, over what the first C of E independent normal scores would have, so that
-traces with few and with many kept ranks are comparable.
+of a token's recorded scores, divided by that of the first C of E independent normal scores, so that
+traces with few and with many recorded ranks are comparable.
 
 `flip_test` gives every first flip a p-value. A token flips in a layer if its sets of chosen experts
 differ: S_A ≠ S_B. Its margin on side A is the distance of the scores of A that must have changed
@@ -18,61 +18,61 @@ places,
 
     margin_A = max_{i in S_A \ S_B} z_i - min_{j in S_B \ S_A} z_j >= z_[k] - z_[k+1],
 
-on side B likewise, and its margin M is the larger of the two. An expert j whose score A did not
-keep lies below the last one kept, which bounds the margin from below. Where routing is limited to
-groups, the gap of the layer (including that between groups) takes the place of the margin.
+and the same on side B. Its margin M is the larger of the two. If A did not record the score of an
+expert j, that score is at most the last recorded one, which bounds the margin from below. For
+routing within groups, the gap of the layer (including that between groups) replaces the margin.
 
-Noise differs from token to token, so a margin is measured by the noise of its own token: by the
-deviation s of Δ over the other experts that both sides kept, those that changed places left out.
-A few experts estimate it badly; s² is therefore pulled towards the layer's median v₀, as if that
-had been seen ν₀ times (the moderated variance of Smyth, 2004):
+Noise differs from token to token, so a margin is divided by the noise of its own token: the
+standard deviation s of Δ over the other common experts, without those that changed places. A few
+experts estimate it badly; s² is therefore shrunk towards the layer's median v₀, which counts as
+much as ν₀ observations (the moderated variance of Smyth, 2004):
 
     s² = (ν₀ v₀ + Σ_e (Δ_e - Δ̄)²) / (ν₀ + n - 1),    trigamma(ν₀/2) = Var log v - trigamma((n-1)/2)
 
-but never below what the token's own experts say, for a few tokens may be far noisier than the rest.
-Only where most tokens have no noise at all, and none has flipped before, is a noisy token itself
-what is to be explained: s is then at most 64 times the rounding of the scores.
+but s is at least the deviation of the token's own experts, because a few tokens may be far noisier
+than the rest. If most tokens have no noise at all and none has flipped before, a noisy token itself
+needs an explanation: s is then at most 64 times the rounding of the scores.
 
 Under noise, R = M/s is at most |Δ_i - Δ_j|/s of the pair that changed places. The law of the latter
-is taken from the layer itself: from pairs of experts on one side of the threshold of which neither
-changed places, so that no flip selects them. Its tail beyond the last 2 % is a power law with
-Hill's exponent. So heavy tails are part of the reference, not of the evidence. Flips select large
+is estimated from the same layer: from pairs of experts on one side of the threshold that did not
+change places, so that no flip selects them. Its tail beyond the last 2 % is a power law with Hill's
+exponent, so that heavy tails are part of the reference and not of the evidence. Flips select large
 noise: a pair changes places if its noise exceeds its distance, and the number of pairs within a
-distance grows with it at most as its square (few experts: linearly). So the reference is weighted
-by R² before p is read from it.
+distance grows at most as its square (with few experts linearly). The reference is therefore
+weighted by R² before p is computed.
 
-A p-value is given to *first* flips only: a token that flipped in an earlier layer carries another
-residual stream, and its later flips are consequences. Over all first flips of all layers the false
-discovery rate is held below 1/200 (Benjamini and Hochberg, 1995), so that two hundred sound runs
-give about one unexplained flip.
+Only *first* flips have a p-value: a token that flipped in an earlier layer has a different residual
+stream, and its later flips are consequences. The false discovery rate over all first flips of all
+layers is controlled below 1/200 (Benjamini and Hochberg, 1995), so that two hundred sound runs give
+about one unexplained flip.
 
-Where a log holds expert ids and weights but no scores, `weight_evidence` judges flips by combine
+If a log has expert ids and weights but no scores, `weight_evidence` tests flips by the combine
 weights. A softmax router without a selection bias ranks by its logits z, and log w_e = z_e + const
-of the token: among the chosen experts, differences of log-weights are those of scores. Let i be the
-expert of the largest weight that leaves (S_A \ S_B), j the one of the largest weight that enters,
+for each token: differences of log-weights of chosen experts are differences of scores. Let i be the
+leaving expert (in S_A \ S_B) and j the entering expert with the largest weight,
 
-    d_A = log w_A(i) - min_{S_A} log w_A     distance of the leaver from the last place of A
-    d_B = log w_B(j) - min_{S_B} log w_B     distance of the enterer from the last place of B
-    s   = log w_B(j) - log w_A(i)            less the mean difference over the common experts
+    d_A = log w_A(i) - min_{S_A} log w_A     distance of the leaver from the last rank of A
+    d_B = log w_B(j) - min_{S_B} log w_B     distance of the enterer from the last rank of B
+    s   = log w_B(j) - log w_A(i)            minus the mean difference over the common experts
 
 If both sides choose the largest scores, and those of B are those of A plus noise Δ, then
-d_A + d_B <= Δ_j - Δ_i and Δ_i <= s <= Δ_j. So M = max(d_A + d_B, |s|) is no larger than noise of
-the pair, whose law is that of the last two ranks of tokens that do not flip. The few chosen experts
-of a token do not tell its own noise, so that all tokens share one law. A selection bias or another
-function than softmax makes weights no measure of the choice: leavers then stand anywhere among the
-chosen. So weights clear flips, if leavers and enterers stand in the last place more often than
-chance (1 in k) explains; they accuse none.
+d_A + d_B <= Δ_j - Δ_i and Δ_i <= s <= Δ_j. M = max(d_A + d_B, |s|) is therefore at most the noise
+of the pair, whose law is that of the last two ranks of tokens that do not flip. The few chosen
+experts of a token do not determine its own noise, so all tokens share one law. With a selection
+bias or a function other than softmax, weights do not rank the choice, and leavers have any rank
+among the chosen. Weights therefore clear flips if leavers and enterers have the last rank more
+often than chance (1 in k) explains, and never accuse.
 
 A token swaps if one expert i leaves its set and one expert j enters: margin_A = z_A(i) - z_A(j) > 0
 and margin_B = z_B(j) - z_B(i) > 0. U = margin_A / D, D = margin_A + margin_B, is uniform and
-independent of D where the signed margin in A has a constant density over |s| <= |n|, given the
-noise n = D of that pair: s is then uniform in (0, n). Neither independence between experts nor
-light tails are needed. Only D below the 20 % quantile of the gap is looked at, where densities are
-constant. Scores on a grid have ties, margin_B = 0, and no test. U says whether choices follow
-scores; a fault that acts as noise has a uniform U too (`swap_uniformity`). The expected number of
-swaps is T f(0) E[(-n)₊] to first order, f the density of the gap and n the noise of z_[k] - z_[k+1]
-in tokens of small gap (`expected_swaps`). Where it exceeds a tenth of the tokens, other pairs
-change places as well, and it is not used.
+independent of D if the signed margin s in A has a constant density over |s| <= |n|, given the noise
+n = D of that pair: s is then uniform in (0, n). Neither independence between experts nor light
+tails are needed. Only D below the 20 % quantile of the gap is used, where densities are constant.
+Scores on a grid have ties, margin_B = 0, and no test. U tests whether choices follow scores; a
+fault that acts as noise has a uniform U too (`swap_uniformity`). The expected number of swaps is
+T f(0) E[(-n)₊] to first order, f the density of the gap and n the noise of z_[k] - z_[k+1] in
+tokens of small gap (`expected_swaps`). If it exceeds a tenth of the tokens, other pairs change
+places as well, and it is not used.
 """
 
 import math
@@ -90,25 +90,25 @@ from tieline.core.numerics import float_step
 from tieline.measure.noise_flips import logit_view
 from tieline.trace.record import LayerTrace
 
-FLOOR = 4.0
-"""Steps of float32 below which a difference of scores counts as rounding."""
-QUIET = 0.95
-"""Share of the tokens without noise from which on a layer is silent."""
+FLOOR_STEPS = 4.0
+"""Steps of float32 below which a difference of scores is rounding."""
+SILENT_SHARE = 0.95
+"""Least share of tokens without noise in a silent layer."""
 FEWEST_COMMON = 3
-"""Experts that both sides must have kept of a token before its noise is known."""
+"""Fewest common experts of a token whose noise is known."""
 
 
 class LayerNoise(NamedTuple):
     """Differences of the scores of one layer.
 
     Attributes:
-        difference: Δ for the experts that A kept, in its order; zero where B did not keep one.
-        common: which of them both sides kept.
-        experts: the experts that A kept.
-        variance: v of each token; NaN where fewer than three experts are common.
+        difference: Δ for the experts that A recorded, in its order; zero if B did not record one.
+        common: mask of the experts that both sides recorded.
+        experts: the experts that A recorded.
+        variance: v of each token; NaN with fewer than three common experts.
         level: log(v + floor²).
-        floor: what counts as rounding, in units of score.
-        spread: standard deviation of the scores of a token over all experts, its median.
+        floor: largest difference that counts as rounding, in units of score.
+        spread: standard deviation of the scores of a token over all experts, median over tokens.
     """
 
     difference: Float[np.ndarray, "tokens ranks"]
@@ -121,7 +121,7 @@ class LayerNoise(NamedTuple):
 
     @property
     def measured(self) -> Bool[np.ndarray, " tokens"]:
-        """Tokens whose noise is known."""
+        """Mask of the tokens whose noise is known."""
         return ~np.isnan(self.variance)
 
     @property
@@ -129,10 +129,10 @@ class LayerNoise(NamedTuple):
         """Whether nearly all tokens have no noise."""
         levels = self.level[self.measured]
         limit = 2 * math.log(2 * self.floor)
-        return len(levels) > 0 and bool(np.quantile(levels, QUIET) <= limit)
+        return len(levels) > 0 and bool(np.quantile(levels, SILENT_SHARE) <= limit)
 
     def size(self, tokens: Bool[np.ndarray, " tokens"]) -> float | None:
-        """Median noise √v of these tokens, zero where it is rounding; None if none is known."""
+        """Median noise √v of these tokens, zero if it is rounding; None if no token's is known."""
         levels = self.level[tokens & self.measured]
         if len(levels) == 0:
             return None
@@ -140,13 +140,13 @@ class LayerNoise(NamedTuple):
         return 0.0 if size <= 2 * self.floor else size
 
     def relative(self, tokens: Bool[np.ndarray, " tokens"]) -> float | None:
-        """The size over the spread of the scores; None where all scores are alike."""
+        """The size over the spread of the scores; None if all scores are equal."""
         size = self.size(tokens)
         return None if size is None or self.spread <= self.floor else size / self.spread
 
 
-def comparable(a: LayerTrace, b: LayerTrace) -> str:
-    """Return "ok", or why the scores of a layer cannot be compared."""
+def comparison_status(a: LayerTrace, b: LayerTrace) -> str:
+    """Return "ok", or the reason why the scores of a layer cannot be compared."""
     sides = (("A", a), ("B", b))
     for side, layer in sides:
         if layer.scores is None:
@@ -162,18 +162,18 @@ def comparable(a: LayerTrace, b: LayerTrace) -> str:
 
 
 def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
-    """Return the differences of the scores of a layer that both sides recorded with scores.
+    """Differences of the scores of a layer.
 
     Args:
         a: the layer in A.
         b: the same tokens in B, experts numbered as in A.
     """
-    of_a, of_b = (scores.double() for scores in plain_scores(a, b))
-    matched = torch.full_like(of_a, torch.nan)
-    for rank in range(of_b.shape[1]):  # a few ranks: faster than a table of all pairs
+    scores_a, scores_b = (scores.double() for scores in comparable_scores(a, b))
+    matched = torch.full_like(scores_a, torch.nan)
+    for rank in range(scores_b.shape[1]):  # faster than a table of all pairs for a few ranks
         same = a.experts == b.experts[:, rank, None]
-        matched = torch.where(same, of_b[:, rank, None], matched)
-    difference = matched - of_a
+        matched = torch.where(same, scores_b[:, rank, None], matched)
+    difference = matched - scores_a
     is_common = difference.isfinite()
     difference = difference.masked_fill_(~is_common, 0.0)
     count = is_common.sum(1)
@@ -181,7 +181,7 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
     centred = torch.where(is_common, difference - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - 1).clamp(min=1)
     variance[count < FEWEST_COMMON] = torch.nan
-    floor = FLOOR * max(_rounding_step(a), _rounding_step(b))
+    floor = FLOOR_STEPS * max(_rounding_step(a), _rounding_step(b))
     level = (variance + floor**2).log()
     return LayerNoise(
         difference.numpy(),
@@ -190,15 +190,15 @@ def layer_noise(a: LayerTrace, b: LayerTrace) -> LayerNoise:
         variance.numpy(),
         level.numpy(),
         floor,
-        _score_spread(a, of_a),
+        _score_spread(a, scores_a),
     )
 
 
-def plain_scores(a: LayerTrace, b: LayerTrace) -> tuple[Tensor, Tensor]:
-    """Return the scores of both sides in the units where noise of the logits is simplest.
+def comparable_scores(a: LayerTrace, b: LayerTrace) -> tuple[Tensor, Tensor]:
+    """Scores of both sides in the same units, logits if possible.
 
-    Probabilities without a correction bias become logits again: noise of a probability grows with
-    it. With a bias the selection scores stay what they are.
+    Probabilities without a correction bias are converted to logits, because the noise of a
+    probability grows with it. Selection scores with a bias are not converted.
     """
     assert a.scores is not None
     assert b.scores is not None
@@ -226,11 +226,13 @@ def _score_spread(layer: LayerTrace, scores: Tensor) -> float:
     if len(deviation) == 0:
         return 0.0
     reachable = facts.n_experts * facts.k_groups // facts.n_groups
-    return deviation.median().item() / top_deviation(reachable, min(scores.shape[1], reachable))
+    return deviation.median().item() / top_score_deviation(
+        reachable, min(scores.shape[1], reachable)
+    )
 
 
-SMALL_GAPS = 0.05
-"""Share of the tokens whose gaps give the density at zero."""
+DENSITY_QUANTILE = 0.05
+"""Quantile of the gap that estimates the density at zero."""
 
 
 def gap_density(layer: LayerTrace, spread: float) -> float | None:
@@ -243,12 +245,12 @@ def gap_density(layer: LayerTrace, spread: float) -> float | None:
     gaps = layer.gap.double()
     if len(gaps) < FEWEST_PAIRS or spread <= 0:
         return None
-    quantile = float(gaps.quantile(SMALL_GAPS))
-    return len(gaps) * SMALL_GAPS * spread / quantile if quantile > 0 else None
+    quantile = float(gaps.quantile(DENSITY_QUANTILE))
+    return len(gaps) * DENSITY_QUANTILE * spread / quantile if quantile > 0 else None
 
 
 @lru_cache(maxsize=64)
-def top_deviation(experts: int, ranks: int) -> float:
+def top_score_deviation(experts: int, ranks: int) -> float:
     """Standard deviation of the expected first ranks of `experts` independent N(0, 1) scores."""
     if ranks < 2:
         return 1.0
@@ -258,22 +260,22 @@ def top_deviation(experts: int, ranks: int) -> float:
 
 
 FALSE_DISCOVERIES = 0.005
-"""Share of the flips called unexplained that may be honest ones."""
-TAIL = 0.02
-"""Share of the reference pairs whose law is a power law."""
+"""False discovery rate of unexplained flips."""
+TAIL_SHARE = 0.02
+"""Share of the reference pairs in the tail, which is a power law."""
 FEWEST_PAIRS = 100
-"""Pairs of unflipped tokens without which a layer has no reference."""
-LEAST_SHARE = 2 / 3
-"""Share of a token's other experts that both sides must have kept: those that noise moved out of
-the kept ranks are missing, and the rest alone would seem too quiet."""
-SILENT = 64.0
-"""Most noise, over rounding, that a token is granted in a layer where most have none at all."""
-EXPONENTS = (1.0, 6.0)
+"""Fewest pairs of unflipped tokens for a reference."""
+LEAST_COMMON_SHARE = 2 / 3
+"""Least share of a token's other experts that both sides recorded: experts that noise moved out of
+the recorded ranks are missing, and the rest alone would seem too quiet."""
+MOST_SILENT_NOISE = 64.0
+"""Largest noise s of a token, over rounding, in a silent layer."""
+TAIL_EXPONENTS = (1.0, 6.0)
 """Limits of the exponent of the tail."""
-CROSSING = 2.0
-"""Noise of size R makes pairs change places ∝ R² times: as many stand within R of each other, and
-each is crossed as often as R is large."""
-PRIOR = (1.0, 64.0)
+SIZE_BIAS = 2.0
+"""Exponent by which flips select noise: the number of pairs that noise of size R exchanges is
+proportional to R², because the number of pairs within R and the chance of each grow with R."""
+PRIOR_FREEDOM = (1.0, 64.0)
 """Limits of ν₀."""
 
 
@@ -281,11 +283,11 @@ class FlipTest(NamedTuple):
     """First flips of a layer with their p-values.
 
     Attributes:
-        tokens: places of the first flips.
+        tokens: indices of the first flips.
         margins: margin of each, in units of score.
-        noise: deviation of the scores of its own token.
-        p: probability that noise of that token crosses such a margin; 1 where it cannot be told.
-        tested: how many of them have a p-value.
+        noise: s of its own token.
+        p: probability that noise of that token crosses such a margin; 1 if it cannot be estimated.
+        tested: number of flips with an estimated p-value.
     """
 
     tokens: Int[np.ndarray, " flips"]
@@ -319,10 +321,10 @@ def flip_test(
     moved[rows] = (first[None, :] != in_b).numpy()
     scale, count = _token_noise(noise, rows, moved[rows], prior)
     n_unmoved = (~moved[rows]).sum(1)
-    testable, freedom = count >= np.maximum(2, LEAST_SHARE * n_unmoved), count - 1
+    testable, freedom = count >= np.maximum(2, LEAST_COMMON_SHARE * n_unmoved), count - 1
     if fresh.all() and noise.is_silent:
-        scale, testable = np.minimum(scale, SILENT * noise.floor), np.ones_like(testable)
-        freedom = np.full_like(freedom, EXPONENTS[1])
+        scale, testable = np.minimum(scale, MOST_SILENT_NOISE * noise.floor), np.ones_like(testable)
+        freedom = np.full_like(freedom, TAIL_EXPONENTS[1])
     reference = _reference_ratios(noise, fresh, moved, a.facts.k, prior)
     testable &= len(reference) >= FEWEST_PAIRS
     ratio = margins / np.maximum(scale, noise.floor)
@@ -331,8 +333,8 @@ def flip_test(
     return FlipTest(rows, margins, scale, p, int(testable.sum()))
 
 
-def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray, " tests"]:
-    """Return the tests that Benjamini and Hochberg's rule rejects at this false discovery rate."""
+def rejected_tests(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray, " tests"]:
+    """Mask of tests rejected by Benjamini and Hochberg's rule at this false discovery rate."""
     order = np.argsort(p)
     allowed = rate * np.arange(1, len(p) + 1) / max(len(p), 1)
     below = np.flatnonzero(p[order] <= allowed)
@@ -345,19 +347,20 @@ def discoveries(p: Float[np.ndarray, " tests"], rate: float) -> Bool[np.ndarray,
 def flip_margins(
     a: LayerTrace, b: LayerTrace, rows: Int[Tensor, " flips"]
 ) -> Float[Tensor, " flips"]:
-    """Margin of these tokens, all of which must have flipped, in float64."""
+    """Margin M of these tokens, all of which must have flipped, in float64."""
     if a.facts.n_groups > 1:
         return torch.maximum(a.gap[rows], b.gap[rows])
-    of_a, of_b = (scores[rows].double() for scores in plain_scores(a, b))
+    scores_a, scores_b = (scores[rows].double() for scores in comparable_scores(a, b))
     in_a, in_b = a.experts[rows], b.experts[rows]
     k = a.facts.k
     return torch.maximum(
-        _margin_on_side(of_a, in_a, in_b[:, :k], k), _margin_on_side(of_b, in_b, in_a[:, :k], k)
+        _margin_on_side(scores_a, in_a, in_b[:, :k], k),
+        _margin_on_side(scores_b, in_b, in_a[:, :k], k),
     )
 
 
 def _margin_on_side(scores: Tensor, experts: Tensor, other: Tensor, k: int) -> Tensor:
-    """Distance, in the scores of one side, of the experts that changed places."""
+    """Distance of the experts that changed places, by the scores of one side."""
     chosen = experts[:, :k]
     leaving = ~(chosen[:, :, None] == other[:, None, :]).any(2)
     entering = ~(other[:, :, None] == chosen[:, None, :]).any(2)
@@ -372,12 +375,12 @@ def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float
     """(ν₀, v₀) of a layer, from the spread of log v over these tokens."""
     variance = noise.variance[tokens] + noise.floor**2
     if len(variance) < FEWEST_PAIRS:
-        return PRIOR[0], float(np.median(variance)) if len(variance) else noise.floor**2
+        return PRIOR_FREEDOM[0], float(np.median(variance)) if len(variance) else noise.floor**2
     logs = np.log(variance)
     low, middle, high = np.quantile(logs, [0.25, 0.5, 0.75])
     freedom = max(float(np.median(noise.common[tokens].sum(1))) - 1, 1.0)
     excess = ((high - low) / 1.349) ** 2 - float(special.polygamma(1, freedom / 2))
-    grid = np.geomspace(*PRIOR, 64)
+    grid = np.geomspace(*PRIOR_FREEDOM, 64)
     curve = special.polygamma(1, grid / 2)  # falling
     return float(np.interp(-excess, -curve, grid)), float(np.exp(middle))
 
@@ -385,7 +388,7 @@ def _variance_prior(noise: LayerNoise, tokens: np.ndarray) -> tuple[float, float
 def _token_noise(
     noise: LayerNoise, rows: np.ndarray, left_out: np.ndarray, prior: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """S of each of these tokens without some of its experts, and how many are left."""
+    """The deviation s of each token over its other experts, and the number of these."""
     counted = noise.common[rows] & ~left_out
     count = counted.sum(1)
     values = np.where(counted, noise.difference[rows], 0.0)
@@ -399,7 +402,7 @@ def _token_noise(
 def _reference_ratios(
     noise: LayerNoise, fresh: np.ndarray, moved: np.ndarray, k: int, prior: tuple[float, float]
 ) -> np.ndarray:
-    """|Δ_i - Δ_j| / s, ascending, of two ranks beside the threshold that did not change places."""
+    """|Δ_i - Δ_j| / s of two ranks next to the threshold that did not change places, ascending."""
     ranks = noise.common.shape[1]
     pair = slice(k, k + 2) if k + 1 < ranks else slice(k - 2, k)
     if pair.start < 0:
@@ -416,43 +419,43 @@ def _reference_ratios(
 def size_biased_tail(reference: np.ndarray, ratio: np.ndarray, freedom: np.ndarray) -> np.ndarray:
     """P(R >= ratio) for the ratios R of pairs that change places: Σ_{R >= ratio} R² / Σ R².
 
-    Counted, and beyond the last 2 % by Hill's power law R^-α, whose weighted tail falls as
-    R^-(α - 2); where α <= 2, it does not fall. The exponent is at most the degrees of freedom of s:
-    few experts may agree by chance.
+    The sum is over the reference, and in its last 2 % over Hill's power law R^-α, whose weighted
+    tail falls as R^-(α - 2), or not at all if α <= 2. The exponent is at most the degrees of
+    freedom of s, because few experts may agree by chance.
     """
     count = len(reference)
     if count < FEWEST_PAIRS:
         return np.ones_like(ratio)
-    top = max(int(TAIL * count), 10)
-    start = max(reference[-top - 1], 1.0)  # what is within one deviation is no tail
+    top = max(int(TAIL_SHARE * count), 10)
+    start = max(reference[-top - 1], 1.0)  # the tail starts beyond one deviation
     exceeded = np.log(np.maximum(reference[-top:], start) / start)
-    exponent = np.clip(1 / max(exceeded.mean(), 1e-9), *EXPONENTS)
-    exponent = np.minimum(exponent, np.maximum(freedom, EXPONENTS[0]))
+    exponent = np.clip(1 / max(exceeded.mean(), 1e-9), *TAIL_EXPONENTS)
+    exponent = np.minimum(exponent, np.maximum(freedom, TAIL_EXPONENTS[0]))
     weight = np.append(np.cumsum(reference[::-1] ** 2)[::-1], 0.0)
     counted = weight[np.searchsorted(reference, ratio)] / max(weight[0], np.finfo(float).tiny)
     share = max(weight[-top - 1], top * start**2) / max(weight[0], top * start**2)
-    fall = np.maximum(exponent - CROSSING, 0.0)
+    fall = np.maximum(exponent - SIZE_BIAS, 0.0)
     modelled = share * (np.maximum(ratio, start) / start) ** -fall
     return np.where(ratio > start, np.maximum(modelled, counted), np.maximum(counted, share))
 
 
 FEWEST_CHOSEN = 3
-"""Least k for which the noise of a token is known."""
+"""Least k for an estimate of the noise of a token."""
 MOST_NOISE = 0.1
-"""Noise over the spread of the scores beyond which any expert may leave the choice."""
-CHANCE = 0.005
-"""Chance with which leavers of any rank stand in the last place as often as they do."""
+"""Noise over the spread of the scores beyond which an expert of any rank may leave."""
+MOST_CHANCE = 0.005
+"""Largest p-value of the number of movers at the last rank, if each rank were equally likely."""
 
 
 class WeightEvidence(NamedTuple):
-    """First flips of a layer beside the noise of its log-weights.
+    """First flips of a layer and the noise of its log-weights.
 
     Attributes:
         noise: differences of the log-weights of the chosen experts.
         test: p-values of the first flips.
-        last: leavers of A and enterers of B that stand in the last place.
-        movers: leavers and enterers of first flips, one of each per token.
-        is_near: whether they stand in the last place more often than chance explains.
+        last: number of leavers of A and enterers of B at the last rank.
+        movers: number of leavers and enterers of first flips, one of each per token.
+        is_near: whether more of them have the last rank than chance explains.
     """
 
     noise: LayerNoise
@@ -468,7 +471,7 @@ def weight_evidence(
     flipped: Bool[np.ndarray, " tokens"],
     fresh: Bool[np.ndarray, " tokens"],
 ) -> WeightEvidence | None:
-    """Judge first flips by combine weights; None where they say nothing of the choice.
+    """Test first flips by combine weights; None if these are no evidence.
 
     Args:
         a: the layer in A.
@@ -487,16 +490,16 @@ def weight_evidence(
     if (len(rows) and len(reference) < FEWEST_PAIRS) or (noise.relative(fresh) or 0.0) > MOST_NOISE:
         return None
     scale = max(noise.size(fresh) or 0.0, noise.floor)
-    steepest = np.full(len(rows), EXPONENTS[1])
+    steepest = np.full(len(rows), TAIL_EXPONENTS[1])
     p = size_biased_tail(reference / scale, distances.margins / scale, steepest)
     test = FlipTest(rows, distances.margins, np.full(len(rows), scale), p, len(rows))
-    k, last = a.facts.k, int((distances.of_a == 0).sum() + (distances.of_b == 0).sum())
-    is_chance = len(rows) > 0 and stats.binom.sf(last - 1, 2 * len(rows), 1 / k) > CHANCE
+    k, last = a.facts.k, int((distances.to_last_a == 0).sum() + (distances.to_last_b == 0).sum())
+    is_chance = len(rows) > 0 and stats.binom.sf(last - 1, 2 * len(rows), 1 / k) > MOST_CHANCE
     return WeightEvidence(noise, test, last, 2 * len(rows), not is_chance)
 
 
 def weights_rank_choices(layer: LayerTrace) -> bool:
-    """Whether the weights of a layer may be those of a softmax that also ranks the experts."""
+    """Whether the weights of a layer may be a softmax of the scores that rank the experts."""
     facts, weights = layer.facts, layer.weights
     if weights is None or layer.bias is not None or facts.k < FEWEST_CHOSEN or len(weights) == 0:
         return False
@@ -505,7 +508,7 @@ def weights_rank_choices(layer: LayerTrace) -> bool:
 
 
 def _ranked_by_weight(layer: LayerTrace) -> LayerTrace:
-    """The chosen experts of a layer in the order of their weights, log-weights as scores."""
+    """The layer with its chosen experts ordered by weight and log-weights as scores."""
     assert layer.weights is not None
     weights, order = layer.weights.sort(dim=1, descending=True, stable=True)
     experts = layer.experts[:, : layer.facts.k].gather(1, order)
@@ -517,79 +520,75 @@ class MoverDistances(NamedTuple):
     """Distances of leaver and enterer of each flip, in units of log-weight.
 
     Attributes:
-        of_a: d_A, zero where the leaver has the last place.
-        of_b: d_B, likewise of the enterer.
+        to_last_a: d_A, zero if the leaver has the last rank.
+        to_last_b: d_B, zero if the enterer has the last rank.
         between: s.
     """
 
-    of_a: Float[np.ndarray, " flips"]
-    of_b: Float[np.ndarray, " flips"]
+    to_last_a: Float[np.ndarray, " flips"]
+    to_last_b: Float[np.ndarray, " flips"]
     between: Float[np.ndarray, " flips"]
 
     @property
     def margins(self) -> Float[np.ndarray, " flips"]:
         """M of each flip."""
-        return np.maximum(self.of_a + self.of_b, np.abs(self.between))
+        return np.maximum(self.to_last_a + self.to_last_b, np.abs(self.between))
 
 
 def mover_distances(a: LayerTrace, b: LayerTrace, rows: Int[Tensor, " flips"]) -> MoverDistances:
-    """Return how far leaver and enterer stand from the last place, and from each other.
+    """Distances of leaver and enterer from the last rank and from each other.
 
     Args:
         a: the layer in A, ranked by weight.
-        b: the same in B.
+        b: the same tokens in B, ranked by weight.
         rows: tokens whose sets differ.
     """
     same = a.experts[rows][:, :, None] == b.experts[rows][:, None, :]
-    of_a, of_b = (_chosen_scores(layer)[rows] for layer in (a, b))
+    assert a.scores is not None
+    assert b.scores is not None
+    scores_a, scores_b = a.scores[rows].double(), b.scores[rows].double()
     stays_a, stays_b = same.any(2), same.any(1)
     leaver, enterer = (
         scores.masked_fill(stays, -torch.inf).amax(1)
-        for scores, stays in ((of_a, stays_a), (of_b, stays_b))
+        for scores, stays in ((scores_a, stays_a), (scores_b, stays_b))
     )
     count = stays_a.sum(1).clamp(min=1)
-    common = ((of_b * stays_b).sum(1) - (of_a * stays_a).sum(1)) / count
+    common = ((scores_b * stays_b).sum(1) - (scores_a * stays_a).sum(1)) / count
     between = torch.where(stays_a.any(1), enterer - leaver - common, 0.0)
-    distances = (leaver - of_a[:, -1], enterer - of_b[:, -1], between)
+    distances = (leaver - scores_a[:, -1], enterer - scores_b[:, -1], between)
     return MoverDistances(*(x.numpy() for x in distances))
 
 
-def _chosen_scores(layer: LayerTrace) -> Float[Tensor, "tokens k"]:
-    """Log-weights in float64."""
-    assert layer.scores is not None
-    return layer.scores.double()
-
-
-SMALL_GAP = 0.2
-"""Quantile of the gap below which the density of margins is taken as constant."""
+SWAP_GAP_QUANTILE = 0.2
+"""Quantile of the gap below which the density of margins is assumed constant."""
 FEWEST_SWAPS = 30
 MOST_TIES = 0.01
-"""Share of margins that are zero from which on scores lie on a grid."""
+"""Largest share of zero margins for scores that are not on a grid."""
 MOST_SWAPS = 0.1
-"""Share of the tokens beyond which the first order does not hold."""
+"""Largest expected share of swapped tokens for which the first order holds."""
 
 
 class SwapMargins(NamedTuple):
     """Single swaps of a layer whose four scores are known.
 
     Attributes:
-        tokens: which tokens.
-        of_a: margin_A.
-        of_b: margin_B.
+        tokens: indices of the tokens.
+        margin_a: margin_A.
+        margin_b: margin_B.
     """
 
     tokens: Int[np.ndarray, " swaps"]
-    of_a: Float[np.ndarray, " swaps"]
-    of_b: Float[np.ndarray, " swaps"]
+    margin_a: Float[np.ndarray, " swaps"]
+    margin_b: Float[np.ndarray, " swaps"]
 
 
 class ExpectedSwaps(NamedTuple):
-    """Single swaps, expected from the noise and seen.
+    """Expected and counted single swaps of a layer.
 
     Attributes:
         expected: T f(0) E[(-n)₊].
         error: standard error of counted - expected, clustered by document.
-        counted: tokens that swapped one expert.
+        counted: number of tokens that swapped one expert.
     """
 
     expected: float
@@ -598,7 +597,7 @@ class ExpectedSwaps(NamedTuple):
 
 
 def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
-    """Return the margins of all single swaps, whatever the ranks of their experts.
+    """Margins of all single swaps, for experts of any rank.
 
     Args:
         a: the layer in A, with scores.
@@ -612,7 +611,7 @@ def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
     leaver = chosen_a[tokens][leaves[tokens]]
     enterer = chosen_b[tokens][enters[tokens]]
     margins = []
-    for layer, scores, sign in zip((a, b), plain_scores(a, b), (1.0, -1.0), strict=True):
+    for layer, scores, sign in zip((a, b), comparable_scores(a, b), (1.0, -1.0), strict=True):
         pair_scores = [
             _score_of(layer.experts[tokens], scores[tokens], x) for x in (leaver, enterer)
         ]
@@ -622,49 +621,51 @@ def swap_margins(a: LayerTrace, b: LayerTrace) -> SwapMargins:
 
 
 def _score_of(experts: Tensor, scores: Tensor, expert: Tensor) -> Tensor:
-    """Score of one expert of each token in float64; NaN where it was not kept."""
+    """Score of one expert of each token in float64; NaN if it was not recorded."""
     is_expert = experts == expert[:, None]
     score = torch.where(is_expert, scores.double(), 0.0).sum(1)
     return torch.where(is_expert.any(1), score, torch.nan)
 
 
 def swap_uniformity(a: LayerTrace, b: LayerTrace) -> float | None:
-    """Return the Kolmogorov-Smirnov p-value of U; None on a grid or with too few swaps.
+    """Kolmogorov-Smirnov p-value of U; None on a grid or with too few swaps.
 
     Args:
         a: the layer in A, with scores.
         b: the same tokens in B.
     """
     swaps = swap_margins(a, b)
-    distance = swaps.of_a + swaps.of_b
-    small = (distance > 0) & (distance <= float(a.gap.double().quantile(SMALL_GAP)))
-    of_a, of_b = swaps.of_a[small], swaps.of_b[small]
-    if len(of_a) < FEWEST_SWAPS or (np.minimum(of_a, of_b) == 0).mean() > MOST_TIES:
+    distance = swaps.margin_a + swaps.margin_b
+    small = (distance > 0) & (distance <= float(a.gap.double().quantile(SWAP_GAP_QUANTILE)))
+    margin_a, margin_b = swaps.margin_a[small], swaps.margin_b[small]
+    if len(margin_a) < FEWEST_SWAPS or (np.minimum(margin_a, margin_b) == 0).mean() > MOST_TIES:
         return None
-    return float(stats.kstest(of_a / (of_a + of_b), "uniform").pvalue)
+    return float(stats.kstest(margin_a / (margin_a + margin_b), "uniform").pvalue)
 
 
 def expected_swaps(
     a: LayerTrace, b: LayerTrace, documents: Int[np.ndarray, " tokens"]
 ) -> ExpectedSwaps | None:
-    """Return how many single swaps the noise of small gaps makes; None beyond the first order.
+    """Number of single swaps expected from the noise of small gaps; None beyond the first order.
 
     Args:
         a: the layer in A, with scores and at least one rank past k.
         b: the same tokens in B.
         documents: document of each token.
     """
-    k, scores = a.facts.k, plain_scores(a, b)
+    k, scores = a.facts.k, comparable_scores(a, b)
     if a.experts.shape[1] <= k:
         return None
     gap = (scores[0][:, k - 1] - scores[0][:, k]).double().numpy()
-    limit = float(np.quantile(gap, SMALL_GAP))
-    of_b = [_score_of(b.experts, scores[1], a.experts[:, rank]).numpy() for rank in (k - 1, k)]
-    noise = of_b[0] - of_b[1] - gap
+    limit = float(np.quantile(gap, SWAP_GAP_QUANTILE))
+    pair_scores = [
+        _score_of(b.experts, scores[1], a.experts[:, rank]).numpy() for rank in (k - 1, k)
+    ]
+    noise = pair_scores[0] - pair_scores[1] - gap
     small = (gap <= limit) & np.isfinite(noise)
     if limit <= 0 or small.sum() < FEWEST_SWAPS:
         return None
-    density = SMALL_GAP / limit
+    density = SWAP_GAP_QUANTILE / limit
     expected = len(gap) * density * float(np.maximum(-noise[small], 0.0).mean())
     if expected > MOST_SWAPS * len(gap):
         return None

@@ -1,21 +1,21 @@
-"""How far the predictions of two runs are apart, token by token, and in the mean.
+"""Distances of the predictions of two runs, token by token and in the mean.
 
 With d_v = log P_B(v) - log P_A(v) and k3(d) = e^d - 1 - d:
 
-    k3 at the text      k3(d_x), x the token that follows in the text
+    k3 at the text      k3(d_x), x the next token of the text
     KL(A ‖ B)           Σ_v P_A(v) k3(d_v) = Σ_v P_A(v) (-d_v)
 
-All terms of the sum of k3 are nonnegative, so distances far below the rounding of the
-log-probabilities are not lost in it. All in float64.
+The terms of the sum of k3 are nonnegative, so distances far below the rounding of the
+log-probabilities are not lost. All sums are in float64.
 
-How much of the KL is routing, from runs of B that replay A's routes:
+The share of routing in the KL, from runs of B that replay A's routes:
 
     KL(A ‖ B)         B as it is
     KL(A ‖ B_ids)     B takes the experts that A chose, weighted by B's own router
     KL(A ‖ B_both)    B takes A's experts and A's combine weights
 
-What the first loses to the second is the share of flips, what the second loses to the third that of
-combine weights, and the rest is everything else: attention, experts, norms.
+The decrease from the first to the second is the share of flips, that from the second to the third
+is the share of combine weights, and the third is the rest: attention, experts, norms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,17 +39,22 @@ from tieline.run.plan import Pass, Phase, Plan
 from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner
 
-ROWS = 128
-"""Tokens at a time whose distributions are held in float64."""
+ROWS_AT_ONCE = 128
+"""Tokens whose distributions are held in float64 at a time."""
 
 
 class TokenDistances(NamedTuple):
-    """Per token: k3 and KL of the predictions and both losses; NaN at the last token."""
+    """k3 and KL of the predictions and both losses, per token; NaN at the last of a sequence."""
 
     k3: Float[Tensor, " tokens"]
     kl: Float[Tensor, " tokens"]
     loss_a: Float[Tensor, " tokens"]
     loss_b: Float[Tensor, " tokens"]
+
+    @classmethod
+    def joined(cls, batches: "Sequence[TokenDistances]") -> "TokenDistances":
+        """The distances of all batches, one after the other."""
+        return cls(*(torch.cat(column) for column in zip(*batches, strict=True)))
 
 
 def check_logits(
@@ -60,7 +65,7 @@ def check_logits(
     Args:
         logits: the logits of a batch.
         side: "A" or "B".
-        model: the model that made them, whose layers and weights the error names.
+        model: the model, whose layers and weights the error names.
     """
     if logits.amax(-1).sum().isfinite():  # the maximum of a row with a NaN is NaN
         return
@@ -75,7 +80,7 @@ def check_logits(
 
 
 def _nonfinite_origin(model: nn.Module | None) -> str:
-    """Which weight is not finite or, if all are, after which router values overflow."""
+    """Names the first tensor that is not finite or, if all are, the last router."""
     if model is None:
         return ""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -96,33 +101,35 @@ def token_distances(
     logits_b: Float[Tensor, "rows length vocabulary"],
     ids: Int[Tensor, "rows length"],
 ) -> TokenDistances:
-    """Compute the distances at every token of a batch, row after row."""
+    """Distances at every token of a batch, row by row."""
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1).flatten()
     flat = logits_a.flatten(0, 1), logits_b.flatten(0, 1), following
-    chunks = [_row_distances(*rows) for rows in zip(*(x.split(ROWS) for x in flat), strict=True)]
-    joined = [torch.cat(column) for column in zip(*chunks, strict=True)]
+    chunks = [
+        _row_distances(*rows) for rows in zip(*(x.split(ROWS_AT_ONCE) for x in flat), strict=True)
+    ]
     last = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
     last[:, -1] = True
+    joined = TokenDistances.joined(chunks)
     return TokenDistances(*(column.masked_fill(last.flatten(), torch.nan) for column in joined))
 
 
-def _row_distances(a: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """k3, KL and both losses of rows of logits."""
+def _row_distances(a: Tensor, b: Tensor, target: Tensor) -> TokenDistances:
+    """Distances of rows of logits."""
     log_a, log_b = (logits.double().cpu().log_softmax(1) for logits in (a, b))
     index = target.cpu()[:, None]
     loss_a, loss_b = (-x.gather(1, index).squeeze(1) for x in (log_a, log_b))
     terms = k3_divergence(log_a, log_b)
     if bool(terms.sum().isnan()):  # tokens that both exclude from the vocabulary
         terms = terms.masked_fill(log_a.isneginf() & log_b.isneginf(), 0.0)
-    of_text = terms.gather(1, index).squeeze(1)
+    k3 = terms.gather(1, index).squeeze(1)
     kl = log_a.exp_().mul_(terms).sum(1)
-    return of_text, kl, loss_a, loss_b
+    return TokenDistances(k3, kl, loss_a, loss_b)
 
 
 def logits_diff(
     distances: TokenDistances, flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> LogitsDiff | None:
-    """Compute means, errors and tails over the tokens with a next token; None if there is none.
+    """Means, standard errors and tails over the tokens with a next token; None if there are none.
 
     Args:
         distances: distances of every token.
@@ -153,7 +160,7 @@ def logits_diff(
 def before_flips(
     flipped: Bool[Tensor, " tokens"], documents: Int[Tensor, " tokens"]
 ) -> Bool[Tensor, " tokens"]:
-    """Return the tokens of each document before its first flip; documents are contiguous."""
+    """Mask of the tokens before the first flip of their document; documents are contiguous."""
     count = flipped.long().cumsum(0)
     starts = torch.ones_like(flipped)
     starts[1:] = documents[1:] != documents[:-1]
@@ -166,29 +173,31 @@ def _mean_or_none(values: Tensor) -> float | None:
     return values.mean().item() if len(values) else None
 
 
-Rows = tuple[tuple[Pass, ...], tuple[Pass, ...]]
+PairedPasses = tuple[tuple[Pass, ...], tuple[Pass, ...]]
 """Passes of A and of B over the same sequences."""
 
 
 class DistanceObserver(Observer):
     """Compares the predictions of two models, batch by batch.
 
-    A pass with a reference is compared with it. Where A and B run the same sequences in passes of
-    other sizes, `split` lists the passes that belong together, in order. `models` are A and B, for
-    errors that name a weight.
+    A pass with a reference is compared with it. If A and B run the same sequences in passes of
+    different sizes, `split` lists the passes over the same sequences, in order. `models` are A and
+    B, for errors that name a weight.
 
     Attributes:
-        distances: of all batches; None for models that do not predict the same tokens.
+        distances: distances of all batches; None for models with different vocabularies.
     """
 
-    def __init__(self, split: Sequence[Rows] = (), models: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, split: Sequence[PairedPasses] = (), models: Sequence[nn.Module] = ()
+    ) -> None:
         self.distances: list[TokenDistances] | None = []
         self._models = models or (None, None)
         self._split = {run: rows for rows in split for side in rows for run in side}
         self._ended: dict[Pass, Outcome] = {}
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Compare a pass with its reference, or those that belong together once all have ended."""
+        """Compare a pass with its reference, or all passes over the same sequences at the last."""
         if run.reference is not None:
             self._compare(outcome.references.get(run.reference), outcome.logits, outcome.ids)
         if run not in self._split:
@@ -201,7 +210,7 @@ class DistanceObserver(Observer):
             self._compare(logits_a, logits_b, torch.cat([x.ids for x in ended[0]]))
 
     def _compare(self, a: Any, b: Any, ids: Tensor) -> None:
-        """Add the distances of a batch; None for models that do not predict the same tokens."""
+        """Append the distances of a batch; `distances` is None if the shapes differ."""
         is_comparable = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
         if not is_comparable or a.shape[:2] != ids.shape:
             self.distances = None
@@ -213,33 +222,33 @@ class DistanceObserver(Observer):
     def join(self, ranks: Ranks) -> None:
         """Gather the distances of all batches from all processes."""
         if self.distances:
-            columns = zip(*self.distances, strict=True)
-            joined = TokenDistances(*(torch.cat(column) for column in columns))
-            self.distances = [TokenDistances(**ranks.join_rows(joined._asdict()))]
+            columns = TokenDistances.joined(self.distances)._asdict()
+            self.distances = [TokenDistances(**ranks.join_rows(columns))]
 
 
 def _joined_logits(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """Logits of passes as those of one batch; None if some have none."""
+    """Logits of several passes as one batch; None if a pass has none."""
     logits = [outcome.logits for outcome in outcomes]
     present = [values for values in logits if values is not None]
     return torch.cat(present) if len(present) == len(logits) else None
 
 
-def logits_of(compared: ComparedRuns, distances: list[TokenDistances] | None) -> LogitsDiff | None:
-    """Sum up the distances of A's tokens, over those that were compared."""
+def compared_logits(
+    compared: ComparedRuns, distances: list[TokenDistances] | None
+) -> LogitsDiff | None:
+    """Summary of the distances at the compared tokens of A; None without distances."""
     if not distances:
         return None
-    joined = TokenDistances(*(torch.cat(column) for column in zip(*distances, strict=True)))
     tokens = compared.aligned.common.in_a
-    of_tokens = TokenDistances(*(column[tokens] for column in joined))
-    return logits_diff(of_tokens, compared.flips.any(0), compared.documents)
+    columns = (column[tokens] for column in TokenDistances.joined(distances))
+    return logits_diff(TokenDistances(*columns), compared.flips.any(0), compared.documents)
 
 
 def mean_kl(distances: list[TokenDistances] | None, documents: Tensor) -> Estimate | None:
     """Mean KL over all tokens of a run, clustered by document; None without predictions.
 
     Args:
-        distances: of its batches.
+        distances: distances of its batches.
         documents: document of each token (T,), in the same order.
     """
     if not distances:
@@ -253,16 +262,16 @@ def mean_kl(distances: list[TokenDistances] | None, documents: Tensor) -> Estima
     )
 
 
-CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}
-"""Whose experts B takes, with which weights, by part of the split."""
+REPLAY_CHOICES: dict[str, ChoiceMode] = {"live": "own", "ids": "live", "both": "recorded"}
+"""Choice mode of B for each field of `ReplaySplit`."""
 
 
 def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None) -> ReplaySplit:
     """Measure KL(A ‖ B) live, with A's experts, and with A's experts and weights replayed in B.
 
     Args:
-        a: the run whose routes are replayed, with `opened` and `condition` as `diff.Side` has them.
-        b: the other run; may be the same model in another format.
+        a: the side whose routes are replayed, a `compared_sides.ModelSide`.
+        b: the other side, which may be the same model in another format.
         ranks: the batches, each row a document, and how processes share them.
         progress: called with stage, done and total.
     """
@@ -278,23 +287,23 @@ def replay_split(a: Any, b: Any, ranks: Ranks, progress: Progress | None = None)
         first = Pass(number, a.condition)
         runs = {
             Pass(number, b.condition.taking(choice), first, model=1): name
-            for name, choice in CHOICES.items()
+            for name, choice in REPLAY_CHOICES.items()
         }
         passes += [first, *runs]
         names |= runs
-    distances = _SplitDistances(names, ranks.documents)
+    distances = _ReplayDistances(names, ranks.documents)
     plan = Plan((Phase("replay", ranks.numbered, tuple(passes)),))
-    Runner(a.opened, b.opened, ranks=ranks).run(plan, [distances], progress)
+    Runner(a.runner_model, b.runner_model, ranks=ranks).run(plan, [distances], progress)
     return distances.split()
 
 
-class _SplitDistances(Observer):
-    """KL(A ‖ B) at every token, by the way in which B runs."""
+class _ReplayDistances(Observer):
+    """KL(A ‖ B) at every token, for each choice mode of B."""
 
     def __init__(self, names: Mapping[Pass, str], first_document: int) -> None:
         self._names, self._documents = names, first_document
         empty = torch.empty(0, dtype=torch.float64, device="cpu")
-        self._columns = {name: [empty] for name in CHOICES}
+        self._columns = {name: [empty] for name in REPLAY_CHOICES}
         self._rows: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
         self._changed = 0
         self._joined: dict[str, Tensor] = {}
@@ -324,9 +333,9 @@ class _SplitDistances(Observer):
         self._joined = ranks.join_rows(local)
 
     def split(self) -> ReplaySplit:
-        """The means, once all passes have ended."""
+        """Mean KL for each choice mode, after all passes."""
         groups = self._joined["documents"]
-        columns = {name: self._joined[name] for name in CHOICES}
+        columns = {name: self._joined[name] for name in REPLAY_CHOICES}
         means = {
             name: SplitPart(values.mean().item(), clustered_error(values, groups))
             for name, values in columns.items()
@@ -337,6 +346,6 @@ class _SplitDistances(Observer):
 
 def _row_kl(a: Tensor, b: Tensor) -> Float[Tensor, " tokens"]:
     """KL(A ‖ B) of each row of logits, in float64."""
-    chunks = zip(a.split(ROWS), b.split(ROWS), strict=True)
+    chunks = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
     logs = ([x.double().cpu().log_softmax(1) for x in pair] for pair in chunks)
     return torch.cat([(log_a.exp() * k3_divergence(log_a, log_b)).sum(1) for log_a, log_b in logs])

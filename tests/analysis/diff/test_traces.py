@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of, trace_of, without_scores
-from tieline.analysis.comparison import set_flips, weight_moved
+from tieline.analysis.comparison import flipped_tokens, weight_moved
 from tieline.analysis.diff import diff
 from tieline.trace import LayerFacts, LayerTrace
 
@@ -33,7 +33,7 @@ def test_flips_and_weights_match_their_definitions(seed, k):
     b = torch.where(torch.rand(40, 1) < 0.5, a, (a + b) / 2)
     first, second = (layer_of(z, k, "x", ranks=12) for z in (a, b))
     flips, moved = by_definition(a, b, k)
-    flipped, _ = set_flips(first, second)
+    flipped, _ = flipped_tokens(first, second)
     assert flipped.tolist() == flips
     weight = weight_moved(first, second, flipped)
     assert weight.mean == pytest.approx(sum(moved) / 40, abs=1e-6)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of
-from tieline.analysis.comparison import set_flips
-from tieline.analysis.score_noise import discoveries, flip_margins, flip_test, layer_noise
+from tieline.analysis.comparison import flipped_tokens
+from tieline.analysis.score_noise import flip_margins, flip_test, layer_noise, rejected_tests
 
 seeds = st.integers(0, 2**16)
 TOKENS = 6000
@@ -19,7 +19,7 @@ TOKENS = 6000
 def judged(a, b, k=3, fresh=None):
     """The test of one layer of these scores."""
     first, second = (layer_of(z, k, "x") for z in (a, b))
-    flipped = set_flips(first, second)[0].numpy()
+    flipped = flipped_tokens(first, second)[0].numpy()
     fresh = np.ones(len(a), dtype=bool) if fresh is None else fresh
     return flip_test(first, second, layer_noise(first, second), flipped, fresh)
 
@@ -41,7 +41,7 @@ def test_flips_of_sound_noise_are_explained(kind, size):
     found = judged(a, a + size * noises()[kind])
     assert found.tested >= 0.95 * len(found.p) > 10
     assert (found.p < 0.01).sum() <= 2 + 0.01 * len(found.p)
-    assert not discoveries(found.p, 0.005).any()
+    assert not rejected_tests(found.p, 0.005).any()
 
 
 @pytest.mark.parametrize("kind", ["normal", "sizes", "steps"])
@@ -53,7 +53,7 @@ def test_planted_flips_far_beyond_the_noise_of_their_token_are_found(kind):
     i, j = order[rows, 0], order[rows, 4]  # the first and one left out change places
     b[rows, i], b[rows, j] = a[rows, j], a[rows, i]
     found = judged(a, b)
-    odd = found.tokens[discoveries(found.p, 0.005)]
+    odd = found.tokens[rejected_tests(found.p, 0.005)]
     assert set(rows.tolist()) <= set(odd.tolist())
     assert len(odd) <= len(rows) + 1
 
@@ -99,7 +99,7 @@ def test_discoveries_match_the_rule_of_benjamini_and_hochberg(values, rate):
     ranked = sorted(values)
     passing = [i for i, x in enumerate(ranked, 1) if x <= rate * i / len(ranked)]
     limit = ranked[max(passing) - 1] if passing else -1.0
-    found = discoveries(p, rate)
+    found = rejected_tests(p, rate)
     assert found.sum() == (max(passing) if passing else 0)
     assert (p[found] <= limit).all()
 

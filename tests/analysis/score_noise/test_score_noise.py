@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.planted import all_scores, layer_of
-from tieline.analysis.score_noise import comparable, layer_noise, top_deviation
+from tieline.analysis.score_noise import comparison_status, layer_noise, top_score_deviation
 from tieline.trace import LayerFacts, LayerTrace
 
 EVERY = np.ones(300, dtype=bool)
@@ -71,7 +71,7 @@ def test_the_spread_does_not_depend_on_the_ranks_that_were_kept():
     for ranks in (4, 12, 60):
         layer = layer_of(scores, 4, "x", ranks)
         assert layer_noise(layer, layer).spread == pytest.approx(1, rel=0.15)
-    assert top_deviation(16, 1) == 1.0
+    assert top_score_deviation(16, 1) == 1.0
 
 
 def test_what_cannot_be_compared_is_said():
@@ -80,8 +80,8 @@ def test_what_cannot_be_compared_is_said():
     chosen = replace(layer, experts=layer.experts[:, :3], scores=layer.scores[:, :3])
     other = replace(layer, facts=replace(layer.facts, units="sigmoid"))
     grouped = replace(layer, facts=replace(layer.facts, n_groups=3, k_groups=2))
-    assert comparable(layer, layer) == "ok"
-    assert "B has expert ids only" in comparable(layer, bare)
-    assert "A has the scores of chosen experts only" in comparable(chosen, layer)
-    assert "scores of A are logits, those of B sigmoid" in comparable(layer, other)
-    assert "only B routes within groups" in comparable(layer, grouped)
+    assert comparison_status(layer, layer) == "ok"
+    assert "B has expert ids only" in comparison_status(layer, bare)
+    assert "A has the scores of chosen experts only" in comparison_status(chosen, layer)
+    assert "scores of A are logits, those of B sigmoid" in comparison_status(layer, other)
+    assert "only B routes within groups" in comparison_status(layer, grouped)

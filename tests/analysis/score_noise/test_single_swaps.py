@@ -73,13 +73,13 @@ def test_margins_are_those_of_the_experts_that_change_places():
     a, b = pair("normal")
     swaps = swap_margins(a, b)
     scores_a = drawn(1).numpy()
-    for token, margin in zip(swaps.tokens[:50], swaps.of_a[:50], strict=True):
+    for token, margin in zip(swaps.tokens[:50], swaps.margin_a[:50], strict=True):
         sets = [set(x.experts[token, :K].tolist()) for x in (a, b)]
         ((leaver,), (enterer,)) = sets[0] - sets[1], sets[1] - sets[0]
         expected = scores_a[token, leaver] - scores_a[token, enterer]
         assert margin == pytest.approx(expected, abs=1e-6)
-    assert (swaps.of_a >= 0).all()
-    assert (swaps.of_b >= 0).all()
+    assert (swaps.margin_a >= 0).all()
+    assert (swaps.margin_b >= 0).all()
 
 
 def test_choices_that_do_not_follow_scores_are_not_uniform():

@@ -120,8 +120,8 @@ def test_distances_are_those_of_their_definition():
         common = a.keys() & b.keys()
         leaver, enterer = (max(v for e, v in x.items() if e not in common) for x in (a, b))
         shift = sum(b[e] - a[e] for e in common) / len(common)
-        assert distances.of_a[index] == pytest.approx(leaver - min(a.values()))
-        assert distances.of_b[index] == pytest.approx(enterer - min(b.values()))
+        assert distances.to_last_a[index] == pytest.approx(leaver - min(a.values()))
+        assert distances.to_last_b[index] == pytest.approx(enterer - min(b.values()))
         assert distances.between[index] == pytest.approx(enterer - leaver - shift)
 
 

@@ -17,7 +17,6 @@ from tests.analysis.planted import renumbered, without_scores
 from tests.report.audit.test_remedies import TABLE
 from tests.report.test_smooth import result as smoothed_model
 from tests.report.zoo import make_inspection, make_serving, make_trace
-from tieline.analysis.attribution import Expected, judge_size
 from tieline.analysis.audit import judge_precisions
 from tieline.analysis.audit_records import (
     NeverHit,
@@ -37,6 +36,7 @@ from tieline.analysis.diff_records import (
 from tieline.analysis.inspect_observations import judge_routing, routing_observations
 from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.noise_size import ExpectedFormat, judge_noise_size
 from tieline.analysis.served_precision import Action, Recommendation
 from tieline.core.statistics import Estimate, Share
 from tieline.measure.measure_settings import Measurement, MeasureSettings
@@ -160,9 +160,14 @@ def diff():
         Pattern("lag", None, 1.0, 1.0),
         Pattern("weights", "x.weight", 0.9, 0.5, number=2, detail="B"),
     )
-    bf16 = Expected("bf16", "as asked")
-    shapes = [NoiseShape("x", 0.005, 900, beyond=1.1), NoiseShape("y", 0.1, 900, beyond=12.3)]
-    sizes = [judge_size([NoiseShape("x", s, 900)], bf16) for s in (0.0, 5e-8, 0.005, 0.3, 5.0)]
+    bf16 = ExpectedFormat("bf16", "as asked")
+    shapes = [
+        NoiseShape("x", 0.005, 900, reference_ratio=1.1),
+        NoiseShape("y", 0.1, 900, reference_ratio=12.3),
+    ]
+    sizes = [
+        judge_noise_size([NoiseShape("x", s, 900)], bf16) for s in (0.0, 5e-8, 0.005, 0.3, 5.0)
+    ]
     pairs = LayerPair("l.0", "l.1", 8, 2, 4, 0.9, 0.3), LayerPair("l.1", "l.2", 8, 2, 2, 0.9, 0.3)
     aligned = Alignment(
         9, 1, 1, None, pairs, ("l.9",), (), 2, 0, 0, 3, (), ("l.3", "l.4"), 5, True, ("A",)
@@ -179,7 +184,10 @@ def diff():
         "ids only": compared(without_scores(noisy)),
         **planted,
         "other patterns": [x.text for x in patterns],
-        "sizes": [x.text for x in (*sizes, judge_size(shapes, bf16), judge_size(shapes[:1], bf16))],
+        "sizes": [
+            x.text
+            for x in (*sizes, judge_noise_size(shapes, bf16), judge_noise_size(shapes[:1], bf16))
+        ],
         "alignment": [*aligned.notes, *replace(aligned, token_shift=0, layer_shift=1).notes[:2]],
         "splits": [
             replay_sentence(ReplaySplit(part(0.02, 0.1), part(0.01, 0.1), part(0.002, 0.1), 9, 9)),

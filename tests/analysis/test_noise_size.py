@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tieline.analysis.attribution import (
-    ROUNDING,
-    Expected,
-    _excess_patterns,
-    allowed_noise,
-    expected_format,
-    judge_size,
-    read_format,
-    sizes_like,
-)
+from tieline.analysis.attribution import _excess_patterns
 from tieline.analysis.excess_over_sound_runs import Excess
 from tieline.analysis.noise_shapes import NoiseShape
+from tieline.analysis.noise_size import (
+    PRODUCT_ERRORS,
+    ExpectedFormat,
+    allowed_noise,
+    canonical_format,
+    expected_format,
+    formats_with_noise,
+    judge_noise_size,
+)
 from tieline.core.errors import ParameterError
 from tieline.models.number_formats import FORMATS
 
@@ -26,9 +26,9 @@ def test_the_table_of_rounding_errors_is_that_of_the_formats():
         square = _error(made.weights, w)
         square += _error(made.activations, x) if made.activations else 0.0
         square *= 2 if made.plain else 1
-        assert ROUNDING[name] == pytest.approx(square**0.5, rel=0.05), name
-    assert ROUNDING["fp32"] == pytest.approx(ROUNDING["bf16"] / 2**16, rel=0.05)
-    assert list(ROUNDING.values()) == sorted(ROUNDING.values())
+        assert PRODUCT_ERRORS[name] == pytest.approx(square**0.5, rel=0.05), name
+    assert PRODUCT_ERRORS["fp32"] == pytest.approx(PRODUCT_ERRORS["bf16"] / 2**16, rel=0.05)
+    assert list(PRODUCT_ERRORS.values()) == sorted(PRODUCT_ERRORS.values())
 
 
 def _error(rounding, values):
@@ -54,36 +54,39 @@ def _error(rounding, values):
 def test_what_is_expected_is_what_both_sides_recorded(a, b, expected):
     found = expected_format(None, a, b)
     assert (found and found.name) == expected
-    assert expected_format("fp8", a, b) == Expected("fp8_e4m3", "as asked")
+    assert expected_format("fp8", a, b) == ExpectedFormat("fp8_e4m3", "as asked")
 
 
 def test_unknown_formats_are_refused_by_name():
-    assert read_format("bf16-emulated") == read_format("bfloat16") == "bf16"
+    assert canonical_format("bf16-emulated") == canonical_format("bfloat16") == "bf16"
     with pytest.raises(ParameterError, match="expect: no format 'int3'"):
-        read_format("int3")
+        canonical_format("int3")
 
 
 def test_noise_within_the_format_is_expected_and_noise_beyond_it_names_the_first_layer():
     sound = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.02, 900)]
     loud = [NoiseShape("x", 0.005, 900), NoiseShape("y", 0.3, 900), NoiseShape("z", 0.9, 900)]
-    bf16 = Expected("bf16", "as asked")
-    assert judge_size(sound, bf16).answer == "yes"
-    found = judge_size(loud, bf16)
+    bf16 = ExpectedFormat("bf16", "as asked")
+    assert judge_noise_size(sound, bf16).answer == "yes"
+    found = judge_noise_size(loud, bf16)
     assert found.answer == "no"
     assert (found.judged, found.noise) == ("y", 0.3)
     assert found.allowed == pytest.approx(5 * 0.005)
-    assert judge_size(sound, Expected("fp32", "as asked")).answer == "no"
-    unknown = judge_size(loud, None)
+    assert judge_noise_size(sound, ExpectedFormat("fp32", "as asked")).answer == "no"
+    unknown = judge_noise_size(loud, None)
     assert unknown.answer == "cannot tell"
     assert unknown.kind == "not stated"
 
 
 def test_a_reference_run_decides_where_there_is_one():
-    shapes = [NoiseShape("x", 0.5, 900, beyond=1.1), NoiseShape("y", 0.001, 900, beyond=1.9)]
-    found = judge_size(shapes, Expected("bf16", "as asked"))
+    shapes = [
+        NoiseShape("x", 0.5, 900, reference_ratio=1.1),
+        NoiseShape("y", 0.001, 900, reference_ratio=1.9),
+    ]
+    found = judge_noise_size(shapes, ExpectedFormat("bf16", "as asked"))
     assert found.answer == "no"
     assert (found.kind, found.judged, found.ratio) == ("reference", "y", 1.9)
-    assert judge_size(shapes[:1], Expected("bf16", "as asked")).answer == "yes"
+    assert judge_noise_size(shapes[:1], ExpectedFormat("bf16", "as asked")).answer == "yes"
 
 
 @pytest.mark.parametrize(("rise", "named"), [((7.0, 0.3), ["positions"]), ((2.0, 0.3), [])])
@@ -94,19 +97,21 @@ def test_an_excess_of_all_tokens_is_named_where_it_grows_along_positions(rise, n
 
 
 def test_what_is_missing_or_silent_is_said():
-    bf16 = Expected("bf16", "as asked")
-    assert judge_size([NoiseShape("x", None, 0)], bf16).answer == "cannot tell"
-    assert judge_size([NoiseShape("x", 0.0, 900)], bf16).answer == "yes"
-    assert sizes_like(1e-8) == ("fp32",)
-    assert sizes_like(0.005) == ("bf16", "int8")
-    assert sizes_like(5.0) == ("more",)
-    assert sizes_like(5e-5) == ("less",)
+    bf16 = ExpectedFormat("bf16", "as asked")
+    assert judge_noise_size([NoiseShape("x", None, 0)], bf16).answer == "cannot tell"
+    assert judge_noise_size([NoiseShape("x", 0.0, 900)], bf16).answer == "yes"
+    assert formats_with_noise(1e-8) == ("fp32",)
+    assert formats_with_noise(0.005) == ("bf16", "int8")
+    assert formats_with_noise(5.0) == ("more",)
+    assert formats_with_noise(5e-5) == ("less",)
     assert allowed_noise("bf16", 9) == 16 * allowed_noise("bf16", 0)
 
 
 @pytest.mark.parametrize(("later", "answer"), [(0.012, "yes"), (0.03, "no")])
 def test_noise_in_16_bits_grows_at_most_five_fold_over_the_layers_before(later, answer):
     shapes = [NoiseShape(name, noise, 500) for name, noise in (("a", 0.003), ("b", later))]
-    size = judge_size(shapes, Expected("bf16", "as asked"))
+    size = judge_noise_size(shapes, ExpectedFormat("bf16", "as asked"))
     assert size.answer == answer
-    assert judge_size(shapes, Expected("int8", "as asked")).answer == "yes"  # a layer may be apart
+    assert (
+        judge_noise_size(shapes, ExpectedFormat("int8", "as asked")).answer == "yes"
+    )  # a layer may be apart

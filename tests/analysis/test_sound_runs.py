@@ -4,8 +4,9 @@ import torch
 
 from tests.models.tiny import lively, tiny_model
 from tieline.analysis import diff as diff_module
-from tieline.analysis.compared_sides import ModelSide, _routes, trace_model
+from tieline.analysis.compared_sides import ModelSide, trace_model
 from tieline.analysis.diff import diff, diff_models
+from tieline.analysis.sound_runs import _trace_routers_only
 from tieline.core.records import to_plain
 from tieline.models.model import Model
 from tieline.run import schedule
@@ -29,14 +30,14 @@ def sequences(count, length=24):
 
 
 def test_a_plain_run_that_was_recorded_equals_one_that_is_run_again(monkeypatch):
-    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 100)
+    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 100)
     reused = numbers(diff_models(*sides(), sequences(8), batch_size=4))
     monkeypatch.setattr(diff_module, "recorded_plain_run", lambda *arguments: None)
     assert reused == numbers(diff_models(*sides(), sequences(8), batch_size=4))
 
 
 def test_batches_that_the_reference_tokens_cut_are_run_again(monkeypatch):
-    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 24 * 6)
+    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 24 * 6)
     returned, real = [], diff_module.recorded_plain_run
 
     def recorded(*arguments):
@@ -53,13 +54,13 @@ def test_one_name_given_twice_is_loaded_once(monkeypatch):
     monkeypatch.setattr(Model, "open", lambda *a, **k: opened.append(a) or load(*a, **k))
     once = numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
     assert len(opened) == 1
-    monkeypatch.setattr(diff_module, "_same_weights", lambda *arguments: None)
+    monkeypatch.setattr(diff_module, "_side_on_same_weights", lambda *arguments: None)
     assert once == numbers(diff("demo", "demo", tokens=600, dtype_b="bf16-emulated"))
     assert len(opened) == 3
 
 
 def test_a_comparison_makes_these_passes_and_no_others(monkeypatch):
-    monkeypatch.setattr("tieline.analysis.compared_sides.REFERENCE_TOKENS", 24 * 4)
+    monkeypatch.setattr("tieline.analysis.sound_runs.REFERENCE_TOKENS", 24 * 4)
     passes, real = [], schedule.forward
 
     def counted(model, ids, *, predicts=True):
@@ -80,7 +81,7 @@ def test_reference_runs_end_at_the_last_router_with_the_same_routes():
     whole = trace_model(side, texts, batch_size=2)
     after = side.model.get_output_embeddings()
     handle = after.register_forward_pre_hook(lambda *call: calls.append(call))
-    assert identical_values(whole, _routes(side, texts, 2))
+    assert identical_values(whole, _trace_routers_only(side, texts, 2))
     assert not calls
     logits = side.model(torch.stack(texts)).logits  # nothing of the pass that was cut stays behind
     handle.remove()
