@@ -34,7 +34,7 @@ from rich.table import Table
 
 import tieline as tl
 from harness import machine
-from tieline.analysis.smooth import NOISE, SmoothingCalibration
+from tieline.analysis.smooth import DEFAULT_NOISE, SmoothingCalibration
 from tieline.core.predictions import kl_divergence
 from tieline.core.statistics import Estimate, SequenceSums, clustered_ratio
 from tieline.lab.on_model.layer_law import LayerLaw, layer_laws
@@ -90,7 +90,7 @@ def measure(
     model: Any, smoothed: Any, rows: Sequence[Form], ids: Sequence[Any]
 ) -> dict[str, SequenceSums]:
     """Count all forms, and the KL of the original under the noise, live and with clean routes."""
-    noise = noise_perturbation(NOISE)
+    noise = noise_perturbation(DEFAULT_NOISE)
     before = {"kl": SequenceSums(), "floor": SequenceSums()}
     for number, part in enumerate(ids):
         source = noise_generator(0, 0, number)
@@ -241,7 +241,7 @@ def by_factor(loaded: Model, text: str, options: argparse.Namespace) -> dict[str
         calibration=options.calibration,
         rounds=2,
     )
-    row, table = repair.repair.row(NOISE), repair.repair
+    row, table = repair.repair.row(DEFAULT_NOISE), repair.repair
     before = row.before.value or math.nan
     found = {"before": row.before, "moved": table.moved, "experts": table.experts_after}
     facts = {"how": repair.smoothing.how, "flip factor": row.flip_factor}
@@ -305,7 +305,7 @@ def main() -> None:
         words = tokenise(loaded.tokenizer, text, options.calibration + options.tokens, length)
         first = options.calibration // length
         known = SmoothingCalibration.on_batches(
-            loaded.module, list(stacked_batches(words.sequences[:first], 8)), NOISE
+            loaded.module, list(stacked_batches(words.sequences[:first], 8)), DEFAULT_NOISE
         )
         if "equal" in parts:
             extras = [float(word) for word in options.extra.split(",")]

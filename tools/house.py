@@ -49,8 +49,8 @@ RIDDLES = {"found", "told", "one", "known", "ways", "words", "said"} | {
 MANY_PARAMETERS = 10
 
 MAY_RUN = {
-    "analysis/remedies.py:_timed": "times remedies",
-    "analysis/remedies.py:_experts_of_forms": "tries the kernel with which remedies are timed",
+    "analysis/remedies.py:_relative_times": "times remedies",
+    "analysis/remedies.py:_usable_kernel": "tries the kernel with which remedies are timed",
     "analysis/remedies.py:_in_turns": "times remedies",
     "analysis/smooth_repair.py:smoothing_latency": "times a smoothed model",
     "models/smoothed_model.py:undo": "undoes a change; `model` is a function there",

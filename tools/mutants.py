@@ -157,8 +157,8 @@ MUTANTS: list[Mutant] = [
     # -------------------------------------------------------------- geometry
     _m(
         "geometry-1",
-        "proved = best.values * distances.max() <= left_out",
-        "proved = best.values * distances.mean() <= left_out",
+        "proved = best.values * distances.max() <= excluded_rise",
+        "proved = best.values * distances.mean() <= excluded_rise",
         "measure/distance/test_distance.py",
         "the few ranks are taken for proved too early",
     ),
@@ -758,7 +758,7 @@ MUTANTS: list[Mutant] = [
     ),
     _m(
         "device-15",
-        'if scores.device.type != "cpu":  # which tokens are left is not read back',
+        'if scores.device.type != "cpu":  # reading back which tokens are unproved would synchronise',
         "if scores.numel() < 0:",
         "device/test_budgets.py",
         "distances read back which tokens are left",

@@ -1,18 +1,18 @@
-"""Auditing a model: what low precision and noise do to its routing, and what to keep in float32.
+"""Auditing a model: effects of low precision and noise on its routing, and remedies.
 
     report = audit("org/model")
     report.verdict, report.metrics["kl@router bf16"], report.effect("router bf16").keep
 
 The text is run clean and under every perturbation: each router by itself on clean inputs
-(`LocalEffects`), and the whole model (`FullEffects`), where effects add up over depth. The
+(`LocalEffects`), and the whole model (`FullEffects`), where effects compound over depth. The
 jump-weighted damage of layers on clean inputs adds up, D = Σ_l D_l, so the routers with the most
-damage per byte are kept in float32 until the wanted share of D is gone; the KL of a run that keeps
-them shows whether that holds when errors compound.
+damage per byte are kept in float32 until the requested share of D is removed. The KL of a run with
+these routers in float32 shows whether that still holds when errors compound.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack, get_args
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -36,9 +36,9 @@ from tieline.analysis.model_effects import (
 )
 from tieline.analysis.remedies import (
     RemedyRuns,
-    chosen_perturbations,
-    extra_bytes,
+    float32_extra_bytes,
     keep_list,
+    perturbations_to_repair,
     with_remaining_kl,
 )
 from tieline.analysis.router_effects import (
@@ -52,8 +52,8 @@ from tieline.analysis.served_precision import (
     Serving,
     Tolerance,
     recommend,
+    removed_share,
     served_rounding,
-    share_gone,
     tolerated,
 )
 from tieline.core.errors import UnsupportedModelError, require
@@ -74,19 +74,18 @@ from tieline.run.runner import Progress, Runner, halves_batches
 from tieline.run.streamed_passes import HiddenStatesError
 from tieline.trace.record import LayerTrace
 
-SPARE = 1.5
-"""Flips aimed at, over those asked for: the number of them is random too."""
+FLIPS_FACTOR = 1.5
+"""Expected number of flips over the requested number, because the drawn number is random."""
 
-FOR_RUNS = 0.85
-"""Part of the time that the main runs may take; the rest is for runs with kept layers."""
-
+MAIN_RUN_SHARE = 0.85
+"""Share of the time budget for the main runs; the rest is for runs with kept layers."""
 
 LOCAL_COST = 0.3
-"""Clean passes that calling all routers again under one perturbation takes."""
+"""Cost of calling all routers again under one perturbation, in clean passes."""
 
-REMEDY_PASSES, FORM_PASSES = 7.0, 6.5
-"""Passes of the text that remedies of a perturbation take without and with smoothed routers, those
-of every other batch, calibration and timing included."""
+REMEDY_COST, SMOOTHED_REMEDY_COST = 7.0, 6.5
+"""Cost of the remedies of one perturbation without and with smoothed routers, in passes of the
+text; includes calibration, timing and second runs on every other batch."""
 
 
 @takes_settings(AuditSettings)
@@ -100,16 +99,16 @@ def audit(
 ) -> PrecisionAudit:
     """Measure what low precision and noise do to a model's routing, and what that costs.
 
-    The model should run in float32: what its own precision already does is part of the clean run.
-    The KL is heavy-tailed: 16,384 tokens are few enough. Weights that are streamed are read once
-    for all perturbations; runs with kept layers read them once more, remedies twice.
+    The model should run in float32, because effects of its own precision are part of the clean run.
+    The KL is heavy-tailed, so fewer than 16,384 tokens are too few. Streamed weights are read once
+    for all perturbations, once more for runs with kept layers and twice for remedies.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself. `remedies` are names of perturbations, ("all",) for all, () for none. With
-            `parallel` ("data" or "ep"), all processes must call, and all get the result.
-        progress: called with stage, done and total while the work goes on.
+            `parallel` ("data" or "ep"), all processes must call it, and all get the result.
+        progress: called with stage, done and total during the work.
     """
     settings = AuditSettings.of(settings, options)
     check_rounding(settings.parallel, "an audit")
@@ -119,38 +118,40 @@ def audit(
     text = corpus.tokenised(model.tokenizer, model.module)
     ranks = Ranks.of(settings.parallel, corpus.batches(text))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
-    work = _Audit(runner, corpus, text, settings, perturbations, repaired, progress)
-    work.announce()
-    work.run()
-    effects = work.with_keeps(work.rows())
-    return work.result(effects, work.remedies(effects))
+    job = _Audit(runner, corpus, text, settings, perturbations, repaired, progress)
+    job.announce_duration()
+    job.run()
+    effects = job.with_keep_lists(job.effects())
+    return job.result(effects, job.remedies(effects))
 
 
 def _perturbations_to_run(
     settings: AuditSettings,
 ) -> tuple[tuple[Perturbation, ...], list[Perturbation]]:
-    """The precision served and its neighbours, or what the settings name; those to be repaired."""
+    """Return the perturbations that the settings ask for, and those to try remedies on.
+
+    By default these are the precision served with its neighbours, and the precision served.
+    """
     if settings.perturbations or settings.formats or settings.all:
         names = [format_named(name).name for name in settings.formats or FORMATS]
-        run = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
-        return run, chosen_perturbations(run, settings.remedies)
-    run = served_perturbations(settings.serve)
+        chosen = tuple(dict.fromkeys(settings.perturbations or standard_perturbations(names)))
+        return chosen, perturbations_to_repair(chosen, settings.remedies)
+    served = served_perturbations(settings.serve)
     if settings.remedies is None:
-        return run, [served_rounding(settings.serve)]
-    return run, chosen_perturbations(run, settings.remedies)
+        return served, [served_rounding(settings.serve)]
+    return served, perturbations_to_repair(served, settings.remedies)
 
 
 def served_perturbations(serve: str) -> tuple[Perturbation, ...]:
-    """The routers and the model in the precision served, and the model in its two neighbours."""
-    order = list(SERVED)
-    index = order.index(serve)
-    near = order[max(0, index - 1) : index + 2]
+    """Return the routers and the model in a precision, and the model in the two next to it."""
+    precisions = list(SERVED)
+    index = precisions.index(serve)
     routers = Perturbation("rounding", SERVED[serve])
-    return routers, *(served_rounding(precision) for precision in near)
+    return routers, *(served_rounding(name) for name in precisions[max(0, index - 1) : index + 2])
 
 
 class _Audit:
-    """An audit under way."""
+    """Runs an audit: the main runs, those with kept layers and the remedies."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class _Audit:
         self._settings, self._repaired, self._progress = settings, repaired, progress
         self._model = runner.models[0].module
         self._routers = modular_routers(self._model)
-        self._every = corpus.batches(text)
+        self._all_batches = corpus.batches(text)
         self._batches = runner.ranks.numbered
         possible, self._impossible = _possible_perturbations(self._routers, perturbations)
         self._conditions = {
@@ -179,39 +180,39 @@ class _Audit:
         self._seconds: dict[str, float] = {}
 
     def _observers(self, perturbations: Sequence[Perturbation]) -> tuple[LocalEffects, FullEffects]:
-        """Observers of the routers by themselves, and of the whole model."""
-        calls = len(self._every) * len(self._routers)
-        tokens = sum(batch.numel() for batch in self._every)
+        """Return the observers of single routers and of the whole model."""
+        calls = len(self._all_batches) * len(self._routers)
+        tokens = sum(batch.numel() for batch in self._all_batches)
         local = LocalEffects(
             self._model,
             self._routers,
             [perturbation.at_router for perturbation in perturbations],
             self._corpus.seed,
-            SPARE * self._settings.flips / calls,
+            FLIPS_FACTOR * self._settings.flips / calls,
             max(1, tokens // SIGMA_TOKENS),
         )
         return local, FullEffects(perturbations)
 
-    def announce(self) -> None:
-        """Tell the progress how long the audit will take, if that is long."""
+    def announce_duration(self) -> None:
+        """Report the expected duration of the audit to the progress callback if it is long."""
         conditions = list(self._conditions.values())
         tokens = sum(batch.numel() for batch in self._batches.values())
         work = plan_work(Plan((audit_phase("audit", self._batches, conditions),)))
         work += LOCAL_COST * tokens * len(conditions)
         for perturbation, condition in self._conditions.items():
             if perturbation in self._repaired:
-                work += REMEDY_PASSES * tokens * pass_cost(condition)
-                work += FORM_PASSES * tokens * (pass_cost(condition) + COSTS["smoothed"])
+                work += REMEDY_COST * tokens * pass_cost(condition)
+                work += SMOOTHED_REMEDY_COST * tokens * (pass_cost(condition) + COSTS["smoothed"])
         if self._runner.ranks.parallel in (None, "data"):
             model, limited = self._runner.models[0], self._budget.is_limited
-            progress = None if limited else self._progress  # a budget says itself how long
+            progress = None if limited else self._progress  # a budget limits the duration itself
             announce_total(model, self._batches.values(), work, progress)
 
     def run(self) -> None:
-        """Run every batch, clean and perturbed, as long as there is time."""
+        """Run every batch, clean and perturbed, within the time budget."""
         phase = audit_phase("audit", self._batches, list(self._conditions.values()))
         observers = [self._local, self._full]
-        budget = self._budget.share(FOR_RUNS)
+        budget = self._budget.share(MAIN_RUN_SHARE)
         completed = self._runner.run(Plan((phase,)), observers, self._progress, budget=budget)
         if completed.dropped:
             names = ", ".join(perturbation.name for perturbation in completed.dropped)
@@ -224,11 +225,11 @@ class _Audit:
             ]
             self._left_out.append(f"{sum(skipped):,} of {phase.tokens:,} tokens")
             self._batches = {number: self._batches[number] for number in completed.batches}
-            self._every = list(self._batches.values())
+            self._all_batches = list(self._batches.values())
         self._seconds["runs"] = self._budget.elapsed()
 
-    def rows(self) -> list[PerturbationEffect]:
-        """The rows of what was run."""
+    def effects(self) -> list[PerturbationEffect]:
+        """Return the effects of the perturbations that were run."""
         return [
             perturbation_effect(
                 perturbation,
@@ -238,8 +239,8 @@ class _Audit:
             for perturbation in self._conditions
         ]
 
-    def with_keeps(self, rows: list[PerturbationEffect]) -> tuple[PerturbationEffect, ...]:
-        """Add the layers to keep to the rows of rounded routers, and run those if there is time."""
+    def with_keep_lists(self, rows: list[PerturbationEffect]) -> tuple[PerturbationEffect, ...]:
+        """Add the layers to keep to the rows of rounded routers, and run them if time allows."""
         start = self._budget.elapsed()
         lists = {
             row.name: keep_list(
@@ -276,7 +277,7 @@ class _Audit:
         )
 
     def remedies(self, effects: Sequence[PerturbationEffect]) -> RemedyTable | None:
-        """Try remedies on the perturbations asked for, as long as there is time."""
+        """Try remedies on the requested perturbations within the time budget."""
         start = self._budget.elapsed()
         conditions = {p: c for p, c in self._conditions.items() if p in self._repaired}
         if not conditions or start > self._settings.seconds:
@@ -285,7 +286,9 @@ class _Audit:
         keeps = {row.name: row.keep for row in effects if row.keep is not None}
         roundings = [x for x in conditions if x.kind == "rounding"]
         costs = {x.name: sum(self._float32_costs(x).values()) for x in roundings}
-        runs = RemedyRuns(self._runner, conditions, keeps, costs, self._every[0], self._local.kept)
+        runs = RemedyRuns(
+            self._runner, conditions, keeps, costs, self._all_batches[0], self._local.samples
+        )
         try:
             completed = runs.run(self._batches, self._budget, self._progress)
         except HiddenStatesError as problem:
@@ -296,21 +299,23 @@ class _Audit:
             self._left_out.append(f"remedies for {n_skipped} batches")
         self._seconds["remedies"] = self._budget.elapsed() - start
         shared = self._runner.ranks.share_text
-        return runs.table(self._every if shared else [self._batches[n] for n in completed.batches])
+        return runs.table(
+            self._all_batches if shared else [self._batches[n] for n in completed.batches]
+        )
 
     def _float32_costs(self, perturbation: Perturbation) -> dict[str, int]:
-        """Bytes that each router takes more in float32 than in the format."""
+        """Return the bytes that each router takes in float32 beyond those of the format."""
         level = str(perturbation.level)
-        return {name: extra_bytes(router, level) for name, router in self._routers.items()}
+        return {name: float32_extra_bytes(router, level) for name, router in self._routers.items()}
 
     def result(
         self, effects: tuple[PerturbationEffect, ...], remedies: RemedyTable | None
     ) -> PrecisionAudit:
-        """Assemble the result, with the noise of 1 % flips and the experts that were never hit."""
+        """Assemble the result, with the noise that flips 1 % of tokens and experts never hit."""
         start = self._budget.elapsed()
-        one_percent = sigma_for_flips(self._local.kept)
+        one_percent = sigma_for_flips(self._local.samples)
         self._seconds["one percent"] = self._budget.elapsed() - start
-        sequences = sum(len(batch) for batch in self._every)
+        sequences = sum(len(batch) for batch in self._all_batches)
         serving = self._serving()
         recommendation = None if serving is None else recommend(serving)
         return PrecisionAudit(
@@ -318,7 +323,7 @@ class _Audit:
             serving=serving,
             effects=effects,
             layers=tuple(self._routers),
-            tokens=sum(batch.numel() for batch in self._every),
+            tokens=sum(batch.numel() for batch in self._all_batches),
             sequences=sequences,
             loss=self._full.loss.mean(),
             one_percent=one_percent,
@@ -326,23 +331,23 @@ class _Audit:
             left_out=tuple(self._left_out),
             impossible=self._impossible,
             remedies=remedies,
-            experts=_experts_per_token(self._local.kept),
+            experts=_experts_per_token(self._local.samples),
             ignore=ignore_lists(self._model),
             provenance=self._provenance(),
             timings={**self._seconds, "total": self._budget.elapsed()},
         )
 
     def _serving(self) -> Serving | None:
-        """What the precision served does to the model; None if it was not run."""
+        """Return the effect of the precision served on the model; None if it was not run."""
         precision = self._settings.serve
         rounding = served_rounding(precision)
         if rounding not in self._conditions:
             return None
-        layers = [traces[0] for traces in self._local.kept.values()]
+        layers = [traces[0] for traces in self._local.samples.values()]
         return serving_effect(precision, self._full.effects[rounding], layers)
 
     def _provenance(self) -> dict[str, object]:
-        """Model, text, settings, processes and versions."""
+        """Return model, text, settings, processes and versions."""
         model, corpus, text = self._runner.models[0], self._corpus, self._text
         source = {"source": corpus.origin, "characters": text.characters, "sha256": text.digest}
         return {
@@ -354,12 +359,12 @@ class _Audit:
             "seed": corpus.seed,
             "flips": self._settings.flips,
             **self._runner.ranks.provenance(),
-            "tokens": sum(batch.numel() for batch in self._every),
+            "tokens": sum(batch.numel() for batch in self._all_batches),
         }
 
 
 def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
-    """Experts that no token chose, by layer."""
+    """Return the experts that no token chose, by layer."""
     missing = {name: (counts == 0).nonzero().squeeze(1).tolist() for name, counts in hits.items()}
     return tuple(
         NeverHit(name, tuple(experts), len(hits[name]))
@@ -369,7 +374,7 @@ def _never_hit(hits: Mapping[str, torch.Tensor]) -> tuple[NeverHit, ...]:
 
 
 def _experts_per_token(traces: Mapping[str, list[LayerTrace]]) -> float | None:
-    """Experts in use per token, mean over layers; None if no layer is smoothed."""
+    """Return the mean number of experts in use per token; None if no layer is smoothed."""
     means = []
     for layers in traces.values():
         used = [layer.used.double() for layer in layers if layer.used is not None]
@@ -381,14 +386,14 @@ def _experts_per_token(traces: Mapping[str, list[LayerTrace]]) -> float | None:
 def _possible_perturbations(
     routers: Mapping[str, nn.Module], perturbations: tuple[Perturbation, ...]
 ) -> tuple[tuple[Perturbation, ...], str]:
-    """The perturbations that these routers allow, and why not the others, in words."""
-    unproduced = [name for name, router in routers.items() if not makes_one_product(router)]
-    refused = [x.name for x in perturbations if x.kind == "score noise"] if unproduced else []
+    """Return the perturbations that these routers allow, and the reason against the others."""
+    unsuitable = [name for name, router in routers.items() if not makes_one_product(router)]
+    refused = [x.name for x in perturbations if x.kind == "score noise"] if unsuitable else []
     if not refused:
         return perturbations, ""
     reason = (
         f"{', '.join(refused)}: noise is added to one product of router and input, and the logits "
-        f"of {layer_label(unproduced[0])} are none"
+        f"of {layer_label(unsuitable[0])} are none"
     )
     possible = tuple(x for x in perturbations if x.name not in refused)
     require(bool(possible), f"nothing is left to run without {reason}", UnsupportedModelError)
@@ -401,13 +406,16 @@ def perturbation_effect(
     """Assemble the row of one perturbation.
 
     Args:
-        perturbation: what was done.
-        local: what it does to each router by itself, by name.
-        full: what it does in a full run.
+        perturbation: the perturbation.
+        local: its effect on each router by itself, by name.
+        full: its effect on the whole model.
     """
     layers = tuple(_layer_effect(name, effect, full) for name, effect in local.items())
     flips = SequenceSums().joined(*(effect.flips for effect in local.values())).mean()
-    everywhere = SequenceSums().joined(*full.flips.values()).mean()
+    full_flips = SequenceSums().joined(*full.flips.values()).mean()
+    compounding = None
+    if full_flips.value is not None and flips.value:
+        compounding = full_flips.value / flips.value
     kl, floor = full.kl.mean(), full.floor.mean()
     return PerturbationEffect(
         name=perturbation.name,
@@ -418,24 +426,22 @@ def perturbation_effect(
         local_flips=sum(effect.flip_count for effect in local.values()),
         predicted=_complete_mean([layer.predicted for layer in layers]),
         predicted_low=_complete_mean([layer.predicted_low for layer in layers]),
-        full=everywhere,
+        full=full_flips,
         any_layer=full.any_layer.mean(),
-        compounding=(
-            everywhere.value / flips.value if everywhere.value is not None and flips.value else None
-        ),
+        compounding=compounding,
         moved=full.moved.mean(),
         moved_p99=_upper_p99(full.shares),
         damage=SequenceSums().joined(*(effect.damage for effect in local.values())).mean(),
         loss=full.loss.mean(),
         kl=kl,
         kl_floor=floor,
-        by_flips=share_gone(kl, floor),
+        by_flips=removed_share(kl, floor),
         layers=layers,
     )
 
 
 def _upper_p99(pieces: list[torch.Tensor]) -> float | None:
-    """The 99 % quantile of all values, the upper one of two; None without any."""
+    """Return the 99 % quantile of all values, rounded up to a value; None without values."""
     if not pieces:
         return None
     values = torch.cat(pieces).sort().values
@@ -443,7 +449,7 @@ def _upper_p99(pieces: list[torch.Tensor]) -> float | None:
 
 
 def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffect:
-    """What a perturbation does to one layer, by itself and in a full run."""
+    """Return the effect of a perturbation on one layer, by itself and in a full run."""
     tokens = sum(int(count.sum()) for count in effect.flips.counts)
     return LayerEffect(
         name=name,
@@ -458,28 +464,28 @@ def _layer_effect(name: str, effect: LocalEffect, full: FullEffect) -> LayerEffe
 
 
 def _complete_mean(values: list[float | None]) -> float | None:
-    """Mean of all values; None if one is missing."""
+    """Return the mean of all values; None if one is missing."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if len(present) == len(values) else None
 
 
 def judge_precisions(rows: Sequence[PerturbationEffect], sequences: int) -> PrecisionJudgement:
-    """Judge which formats the routers tolerate, and which run shows where damage comes from.
+    """Judge which formats the routers tolerate, and which run stands for the whole model.
 
     Args:
-        rows: what was run.
-        sequences: clusters of the standard errors.
+        rows: effects of the perturbations that were run.
+        sequences: number of clusters of the standard errors.
     """
     routers = [row for row in rows if row.kind == "rounding" and row.part == "router"]
     if not routers:
         return PrecisionJudgement("not run")
-    sorted_rows = {
-        tolerance: [row for row in routers if tolerated(row.kl, row.loss, sequences) == tolerance]
-        for tolerance in get_args(Tolerance)
-    }
-    passed, failed, unclear = (sorted_rows[tolerance] for tolerance in ("yes", "no", "unclear"))
-    model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
-    model.sort(key=lambda row: row.level != "bf16")
+    by_tolerance: dict[Tolerance, list[PerturbationEffect]] = {"yes": [], "no": [], "unclear": []}
+    for row in routers:
+        by_tolerance[tolerated(row.kl, row.loss, sequences)].append(row)
+    passed, failed, unclear = by_tolerance.values()
+    whole_model = [row for row in rows if row.part == "model" and row.kind == "rounding"]
+    whole_model.sort(key=lambda row: row.level != "bf16")
+    first = whole_model[0] if whole_model else None
     smallest = min(
         passed,
         key=lambda row: (FORMATS[str(row.level)].bits, row.kl.value or 0.0),
@@ -493,6 +499,6 @@ def judge_precisions(rows: Sequence[PerturbationEffect], sequences: int) -> Prec
         unclear=tuple(row.name for row in unclear),
         smallest=smallest and smallest.name,
         worst=worst and worst.name,
-        whole_model=model[0].name if model and model[0].compounding is not None else None,
+        whole_model=first.name if first and first.compounding is not None else None,
         limit=HARMLESS,
     )

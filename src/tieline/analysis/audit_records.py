@@ -3,9 +3,9 @@
     PrecisionAudit     verdict, rows, what was left out
     ├─ judgement       `PrecisionJudgement`: the data of the verdict
     ├─ effects         `PerturbationEffect`: one row per perturbation
-    │  ├─ layers       `LayerEffect`: the same layer by layer
-    │  └─ keep         `KeepList`: layers to leave in float32
-    ├─ remedies        `RemedyTable`: what can be done about it, side by side
+    │  ├─ layers       `LayerEffect`: the effect on each layer
+    │  └─ keep         `KeepList`: routers to keep in float32
+    ├─ remedies        `RemedyTable`: remedies side by side
     │  └─ remedies     `Remedy`, with a `RemedyEffect` per perturbation
     ├─ one_percent     `SigmaForFlips`: noise that flips 1 % of tokens
     └─ never_hit       experts without a token, by layer
@@ -29,20 +29,20 @@ from tieline.core.statistics import Estimate
 
 @dataclass(frozen=True)
 class LayerEffect:
-    """What a perturbation does to one layer.
+    """Effect of a perturbation on one layer.
 
     Attributes:
         name: name of the layer's router.
-        local: share of tokens whose experts change when this router alone is perturbed and its
-            inputs are those of the clean run.
-        local_flips: number of such changes seen, over all repetitions of the noise.
+        local: share of tokens whose experts change when this router alone is perturbed, with the
+            inputs of the clean run.
+        local_flips: number of observed local changes, over all repetitions of the noise.
         repeats: how often the noise was drawn, on average over tokens.
-        predicted: the same share as predicted from the clean scores alone; None where it cannot be.
-        predicted_low: lower limit where the prediction is an interval (ranks that were not kept,
-            groups of experts); equal to `predicted` elsewhere.
+        predicted: `local` as predicted from the clean scores alone; None if there is no prediction.
+        predicted_low: lower limit if the prediction is an interval (ranks that were not kept,
+            groups of experts), else equal to `predicted`.
         full: share of tokens whose experts change in this layer when the whole run is perturbed.
         damage: mean over tokens of the relative change ‖y' - y‖ / ‖y‖ of the layer's output by the
-            local changes of experts; tokens that keep theirs count as 0.
+            local changes of experts; 0 for tokens that keep their experts.
     """
 
     name: str
@@ -57,16 +57,16 @@ class LayerEffect:
 
 @dataclass(frozen=True)
 class KeepList:
-    """Routers to leave in float32 so that a share of the damage is gone.
+    """Routers to keep in float32 to remove a share of the damage.
 
     Attributes:
-        wanted: the share asked for.
+        wanted: requested share of the damage.
         layers: names of the routers, the most damage per byte first.
-        recovered: share of the jump-weighted damage that they stand for.
-        bytes: what storing their weights in float32 costs more than in the format.
-        bytes_all: the same for all routers.
-        kl: KL to the clean run with these routers in float32; None where it was not run.
-        recovered_kl: share of the KL that is gone; None where it was not run or there was none.
+        recovered: share of the jump-weighted damage that these routers cause.
+        bytes: additional bytes to store their weights in float32 instead of the format.
+        bytes_all: additional bytes for all routers.
+        kl: KL to the clean run with these routers in float32; None if that was not run.
+        recovered_kl: share of the KL that is removed; None if that was not run or the KL is zero.
     """
 
     wanted: float
@@ -80,30 +80,30 @@ class KeepList:
 
 @dataclass(frozen=True)
 class PerturbationEffect:
-    """What one perturbation does to the model: a row of the audit.
+    """Effect of one perturbation on the model: a row of the audit.
 
     Attributes:
-        name: such as "router bf16".
+        name: name of the perturbation, such as "router bf16".
         kind: "rounding", "score noise" or "state noise".
         level: format, σ or ρ.
         part: "router" or "model".
         local: layer-local flips, mean over layers.
-        local_flips: how many were seen in all layers.
-        predicted: predicted local flips, mean over layers; None where some layer has none.
-        predicted_low: lower limit of it.
-        full: full-forward flips, mean over layers.
-        any_layer: share of tokens that flip in one layer at least in the full run.
+        local_flips: number of observed layer-local flips in all layers.
+        predicted: predicted local flips, mean over layers; None if a layer has no prediction.
+        predicted_low: lower limit of `predicted`.
+        full: flips in the full run, mean over layers.
+        any_layer: share of tokens that flip in at least one layer of the full run.
         compounding: full / local.
-        moved: share of a token's routed weight that belongs to experts it lost, mean over tokens
-            and layers, full run.
-        moved_p99: its 99 % quantile.
+        moved: share of a token's routed weight that belongs to experts it lost in the full run,
+            mean over tokens and layers.
+        moved_p99: 99 % quantile of that share.
         damage: jump-weighted damage, mean over layers.
         loss: change of the mean loss per token, nats.
         kl: KL(clean ‖ perturbed) of the predicted next tokens, nats per token.
-        kl_floor: the same with clean routes forced on tokens that would flip.
-        by_flips: share of the KL that goes away with the flips; None where there is no KL.
-        layers: layer by layer.
-        keep: layers to keep in float32; None for noise and for the whole model.
+        kl_floor: KL with clean routes forced on tokens that would flip.
+        by_flips: share of the KL that disappears without flips; None if the KL is zero.
+        layers: effect on each layer.
+        keep: routers to keep in float32; None for noise and for the whole model.
     """
 
     name: str
@@ -130,13 +130,13 @@ class PerturbationEffect:
 
 @dataclass(frozen=True)
 class RemedyEffect:
-    """What a remedy leaves of one perturbation.
+    """Remaining effect of one perturbation on a repaired model.
 
     Attributes:
-        perturbation: its name, such as "model bf16".
-        to_original: KL of the repaired and perturbed model to the original, clean, nats per token.
+        perturbation: name of the perturbation, such as "model bf16".
+        to_original: KL of the repaired, perturbed model to the clean original, nats per token.
         two_runs: KL between two perturbed runs of the repaired model.
-        bytes: what the weights take more than in the format; 0 for remedies of other kinds.
+        bytes: additional bytes of weights kept in float32; 0 for remedies of other kinds.
     """
 
     perturbation: str
@@ -147,17 +147,17 @@ class RemedyEffect:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do about ties, and its price.
+    """One remedy against ties, with its cost.
 
     Attributes:
-        name: in words, such as "replay of experts".
-        kind: what it is of: "nothing", "float32", "replay", "smooth" or "ramp".
+        name: name of the remedy, such as "replay of experts".
+        kind: "nothing", "float32", "replay", "smooth" or "ramp".
         moved: KL of the repaired model to the original, both clean: how far the model itself moved.
         experts: experts per token and layer.
-        time: of a forward pass, over the original's; None where it was not measured.
-        bytes_per_token: what must be sent with every token.
-        epsilons: width of the band by router name; empty for what does not smooth.
-        effects: what it leaves of each perturbation; those that it does not apply to are missing.
+        time: time of a forward pass over that of the original; None if not measured.
+        bytes_per_token: bytes that must be sent with every token.
+        epsilons: width of the band by router name; empty for remedies that do not smooth.
+        effects: remaining effect of each perturbation that the remedy applies to.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Remedy:
     effects: tuple[RemedyEffect, ...]
 
     def effect(self, perturbation: str) -> RemedyEffect | None:
-        """What it leaves of the perturbation of that name; None if it does not apply."""
+        """Return the effect of the perturbation with this name; None if it does not apply."""
         return next((x for x in self.effects if x.perturbation == perturbation), None)
 
 
@@ -179,12 +179,12 @@ class RemedyTable:
     """Remedies side by side.
 
     Attributes:
-        remedies: the first does nothing.
-        perturbations: names of those that they were tried on.
-        tokens: tokens that were run.
-        noise: the precision whose noise σ the widths of smoothed forms are multiples of.
-        impossible: remedies that this model does not allow, and why; empty if there are none.
-        half_tokens: tokens of those that second runs took.
+        remedies: the remedies; the first one does nothing.
+        perturbations: names of the perturbations that were repaired.
+        tokens: number of tokens that were run.
+        noise: precision whose noise σ is the unit of the widths of smoothed forms.
+        impossible: remedies that this model does not allow, with the reason.
+        half_tokens: number of tokens that second runs took.
     """
 
     remedies: tuple[Remedy, ...]
@@ -200,9 +200,9 @@ class SigmaForFlips:
     """Noise of the logits that changes the experts of a given share of tokens.
 
     Attributes:
-        share: the share, mean over layers.
-        model: the σ; None where no noise reaches it.
-        layers: the σ of each layer by itself, by name.
+        share: share of tokens, mean over layers.
+        model: σ for the mean over layers; None if no noise reaches the share.
+        layers: σ for each layer by itself, by name.
     """
 
     share: float
@@ -212,7 +212,7 @@ class SigmaForFlips:
 
 @dataclass(frozen=True)
 class NeverHit:
-    """Experts of a layer that no token chose, so that nothing is known about their precision."""
+    """Experts of a layer that no token chose, so the audit says nothing about their precision."""
 
     layer: str
     experts: tuple[int, ...]
@@ -224,16 +224,16 @@ class PrecisionJudgement:
     """Which number formats the routers tolerate; `PrecisionAudit.verdict` is its sentence.
 
     Attributes:
-        kind: "not run" without a rounding of the routers; "all", "some" or "none" of the formats
-            are tolerated.
-        tolerated: perturbations whose KL and rise of the loss are below `limit`.
-        refused: perturbations of which one of the two is not.
+        kind: "not run" if the routers were not rounded, else whether "all", "some" or "none" of
+            the formats are tolerated.
+        tolerated: perturbations with KL and rise of the loss below `limit`.
+        refused: perturbations with KL or rise of the loss above `limit`.
         unclear: perturbations whose intervals contain the limit.
         smallest: the tolerated perturbation with the fewest bits.
         worst: the refused perturbation with the largest KL.
-        whole_model: the rounding of the whole model that stands for all: bf16, or the first one.
-        limit: nats per token below which a cost counts as harmless.
-        recommendation: what to do about the precision served; None where that was not run.
+        whole_model: rounding of the whole model that the verdict reports: bf16, or the first one.
+        limit: cost in nats per token below which a precision counts as harmless.
+        recommendation: what to do about the precision served; None if it was not run.
     """
 
     kind: Literal["not run", "all", "some", "none"]
@@ -249,26 +249,26 @@ class PrecisionJudgement:
 
 @dataclass(frozen=True, repr=False)
 class PrecisionAudit(Result):
-    """What low precision and noise do to a model on a text.
+    """Effects of low precision and noise on a model, measured on a text.
 
     Attributes:
         verdict: which formats the routers tolerate and what to do, in a few sentences.
         judgement: the data of the verdict.
         effects: one row per perturbation.
         layers: names of the routers.
-        tokens: tokens that were run.
-        sequences: sequences that they are in, the clusters of the standard errors.
+        tokens: number of tokens that were run.
+        sequences: number of sequences, the clusters of the standard errors.
         loss: mean loss per token of the clean run.
         one_percent: noise that flips 1 % of tokens.
         never_hit: layers with experts that no token chose.
-        left_out: what was left out (no time, streamed weights), in words; empty if all was done.
+        left_out: parts that were skipped for lack of time or because weights are streamed.
         provenance: model, text, versions, seed.
         timings: seconds per stage.
-        impossible: perturbations that the routers do not allow, and why; empty if there are none.
+        impossible: perturbations that the routers do not allow, with the reason; may be empty.
         experts: experts in use per token, mean over layers, of a smoothed model; None for top-k.
-        remedies: what can be done about some of the perturbations; None if none was tried.
+        remedies: remedies for some of the perturbations; None if none was tried.
         ignore: by quantisation library, the argument that keeps all routers out of quantisation.
-        serving: what the precision served does to the model; None where it was not run.
+        serving: effect of the precision served on the model; None if it was not run.
     """
 
     format: ClassVar[str] = "tieline-audit"
@@ -293,21 +293,21 @@ class PrecisionAudit(Result):
 
     @property
     def verdict(self) -> str:
-        """The judgement as sentences."""
+        """Return the judgement as sentences."""
         return self.sentence("verdict")
 
     @property
     def is_full(self) -> bool:
-        """Whether several formats of the routers were run, not the one of the precision served."""
+        """Whether the routers were run in several formats, not only the precision served."""
         routers = [row for row in self.effects if row.kind == "rounding" and row.part == "router"]
         return len(routers) > 1
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers of each perturbation, P = "router bf16": "changed@P", "flip@P", "kl@P", ...
+        """Return "changed@P", "flip@P", "kl@P", "loss@P" and "damage@P" for each perturbation P.
 
-        "changed" is the share of tokens that change an expert in at least one layer, "flip" the
-        mean over layers.
+        P is a name such as "router bf16". "changed" is the share of tokens that change an expert in
+        at least one layer, "flip" the mean over layers.
         """
         numbers = {}
         for row in self.effects:
@@ -317,15 +317,15 @@ class PrecisionAudit(Result):
         return {name: value for name, value in numbers.items() if value is not None}
 
     def effect(self, name: str) -> PerturbationEffect:
-        """The row of that name."""
+        """Return the row with this name."""
         return entry_named(self.effects, name)
 
     def tolerance(self, row: PerturbationEffect) -> Tolerance:
-        """Whether a perturbation is harmless, as far as its intervals tell."""
+        """Return whether a perturbation is harmless, judged by its intervals."""
         return tolerated(row.kl, row.loss, self.sequences)
 
     def advice(self, row: PerturbationEffect) -> Recommendation | None:
-        """What to do if the model is served as in a row; None where no precision served was run."""
+        """Return what to do if the model is served as in a row; None if no precision was served."""
         if self.serving is None:
             return None
         effect = {"changed": row.any_layer, "kl": row.kl, "replayed": row.kl_floor}

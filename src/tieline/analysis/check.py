@@ -131,7 +131,7 @@ def check(
     sources = list(routes) if several else [routes]
     require(bool(sources), "check takes at least one file, got none")
     tokens = token_documents(settings.tokens)
-    reading = ReadOptions(**{**settings.reading, "tokens": tokens})
+    reading = ReadOptions(**{**settings.import_arguments, "tokens": tokens})
     read = [_read_source(source, reading) for source in sources]
     other = None if against is None else _read_source(against, reading)
     loaded = None if model is None else Model.open(model, "check takes", device=settings.device)

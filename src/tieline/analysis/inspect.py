@@ -1,17 +1,17 @@
-"""Inspecting a model: what its routing looks like on a text, in one call.
+"""Inspecting a model: gaps, ties, flips, jumps and load of its routing on a text, in one call.
 
     report = inspect("allenai/OLMoE-1B-7B-0924")
     report.verdict, report.metrics["flip@bf16"], report.trace
 
-The text is cut into sequences without padding and run in evaluation mode without gradients; gaps,
+The text is cut into sequences without padding and run in evaluation mode without gradients. Gaps,
 ties, flips and load are measured on the trace, jumps by swapping tied experts in the model. A
-saved trace or summary is measured without a model, so its jumps stay unmeasured.
+saved trace or summary has no model, so its jumps are not measured.
 
-In memory the layers are measured at the end. From disk all batches are in a layer together, so its
-trace is complete when they leave it: it is measured then, while its weights are there, and its
-router inputs are dropped.
+A model in memory is measured after all passes. A model streamed from disk runs all batches through
+one layer at a time, so each layer is measured as soon as the passes have left it, while its weights
+are loaded; its router inputs are then dropped.
 
-`linear_weights` gives the matrix of each router whose choice is that of linear scores.
+`linear_weights` returns the weight of each router that chooses by linear scores.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ from tieline.measure.measures import (
     MeasuredLayer,
     RoutingMeasures,
     gap_status,
-    joined_measures,
+    join_layer_measures,
     measure,
     measure_layers,
     measure_summary,
@@ -85,30 +85,32 @@ MOST_BYTES = 1 << 30
 """Largest size of the router inputs that are kept in memory during the measurement."""
 
 WATCHED_COST, MEASURE_SECONDS = 1.4, 12e-6
-"""Clean passes that a pass takes whose routers and blocks are watched; seconds per token and layer
-of the measures."""
+"""Cost of a pass with observed routers and blocks, in clean passes; seconds per token and layer
+for the measures."""
 
-NO_MODEL = "not measured: jumps need the model"
-NEEDS_MODEL = "not measured: this needs the model"
-NOT_SERVED = "not measured: no precision served was asked for"
-STREAMED = "not measured: weights that are streamed are read once more for a precision served"
-CUT = "not measured: weights that are cut over processes cannot be rounded"
-
+JUMPS_NEED_MODEL = "not measured: jumps need the model"
+NOISE_NEEDS_MODEL = "not measured: this needs the model"
+NO_PRECISION_SERVED = "not measured: no precision served was asked for"
+STREAMED_WEIGHTS = (
+    "not measured: weights that are streamed are read once more for a precision served"
+)
+SPLIT_WEIGHTS = "not measured: weights that are cut over processes cannot be rounded"
+JUMPS_NOT_REQUESTED = "not measured: jumps were not asked for"
 
 GAPS = "gaps"
-NO_JUMPS = "not measured: jumps were not asked for"
+"""Key of the gaps in the resume state."""
 
 
 @dataclass
 class LayerMeasurer(Observer):
-    """Measures the layers of a model that is inspected.
+    """Measures the layers of an inspected model, from disk while their weights are loaded.
 
     Attributes:
         model: the model.
         recorder: records its routers.
-        settings: of the measures.
-        sampler: what looks at the blocks; None if no jumps are asked for.
-        jump_settings: of the jumps.
+        settings: settings of the measures.
+        sampler: samples the calls of its blocks; None if jumps are not requested.
+        jump_settings: settings of the jumps.
     """
 
     model: nn.Module
@@ -120,7 +122,7 @@ class LayerMeasurer(Observer):
     _jumps: dict[str, LayerJumps] = field(default_factory=dict)
 
     def on_unit_done(self, unit: str, rerun: Rerun) -> None:
-        """Measure the routers in a unit that all passes have left; nothing in memory."""
+        """Measure the routers of a finished unit of a streamed model; does nothing in memory."""
         for name in self.recorder.inside(unit) if unit else ():
             trace = self.recorder.layer(name)
             if trace is not None:
@@ -129,7 +131,7 @@ class LayerMeasurer(Observer):
                 self._measure_jumps(trace, name, rerun)
 
     def _measure_jumps(self, trace: RoutingTrace, name: str, rerun: Rerun) -> None:
-        """Measure the jumps of one layer, and drop its sample."""
+        """Measure the jumps of one layer and drop its sample."""
         if self.sampler is None:
             return
         (self._jumps[name],) = measure_jumps(
@@ -138,13 +140,13 @@ class LayerMeasurer(Observer):
         self.sampler.forget(name)
 
     def measures(self, trace: RoutingTrace, ranks: Ranks) -> RoutingMeasures:
-        """Measures of all layers and of the model, given the trace of all batches."""
+        """Return the measures of all layers and of the model, given the trace of all batches."""
         if self._measured:
             layers = [self._measured[layer.name] for layer in trace.layers]
         else:
             weights = ranks.join_layers(linear_weights(self.model, trace))
             layers = measure_layers(trace, self.settings, weights)
-        return joined_measures(layers, self.settings, trace)
+        return join_layer_measures(layers, self.settings, trace)
 
     def jumps(
         self,
@@ -152,9 +154,10 @@ class LayerMeasurer(Observer):
         ranks: Ranks,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[LayerJumps, ...]:
-        """Jumps of all layers, given the trace of all batches."""
+        """Return the jumps of all layers, given the trace of all batches."""
         if self.sampler is None:
-            return tuple(LayerJumps(layer.name, None, NO_JUMPS) for layer in trace.layers)
+            status = JUMPS_NOT_REQUESTED
+            return tuple(LayerJumps(layer.name, None, status) for layer in trace.layers)
         if self._jumps:
             return tuple(self._jumps[layer.name] for layer in trace.layers)
         names = self.recorder.names
@@ -165,29 +168,29 @@ class LayerMeasurer(Observer):
         return tuple(from_plain(LayerJumps, layer) for layer in plain) if ranks.staged else jumps
 
     def state(self, unit: str) -> dict[str, Any] | None:
-        """What was measured in a unit: values per token, and records."""
+        """Return the measures of a unit as tensors of values per token and plain records."""
         tensors: dict[str, Tensor] = {}
         values = []
         for name in self.recorder.inside(unit):
             if name not in self._measured:
                 continue
-            measured, number = self._measured[name], len(values)
-            columns = {"noise": measured.noise, "precision": measured.precision}
+            layer, number = self._measured[name], len(values)
+            columns = {"noise": layer.noise, "precision": layer.precision}
             tensors |= {
                 f"{number}|{kind}|{level}": column
                 for kind, levels in columns.items()
                 for level, column in levels.items()
             }
-            if measured.gaps is not None:
-                tensors[f"{number}|{GAPS}|"] = measured.gaps
+            if layer.gaps is not None:
+                tensors[f"{number}|{GAPS}|"] = layer.gaps
             jumps = self._jumps.get(name)
-            record = to_plain(measured.record, nonfinite_as_text=True)
-            plain = None if jumps is None else to_plain(jumps, nonfinite_as_text=True)
-            values.append({"name": name, "record": record, "jumps": plain})
+            record = to_plain(layer.record, nonfinite_as_text=True)
+            plain_jumps = None if jumps is None else to_plain(jumps, nonfinite_as_text=True)
+            values.append({"name": name, "record": record, "jumps": plain_jumps})
         return {"tensors": tensors, "values": values} if values else None
 
     def restore(self, unit: str, state: dict[str, Any]) -> None:
-        """Take what an earlier run measured in a unit."""
+        """Restore the measures of a unit from the state of an earlier run."""
         for number, value in enumerate(state["values"]):
             columns: dict[str, dict[str, Tensor]] = {"noise": {}, "precision": {}, GAPS: {}}
             for key, tensor in state["tensors"].items():
@@ -214,52 +217,52 @@ def inspect(
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, `(model, tokenizer)`; or a
-            trace, a summary or the folder of one, of which `measure_settings` and `expert_tokens`
-            count.
+            trace, a summary or the folder of one, for which only `measure_settings` and
+            `expert_tokens` apply.
         settings: the options; keyword arguments change single ones. `text` may also be the text
             itself. Losses take 2 forward passes of a sequence for each of
-            `jump_settings.loss_swaps` (by default 32) tokens per layer, the precision served three
-            passes of 4,096 tokens at most. With `parallel`, all processes must call, and all get
-            the result.
-        progress: called with stage, done and total while the work goes on.
+            `jump_settings.loss_swaps` (by default 32) tokens per layer, the precision served takes
+            three passes of at most 4,096 tokens. With `parallel`, all processes must call it, and
+            all get the result.
+        progress: called with stage, done and total during the work.
     """
     settings = InspectSettings.of(settings, options)
-    routed = _saved_routing(source)
-    if routed is not None:
-        return _inspect_saved(routed, settings)
+    routing = _saved_routing(source)
+    if routing is not None:
+        return _inspect_saved(routing, settings)
     corpus = Corpus(**settings.corpus)
-    origin = corpus.origin  # a text that cannot be read is refused before a model is loaded
+    origin = corpus.origin  # raises for an unreadable text before a model is loaded
     job = "inspect takes a trace or summary, or"
-    model = Model.open(source, job, dtype=_opened_dtype(settings), **settings.loading)
-    clock, names = _Clock(), router_names(model.module, settings.layers)
-    with clock("tokenise"):
+    model = Model.open(source, job, dtype=_dtype_to_open(settings), **settings.loading)
+    timer, names = _StageTimer(), router_names(model.module, settings.layers)
+    with timer("tokenise"):
         text = corpus.tokenised(model.tokenizer, model.module)
     ranks = Ranks.of(settings.parallel, corpus.batches(text))
     facts = _text_facts(text, origin, corpus) | ranks.provenance()
     on_progress = progress or (lambda stage, done, total: None)
-    inspector = _Inspector(model, names, text, ranks, facts, clock, settings, on_progress)
+    inspector = _Inspector(model, names, text, ranks, facts, timer, settings, on_progress)
     if progress is not None and settings.parallel in (None, "data"):
-        inspector.announce()
+        inspector.announce_duration()
     return inspector.inspection()
 
 
-def _opened_dtype(settings: InspectSettings) -> str:
-    """The precision of the run: float32 for streamed weights that shall also be rounded."""
+def _dtype_to_open(settings: InspectSettings) -> str:
+    """Return the precision to open the model in: float32 if streamed weights are also rounded."""
     served = settings.serve not in (None, "none")
     return "fp32" if settings.stream and served and settings.dtype == "auto" else settings.dtype
 
 
 @dataclass(frozen=True)
 class _Inspector:
-    """A model under inspection, its text, and how it is run.
+    """Inspects a model on a text.
 
     Attributes:
         model: the model, in memory or streamed.
-        names: routers to look at.
+        names: names of the routers to measure.
         text: the text in sequences.
-        ranks: its batches, and how processes share them.
-        facts: what the bits of the result depend on beside the model.
-        clock: takes the time of each stage.
+        ranks: batches of the text, and how processes share them.
+        facts: everything besides the model that the bits of the result depend on.
+        timer: measures the time of each stage.
         settings: options of the inspection.
         progress: called with stage, done and total.
     """
@@ -269,12 +272,12 @@ class _Inspector:
     text: TokenisedText
     ranks: Ranks
     facts: dict[str, object]
-    clock: "_Clock"
+    timer: "_StageTimer"
     settings: InspectSettings
     progress: Progress
 
-    def announce(self) -> None:
-        """Tell the progress how long the inspection will take, if that is long."""
+    def announce_duration(self) -> None:
+        """Report the expected duration to the progress callback if it is long."""
         tokens = sum(ids.numel() for ids in self.ranks.batches)
         work = WATCHED_COST * tokens
         if self.settings.serve != "none":
@@ -283,13 +286,13 @@ class _Inspector:
         if self.settings.loss_jumps:
             swaps = len(self.names) * _jump_settings(self.settings).loss_swaps
             work += 2 * swaps * len(self.text.sequences[0])
-        beside = MEASURE_SECONDS * tokens * len(self.names)
-        announce_total(self.model, self.ranks.batches, work, self.progress, beside)
+        measure_seconds = MEASURE_SECONDS * tokens * len(self.names)
+        announce_total(self.model, self.ranks.batches, work, self.progress, measure_seconds)
 
     def inspection(self) -> Inspection:
         """Measure everything that the settings ask for."""
-        trace, measures, jumps = self._measure()
-        serving, noise = self._served()
+        trace, measures, jumps = self._measure_layers()
+        serving, noise = self._measure_serving()
         name = {"model": self.model.name} if self.model.name else {}
         return replace(
             _assembled_inspection(
@@ -297,106 +300,108 @@ class _Inspector:
             ),
             sample=text_sample(trace, self.text),
             provenance=dict(trace.provenance) | name,
-            timings=self.clock.timings(trace.n_tokens),
+            timings=self.timer.timings(trace.n_tokens),
         )
 
-    def _measure(self) -> tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]:
-        """Run the text once, and measure its layers: from disk while their weights are there."""
+    def _measure_layers(self) -> tuple[RoutingTrace, RoutingMeasures, tuple[LayerJumps, ...]]:
+        """Run the text once and measure its layers, from disk while their weights are loaded."""
         settings = self.settings
-        plan = _jump_settings(settings)
-        measuring = settings.measure_settings or MeasureSettings()
+        jump_settings = _jump_settings(settings)
+        measure_settings = settings.measure_settings or MeasureSettings()
         streamed, losses = self.model.stream is not None, settings.loss_jumps and settings.jumps
         require_setting(
             not (settings.loss_jumps and streamed),
             "what flips do to the loss needs the model in memory: no {loss_jumps}",
         )
-        recorder = RouteRecorder(self.model.module, self._recorded(streamed), self.names)
-        sampler = self._sampler(recorder, plan) if settings.jumps else None
-        measurer = LayerMeasurer(self.model.module, recorder, measuring, sampler, plan)
+        module, grids = self.model.module, measure_settings
+        recorder = RouteRecorder(module, self._recorder_settings(streamed), self.names)
+        sampler = self._block_sampler(recorder, jump_settings) if settings.jumps else None
+        measurer = LayerMeasurer(module, recorder, grids, sampler, jump_settings)
         observers = [recorder, measurer] if sampler is None else [recorder, sampler, measurer]
-        with self.clock("forward"):
-            state = self._state([measuring, plan], observers, settings.resume)
+        with self.timer("forward"):
+            state = self._resume_state([grids, jump_settings], observers, settings.resume)
             runner = Runner(self.model, ranks=self.ranks)
-            batches_run = clean_plan("forward", self.ranks.numbered)
-            runner.run(batches_run, observers, self.progress, resume=state)
+            plan = clean_plan("forward", self.ranks.numbered)
+            runner.run(plan, observers, self.progress, resume=state)
             if state is not None:
                 state.clear()
         trace = recorder.trace()
         trace = replace(trace, provenance={**trace.provenance, **self.facts})
-        with self.clock("measure"):
+        with self.timer("measure"):
             measures = measurer.measures(trace, self.ranks)
-        with self.clock("jumps"):
+        with self.timer("jumps"):
             layer_jumps = measurer.jumps(trace, self.ranks, partial(self.progress, "jumps"))
             if losses:
-                layer_jumps = self._with_losses(trace, layer_jumps, plan.loss_swaps)
+                layer_jumps = self._add_losses(trace, layer_jumps, jump_settings.loss_swaps)
         layers = tuple(replace(layer, inputs=None) for layer in trace.layers)
         return replace(trace, layers=layers), measures, layer_jumps
 
-    def _recorded(self, streamed: bool) -> ObserverSettings:
-        """What is recorded; the inputs of one layer at a time are held where weights are read."""
-        held = self.names[:1] if streamed else self.names
-        inputs = inputs_fit(self.model.module, held, self.text.tokens)
+    def _recorder_settings(self, streamed: bool) -> ObserverSettings:
+        """Return what to record; a streamed model holds the inputs of one layer at a time."""
+        names = self.names[:1] if streamed else self.names
+        inputs = router_inputs_fit(self.model.module, names, self.text.tokens)
         return ObserverSettings(4, DEFAULT_EPSILONS, inputs, True)
 
-    def _sampler(self, recorder: RouteRecorder, plan: JumpSettings) -> BlockSampler:
-        """What samples the calls of the blocks of all routers looked at."""
+    def _block_sampler(self, recorder: RouteRecorder, settings: JumpSettings) -> BlockSampler:
+        """Return the sampler of the blocks of all measured routers."""
         blocks = {name: block_of(self.model.module, name) for name in self.names}
-        sizes = (plan.near, plan.random, plan.seed, self.ranks.tokens)
+        sizes = (settings.near, settings.random, settings.seed, self.ranks.tokens)
         return BlockSampler(blocks, recorder, *sizes)
 
-    def _state(
+    def _resume_state(
         self, settings: list[Any], observers: Sequence[Observer], resume: bool
     ) -> RunState | None:
-        """Resume state, keyed by a digest of everything the numbers depend on; None in memory."""
+        """Return the resume state, keyed by a digest of all inputs; None for a model in memory."""
         stream = self.model.stream
         if stream is None:
             return None
         groups = {unit: group.count for unit, group in stream.groups.items()}
         versions = [__version__, torch.__version__, transformers.__version__]
         config = json.loads(stream.model.config.to_json_string())
-        kinds = [type(observer).__name__ for observer in observers]
-        plain = [to_plain(settings), groups, versions, config, kinds, list(self.names)]
+        observer_names = [type(observer).__name__ for observer in observers]
+        plain = [to_plain(settings), groups, versions, config, observer_names, list(self.names)]
         facts = {"run": self.facts, "settings": plain, "dtype": str(stream.model.dtype)}
         return RunState(facts, stream.weights.shards, observers, resume)
 
-    def _with_losses(
+    def _add_losses(
         self, trace: RoutingTrace, jumps: tuple[LayerJumps, ...], swaps: int
     ) -> tuple[LayerJumps, ...]:
-        """The jumps with what they do to the loss."""
-        measured = []
-        with only_running(self.model.module):
+        """Add the changes of the loss to the jumps of every layer."""
+        model, batch_size = self.model.module, self.settings.batch_size
+        layers = []
+        with only_running(model):
             for layer in jumps:
                 if layer.value is not None:
-                    arguments = (trace, trace.layer(layer.name), layer.value, swaps)
+                    layer_trace = trace.layer(layer.name)
                     value = jumps_with_losses(
-                        self.model.module, *arguments, self.settings.batch_size
+                        model, trace, layer_trace, layer.value, swaps, batch_size
                     )
                     layer = replace(layer, value=value)
-                measured.append(layer)
-                self.progress("losses", len(measured), len(jumps))
-        return tuple(measured)
+                layers.append(layer)
+                self.progress("losses", len(layers), len(jumps))
+        return tuple(layers)
 
-    def _served(self) -> tuple[Serving | None, NoiseReport]:
-        """Measure what the precision served does to the model, or say why not."""
+    def _measure_serving(self) -> tuple[Serving | None, NoiseReport]:
+        """Measure the effect of the precision served on the model, or return why not."""
         serve, streamed = self.settings.serve, self.model.stream is not None
         precision = serve or ("none" if streamed else "bf16")
         if precision == "none":
-            return None, NoiseReport((), NOT_SERVED if serve else STREAMED)
+            return None, NoiseReport((), NO_PRECISION_SERVED if serve else STREAMED_WEIGHTS)
         if self.settings.parallel not in (None, "data"):
-            return None, NoiseReport((), CUT)
+            return None, NoiseReport((), SPLIT_WEIGHTS)
         arguments = (self.model, self.names, self.text, self.settings.batch_size)
-        with self.clock("served precision"):
+        with self.timer("served precision"):
             return measure_serving(*arguments, precision, self.progress)
 
 
 def _jump_settings(settings: InspectSettings) -> JumpSettings:
-    """Those of the caller with the seed of the inspection, and swaps if losses are asked for."""
-    plan = replace(settings.jump_settings or JumpSettings(), seed=settings.seed)
-    return replace(plan, loss_swaps=32) if settings.loss_jumps and not plan.loss_swaps else plan
+    """Return the jump settings with the seed of the inspection, and by default 32 loss swaps."""
+    jumps = replace(settings.jump_settings or JumpSettings(), seed=settings.seed)
+    return replace(jumps, loss_swaps=32) if settings.loss_jumps and not jumps.loss_swaps else jumps
 
 
 def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
-    """The trace or summary that `source` is or names; None for a model."""
+    """Return the trace or summary that `source` is or names; None for a model."""
     if isinstance(source, RoutingTrace | RoutingSummary):
         return source
     if not isinstance(source, str | Path) or source_kind(source) == "model":
@@ -407,18 +412,18 @@ def _saved_routing(source: object) -> RoutingTrace | RoutingSummary | None:
     raise ParameterError(f"{source} is a saved result: read it with tieline.load")
 
 
-def _inspect_saved(routed: RoutingTrace | RoutingSummary, settings: InspectSettings) -> Inspection:
-    """What can be measured of a saved run without its model."""
-    clock, grids = _Clock(), settings.measure_settings
-    with clock("measure"):
-        if isinstance(routed, RoutingSummary):
-            measures, trace = measure_summary(routed, grids), routed.sample
+def _inspect_saved(routing: RoutingTrace | RoutingSummary, settings: InspectSettings) -> Inspection:
+    """Inspect a trace or summary without its model."""
+    timer, grids = _StageTimer(), settings.measure_settings
+    with timer("measure"):
+        if isinstance(routing, RoutingSummary):
+            measures, trace = measure_summary(routing, grids), routing.sample
         else:
-            measures, trace = measure(routed, grids), routed
-    jumps = tuple(LayerJumps(layer.name, None, NO_MODEL) for layer in measures.layers)
-    noise = NoiseReport((), NEEDS_MODEL)
+            measures, trace = measure(routing, grids), routing
+    jumps = tuple(LayerJumps(layer.name, None, JUMPS_NEED_MODEL) for layer in measures.layers)
+    noise = NoiseReport((), NOISE_NEEDS_MODEL)
     result = _assembled_inspection(measures, jumps, trace, settings.expert_tokens, noise)
-    return replace(result, provenance=dict(measures.provenance), timings=clock.timings())
+    return replace(result, provenance=dict(measures.provenance), timings=timer.timings())
 
 
 def _assembled_inspection(
@@ -429,7 +434,7 @@ def _assembled_inspection(
     noise: NoiseReport,
     serving: Serving | None = None,
 ) -> Inspection:
-    """The result without text sample, provenance and timings."""
+    """Assemble the result without text sample, provenance and timings."""
     needs = (
         tokens_needed(layer.name, layer.load.counts, layer.tokens, expert_tokens)
         for layer in measures.layers
@@ -450,8 +455,8 @@ def _assembled_inspection(
     )
 
 
-class _Clock:
-    """Seconds per stage."""
+class _StageTimer:
+    """Measures the seconds of each stage."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -459,12 +464,12 @@ class _Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        before = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self._seconds[stage] = time.perf_counter() - before
+        self._seconds[stage] = time.perf_counter() - start
 
     def timings(self, tokens: int = 0) -> dict[str, float]:
-        """Seconds of each stage, in all, and the tokens per second of the forward passes."""
+        """Return the seconds of each stage and in total, and tokens per second of the passes."""
         seconds = {**self._seconds, "total": time.perf_counter() - self._start}
         if "forward" in seconds:
             seconds["tokens_per_second"] = tokens / max(seconds["forward"], 1e-9)
@@ -472,7 +477,7 @@ class _Clock:
 
 
 def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tuple[str, ...]:
-    """Names of the chosen routers, in the order of the model; numbers count from 0."""
+    """Return the names of the chosen routers in the order of the model; numbers count from 0."""
     if layers is None:
         return tuple(chosen_routers(model, None))
     routers = list(find_routers(model))
@@ -485,9 +490,9 @@ def router_names(model: nn.Module, layers: Collection[str | int] | None) -> tupl
 
 
 def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, object]:
-    """What the bits of a result depend on beside the model.
+    """Return everything besides the model that the bits of a result depend on.
 
-    Matrix products of other builds of torch round differently.
+    This includes the build of torch, because matrix products of other builds round differently.
     """
     return {
         "text": {"source": origin, "characters": text.characters, "sha256": text.digest},
@@ -501,8 +506,8 @@ def _text_facts(text: TokenisedText, origin: str, corpus: Corpus) -> dict[str, o
     }
 
 
-def inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
-    """Whether the router inputs can be captured and fit the memory limit."""
+def router_inputs_fit(model: nn.Module, names: Collection[str], tokens: int) -> bool:
+    """Return whether the router inputs can be captured and fit the memory limit."""
     families = [family_of(model.get_submodule(name)) for name in names]
     if any(family is None or family.in_block for family in families):
         return False
@@ -515,8 +520,8 @@ def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> Te
 
     Args:
         trace: routing of `text`, in order.
-        text: what was routed.
-        most: number of tokens, from the first sequence.
+        text: the routed text.
+        most: largest number of tokens, from the first sequence.
     """
     count = min(most, len(text.sequences[0]))
     texts = ["" for _ in text.prefix] + list(text.pieces)
@@ -531,7 +536,7 @@ def text_sample(trace: RoutingTrace, text: TokenisedText, most: int = 400) -> Te
 
 
 def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], float | None]:
-    """Gaps of the first tokens over the median gap, and that median; None where unknown."""
+    """Return the first gaps divided by the median gap, and that median; None if unknown."""
     unknown_gaps: list[float | None] = [None] * count
     if gap_status(layer) != "ok":
         return unknown_gaps, None
@@ -544,16 +549,16 @@ def _relative_gaps(layer: LayerTrace, count: int) -> tuple[list[float | None], f
     ], median_gap
 
 
-PROBES = 64
-"""Tokens on which a matrix is checked to make the logits."""
+PROBE_TOKENS = 64
+"""Number of tokens on which a matrix is checked to reproduce the logits."""
 
 
-def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
-    """Return "ok" if a layer chooses the top k of logits that are affine in its input, or why not.
+def linear_choice_status(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
+    """Return "ok" if a layer chooses the top k of logits affine in its input, else the reason.
 
     Args:
         layer: the layer's trace.
-        weights: what `linear_weights` found.
+        weights: result of `linear_weights`.
     """
     status = gap_status(layer)
     if status != "ok":
@@ -570,35 +575,35 @@ def linear_choice(layer: LayerTrace, weights: dict[str, Tensor]) -> str:
 
 
 def linear_weights(model: nn.Module, trace: RoutingTrace) -> dict[str, Tensor]:
-    """(E, D) matrix of each router whose logits are its product with the inputs, up to a bias."""
+    """Return the (E, D) matrix of each router with logits W x, up to a bias, by layer name."""
     weights = {}
-    routers = find_routers(model)  # a stage of a pipeline has some of them
+    routers = find_routers(model)  # only some of the layers in a pipeline stage
     for layer in (layer for layer in trace.layers if layer.name in routers):
         router = routers[layer.name]
         matrix = logits_matrix(router)
         if matrix is not None and layer.inputs is not None and gap_status(layer) == "ok":
             matrix = full_tensor(matrix.detach())[: layer.facts.n_experts].float().cpu()
-            if _reproduces_logits(layer, matrix, router_offset(router, len(matrix))):
+            if _reproduces_logits(layer, matrix, linear_router_bias(router, len(matrix))):
                 weights[layer.name] = matrix
     return weights
 
 
-def router_offset(router: nn.Module, experts: int) -> Tensor | float:
-    """The bias of a linear router, or 0."""
+def linear_router_bias(router: nn.Module, experts: int) -> Tensor | float:
+    """Return the bias of a linear router, or 0."""
     bias = getattr(router, "bias", None)
     if not isinstance(bias, Tensor) or bias.shape != (experts,) or bias.is_meta:
         return 0.0
     return full_tensor(bias.detach()).double().cpu()
 
 
-def _reproduces_logits(layer: LayerTrace, matrix: Tensor, offset: Tensor | float) -> bool:
-    """Whether the matrix reproduces the logits of the first tokens, up to the model's rounding."""
-    probes = take_tokens(layer, slice(PROBES))
+def _reproduces_logits(layer: LayerTrace, matrix: Tensor, bias: Tensor | float) -> bool:
+    """Return whether the matrix reproduces the logits of some tokens up to rounding."""
+    probes = take_tokens(layer, slice(PROBE_TOKENS))
     logits = logit_view(probes).logits
     assert probes.inputs is not None
     if logits is None or probes.inputs.shape[1] != matrix.shape[1]:
         return False
-    computed = probes.inputs.double() @ matrix.double().T + offset
+    computed = probes.inputs.double() @ matrix.double().T + bias
     computed = computed.gather(1, probes.experts.long())
     finite = logits.isfinite()
     return torch.allclose(computed[finite], logits[finite], rtol=0.05, atol=0.05)

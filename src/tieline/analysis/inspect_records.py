@@ -1,11 +1,11 @@
 """The result of inspecting a model, as frozen records.
 
-Inspection          everything: measures, jumps, text sample, verdict, findings, metrics
+Inspection          measures, jumps, text sample, verdict, findings, metrics
 ├─ measures         `RoutingMeasures` of the geometry, one `LayerMeasures` per layer
 ├─ jumps            one `LayerJumps` per layer, in the order of `measures.layers`
 │  └─ value         `JumpMeasures`: `JumpSample`s, `GapJumpTable`, `LossJumps`
 ├─ calibration      one `CalibrationNeed` per layer
-├─ noise            `NoiseReport`: size of the model's own noise, and orders of ties at it
+├─ noise            `NoiseReport`: size of the model's own noise, and orders of ties at that size
 ├─ sample           `TextSample`: pieces of text with the gaps of their tokens
 ├─ judgement        `RoutingJudgement`: the data of the verdict
 └─ observations     `Observation`s: the data of the findings, most severe first
@@ -25,7 +25,7 @@ from tieline.measure.measures import RoutingMeasures
 from tieline.trace.record import RoutingTrace
 
 Severity = Literal["warning", "notice", "info"]
-"""How severe a finding is: act on it, know it, or plain description."""
+"""Severity of a finding: it needs action, is good to know, or only describes."""
 
 SEVERITIES: dict[Severity, int] = {"warning": 0, "notice": 1, "info": 2}
 
@@ -35,16 +35,15 @@ class JumpSample:
     """Tokens whose experts of ranks k and k + 1 were swapped; one entry per token in every field.
 
     Attributes:
-        tokens: place of the token in the trace.
-        documents: document that it belongs to.
-        positions: its position there.
+        tokens: index of the token in the trace.
+        documents: document of the token.
+        positions: position of the token in its document.
         gaps: z_[k] - z_[k+1] within the chosen groups, in units of the selection score, ascending.
         jumps: ‖y_swapped - y‖ / ‖y‖, y the output of the layer's block for this token.
-        leaving: expert of rank k, which the swap takes out.
+        leaving: expert of rank k, which the swap removes.
         entering: expert of rank k + 1, which takes its place and its weight.
-        losses: change of the summed loss of the token's sequence, in nats, when this token's
-            choice in this layer alone is swapped; None for tokens, or altogether, where it was not
-            measured.
+        losses: change of the summed loss of the token's sequence, in nats, by swapping this token's
+            choice in this layer alone; an entry or the whole field is None if not measured.
     """
 
     tokens: tuple[int, ...]
@@ -63,16 +62,16 @@ class JumpSample:
 class GapJumpTable:
     """Joint distribution of gap and jump: rows are gap bins, columns are jump bins.
 
-    A tie is harmless where its jump is small, whatever its gap: dangerous tokens stand in the first
-    rows (small gap) and last columns (large jump).
+    A tie with a small jump is harmless, whatever its gap: dangerous tokens are in the first rows
+    (small gap) and last columns (large jump).
 
     Attributes:
         gap_levels: probabilities whose gap quantiles, over all tokens, are the edges of the rows.
-        gap_edges: those quantiles; a row holds low <= gap < high, the last one its upper edge too.
+        gap_edges: these quantiles; a row holds low <= gap < high, the last one its upper edge too.
         jump_edges: edges of the columns: quantiles of the sampled jumps.
-        counts: sampled tokens in each cell.
-        shares: estimated share of all tokens in each cell; the near sample counts once, each token
-            of the random one stands for those it was drawn from.
+        counts: number of sampled tokens in each cell.
+        shares: estimated share of all tokens in each cell; tokens of the near sample have weight
+            one, tokens of the random sample the number of tokens that each represents.
     """
 
     gap_levels: tuple[float, ...]
@@ -86,12 +85,11 @@ class GapJumpTable:
 
 @dataclass(frozen=True)
 class LossJumps:
-    """What a swap at a near-tie does to the loss, one swap per forward pass of a sequence.
+    """Change of the loss by swaps at near-ties, one swap per forward pass of a sequence.
 
     Attributes:
-        mean: mean change of the summed loss of the sequence, in nats: positive where the swap
-            hurts.
-        absolute: quantiles of its absolute value.
+        mean: mean change of the summed loss of the sequence, in nats; positive if swaps hurt.
+        absolute: quantiles of the absolute change.
         swaps: number of swaps measured.
     """
 
@@ -106,14 +104,14 @@ class JumpMeasures:
 
     Attributes:
         module: qualified name of the block whose output is compared.
-        near: the tokens of the smallest gaps.
-        random: tokens drawn evenly from all others, for comparison; may be empty.
-        near_quantiles: of the jump over the near sample.
-        random_quantiles: over the random one; None if that is empty.
+        near: the tokens with the smallest gaps.
+        random: a random sample of the other tokens, for comparison; may be empty.
+        near_quantiles: quantiles of the jump over the near sample.
+        random_quantiles: quantiles of the jump over the random sample; None if it is empty.
         dangerous: share of the near sample whose jump is at least `dangerous_above`.
         dangerous_above: relative change of the output from which a tie counts as dangerous.
-        table: gap × jump.
-        loss: what the swaps of the near sample do to the loss; None where not asked for.
+        table: joint distribution of gap and jump.
+        loss: change of the loss by swaps of the near sample; None if not requested.
     """
 
     module: str
@@ -131,11 +129,11 @@ class JumpMeasures:
 
 @dataclass(frozen=True)
 class LayerJumps:
-    """The jumps of a layer; `status` is "ok", or why there is no `value`.
+    """Jumps of a layer, or the reason why they are missing.
 
     Attributes:
         name: name of the layer's router, as in `measures`.
-        value: its jumps.
+        value: jumps of the layer; None if `status` is not "ok".
         status: "ok", "not measured: ..." or "not answerable: ...".
     """
 
@@ -146,15 +144,15 @@ class LayerJumps:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """The text of one token and how near its routing is to a tie.
+    """Text of one token and the distance of its routing to a tie.
 
     Attributes:
-        text: its part of the text, as plain characters; pieces joined give the text back.
+        text: text of the token, as plain characters; the joined pieces are the original text.
         token: token id.
         position: position in its document.
-        gap: its smallest relative gap over the layers: 0 on a tie, 1 for a typical token; None
-            where no layer can tell.
-        gaps: relative gap per layer of `TextSample.layers`, None for a layer that cannot tell.
+        gap: smallest relative gap over the layers: 0 on a tie, 1 for a typical token; None if no
+            layer has gaps.
+        gaps: relative gap for each layer of `TextSample.layers`, None for a layer without gaps.
     """
 
     text: str
@@ -166,13 +164,13 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A stretch of the text, to be coloured by gap.
+    """The first tokens of a document with their gaps, to be coloured by gap.
 
     Attributes:
-        layers: names of the layers that `TextPiece.gaps` runs over.
+        layers: names of the layers of `TextPiece.gaps`.
         document: number of the document.
-        pieces: its tokens in order.
-        scales: gap that counts as 1 in each layer: its median over all tokens.
+        pieces: tokens in order.
+        scales: unit of the relative gaps in each layer: the median gap over all tokens.
     """
 
     layers: tuple[str, ...]
@@ -185,15 +183,15 @@ class TextSample:
 
 @dataclass(frozen=True)
 class OwnNoise:
-    """What rounding the whole model does to one router.
+    """Effect of rounding the whole model on one router.
 
     Attributes:
         name: name of the layer's router.
-        precision: the format.
-        tokens: tokens compared.
+        precision: format that the model was rounded to.
+        tokens: number of tokens compared.
         epsilon: size of the noise of the gap, in units of the selection score.
-        flipped: share of tokens whose experts changed in that run.
-        orders: share of tokens of tie order 0, 1, ... at ε; the last entry counts all from there.
+        flipped: share of tokens whose experts changed in the rounded run.
+        orders: share of tokens of tie order 0, 1, ... at ε; the last entry includes higher orders.
     """
 
     name: str
@@ -206,7 +204,7 @@ class OwnNoise:
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """The noise of every layer that shows it.
+    """Noise of every layer with scores.
 
     Attributes:
         layers: one record per layer with scores, in order.
@@ -217,21 +215,21 @@ class NoiseReport:
     status: str = "ok"
 
     def of(self, name: str) -> OwnNoise | None:
-        """The record of a layer, None if it has none."""
+        """Return the record of the layer with this name; None if it has none."""
         return next((layer for layer in self.layers if layer.name == name), None)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One fact worth knowing about a result, as data; the report writes its sentence.
+    """One observation about a result, as data; the report writes its sentence.
 
     Attributes:
-        case: what it is about, with a variant after a colon: "jump:harmless".
+        case: subject, with a variant after a colon, such as "jump:harmless".
         severity: "warning", "notice" or "info".
-        number: the number that led to it.
+        number: the number that the observation reports.
         layer: name of the layer's router; None for the model.
         layers: names of all layers concerned, in the order of the sentence.
-        source: number format, noise level or reason that it belongs to.
+        source: number format, noise level or reason that the observation refers to.
     """
 
     case: str
@@ -243,7 +241,7 @@ class Observation:
 
     @property
     def kind(self) -> str:
-        """The case without its variant: "jump"."""
+        """Return the case without its variant, such as "jump"."""
         return self.case.partition(":")[0]
 
 
@@ -254,9 +252,9 @@ class Finding:
     Attributes:
         severity: "warning", "notice" or "info".
         text: the sentence, which contains the number.
-        number: the number that led to it, unrounded.
+        number: the number in the sentence, unrounded.
         layer: name of the layer's router; None for the model.
-        kind: what it is about: "flips", "jump", "ties", "dead", "cold", "epsilon", "load", ...
+        kind: subject: "flips", "jump", "ties", "dead", "cold", "epsilon", "load", ...
     """
 
     severity: Severity
@@ -267,20 +265,20 @@ class Finding:
 
 
 Harm = Literal["dangerous", "harmless", "unclear"]
-"""Whether most near-ties have a large jump."""
+"""Whether most near-ties have a large jump; "unclear" if the interval contains one half."""
 
 
 @dataclass(frozen=True)
 class RoutingJudgement:
-    """What rounding does to the routing and what to do; `Inspection.verdict` is its sentences.
+    """Effect of rounding on the routing, and what to do; `Inspection.verdict` is its sentences.
 
     Attributes:
         kind: "no scores" if gaps are unknown, "smoothed" if routers are smoothed, else "top-k".
-        cause: what makes tokens flip in the routers alone: "bf16", or σ of noise on the logits.
-        share: tokens that change an expert in at least one layer by that, with its interval.
+        cause: perturbation of the routers alone: "bf16", or σ of noise on the logits.
+        share: share of tokens whose experts `cause` changes in at least one layer, with interval.
         jump: median relative change of a layer's output at near-ties; None if not measured.
         experts: experts in use per token, mean over layers.
-        recommendation: what to do about the precision served; None where that was not measured.
+        recommendation: what to do about the precision served; None if it was not measured.
     """
 
     kind: Literal["no scores", "smoothed", "top-k"]
@@ -293,7 +291,7 @@ class RoutingJudgement:
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Result):
-    """What the routing of a model looks like on a text.
+    """Routing of a model on a text: gaps, ties, flips, jumps and load.
 
     Attributes:
         verdict: one sentence about the model.
@@ -302,22 +300,23 @@ class Inspection(Result):
         observations: the data of the findings, most severe first.
         metrics: named numbers of the model as a whole, for conditions such as `flip@bf16 > 0.02`:
             "flip@P" for each format and each σ of the noise (mean over layers), "flip@P:any" (share
-            of tokens that flip in a layer at least), "flip@P:worst" (worst layer), "tie@P", "ties"
-            (share of exact ties), "jump" and "jump:worst" (median relative jump at near-ties),
-            "dangerous", "gap@p" (quantiles), "dead", "cold", "evenness"; of the precision served
-            "changed@model P", "kl@model P", "loss@model P". What is not known is absent.
-        measures: everything about gaps, ties, flips and load.
+            of tokens that flip in at least one layer), "flip@P:worst" (worst layer), "tie@P",
+            "ties" (share of exact ties), "jump" and "jump:worst" (median relative jump at
+            near-ties), "dangerous", "gap@p" (quantiles), "dead", "cold", "evenness"; for the
+            precision served "changed@model P", "kl@model P", "loss@model P". Unknown numbers are
+            absent.
+        measures: measures of gaps, ties, flips and load.
         jumps: jump size per layer, in the order of `measures.layers`.
-        sample: a stretch of text with its gaps; None where no text is known.
+        sample: the first tokens of the text with their gaps; None if the text is unknown.
         provenance: model, revision, dtype, text, tokens, seed and versions, as JSON values.
         timings: seconds per stage ("tokenise", "forward", "measure", "jumps", "noise", "total")
             and "tokens_per_second" of the forward passes.
-        calibration: tokens of such a text until every expert has enough of them to calibrate a
+        calibration: length of such a text in which every expert gets enough tokens to calibrate a
             quantised model, layer by layer, the most demanding first.
-        noise: what the precision served does near the ties of each layer.
-        serving: what the precision served does to the model; None where it was not measured, for
-            the reason in `noise.status`, or, where that is "ok", as the model gives no logits.
-        trace: the routing that was measured; not part of the JSON.
+        noise: effect of the precision served near the ties of each layer.
+        serving: effect of the precision served on the model; None if it was not measured: the
+            reason is in `noise.status`, or the model gives no logits if that is "ok".
+        trace: the measured routing; not part of the JSON.
     """
 
     format: ClassVar[str] = "tieline-inspection"
@@ -338,10 +337,10 @@ class Inspection(Result):
 
     @property
     def verdict(self) -> str:
-        """The judgement as a sentence."""
+        """Return the judgement as a sentence."""
         return self.sentence("verdict")
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The observations as sentences."""
+        """Return the observations as sentences."""
         return self.sentence("findings")

@@ -42,8 +42,7 @@ SERVED = {
     "fp8": "fp8_e4m3",
     "int4": "int4_group",
 }
-"""Precisions that models are served in, with the number format that emulates each, fine to
-coarse."""
+"""Served precisions and the number format that emulates each, from fine to coarse."""
 
 
 class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
@@ -84,7 +83,7 @@ class InspectSettings(ModelSettings, SeedSettings, SequenceSettings):
     )
 
     def check(self) -> None:
-        """Refuse what the stages of a pipeline cannot do, each of which has some of the layers."""
+        """Refuse options that pipeline stages cannot serve, as each has only some of the layers."""
         staged = self.parallel == "pp"
         require_setting(
             not staged or self.layers is None,
@@ -111,14 +110,14 @@ class InspectOptions(ModelOptions, total=False):
     jump_settings: Any
 
 
-PRECISION = "auto, fp32, bf16 or fp16; or bf16-emulated, int8-emulated, ...: computed in fp32."
+DTYPE_HELP = "auto, fp32, bf16 or fp16; or bf16-emulated, int8-emulated, ...: computed in fp32."
 
 
 class DiffSettings(SequenceSettings):
     """Options of `diff` and `tieline diff`."""
 
     sequence_length: int = setting(512, check=at_least(2), help="Tokens per sequence.")
-    dtype_a: str = setting("auto", help=PRECISION)
+    dtype_a: str = setting("auto", help=DTYPE_HELP)
     dtype_b: str = setting("auto", help="The same for B.")
     experts_impl_a: str | None = setting(
         None, help="Expert implementation of A: eager, grouped_mm, ...."
@@ -167,7 +166,7 @@ class DiffSettings(SequenceSettings):
     )
 
     def check(self) -> None:
-        """Refuse what processes cannot share."""
+        """Refuse options that several processes cannot share."""
         require_setting(
             not self.replay or self.parallel in (None, "data", "tp", "ep"),
             "{replay} needs all layers in every process: take {parallel} data, tp or ep, not {way}",
@@ -252,11 +251,11 @@ class AuditSettings(ModelSettings, SeedSettings, SequenceSettings):
 
     @property
     def seconds(self) -> float:
-        """Time after which nothing more is begun."""
+        """Seconds after which no further work is started."""
         return math.inf if self.budget_minutes is None else 60 * self.budget_minutes
 
     def check(self) -> None:
-        """Refuse two choices of what is run, and a budget of time on several processes."""
+        """Refuse two choices of perturbations, and a time budget on several processes."""
         require_setting(
             not self.all or (self.formats is None and self.perturbations is None),
             "{all} runs every format: leave out {formats} and perturbations",
@@ -344,13 +343,13 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
     )
 
     @property
-    def form(self) -> dict[str, Any]:
+    def gate_options(self) -> dict[str, Any]:
         """The gate and its ramp, as arguments of `smooth_`."""
         return {"gate": self.gate, "a": self.a, "b": self.b, "k_max": self.k_max}
 
     @property
-    def by_law(self) -> bool:
-        """Whether ε follows from what it repairs or moves."""
+    def searches_scale(self) -> bool:
+        """Whether ε = c σ is searched to reach a requested factor or KL."""
         return self.factor is not None or self.max_moved is not None
 
     def check(self) -> None:
@@ -361,9 +360,9 @@ class SmoothSettings(ModelSettings, SeedSettings, TextSettings):
         require_setting(
             len(choices) <= 1, " and ".join(choices) + " each choose ε: give one of them"
         )
-        straight = self.gate in (None, "projected") and self.a == self.b == 1 and not self.k_max
+        is_projected = self.gate in (None, "projected") and self.a == self.b == 1 and not self.k_max
         require_setting(
-            straight or not self.near_original,
+            is_projected or not self.near_original,
             "{near_original} is for projected top-k: leave out {gate} ramp, {a}, {b} and {k_max}",
         )
         require_setting(
@@ -398,7 +397,7 @@ class SmoothOptions(ModelOptions, total=False):
 
 
 class RouteFileSettings(Settings):
-    """What a file of routes does not say itself."""
+    """Facts that a file of routes may not contain."""
 
     tokens: Any = setting(
         None,
@@ -427,7 +426,7 @@ class RouteFileSettings(Settings):
     )
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def import_arguments(self) -> dict[str, Any]:
         """Arguments of `tieline.trace.import_trace`."""
         return {name: getattr(self, name) for name in RouteFileSettings.described()}
 
@@ -441,7 +440,7 @@ class CheckSettings(RouteFileSettings):
 
 
 class RouteFileOptions(TypedDict, total=False):
-    """Keyword arguments for what a file of routes does not say itself."""
+    """Keyword arguments for facts that a file of routes may not contain."""
 
     tokens: Any
     n_experts: int | None

@@ -1,36 +1,36 @@
-"""What a flip costs: the jump of a layer's output at a tie, and the change of the loss.
+"""Jumps at ties: the change of a layer's output and of the loss when two tied experts are swapped.
 
     jump    ‖y_swapped - y‖ / ‖y‖,    y the output of the layer's block for a token,
 
 y_swapped the output with the expert of rank k + 1 in place of that of rank k (`swapped_choice`). At
 a tie this is the height of the discontinuity. Both outputs come from the model's own block, run
-again on the inputs that it had; a block whose recorded output cannot be reproduced is refused (Def.
-10.2, 10.3). The harm of a flip is proportional to its jump: `GapJumpTable` shows near and high
-ties.
+again on its recorded inputs; a block that does not reproduce its recorded output is refused (Def.
+10.2, 10.3). The harm of a flip is proportional to its jump; `GapJumpTable` shows which ties have
+both a small gap and a large jump.
 
     Δ = Σ_{t > p} [ -log P_swapped(x_t | x_<t) + log P(x_t | x_<t) ]   in nats
 
 is the change of a sequence's loss by one swap at position p of one layer. All other choices are the
 model's own, so consequences in later layers and tokens are part of Δ. Each row of a batch is a
 sequence with exactly one swap; the reference is the same batch with the recorded choices forced at
-the same places, so both runs round alike (Def. 10.4).
+the same positions, so both runs round alike (Def. 10.4).
 
-`BlockSampler` selects the tokens while the model runs. The inputs and outputs of blocks are large,
-so only those that may be needed are kept: the N smallest gaps so far, and the N + R smallest hashes
-of token places, a random sample that does not depend on the batches. Without the near tokens, the
-latter are a random sample of the others.
+`BlockSampler` selects the tokens while the model runs. Inputs and outputs of blocks are large, so
+it keeps only the tokens that may be needed: those with the N smallest gaps so far, and those with
+the N + R smallest hashes of their index, a random sample that does not depend on the batches. The
+latter without the near tokens are a random sample of the others.
 
-**At a wall.** Raise the score of rank k + 1 to z_[k], and the router may as well choose its expert
-j instead of the expert i of rank k. Expert j enters with the weight that the family gives to the
-selection score z_[k]. Without a correction bias both scores are then equal and j takes over the
-weight of i. With a bias b the scores that make the weights differ by it at the tie,
+**Weights at a tie.** If the score of rank k + 1 is raised to z_[k], the router may choose its
+expert j instead of the expert i of rank k. Expert j gets the weight that the family gives to the
+selection score z_[k]. Without a correction bias both scores are then equal and j takes the weight
+of i. With a bias b, the scores that determine the weights differ by the bias at the tie,
 
     w_j / w_i = s(z_[k] - b_j) / s(z_[k] - b_i),
 
-s the function that turns what is ranked into a weight, and the weights of the chosen keep their sum
-where the family renormalises them. Factors that belong to an expert go with it. At ties between
-groups of experts the jump is not measured (Def. 10.1). A smoothed router uses both experts near a
-tie; there the two exchange their shares, which at the tie itself are equal.
+s the function from ranked score to weight, and the weights of the chosen experts keep their sum if
+the family renormalises them. Factors that belong to an expert move with it. Jumps at ties between
+groups of experts are not measured (Def. 10.1). A smoothed router uses both experts near a tie; the
+swap exchanges their shares, which are equal at the tie itself.
 """
 
 import math
@@ -67,19 +67,22 @@ from tieline.trace.counts import SPAN, token_hash
 from tieline.trace.record import LayerTrace, RoutingTrace, take_tokens
 
 PerToken = Float[Tensor, " tokens"]
-Places = Int[Tensor, " tokens"]
+TokenIndices = Int[Tensor, " tokens"]
 
 
 @dataclass(frozen=True)
 class BlockSample:
-    """Tokens of one layer by place in the trace, with the inputs and outputs of its block."""
+    """Tokens of one layer by index in the trace, with the inputs and outputs of its block."""
 
-    tokens: Places
+    tokens: TokenIndices
     rows: Rows
 
 
-class _Pool:
-    """The tokens with the smallest keys so far and their rows; lots decide between equal keys."""
+class _TokenPool:
+    """Keeps the tokens with the smallest keys so far, and their rows of the block.
+
+    Random numbers, the lots, decide between equal keys.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -90,32 +93,32 @@ class _Pool:
 
     @property
     def filled(self) -> bool:
-        """Whether any token is kept."""
+        """Whether the pool holds any token."""
         return self._rows is not None
 
-    def offer(self, keys: PerToken, lots: PerToken, tokens: Places, call: BlockCall) -> None:
-        """Keep the tokens with the smallest finite keys."""
+    def offer(self, keys: PerToken, lots: PerToken, tokens: TokenIndices, call: BlockCall) -> None:
+        """Add the tokens of a call and keep those with the smallest finite keys."""
         limit = self._keys[-1] if len(self._keys) == self._size else torch.inf
-        fits = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
-        fits = fits[_order_by_keys(keys[fits], lots[fits])[: self._size]]
-        if not len(fits):
+        new = ((keys <= limit) & keys.isfinite()).nonzero().squeeze(1)
+        new = new[_order_by_keys(keys[new], lots[new])[: self._size]]
+        if not len(new):
             return
-        rows = call.rows(fits)
-        keys, lots = torch.cat([self._keys, keys[fits]]), torch.cat([self._lots, lots[fits]])
+        rows = call.rows(new)
+        keys, lots = torch.cat([self._keys, keys[new]]), torch.cat([self._lots, lots[new]])
         best = _order_by_keys(keys, lots)[: self._size]
         self._keys, self._lots = keys[best], lots[best]
-        self.tokens = torch.cat([self.tokens, tokens[fits]])[best]
+        self.tokens = torch.cat([self.tokens, tokens[new]])[best]
         self._rows = (rows if self._rows is None else self._rows.join(rows)).take(best)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is kept, a row per token."""
+        """Return the content of the pool as tensors with a row per token."""
         assert self._rows is not None
         inputs = {f"input.{index}": value for index, value in enumerate(self._rows.inputs.values())}
         columns = {"keys": self._keys, "lots": self._lots, "tokens": self.tokens}
         return columns | inputs | {"output": self._rows.output}
 
     def join(self, pooled: Mapping[str, Tensor]) -> None:
-        """Keep the best of what several pools have, given by `tensors` in the order of tokens."""
+        """Keep the smallest keys of several pools, given their joined `tensors`."""
         assert self._rows is not None
         best = _order_by_keys(pooled["keys"], pooled["lots"])[: self._size]
         self._keys, self._lots = pooled["keys"][best], pooled["lots"][best]
@@ -126,18 +129,18 @@ class _Pool:
         }
         self._rows = Rows(inputs, old.others, pooled["output"][best].to(old.output), old.batched)
 
-    def without(self, tokens: Places, most: int) -> BlockSample | None:
-        """Return the first `most` kept tokens that are not among `tokens`."""
+    def excluding(self, tokens: TokenIndices, most: int) -> BlockSample | None:
+        """Return the first `most` tokens of the pool that are not among `tokens`."""
         rows = (~torch.isin(self.tokens, tokens)).nonzero().squeeze(1)[:most]
         if self._rows is None or not len(rows):
             return None
         return BlockSample(self.tokens[rows], self._rows.take(rows))
 
 
-def _order_by_keys(keys: PerToken, lots: PerToken) -> Places:
-    """Places in ascending order of keys, then of lots."""
-    first = lots.sort(stable=True).indices
-    return first[keys[first].sort(stable=True).indices]
+def _order_by_keys(keys: PerToken, lots: PerToken) -> TokenIndices:
+    """Return the indices that sort by keys, then by lots."""
+    by_lots = lots.sort(stable=True).indices
+    return by_lots[keys[by_lots].sort(stable=True).indices]
 
 
 class BlockSampler(Observer):
@@ -157,30 +160,30 @@ class BlockSampler(Observer):
         near: int,
         random: int,
         seed: int,
-        first: int = 0,
+        first_token: int = 0,
     ) -> None:
         """Sample `near` + `random` tokens of the blocks of the routers with these names.
 
         Args:
-            blocks: by name of the router.
-            recorder: records the same passes, and is told of them before this observer.
-            near: how many of the tokens nearest to a tie.
-            random: how many of the others.
-            seed: of the draw.
-            first: place of the first token that is seen, in the whole text.
+            blocks: blocks by name of their router.
+            recorder: records the same passes, and is called before this observer.
+            near: number of tokens nearest to a tie.
+            random: number of other tokens.
+            seed: seed of the random sample.
+            first_token: index in the whole text of the first token of these passes.
         """
-        self._blocks, self._recorder, self._first = blocks, recorder, first
+        self._blocks, self._recorder, self._first_token = blocks, recorder, first_token
         self.blocks = {name: block.module for name, block in blocks.items()}
         self._near, self._random, self._seed = near, random, seed
-        self._pools = {name: (_Pool(near), _Pool(near + random)) for name in blocks}
+        self._pools = {name: (_TokenPool(near), _TokenPool(near + random)) for name in blocks}
         self._status: dict[str, str] = {}
 
     def watches(self, run: Pass) -> bool:
-        """Whether the recorder records the pass."""
+        """Return whether the recorder records the pass."""
         return self._recorder.watches(run)
 
     def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
-        """Handle the return of a block, whose router has been recorded just before."""
+        """Sample from the call of a block, whose router has been recorded just before."""
         name = site.name
         layer = self._recorder.recorded(run, name)
         if layer is None or not layer.has_gaps:
@@ -193,7 +196,8 @@ class BlockSampler(Observer):
             )
             return
         self._status.setdefault(name, "ok")
-        tokens = self._first + self._recorder.offset(run) + torch.arange(len(gaps), device="cpu")
+        first = self._first_token + self._recorder.offset(run)
+        tokens = first + torch.arange(len(gaps), device="cpu")
         lots = torch.as_tensor(
             token_hash(torch.full_like(tokens, self._seed), tokens) / SPAN, device="cpu"
         )
@@ -206,7 +210,7 @@ class BlockSampler(Observer):
         if not ranks.share_text:
             return
         filled = torch.tensor(
-            [[pool.filled for pool in both] for both in self._pools.values()], device="cpu"
+            [[pool.filled for pool in pools] for pools in self._pools.values()], device="cpu"
         )
         filled_by_rank = ranks.join_rows({"filled": filled[None]})["filled"]
         require(
@@ -214,11 +218,11 @@ class BlockSampler(Observer):
             "a process saw no token between two experts in some layer: take fewer processes",
             TielineError,
         )
-        for pool in (pool for both in self._pools.values() for pool in both if pool.filled):
+        for pool in (pool for pools in self._pools.values() for pool in pools if pool.filled):
             pool.join(ranks.join_rows(pool.tensors()))
 
     def block(self, name: str) -> Block:
-        """The block of this router."""
+        """Return the block of the router with this name."""
         return self._blocks[name]
 
     def status(self, name: str) -> str:
@@ -227,40 +231,39 @@ class BlockSampler(Observer):
         return self._status.get(name, uncalled)
 
     def forget(self, name: str) -> None:
-        """Drop the tokens of a layer, which has been measured."""
-        self._pools[name] = (_Pool(self._near), _Pool(self._near + self._random))
+        """Drop the sample of a layer that has been measured."""
+        self._pools[name] = (_TokenPool(self._near), _TokenPool(self._near + self._random))
 
     def near(self, name: str) -> BlockSample | None:
         """Return the tokens of a layer nearest to a tie, in order; None if there are none."""
-        return self._pools[name][0].without(
-            torch.empty(0, dtype=torch.int64, device="cpu"), self._near
-        )
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return self._pools[name][0].excluding(none, self._near)
 
     def random(self, name: str) -> BlockSample | None:
         """Return a random sample of the other tokens; None if there are none."""
         near, random = self._pools[name]
-        return random.without(near.tokens, self._random)
+        return random.excluding(near.tokens, self._random)
 
 
-Runner = Callable[[Sequence[BlockRun]], list[Tensor]]
-"""Runs blocks and returns their outputs."""
+BlockRunner = Callable[[Sequence[BlockRun]], list[Tensor]]
+"""A function that runs blocks and returns their outputs."""
 
-SAME_OUTPUT = 1e-3
+OUTPUT_TOLERANCE = 1e-3
 """Relative difference up to which a block counts as reproducing its output."""
 
 
 @dataclass(frozen=True)
 class JumpSettings:
-    """How many tokens of each layer are swapped, and how the jumps are sorted.
+    """Number of tokens whose experts are swapped in each layer, and levels of the results.
 
     Attributes:
         near: number of tokens with the smallest gaps.
         random: number of tokens drawn from the others.
-        loss_swaps: number of near tokens whose swap's effect on the loss is measured; 0 for none.
+        loss_swaps: number of near tokens for which the change of the loss is measured.
         dangerous_above: jump from which a tie counts as dangerous.
         probabilities: levels of the quantiles of the jump.
-        gap_levels: levels of the gap whose quantiles are the rows of the table.
-        jump_levels: levels of the jump whose quantiles are its columns.
+        gap_levels: levels of the gap quantiles that bound the rows of the table.
+        jump_levels: levels of the jump quantiles that bound its columns.
         seed: seed of the random sample.
     """
 
@@ -288,16 +291,16 @@ def measure_jumps(
     sampler: BlockSampler,
     settings: JumpSettings,
     progress: Callable[[int, int], None] | None = None,
-    runner: Runner | None = None,
+    runner: BlockRunner | None = None,
 ) -> tuple[LayerJumps, ...]:
     """Measure the jumps of every layer.
 
     Args:
         model: the model, in the mode it was captured in.
         trace: its routing.
-        sampler: the sampler that watched the same forward passes.
-        settings: how many tokens, which levels.
-        progress: called with the layers done and their number.
+        sampler: the sampler that observed the same forward passes.
+        settings: sample sizes and levels.
+        progress: called with the number of finished layers and of all layers.
         runner: runs blocks; by default one after the other.
     """
     layer_jumps = []
@@ -316,27 +319,24 @@ def _layer_jumps(
     layer: LayerTrace,
     sampler: BlockSampler,
     settings: JumpSettings,
-    runner: Runner,
+    runner: BlockRunner,
 ) -> LayerJumps:
-    """The jumps of one layer, or why they cannot be measured."""
+    """Measure the jumps of one layer, or return why they cannot be measured."""
     status = _jump_status(layer, sampler)
     if status != "ok":
         return LayerJumps(layer.name, None, status)
     block, router = sampler.block(layer.name), model.get_submodule(layer.name)
-    samples_of_layer = [sampler.near(layer.name), sampler.random(layer.name)]
-    ordered = [_sample_by_gap(layer, sample) for sample in samples_of_layer if sample is not None]
+    pools = [sampler.near(layer.name), sampler.random(layer.name)]
+    ordered = [_sort_by_gap(layer, sample) for sample in pools if sample is not None]
     try:
+        outputs = _plain_and_swapped_outputs(layer, block, router, ordered, runner)
         samples = [
-            _sample_of_jumps(trace, layer, block, sample, *outputs)
-            for sample, outputs in zip(
-                ordered,
-                _plain_and_swapped_outputs(layer, block, router, ordered, runner),
-                strict=True,
-            )
+            _jump_sample(trace, layer, block, sample, plain, swapped)
+            for sample, (plain, swapped) in zip(ordered, outputs, strict=True)
         ]
     except UnsupportedModelError as problem:
         return LayerJumps(layer.name, None, f"not answerable: {problem}")
-    near, random = (*samples, NO_SAMPLE)[:2]
+    near, random = (*samples, EMPTY_SAMPLE)[:2]
     return LayerJumps(layer.name, _jump_measures(layer, block, near, random, settings))
 
 
@@ -345,11 +345,12 @@ def _plain_and_swapped_outputs(
     block: Block,
     router: nn.Module,
     samples: Sequence[BlockSample],
-    runner: Runner,
+    runner: BlockRunner,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Outputs of each sample's tokens as recorded and as swapped, all in one run of the block.
+    """Return each sample's outputs with recorded and with swapped choices, in one run of the block.
 
-    Few tokens need most of a layer's experts: what a run costs is to read their weights.
+    One run, because even few tokens need most of a layer's experts and reading their weights
+    dominates the cost.
     """
     tokens = torch.cat([sample.tokens for sample in samples])
     choices = recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)
@@ -361,8 +362,8 @@ def _plain_and_swapped_outputs(
     return list(zip(plain, swapped, strict=True))
 
 
-def _sample_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
-    """The tokens in ascending order of their gaps."""
+def _sort_by_gap(layer: LayerTrace, sample: BlockSample) -> BlockSample:
+    """Sort the tokens of a sample by ascending gap."""
     order = layer.inner_gap[sample.tokens].sort(stable=True).indices
     return BlockSample(sample.tokens[order], sample.rows.take(order))
 
@@ -378,10 +379,10 @@ def _jump_status(layer: LayerTrace, sampler: BlockSampler) -> str:
     return "ok"
 
 
-NO_SAMPLE = JumpSample((), (), (), (), (), (), ())
+EMPTY_SAMPLE = JumpSample((), (), (), (), (), (), ())
 
 
-def _sample_of_jumps(
+def _jump_sample(
     trace: RoutingTrace,
     layer: LayerTrace,
     block: Block,
@@ -389,7 +390,7 @@ def _sample_of_jumps(
     plain: Tensor,
     swapped: Tensor,
 ) -> JumpSample:
-    """The record of sampled tokens, from their outputs as recorded and as swapped."""
+    """Return the record of sampled tokens from their outputs with plain and swapped choices."""
     tokens, k = sample.tokens, layer.facts.k
     _check_reproduced(plain, sample.rows.output, block.name)
     columns = (
@@ -407,7 +408,7 @@ def _sample_of_jumps(
 def relative_change(
     before: Float[Tensor, "tokens dim"], after: Float[Tensor, "tokens dim"]
 ) -> PerToken:
-    """‖after - before‖ / ‖before‖ of each row in float64; 0 where nothing changes, 0 / 0 too."""
+    """Return ‖after - before‖ / ‖before‖ of each row in float64; 0 if nothing changes, as 0 / 0."""
     change = (after.double() - before.double()).norm(dim=1).cpu()
     size = before.double().norm(dim=1).cpu()
     return torch.where(change == 0, 0.0, change / size)
@@ -418,9 +419,9 @@ def _check_reproduced(
 ) -> None:
     """Raise if a block does not reproduce its output on some of its tokens."""
     error = (output.double() - recorded.double()).norm() / recorded.double().norm().clamp(min=1e-30)
-    allowed = max(SAME_OUTPUT, 8 * torch.finfo(recorded.dtype).eps)
+    tolerance = max(OUTPUT_TOLERANCE, 8 * torch.finfo(recorded.dtype).eps)
     require(
-        bool(error <= allowed),
+        bool(error <= tolerance),
         f"the block {block!r} does not reproduce its output on some of its tokens "
         f"(relative difference {error.item():.2g})",
         UnsupportedModelError,
@@ -434,7 +435,7 @@ def _jump_measures(
     random: JumpSample,
     settings: JumpSettings,
 ) -> JumpMeasures:
-    """Quantiles, dangerous share and gap-jump table of a layer."""
+    """Compute quantiles, dangerous share and gap-jump table of a layer."""
     jumps, random_jumps = (
         torch.tensor(x.jumps, dtype=torch.float64, device="cpu") for x in (near, random)
     )
@@ -454,12 +455,12 @@ def _jump_measures(
 def gap_jump_table(
     gaps: PerToken, near: JumpSample, random: JumpSample, settings: JumpSettings
 ) -> GapJumpTable:
-    """Joint counts of gap and jump on quantile bins, and the shares of all tokens they stand for.
+    """Return joint counts of gap and jump on quantile bins, and estimated shares of all tokens.
 
     Args:
-        gaps: of all tokens; infinite ones, which cannot flip, are in no cell.
-        near: the tokens of the smallest gaps, which stand for themselves.
-        random: a random sample of the others, each standing for as many as were not drawn.
+        gaps: gaps of all tokens; tokens with infinite gaps cannot flip and are in no cell.
+        near: the tokens with the smallest gaps, with weight one each.
+        random: a random sample of the others, weighted to represent all of them.
         settings: levels of the bins.
     """
     finite = gaps[gaps.isfinite()]
@@ -468,11 +469,11 @@ def gap_jump_table(
     rows = quantile_bands(finite, settings.gap_levels).value
     columns = quantile_bands(jumps, settings.jump_levels).value
     weight = (len(finite) - len(near.gaps)) / max(1, len(random.gaps))
-    stands_for = torch.tensor([1.0] * len(near.gaps) + [weight] * len(random.gaps), device="cpu")
-    cell = _bin_of_values(sampled, rows) * (len(columns) - 1) + _bin_of_values(jumps, columns)
+    weights = torch.tensor([1.0] * len(near.gaps) + [weight] * len(random.gaps), device="cpu")
+    cell = _bin_indices(sampled, rows) * (len(columns) - 1) + _bin_indices(jumps, columns)
     shape = (len(rows) - 1, len(columns) - 1)
     counts = torch.bincount(cell, minlength=math.prod(shape)).view(shape)
-    weighted = torch.bincount(cell, stands_for.double(), minlength=math.prod(shape)).view(shape)
+    weighted = torch.bincount(cell, weights.double(), minlength=math.prod(shape)).view(shape)
     return GapJumpTable(
         gap_levels=settings.gap_levels,
         gap_edges=tuple(rows.tolist()),
@@ -482,8 +483,8 @@ def gap_jump_table(
     )
 
 
-def _bin_of_values(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
-    """Bin of each value: low <= value < high, the last one with its upper edge."""
+def _bin_indices(values: PerToken, edges: Float[Tensor, " edges"]) -> Tensor:
+    """Return the bin of each value, low <= value < high; the last bin includes its upper edge."""
     return (torch.searchsorted(edges, values, right=True) - 1).clamp(0, len(edges) - 2)
 
 
@@ -497,17 +498,15 @@ def jumps_with_losses(
 ) -> JumpMeasures:
     """Add the change of the loss for `swaps` tokens of a layer's near sample to its jumps.
 
-    The tokens are spread evenly over the sample; last tokens of sequences are left out, because
-    nothing is predicted after them.
+    The tokens are spread evenly over the sample, without last tokens of sequences, because nothing
+    is predicted after them.
     """
     near = jumps.near
-    followed = _followed_tokens(trace, near)
-    if not followed:
+    candidates = _tokens_with_successor(trace, near)
+    if not candidates:
         return jumps
-    swapped = [
-        followed[i * len(followed) // min(swaps, len(followed))]
-        for i in range(min(swaps, len(followed)))
-    ]
+    count = min(swaps, len(candidates))
+    swapped = [candidates[i * len(candidates) // count] for i in range(count)]
     tokens = torch.tensor([near.tokens[index] for index in swapped], device="cpu")
     changes = loss_changes(model, trace, layer, tokens, batch_size)
     losses: list[float | None] = [None] * len(near.tokens)
@@ -525,14 +524,14 @@ def loss_changes(
     tokens: Int[Tensor, " swaps"],
     batch_size: int,
 ) -> Float[Tensor, " swaps"]:
-    """Compute Δ of each token in float64.
+    """Compute the change of the loss Δ by a swap at each token, in float64.
 
     Args:
         model: a causal language model, in evaluation mode.
         trace: its routing.
         layer: the layer of the trace in which the choice is swapped.
-        tokens: places of the tokens in the trace.
-        batch_size: sequences per forward pass.
+        tokens: indices of the tokens in the trace.
+        batch_size: number of sequences per forward pass.
     """
     by_length: dict[int, list[int]] = defaultdict(list)
     sequences = [trace.tokens[trace.documents == trace.documents[t]].long() for t in tokens]
@@ -549,20 +548,19 @@ def loss_changes(
 def _loss_changes_of_batch(
     model: nn.Module, trace: RoutingTrace, layer: LayerTrace, tokens: Tensor, ids: Tensor
 ) -> Float[Tensor, " rows"]:
-    """Change of the loss by one swap in each sequence of a batch."""
+    """Compute the change of the loss by one swap in each sequence of a batch."""
     router, positions = model.get_submodule(layer.name), trace.positions[tokens].long()
     rows = torch.arange(len(ids), device="cpu") * ids.shape[1] + positions
     losses = []
     for choice in (recorded_choice(layer, tokens), swapped_choice(layer, tokens, router)):
-        rule = partial(_choice_at_rows, rows=rows, choice=choice)
-        losses.append(
-            _loss_after_positions(overridden_output(model, router, rule, ids), ids, positions)
-        )
+        rule = partial(_override_rows, rows=rows, choice=choice)
+        output = overridden_output(model, router, rule, ids)
+        losses.append(_loss_after_positions(output, ids, positions))
     return losses[1] - losses[0]
 
 
-def _choice_at_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
-    """The router's own choice, except at these places."""
+def _override_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Choice) -> Choice:
+    """Return the router's own choice with these rows replaced by `choice`."""
     row_indices, choice = rows.to(output.ids.device), fitted_choice(choice, output.ids.shape[1])
     weights = output.weights.index_copy(0, row_indices, choice.weights.to(output.weights))
     return Choice(weights, output.ids.index_copy(0, row_indices, choice.ids.to(output.ids)))
@@ -571,7 +569,7 @@ def _choice_at_rows(output: RouterOutput, rows: Int[Tensor, " rows"], choice: Ch
 def _loss_after_positions(
     output: object, ids: Int[Tensor, "rows length"], positions: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Summed loss of what follows each position, in float64."""
+    """Return the summed loss of the tokens that follow each position, in float64."""
     logits = getattr(output, "logits", None)
     require(
         isinstance(logits, Tensor) and logits.shape[:2] == ids.shape,
@@ -585,8 +583,8 @@ def _loss_after_positions(
     )
 
 
-def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
-    """Places in the sample whose token is not the last one of its document."""
+def _tokens_with_successor(trace: RoutingTrace, near: JumpSample) -> list[int]:
+    """Return indices into the sample of tokens that are not the last one of their document."""
     tokens = torch.tensor(near.tokens, device="cpu")
     next_tokens = (tokens + 1).clamp(max=trace.n_tokens - 1)
     follows = (trace.documents[next_tokens] == trace.documents[tokens]) & (next_tokens > tokens)
@@ -594,51 +592,51 @@ def _followed_tokens(trace: RoutingTrace, near: JumpSample) -> list[int]:
 
 
 TINY = 1e-30
-"""Least weight that is divided by."""
+"""Lower limit of weights in denominators."""
 
 
 def recorded_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"]) -> Choice:
-    """What the router chose for these tokens."""
+    """Return the experts and weights that the router chose for these tokens."""
     weights, experts = layer.combined()
     return Choice(weights[tokens], experts[tokens].long())
 
 
 def swapped_choice(layer: LayerTrace, tokens: Int[Tensor, " chosen"], router: nn.Module) -> Choice:
-    """The same with the expert of rank k + 1 in the place of that of rank k.
+    """Return the choice with the expert of rank k + 1 in place of the expert of rank k.
 
     Args:
         layer: a trace with at least k + 1 ranks.
-        tokens: places of the tokens in it.
-        router: the layer's router, for the facts of its family.
+        tokens: indices of the tokens in the trace.
+        router: the layer's router, for the rules of its family.
     """
     family, k = family_of(router), layer.facts.k
     if family is None:
         raise UnsupportedModelError(f"{type(router).__name__} is no router of a known family")
     weights, ids = recorded_choice(layer, tokens)
-    ids, weights, before = ids.clone(), weights.clone(), weights.sum(dim=1, keepdim=True)
+    ids, weights, total = ids.clone(), weights.clone(), weights.sum(dim=1, keepdim=True)
     trace = take_tokens(layer, tokens)
     ids[:, k - 1] = trace.experts[:, k].long()
     entering = _entering_weight(trace, family, router)
-    if layer.smoothed:  # the expert that leaves takes the place and the share of the other
+    if layer.smoothed:  # the leaving expert takes the rank and the share of the entering one
         ids[:, k] = trace.experts[:, k - 1].long()
         weights[:, k] *= weights[:, k - 1] / entering.clamp(min=TINY)
     weights[:, k - 1] = entering
     if layer.bias is not None and renormalises_weights(family, router):
-        weights *= before / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
+        weights *= total / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
     return Choice(weights, ids)
 
 
 def _entering_weight(trace: LayerTrace, family: RouterFamily, router: nn.Module) -> PerToken:
-    """Weight that the entering expert gets in place of the leaving one, before normalisation."""
+    """Return the weight of the entering expert before the weights are renormalised."""
     k = trace.facts.k
     assert trace.weights is not None
     leaving, entering = trace.experts[:, k - 1].long(), trace.experts[:, k].long()
-    if family.skip_class:  # to skip has no weight of its own to hand over
-        return _raw_weight(trace, family, router, entering)
+    if family.skip_class:  # a skip has no weight that the entering expert could take
+        return _weight_at_threshold(trace, family, router, entering)
     ratio = torch.ones(len(leaving), device="cpu")
     if trace.bias is not None:
-        raw = [_raw_weight(trace, family, router, experts) for experts in (entering, leaving)]
-        ratio = raw[0] / raw[1].clamp(min=TINY)
+        weight_of = partial(_weight_at_threshold, trace, family, router)
+        ratio = weight_of(entering) / weight_of(leaving).clamp(min=TINY)
     scale = family_scale(family, router)
     if isinstance(scale, Tensor) and scale.numel() > 1:
         factor = full_tensor(scale.detach()).float().cpu()
@@ -646,13 +644,13 @@ def _entering_weight(trace: LayerTrace, family: RouterFamily, router: nn.Module)
     return trace.weights[:, k - 1] * ratio
 
 
-def _raw_weight(
+def _weight_at_threshold(
     trace: LayerTrace,
     family: RouterFamily,
     router: nn.Module,
     experts: Int[Tensor, " tokens"],
 ) -> PerToken:
-    """s(z_[k] - b_e): the weight of an expert whose selection score is at the threshold."""
+    """Return s(z_[k] - b_e), the weight of an expert whose selection score is at the threshold."""
     assert trace.scores is not None
     bias = 0.0 if trace.bias is None else trace.bias[experts]
     score = trace.scores[:, trace.facts.k - 1] - bias

@@ -1,4 +1,4 @@
-"""Watching the routing of a model while it trains: a few scalars every n steps, and warnings.
+"""Monitoring the routing of a model in training: a few scalars every n steps, and warnings.
 
     with RoutingMonitor(model, every=10, writers=[JsonlWriter("routing.jsonl")]) as monitor:
         for batch in batches:
@@ -9,7 +9,7 @@
     gap_p1, gap_p10, gap_p50   quantiles of the gap, all layers together             Def. 2.4
     ties                       share of gaps that are exactly zero                   Def. 1.2
     near_bf16                  P(Δ <= q), q the bf16 spacing at the threshold        Def. 2.1, 7.1
-    tie_bf16, flip_bf16        share that ties, flips when rounded to bf16           Def. 7.4
+    tie_bf16, flip_bf16        share that ties or flips when rounded to bf16         Def. 7.4
     flips_per_token            Σ over layers of the expected flips by bf16 rounding  Def. 7.2, 7.3
     confidence                 largest softmax probability of a token
     max_violation              busiest expert over an even load, minus 1; worst layer
@@ -19,34 +19,34 @@
     active                     experts in use per token
     epsilon                    width of the band of a smooth gate
 
-Unless stated otherwise a scalar is the mean over layers, and what a layer cannot answer is absent:
-gaps where all experts are used, bf16 where the size of the logits is unknown. The functions are
+Unless stated otherwise a scalar is the mean over layers. Scalars that cannot be computed are
+absent: gaps if all experts are used, bf16 if the size of the logits is unknown. The functions are
 those of `tieline.inspect`, so the same tokens give the same numbers.
 
 Between logged steps the model has no hooks. On a logged step each router's scores are read once, in
 the forward pass; repetitions by activation checkpointing are not counted, and all micro-batches of
-a step are counted together. Under data parallelism the scalars are those of this process's tokens,
-or with `over_ranks` of all.
+a step are counted together. Under data parallelism the scalars cover the tokens of this process, or
+of all processes with `over_ranks`.
 
-Warned about once: an auxiliary loss that is silently off, because
+A warning is raised once for an auxiliary loss that is silently off, because
     a transformers model has a coefficient for it but computes it only with
         `output_router_logits`, which is off by default;
     it carries no gradient, as under reentrant checkpointing;
     its coefficient is zero although it is computed;
-    nothing collects the routing of a Tieline layer that has no correction bias either;
-and "router logits" that are probabilities already (rows >= 0 that sum to 1), whose softmax makes
-all experts look alike.
+    nothing collects the routing of a Tieline layer without a correction bias;
+and for "router logits" that are probabilities already (rows >= 0 that sum to 1), whose softmax
+makes all experts look alike.
 
-`tie_density` counts the tokens of a training step at ties, from a trace taken before it:
+`tie_density` predicts the ties of a training step from a trace taken before it:
 
     within      P(Δ <= q): tokens within one spacing of the threshold            Def. 2.1, 7.1
     tie         mean (1 - Δ/q)+: expected ties of these tokens                   Def. 7.2
-    population  f_gap(0) q / 2: the same for the population, which sees ties of fine formats that
-                a small sample has none of                                       Def. 7.2
+    population  f_gap(0) q / 2: expected ties in the population, also for formats so fine
+                that a small sample has no ties                                  Def. 7.2
     exact       gaps that are zero in the trace itself
 
 q is the spacing of the format at the logit of rank k. Tokens at ties are those that recomputation,
-another kernel or another batch may route otherwise: the verdicts of `recompute_check`.
+another kernel or another batch may route differently: the verdicts of `recompute_check`.
 """
 
 import json
@@ -71,9 +71,9 @@ from tieline.core.statistics import Estimate, mean_estimate, quantile_bands
 from tieline.core.text import layer_label
 from tieline.measure.boundary import MassProfile, boundary_mass, gap_density
 from tieline.measure.expert_load import ExpertLoad, load_from_counts
-from tieline.measure.measures import gap_status
-from tieline.measure.noise_flips import LogitView, first_order, logit_view
-from tieline.measure.rounding_flips import precision_flips, shared_cell
+from tieline.measure.measures import UNKNOWN_LOGIT_SIZE, gap_status
+from tieline.measure.noise_flips import LogitView, logit_view, mark_first_order
+from tieline.measure.rounding_flips import precision_flips, shared_cell_probability
 from tieline.models.class_changes import untraced
 from tieline.models.configuration import text_config
 from tieline.models.documents import module_taking_tokens
@@ -83,12 +83,14 @@ from tieline.routing.layer import MoE
 from tieline.routing.losses import is_collected
 from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
 
-COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
-ROW_ERROR = 0.02
-"""Probabilities of 64 experts in bf16 sum to 1 within this."""
+LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
+"""Paths in a model's configuration to the coefficient of its auxiliary loss."""
 
-Warn = Callable[[str | None, str], None]
-"""Called with a message, None for nothing to say, and its kind."""
+ROW_SUM_TOLERANCE = 0.02
+"""Largest deviation from 1 of the sum of 64 probabilities in bf16."""
+
+WarnCallback = Callable[[str | None, str], None]
+"""Called with a message, or None for no warning, and the kind of warning."""
 
 
 class RoutingWarning(UserWarning):
@@ -97,7 +99,7 @@ class RoutingWarning(UserWarning):
 
 def probability_warning(layer: str, logits: LogitSums) -> str | None:
     """Return the warning for a router whose logits are probabilities; None if they are not."""
-    if logits.least < 0 or logits.row_error > ROW_ERROR:
+    if logits.least < 0 or logits.row_error > ROW_SUM_TOLERANCE:
         return None
     return (
         f'the "router logits" of {layer_label(layer)} are probabilities already (all >= 0, rows '
@@ -106,12 +108,12 @@ def probability_warning(layer: str, logits: LogitSums) -> str | None:
 
 
 @contextmanager
-def watch_losses(model: nn.Module, warn: Warn) -> Iterator[None]:
-    """Look for auxiliary losses that are off in forward passes of training inside the block."""
+def watch_losses(model: nn.Module, warn: WarnCallback) -> Iterator[None]:
+    """Warn if training passes inside the block have auxiliary losses that are off."""
 
     def check_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Warn if the auxiliary loss of this forward pass is off."""
-        if _is_learning(module):
+        if _is_training_pass(module):
             warn(transformers_loss_warning(module, output), "auxiliary loss")
 
     with ExitStack() as hooks:
@@ -125,7 +127,7 @@ def watch_losses(model: nn.Module, warn: Warn) -> Iterator[None]:
 
 
 def transformers_loss_warning(model: nn.Module, output: Any) -> str | None:
-    """Return what is wrong with the auxiliary loss in a model's output; None if nothing is."""
+    """Return the warning about the auxiliary loss in a model's output; None if it works."""
     coefficient = _loss_coefficient(model)
     if coefficient is None or not hasattr(output, "loss"):
         return None
@@ -146,13 +148,13 @@ def transformers_loss_warning(model: nn.Module, output: Any) -> str | None:
     return None
 
 
-def _layer_loss_hook(name: str, layer: MoE, warn: Warn) -> Callable[..., None]:
-    """A hook that warns if no auxiliary loss can reach a layer."""
+def _layer_loss_hook(name: str, layer: MoE, warn: WarnCallback) -> Callable[..., None]:
+    """Return a forward hook that warns if no auxiliary loss can reach a layer."""
 
     def check_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Warn if nothing can balance the layer."""
         gate = layer.gate
-        if not (_is_learning(layer) and isinstance(gate, SelectiveGate)):
+        if not (_is_training_pass(layer) and isinstance(gate, SelectiveGate)):
             return
         if gate.selection_bias is None and not is_collected(layer):
             warn(
@@ -165,15 +167,15 @@ def _layer_loss_hook(name: str, layer: MoE, warn: Warn) -> Callable[..., None]:
     return check_layer
 
 
-def _is_learning(module: nn.Module) -> bool:
-    """Whether a forward pass of the module is one of training."""
+def _is_training_pass(module: nn.Module) -> bool:
+    """Return whether the current forward pass of the module is a training pass."""
     return module.training and torch.is_grad_enabled() and not is_recomputing()
 
 
 def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
-    """Name and value of the coefficient in the model's configuration."""
+    """Return name and value of the auxiliary loss coefficient in the model's configuration."""
     config = text_config(module_taking_tokens(model))
-    for path in COEFFICIENTS:
+    for path in LOSS_COEFFICIENTS:
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
@@ -182,14 +184,14 @@ def _loss_coefficient(model: nn.Module) -> tuple[str, float] | None:
     return None
 
 
-FORMAT = "bf16"
-LEVELS = {"gap_p1": 0.01, "gap_p10": 0.1, "gap_p50": 0.5}
+MONITORED_FORMAT = "bf16"
+GAP_LEVELS = {"gap_p1": 0.01, "gap_p10": 0.1, "gap_p50": 0.5}
 TINY = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
 class LayerScalars:
-    """Scalars of one layer, of so many tokens; gaps of equal `units` may be pooled."""
+    """Scalars of one layer over some tokens; gaps of layers with equal `units` can be pooled."""
 
     tokens: int
     gaps: Float[Tensor, " tokens"] | None
@@ -202,12 +204,12 @@ class LayerScalars:
 
 
 def layer_scalars(calls: Sequence[RouterCall]) -> LayerScalars:
-    """Token-weighted statistics of one router's calls."""
-    return joined_scalars([_call_scalars(call) for call in calls])
+    """Return the token-weighted statistics of one router's calls."""
+    return join_scalars([_call_scalars(call) for call in calls])
 
 
 def _call_scalars(call: RouterCall) -> LayerScalars:
-    """Statistics of one call."""
+    """Return the statistics of one call of a router."""
     assert call.logits is not None
     return LayerScalars(
         tokens=call.tokens,
@@ -221,8 +223,8 @@ def _call_scalars(call: RouterCall) -> LayerScalars:
     )
 
 
-def joined_scalars(pieces: Sequence[LayerScalars]) -> LayerScalars:
-    """Statistics of all tokens of one layer, from those of its calls or ranks."""
+def join_scalars(pieces: Sequence[LayerScalars]) -> LayerScalars:
+    """Return the statistics of all tokens of one layer from those of its calls or ranks."""
     tokens = torch.tensor([p.tokens for p in pieces], dtype=torch.float64, device="cpu")
     logits = [piece.logits for piece in pieces]
     gaps = [piece.gaps for piece in pieces if piece.gaps is not None]
@@ -246,13 +248,13 @@ def joined_scalars(pieces: Sequence[LayerScalars]) -> LayerScalars:
     )
 
 
-def layers_of_ranks(layers: Mapping[str, LayerScalars] | None) -> dict[str, LayerScalars]:
-    """Layers of all ranks together; empty if one could not be measured somewhere.
+def join_layers_of_ranks(layers: Mapping[str, LayerScalars] | None) -> dict[str, LayerScalars]:
+    """Return the layer scalars over all ranks; empty if a rank could not measure its layers.
 
     Every rank must call it.
 
     Args:
-        layers: those of this rank; None if they could not be measured.
+        layers: layer scalars of this rank; None if they could not be measured.
     """
     gaps = {name: x.gaps for name, x in (layers or {}).items() if x.gaps is not None}
     facts = layers and {
@@ -269,11 +271,11 @@ def layers_of_ranks(layers: Mapping[str, LayerScalars] | None) -> dict[str, Laye
             sums = LogitSums(*logits)
             piece = LayerScalars(tokens, gaps.get(name), units, rounding, load, sums, *rest)
             pieces[name].append(piece)
-    return {name: joined_scalars(layer_pieces) for name, layer_pieces in pieces.items()}
+    return {name: join_scalars(layer_pieces) for name, layer_pieces in pieces.items()}
 
 
 def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
-    """The scalars of all layers together."""
+    """Return the scalars of all layers together."""
     records = list(layers.values())
     loads, logits = [layer.load for layer in records], [layer.logits for layer in records]
     scalars = _gap_scalars(records)
@@ -298,16 +300,16 @@ def model_scalars(layers: Mapping[str, LayerScalars]) -> dict[str, float]:
 
 
 def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
-    """Effect of bf16 on the choice of these tokens; empty where it is unknown."""
+    """Return the effect of bf16 on the choice of these tokens; empty if it is unknown."""
     check_finite_scores(layer)
     if gap_status(layer) != "ok":
         return {}
     view = logit_view(layer)
     if view.logits is None:
         return {}
-    record, _ = precision_flips(layer, view, FORMAT)
+    record, _ = precision_flips(layer, view, MONITORED_FORMAT)
     rates = {
-        "near_bf16": _ThresholdSpacing.of(layer, view, FORMAT).mass().mass[0],
+        "near_bf16": _ThresholdSpacing.of(layer, view, MONITORED_FORMAT).mass().mass[0],
         "tie_bf16": record.tie_emulated.value,
         "flip_bf16": record.flip_emulated.value,
         "expected": record.flip.value,
@@ -316,40 +318,40 @@ def _bf16_rates(layer: LayerTrace) -> dict[str, float]:
 
 
 def _gap_scalars(layers: Sequence[LayerScalars]) -> dict[str, float]:
-    """Quantiles of all gaps and the share of ties; empty where units differ."""
+    """Return the quantiles of all gaps and the share of ties; empty if units differ."""
     scored_layers = [layer for layer in layers if layer.gaps is not None]
     if not scored_layers or len({layer.units for layer in scored_layers}) > 1:
         return {}
     gaps = torch.cat([layer.gaps for layer in scored_layers if layer.gaps is not None])
-    values = quantile_bands(gaps, tuple(LEVELS.values())).value.tolist()
+    values = quantile_bands(gaps, tuple(GAP_LEVELS.values())).value.tolist()
     ties = (gaps == 0).double().mean().item()
-    return {**dict(zip(LEVELS, values, strict=True)), "ties": ties}
+    return {**dict(zip(GAP_LEVELS, values, strict=True)), "ties": ties}
 
 
 def _token_mean(values: Sequence[float], tokens: Float[Tensor, " calls"]) -> float:
-    """Mean over calls, weighted by their tokens."""
+    """Return the mean over calls, weighted by their numbers of tokens."""
     column = torch.tensor(values, dtype=torch.float64, device="cpu")
     return ((column * tokens).sum() / tokens.sum()).item()
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """Interface of what stores the scalars of logged steps."""
+    """Interface of objects that store the scalars of logged steps."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Take the scalars of a step."""
+        """Store the scalars of a step."""
         ...
 
     def close(self) -> None:
-        """Finish: no more scalars follow."""
+        """Finish writing; no more scalars follow."""
         ...
 
 
 class JsonlWriter:
-    """One line of JSON per logged step, {"step": n, name: value, ...}; null where not finite.
+    """Writes a line of JSON per logged step, {"step": n, name: value, ...}; null if not finite.
 
     Args:
-        path: file to append to; folders are made.
+        path: file to append to; its folders are created.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -366,10 +368,10 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard.
+    """Writes scalars to TensorBoard.
 
     Args:
-        target: a folder, for which TensorBoard must be installed, or any writer with `add_scalar`.
+        target: a folder, which requires TensorBoard, or any writer with `add_scalar`.
     """
 
     def __init__(self, target: Any) -> None:
@@ -391,28 +393,28 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close the writer if it was made here."""
+        """Close the writer if this object opened it."""
         if self._opened_here:
             self._writer.close()
 
 
 class RoutingMonitor:
-    """Scalars of the routing of `model`, every n steps, as `dict[str, float]` and to writers.
+    """Logs scalars of the routing of a model every n steps, as `dict[str, float]` and to writers.
 
-    The scalars and their formulas are listed in `tieline.analysis.monitor`. What cannot be
-    measured gives one `RoutingWarning` and never stops the training.
+    The scalars and their formulas are listed in `tieline.analysis.monitor`. Failures to measure
+    raise one `RoutingWarning` and never stop the training.
 
     Args:
         model: a model with Tieline's `MoE` layers or transformers routers.
         every: n; steps 0, n, 2n, ... are logged.
-        writers: take the scalars of each logged step.
-        prefix: put before the name of each scalar.
-        per_layer: also give the scalars of each layer, as prefix + layer + "/" + name.
-        training_only: leave out forward passes in evaluation mode.
-        check_losses: warn where an auxiliary loss is silently off.
+        writers: receive the scalars of each logged step.
+        prefix: prefix of the name of each scalar.
+        per_layer: also return the scalars of each layer, as prefix + layer + "/" + name.
+        training_only: ignore forward passes in evaluation mode.
+        check_losses: warn if an auxiliary loss is silently off.
         start: number of the first step.
-        over_ranks: give the scalars of the tokens of all ranks; each must then call `step` or
-            `read` alike.
+        over_ranks: compute the scalars over the tokens of all ranks; each rank must then make the
+            same calls of `step` or `read`.
 
     Attributes:
         last: scalars of the last logged step.
@@ -438,22 +440,22 @@ class RoutingMonitor:
         self.check_losses, self.over_ranks = check_losses, over_ranks
         self.last: dict[str, float] = {}
         self.warnings: list[str] = []
-        self._kinds: set[str] = set()
+        self._warned_kinds: set[str] = set()
         self._model, self._step = model, start
         self._calls: dict[str, list[RouterCall]] = defaultdict(list)
-        self._problem: TielineError | None = None
+        self._first_error: TielineError | None = None
         self._hooks: ExitStack | None = None
-        with watch_routing(model, lambda call: None):  # refuses a model without routers now
+        with watch_routing(model, lambda call: None):  # raises now for a model without routers
             pass
         if start % every == 0:
             self.arm()
 
     def arm(self) -> None:
-        """Watch the routers until `read`."""
+        """Add hooks that record the routers until `read`."""
         if self._hooks is not None:
             return
         self._calls.clear()
-        self._problem = None
+        self._first_error = None
         hooks = ExitStack()
         hooks.enter_context(
             watch_routing(
@@ -468,29 +470,29 @@ class RoutingMonitor:
         self._hooks = hooks
 
     def read(self, step: int) -> dict[str, float]:
-        """Stop watching; return the scalars and pass them to the writers.
+        """Remove the hooks, return the scalars and pass them to the writers.
 
         Args:
-            step: number under which they are written.
+            step: step number that the scalars are written with.
         """
         self.disarm()
-        layers = self._layers(step)
+        layers = self._layer_scalars(step)
         if self.over_ranks:
-            layers = layers_of_ranks(layers)
+            layers = join_layers_of_ranks(layers)
         if not layers:
             return {}
         scalars = model_scalars(layers)
         if self.per_layer:
             for name, layer in layers.items():
-                plain = model_scalars({"": layer})
-                scalars |= {f"{name}/{key}": value for key, value in plain.items()}
+                of_layer = model_scalars({"": layer})
+                scalars |= {f"{name}/{key}": value for key, value in of_layer.items()}
         self.last = {self.prefix + name: value for name, value in scalars.items()}
         for writer in self.writers:
             writer.write(step, self.last)
         return self.last
 
     def step(self) -> dict[str, float]:
-        """End a training step; return its scalars, or nothing if it is not a logged one."""
+        """End a training step and return its scalars; empty if the step is not logged."""
         scalars = self.read(self._step) if self._hooks is not None else {}
         self._step += 1
         if self._step % self.every == 0:
@@ -515,14 +517,14 @@ class RoutingMonitor:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _layers(self, step: int) -> dict[str, LayerScalars] | None:
-        """Scalars of each layer; None if a call could not be read."""
+    def _layer_scalars(self, step: int) -> dict[str, LayerScalars] | None:
+        """Return the scalars of each layer; None if a call could not be read."""
         calls = {name: layer_calls for name, layer_calls in self._calls.items() if layer_calls}
         self._calls.clear()
-        problem, self._problem = self._problem, None
+        first_error, self._first_error = self._first_error, None
         try:
-            if problem is not None:
-                raise problem
+            if first_error is not None:
+                raise first_error
             with one_thread():  # many small operations
                 layers = {name: layer_scalars(layer_calls) for name, layer_calls in calls.items()}
         except TielineError as error:
@@ -533,45 +535,44 @@ class RoutingMonitor:
         return layers
 
     def _keep_call(self, call: RouterCall) -> None:
-        """Keep a call that has tokens."""
+        """Record a call that has tokens."""
         if call.tokens and call.logits is not None:
             self._calls[call.trace.name].append(call)
 
-    def _keep_failure(self, problem: TielineError) -> None:
-        """Keep the first error of a step."""
-        self._problem = self._problem or problem
+    def _keep_failure(self, error: TielineError) -> None:
+        """Record the first error of a step."""
+        self._first_error = self._first_error or error
 
     def _warn(self, message: str | None, kind: str) -> None:
-        """Warn, once for each kind."""
-        if message is None or kind in self._kinds:
+        """Raise a warning once for each kind."""
+        if message is None or kind in self._warned_kinds:
             return
-        self._kinds.add(kind)
+        self._warned_kinds.add(kind)
         self.warnings.append(message)
         warnings.warn(message, RoutingWarning, stacklevel=4)
 
 
-FORMATS = {
+FORMAT_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "fp8_e4m3",
     torch.float8_e5m2: "fp8_e5m2",
 }
-UNKNOWN_SIZE = "not answerable: softmax scores do not tell the size of the logits that are rounded"
 
 
 @dataclass(frozen=True)
 class LayerTies:
-    """Ties of one layer.
+    """Expected ties of one layer in a number format.
 
     Attributes:
-        name: the router.
-        status: "ok", or why the layer cannot answer; then everything else is None.
+        name: name of the router.
+        status: "ok", or the reason why all other fields are None.
         spacing: mean q, in units of the logits.
-        within: share of tokens within q of a tie, and its 95 % band (`low`, `high`).
+        within: share of tokens within q of a tie, with its 95 % band (`low`, `high`).
         tie: expected share of ties of these tokens.
-        population: expected share in the population.
-        exact: tokens of the trace that tie exactly.
+        population: expected share of ties in the population.
+        exact: number of tokens of the trace that tie exactly.
     """
 
     name: str
@@ -587,15 +588,15 @@ class LayerTies:
 
 @dataclass(frozen=True)
 class TieDensity:
-    """Ties to expect per token when the router's logits have a format.
+    """Expected ties per token if the router's logits have a number format.
 
     Attributes:
         precision: name of the format.
         layers: one record per layer.
-        per_token: expected ties of a token, over all layers: the population's rate where it is
-            known, else that of the tokens of the trace.
-        tokens: tokens of the trace.
-        message: what to do about it; None below the limit.
+        per_token: expected number of ties of a token in all layers: the rate of the population if
+            it is known, else that of the tokens of the trace.
+        tokens: number of tokens of the trace.
+        message: advice if `per_token` exceeds the limit; else None.
     """
 
     precision: str
@@ -605,26 +606,27 @@ class TieDensity:
     message: str | None
 
     def expected(self, tokens: int) -> float:
-        """Expected ties in a step of `tokens` tokens."""
+        """Return the expected number of ties in a step of `tokens` tokens."""
         return self.per_token * tokens
 
     def to_dict(self) -> dict[str, object]:
-        """JSON values."""
+        """Return all fields as JSON values."""
         return to_plain(self)
 
 
 def tie_density(
     trace: RoutingTrace, dtype: torch.dtype | str, *, warn_above: float = 1e-3
 ) -> TieDensity:
-    """Ties to expect per token when logits are held in `dtype`; a `RoutingWarning` if many.
+    """Predict the ties per token if logits are stored in `dtype`; warns if there are many.
 
     Args:
         trace: routing of some text by the model that will be trained, from `capture`.
         dtype: a floating-point type, or its name: "fp32" or one of `PRECISIONS`.
-        warn_above: expected ties per token, over all layers, from which it warns.
+        warn_above: expected ties per token, in all layers, above which a `RoutingWarning` is
+            raised.
     """
     formats = ("fp32", *PRECISIONS)
-    name = FORMATS.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    name = FORMAT_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name is None or name not in formats:
         raise ParameterError(f"unknown dtype {dtype!r}: one of {', '.join(formats)}")
     layers = tuple(_layer_ties(layer, name) for layer in trace.layers)
@@ -641,12 +643,12 @@ def tie_density(
 
 
 def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
-    """Expected ties of one layer in a number format."""
+    """Return the expected ties of one layer in a number format."""
     check_finite_scores(layer)
     status = gap_status(layer)
     view = logit_view(layer) if status == "ok" else None
     if view is None or view.logits is None:
-        return LayerTies(layer.name, UNKNOWN_SIZE if status == "ok" else status)
+        return LayerTies(layer.name, UNKNOWN_LOGIT_SIZE if status == "ok" else status)
     at_threshold = _ThresholdSpacing.of(layer, view, precision)
     mass, gaps, spacing = at_threshold.mass(), at_threshold.gaps, at_threshold.in_scores
     return LayerTies(
@@ -656,14 +658,14 @@ def _layer_ties(layer: LayerTrace, precision: str) -> LayerTies:
         within=mass.mass[0],
         low=mass.low[0],
         high=mass.high[0],
-        tie=mean_estimate(shared_cell(gaps, spacing)),
-        population=first_order(gap_density(gaps / spacing).times(0.5)),
+        tie=mean_estimate(shared_cell_probability(gaps, spacing)),
+        population=mark_first_order(gap_density(gaps / spacing).times(0.5)),
         exact=int((layer.gap == 0).sum()),
     )
 
 
 def _tie_rate(layer: LayerTies) -> float:
-    """Ties per token: the population's rate where it is known, else the sample's."""
+    """Return the ties per token: the rate of the population if it is known, else of the sample."""
     for estimate in (layer.population, layer.tie):
         if estimate is not None and estimate.value is not None and estimate.status == "ok":
             return max(0.0, estimate.value)
@@ -671,7 +673,7 @@ def _tie_rate(layer: LayerTies) -> float:
 
 
 class _ThresholdSpacing(NamedTuple):
-    """Spacing q of a format at each token's threshold, in units of logits and of scores; gaps."""
+    """Spacing q of a format at each token's threshold, in units of logits and scores, and gaps."""
 
     in_logits: Float[Tensor, " tokens"]
     in_scores: Float[Tensor, " tokens"]
@@ -679,7 +681,7 @@ class _ThresholdSpacing(NamedTuple):
 
     @classmethod
     def of(cls, layer: LayerTrace, view: LogitView, precision: str) -> "_ThresholdSpacing":
-        """Spacing and gaps of a layer whose logits are known."""
+        """Compute spacing and gaps of a layer whose logits are known."""
         assert view.logits is not None
         rank = layer.facts.k - 1
         if precision == "fp32":
@@ -690,6 +692,6 @@ class _ThresholdSpacing(NamedTuple):
         return cls(steps[:, rank], in_scores, view.scores[:, rank] - view.scores[:, rank + 1])
 
     def mass(self) -> MassProfile:
-        """P(Δ <= q): share of tokens within one spacing of their threshold (Def. 2.1)."""
+        """Return P(Δ <= q), the share of tokens within one spacing of a tie (Def. 2.1)."""
         unit = torch.ones(1, dtype=torch.float64, device=self.gaps.device)
         return boundary_mass(self.gaps / self.in_scores, unit)

@@ -1,4 +1,4 @@
-"""Do the routes of a rollout fit the model that is trained on it? A few numbers per training step.
+"""Mismatch between the routes of a rollout and the trained model: a few numbers per training step.
 
     mismatch = RolloutMismatch(model)
     for batch, routes in steps:                      # routes: what the engine returned
@@ -7,13 +7,13 @@
         ...
         logger.log(mismatch.step())                  # dict[str, float], reduced over ranks
 
-A token *flips* in a layer if its live experts are not those of the record. Rounding flips tokens
-near a tie alone, and `tieline.serving.flip_counts` tells these apart. Rows that were shifted or
-documents that were exchanged are found by their experts: a document whose record agrees far better
+A token *flips* in a layer if its live experts differ from the recorded ones. Rounding flips only
+tokens near a tie, and `tieline.serving.flip_counts` separates these from other flips. Shifted rows
+and exchanged documents are detected by their experts: the record of the document agrees much better
 one row further, or with another document.
 
-Counts are all that is kept, so memory does not grow with steps, and sums over ranks are those of
-one process, exactly.
+Only counts are kept, so memory does not grow with the steps, and sums over ranks equal those of a
+single process exactly.
 """
 
 import warnings
@@ -41,16 +41,18 @@ from tieline.trace.readers import import_trace
 from tieline.trace.record import LayerTrace, RoutingTrace
 from tieline.trace.store import save_trace
 
-SHORTEST = 8
-"""Recorded tokens that a document needs for its agreement to mean anything."""
+LEAST_TOKENS = 8
+"""Smallest number of recorded tokens for which the agreement of a document is judged."""
 
-BETTER = 0.2
-"""By how much more experts must agree one row further, or with another document."""
+AGREEMENT_MARGIN = 0.2
+"""Additional share of experts that must agree one row further, or with another document."""
 
-MOST_SEARCHED, MOST_OTHERS, MOST_COMPARED = 16, 64, 8
-"""Documents of a pass whose routes are looked for in others, those others, and layers of each."""
+MOST_SUSPECTS, MOST_OTHERS, MOST_LAYERS = 16, 64, 8
+"""Largest number of documents per pass that are searched for in others, of those others, and of
+layers compared."""
 
 COUNTS = ("tokens", "unrecorded", "documents", "shifted", "exchanged")
+"""Names of the counts of a step."""
 
 
 class RolloutWarning(UserWarning):
@@ -59,12 +61,12 @@ class RolloutWarning(UserWarning):
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """When a step raises a warning.
+    """Limits above which a step raises a warning.
 
     Attributes:
         unexplained: share of a layer's tokens with an unexplained flip.
         unrecorded: share of the tokens without a record.
-        least: tokens with an unexplained flip, or documents, below which nothing is said.
+        least: smallest number of tokens with an unexplained flip for a warning.
     """
 
     unexplained: float = 0.01
@@ -76,9 +78,9 @@ class RolloutMismatch:
     """Compares the routes of rollouts with the live routers of a model, step by step.
 
     Args:
-        model: a Mixture-of-Experts model of transformers; wrapped ones too.
-        limits: when a warning is raised; None for never.
-        per_layer: whether the flip rate of each layer has a key of its own.
+        model: a Mixture-of-Experts model of transformers; may be wrapped.
+        limits: limits above which a warning is raised; None for no warnings.
+        per_layer: whether the scalars include the flip rate of each layer.
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class RolloutMismatch:
         self.model, self.limits, self.per_layer = model, limits, per_layer
         self._names = list(find_routers(model))
         self._warned: set[str] = set()
-        self._last: tuple[RoutingTrace, RoutingTrace] | None = None
-        self._clear()
+        self._last_traces: tuple[RoutingTrace, RoutingTrace] | None = None
+        self._reset_counts()
 
-    def _clear(self) -> None:
-        """Forget the counts of a step."""
+    def _reset_counts(self) -> None:
+        """Set all counts to zero."""
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device="cpu")
         self._flips = FlipCounts(len(self._names))
 
@@ -103,12 +105,12 @@ class RolloutMismatch:
     def watch(self, routes: RoutingTrace | Any) -> Iterator[None]:
         """Compare the forward passes inside the block with recorded routes.
 
-        Works around and inside of `tieline.replay`: what is compared is what the live router would
-        choose.
+        Works around and inside `tieline.replay`: the choice of the live router is compared, even if
+        a replay overrides it.
 
         Args:
             routes: a trace, or anything that `tieline.trace.import_trace` reads. Documents are
-                found by their tokens, in any order; in order where the record has no token ids.
+                matched by their tokens, or in order if the record has no token ids.
         """
         record = routes if isinstance(routes, RoutingTrace) else import_trace(routes)
         with capture(self.model, ranks=1, epsilons=(), distances=False) as recorder:
@@ -119,26 +121,26 @@ class RolloutMismatch:
         """Count the live routes of a pass against the record of their documents."""
         rows = record_rows(live, record)
         layers = paired_layers(live, record)
-        self._last = live, record
+        self._last_traces = live, record
         recorded = rows >= 0
         overlaps = []
         for index, (live_layer, recorded_layer) in enumerate(layers):
             overlaps.append(_set_overlap(live_layer.experts, recorded_layer, rows))
             self._flips.add(index, live_layer.gap[recorded], overlaps[-1][recorded] < 1)
-        compared = slice(None, None, max(1, len(layers) // MOST_COMPARED))
-        agreement = torch.stack(overlaps[compared]).mean(dim=0)
-        documents = _document_faults(live, record, rows, layers[compared], agreement)
-        unrecorded = ~recorded & ~_unsampled_ends(live, recorded)
+        some_layers = slice(None, None, max(1, len(layers) // MOST_LAYERS))
+        agreement = torch.stack(overlaps[some_layers]).mean(dim=0)
+        documents = _document_faults(live, record, rows, layers[some_layers], agreement)
+        unrecorded = ~recorded & ~_unsampled_last_tokens(live, recorded)
         counts = (len(rows), int(unrecorded.sum()), *documents)
         self._counts += torch.tensor(counts, device="cpu")
 
     def step(self) -> dict[str, float]:
-        """Return the numbers of the passes since the last call, over all ranks; empty for none.
+        """Return the scalars of the passes since the last call, over all ranks; may be empty.
 
-        Every rank must call it. Warnings are raised on the first rank alone.
+        Every rank must call it. Warnings are raised on the first rank only.
         """
         counts, gaps = summed_over_ranks(self._counts), summed_over_ranks(self._flips.gaps)
-        self._clear()
+        self._reset_counts()
         totals: dict[str, int] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if not totals["tokens"]:
             return {}
@@ -155,20 +157,20 @@ class RolloutMismatch:
         logprobs: Float[Tensor, "rows length"],
         temperature: float = 1.0,
     ) -> dict[str, float]:
-        """Return how far the live policy is from the rollout's, and how much of it is routing.
+        """Return the KL of the live policy to the rollout's, and how much of it is due to routing.
 
         With d = log p_rollout - log p_live of a sampled token, the mean of e^{-d} - 1 + d over
-        tokens estimates KL(rollout ‖ live) without bias and is never negative. It is taken for the
-        live model (`kl`), with the recorded experts (`kl_ids_replayed`) and with the recorded
-        combine weights too (`kl_weights_replayed`, absent where the record has none): two or three
-        forward passes, in evaluation mode. Every rank must call it.
+        tokens estimates KL(rollout ‖ live) without bias and is never negative. It is computed for
+        the live model (`kl`), with the recorded experts (`kl_ids_replayed`) and also with the
+        recorded combine weights (`kl_weights_replayed`, absent if the record has none): two or
+        three forward passes, in evaluation mode. Every rank must call it.
 
         Args:
             inputs: arguments of the model's forward, with `input_ids` (rows, length).
             routes: as for `watch`.
-            logprobs: log-probability of each input token under the rollout; NaN where it was not
-                sampled, as in prompts and padding.
-            temperature: what logits are divided by, as the rollout's were.
+            logprobs: log-probability of each input token under the rollout; NaN for tokens that
+                were not sampled, as in prompts and padding.
+            temperature: temperature of the rollout, by which the logits are divided.
         """
         record = routes if isinstance(routes, RoutingTrace) else import_trace(routes)
         match = "tokens" if bool((record.tokens >= 0).all()) else "order"
@@ -178,7 +180,7 @@ class RolloutMismatch:
             runs["kl_weights_replayed"] = replay(self.model, record, "recorded", match=match)
         sampled = logprobs[:, 1:].isfinite()
         sums = [sampled.sum().double().cpu()]
-        with _evaluation(self.model):
+        with _evaluation_mode(self.model):
             for run in runs.values():
                 with run:
                     live = next_token_logprobs(self.model, inputs, temperature)
@@ -192,9 +194,9 @@ class RolloutMismatch:
 
     def save(self, folder: str | Path) -> None:
         """Write the traces of the last pass to `folder`/live and `folder`/rollout, for `diff`."""
-        require(self._last is not None, "nothing was compared yet")
-        assert self._last is not None
-        for name, trace in zip(("live", "rollout"), self._last, strict=True):
+        require(self._last_traces is not None, "nothing was compared yet")
+        assert self._last_traces is not None
+        for name, trace in zip(("live", "rollout"), self._last_traces, strict=True):
             save_trace(trace, Path(folder) / name)
 
     def _warn(self, scalars: dict[str, float], totals: dict[str, int], gaps: Tensor) -> None:
@@ -218,12 +220,12 @@ class RolloutMismatch:
         for kind, sentence in kinds.items():
             if sentence and kind not in self._warned:
                 self._warned.add(kind)
-                warnings.warn(f"{sentence}. {NEXT}", RolloutWarning, stacklevel=3)
+                warnings.warn(f"{sentence}. {DIFF_ADVICE}", RolloutWarning, stacklevel=3)
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the block ends."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager for evaluation mode; restores each module's training mode on exit."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -233,14 +235,14 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-NEXT = (
+DIFF_ADVICE = (
     'To see which tokens, call mismatch.save("mismatch") and run '
     "`tieline diff mismatch/rollout mismatch/live`"
 )
 
 
 def record_rows(live: RoutingTrace, record: RoutingTrace) -> Int[Tensor, " tokens"]:
-    """Return the row of the record that belongs to each live token; -1 without one."""
+    """Return the row of the record that matches each live token; -1 if there is none."""
     batch = Batch(
         live.tokens.long(), live.documents.long(), live.positions.long(), None, len(live.tokens)
     )
@@ -250,7 +252,7 @@ def record_rows(live: RoutingTrace, record: RoutingTrace) -> Int[Tensor, " token
 
 
 def paired_layers(live: RoutingTrace, record: RoutingTrace) -> list[tuple[LayerTrace, LayerTrace]]:
-    """Return each live layer with its record: by name, or in order if there are as many."""
+    """Pair each live layer with its recorded layer: by name, else in order if numbers are equal."""
     by_name = {layer.name: layer for layer in record.layers}
     if all(layer.name in by_name for layer in live.layers):
         return [(layer, by_name[layer.name]) for layer in live.layers]
@@ -262,12 +264,12 @@ def paired_layers(live: RoutingTrace, record: RoutingTrace) -> list[tuple[LayerT
     return list(zip(live.layers, record.layers, strict=True))
 
 
-def _unsampled_ends(
+def _unsampled_last_tokens(
     live: RoutingTrace, recorded: Bool[Tensor, " tokens"]
 ) -> Bool[Tensor, " tokens"]:
-    """The last tokens of documents that have a record, from which nothing was sampled.
+    """Return a mask of the last tokens of recorded documents, from which nothing was sampled.
 
-    An engine has no route of the last token that it samples, and the loss needs none.
+    An engine has no route of the last token that it samples, and the loss does not need it.
     """
     documents, positions = live.documents.long(), live.positions.long()
     size = int(documents.max()) + 1
@@ -280,7 +282,7 @@ def _unsampled_ends(
 def _set_overlap(
     experts: Int[Tensor, "tokens ranks"], record: LayerTrace, rows: Int[Tensor, " tokens"]
 ) -> Float[Tensor, " tokens"]:
-    """Share of a token's live experts that the record has too; rows of -1 give any number."""
+    """Return the share of a token's live experts that are recorded; undefined for rows of -1."""
     k = record.facts.k
     recorded = record.experts[:, :k].to(experts.dtype)[rows.clamp(min=0)]
     return (experts[:, :k, None] == recorded[:, None, :]).any(dim=2).sum(dim=1) / k
@@ -293,32 +295,32 @@ def _document_faults(
     layers: list[tuple[LayerTrace, LayerTrace]],
     overlaps: Float[Tensor, " tokens"],
 ) -> tuple[int, int, int]:
-    """Numbers of documents with a record, of those shifted by a row, and of those exchanged.
+    """Count documents with a record, documents shifted by a row, and exchanged documents.
 
     Args:
         live: routes of the live model.
-        record: those of the rollout.
+        record: routes of the rollout.
         rows: row of the record of each live token, -1 without one.
         layers: live and recorded layers to compare.
         overlaps: mean share of experts in common with the record, over these layers.
     """
     documents = live.documents.long()
     tokens, agreement = _document_means(documents, rows >= 0, overlaps)
-    suspects = (tokens >= SHORTEST) & (agreement <= 1 - BETTER)
+    suspects = (tokens >= LEAST_TOKENS) & (agreement <= 1 - AGREEMENT_MARGIN)
     shifted = torch.zeros_like(suspects)
     exchanged = 0
     if bool(suspects.any()):
-        neighbours = _RecordRows(record)
-        least = torch.maximum(tokens // 2, torch.full_like(tokens, SHORTEST))
+        index = _RecordIndex(record)
+        least = torch.maximum(tokens // 2, torch.full_like(tokens, LEAST_TOKENS))
         for step in (-1, 1):
-            further = neighbours.moved(rows, step)
-            moved = _mean_overlaps(layers, slice(None), further)
-            there, better = _document_means(documents, further >= 0, moved)
-            shifted |= suspects & (there >= least) & (better > agreement + BETTER)
-        for number in (suspects & ~shifted).nonzero().flatten()[:MOST_SEARCHED].tolist():
+            shifted_rows = index.shifted(rows, step)
+            shifted_overlaps = _mean_overlaps(layers, slice(None), shifted_rows)
+            counts, means = _document_means(documents, shifted_rows >= 0, shifted_overlaps)
+            shifted |= suspects & (counts >= least) & (means > agreement + AGREEMENT_MARGIN)
+        for number in (suspects & ~shifted).nonzero().flatten()[:MOST_SUSPECTS].tolist():
             inside = ((documents == number) & (rows >= 0)).nonzero().flatten()
-            exchanged += _fits_another(
-                layers, neighbours, inside, rows[inside], float(agreement[number])
+            exchanged += _matches_another_document(
+                layers, index, inside, rows[inside], float(agreement[number])
             )
     return int((tokens > 0).sum()), int(shifted.sum()), exchanged
 
@@ -326,15 +328,15 @@ def _document_faults(
 def _document_means(
     documents: Int[Tensor, " tokens"], counted: Bool[Tensor, " tokens"], values: Tensor
 ) -> tuple[Int[Tensor, " documents"], Float[Tensor, " documents"]]:
-    """Counted tokens of each document, and the mean of their values."""
+    """Return the number of counted tokens of each document and the mean of their values."""
     size = int(documents.max()) + 1
     tokens = torch.bincount(documents[counted], minlength=size)
     sums = torch.bincount(documents[counted], values[counted].double(), minlength=size)
     return tokens, sums / tokens.clamp(min=1)
 
 
-class _RecordRows:
-    """Finds rows of a record beside others: one further, or of another document."""
+class _RecordIndex:
+    """Finds rows of a record relative to others: some rows further, or in other documents."""
 
     def __init__(self, record: RoutingTrace) -> None:
         self.table = OrderedRows(record)
@@ -342,33 +344,34 @@ class _RecordRows:
         self.count, self.documents = len(numbers), torch.from_numpy(order).long()
         self.positions = record.positions.long()
 
-    def moved(self, rows: Int[Tensor, " tokens"], step: int) -> Int[Tensor, " tokens"]:
-        """The rows so many further in their documents; -1 without one."""
+    def shifted(self, rows: Int[Tensor, " tokens"], step: int) -> Int[Tensor, " tokens"]:
+        """Return the rows `step` positions further in their documents; -1 if there is none."""
         positions = self.positions[rows.clamp(min=0)] + step
-        further = self.table.at(self.documents[rows.clamp(min=0)], positions.clamp(min=0))
-        return further.masked_fill((positions < 0) | (rows < 0), -1)
+        shifted = self.table.at(self.documents[rows.clamp(min=0)], positions.clamp(min=0))
+        return shifted.masked_fill((positions < 0) | (rows < 0), -1)
 
-    def in_others(self, rows: Int[Tensor, " tokens"]) -> Int[Tensor, "others tokens"]:
-        """The rows of the same positions in other documents; -1 without one."""
+    def in_other_documents(self, rows: Int[Tensor, " tokens"]) -> Int[Tensor, "others tokens"]:
+        """Return the rows of the same positions in other documents; -1 if there is none."""
         others = torch.arange(self.count, device="cpu")
         others = others[others != self.documents[rows[0]]][:MOST_OTHERS, None]
         documents, positions = torch.broadcast_tensors(others, self.positions[rows])
         return self.table.at(documents.flatten(), positions.flatten()).view_as(documents)
 
 
-def _fits_another(
+def _matches_another_document(
     layers: list[tuple[LayerTrace, LayerTrace]],
-    neighbours: _RecordRows,
-    inside: Int[Tensor, " inside"],
+    index: _RecordIndex,
+    tokens: Int[Tensor, " inside"],
     rows: Int[Tensor, " inside"],
     agreement: float,
 ) -> bool:
-    """Whether the routes of another document agree far better with a document than its own."""
-    candidates = neighbours.in_others(rows)
-    for other in candidates[(candidates >= 0).sum(dim=1) >= max(SHORTEST, len(inside) // 2)]:
-        there = other >= 0
-        overlap = _mean_overlaps(layers, inside[there], other[there])
-        if float(overlap.mean()) > agreement + BETTER:
+    """Return whether the record of another document agrees much better with a document's tokens."""
+    candidates = index.in_other_documents(rows)
+    least = max(LEAST_TOKENS, len(tokens) // 2)
+    for other_rows in candidates[(candidates >= 0).sum(dim=1) >= least]:
+        exists = other_rows >= 0
+        overlap = _mean_overlaps(layers, tokens[exists], other_rows[exists])
+        if float(overlap.mean()) > agreement + AGREEMENT_MARGIN:
             return True
     return False
 
@@ -376,13 +379,13 @@ def _fits_another(
 def _mean_overlaps(
     layers: list[tuple[LayerTrace, LayerTrace]], tokens: Tensor | slice, rows: Tensor
 ) -> Float[Tensor, " tokens"]:
-    """Mean over layers of the share of experts that live tokens have in common with these rows."""
+    """Return the share of experts that live tokens share with recorded rows, mean over layers."""
     overlaps = [_set_overlap(live.experts[tokens], recorded, rows) for live, recorded in layers]
     return torch.stack(overlaps).mean(dim=0)
 
 
 def _rollout_scalars(totals: dict[str, int], gaps: Tensor, per_layer: bool) -> dict[str, float]:
-    """The numbers of a step from its counts."""
+    """Return the scalars of a step from its counts."""
     documents = max(totals["documents"], 1)
     scalars = flip_scalars(gaps, per_layer) | {
         "unrecorded": totals["unrecorded"] / totals["tokens"],

@@ -177,7 +177,7 @@ def convert(
     )
     if form != "trace":
         check_target(Path(output))
-    trace = _trace_to_convert(source, settings.reading)
+    trace = _trace_to_convert(source, settings.import_arguments)
     read_tokens = trace.n_tokens
     trace = trace if settings.drop is None else _without_warm_up(trace, str(source))
     export(trace, output, form, layers=settings.model_layers, overwrite=settings.overwrite)

@@ -1,23 +1,23 @@
-r"""What perturbations do to each router by itself, on clean inputs: counted, and predicted.
+r"""Effects of perturbations on each router by itself, on clean inputs: counted and predicted.
 
 `LocalEffects` calls each router again under each perturbation while the clean model runs, on clean
 inputs. Tokens whose experts change are run through the layer's block once more with their new
 experts, which gives the jump of its output. Gaussian noise of the logits is drawn until there are
 enough flips to compare with their prediction.
 
-`predicted_flips` gives the flips of a router under a perturbation as its clean scores predict them.
-For a router that is perturbed on clean inputs:
+`predicted_flip_chances` predicts the flips of a router on clean inputs from its clean scores:
 
 score noise    the quadrature of Def. 6.2 with σ
 state noise    the same with σ_i = ρ rms(x) ‖w_i - w̄‖, w̄ the mean over experts
 rounding       the same with the noise of a product of rounded numbers, then rounding of the
                result (Def. 7.5): σ_i² = Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²
 
-Where groups of experts limit the choice, the chance that two groups change places is added (Def.
-6.4), an upper limit, so the prediction is an interval; likewise where not all ranks were kept.
+If groups of experts limit the choice, the upper limit includes the chance that two groups change
+places (Def. 6.4), so the prediction is an interval; likewise if not all ranks were kept.
 
-`sigma_for_flips` inverts the first: the σ that changes the experts of a given share of tokens. The
-share grows with σ, at first as f_gap(0) σ / √π (Def. 6.3), so steps on a log-log line find it.
+`sigma_for_flips` inverts the prediction for score noise: it returns the σ that changes the experts
+of a given share of tokens. The share grows with σ, at first as f_gap(0) σ / √π (Def. 6.3), so it is
+found by interpolation in log-log coordinates.
 """
 
 import math
@@ -40,12 +40,12 @@ from tieline.core.ranking import group_scores, sets_differ, topk_mask
 from tieline.core.statistics import SequenceSums
 from tieline.measure.noise_flips import (
     LogitView,
-    either_chance,
+    either_probability,
     flip_limits_by_size,
-    group_flips,
+    layer_group_flip_probability,
     logit_view,
 )
-from tieline.measure.rounding_flips import product_flips
+from tieline.measure.rounding_flips import product_flip_probability
 from tieline.models.capture import Call, LayerObserver, ObserverSettings
 from tieline.models.documents import Batch
 from tieline.models.emulate import logits_matrix
@@ -66,27 +66,28 @@ PerToken = Float[Tensor, " tokens"]
 
 
 class FlipChance(NamedTuple):
-    """Limits of the probability that each token's experts change."""
+    """Lower and upper limit of the probability that each token's experts change."""
 
     low: PerToken
     high: PerToken
 
 
-def predicted_flips(
+def predicted_flip_chances(
     layer: LayerTrace,
     router: nn.Module,
     inputs: Float[Tensor, "tokens dim"],
     perturbations: Sequence[Perturbation],
 ) -> dict[Perturbation, FlipChance | None]:
-    """The chance of each token to flip, by perturbation; None where the logits are no one product.
+    """Predict each token's chance to flip; None for logits that are not one matrix product.
 
-    What does not depend on the perturbation is computed once, and noise of several sizes together.
+    Quantities that do not depend on the perturbation are computed once, and noise of several sizes
+    is integrated together.
 
     Args:
-        layer: the clean routing of these tokens.
+        layer: clean routing of these tokens.
         router: the layer's router, with its own weights.
-        inputs: what the router was given.
-        perturbations: of a router.
+        inputs: inputs of the router.
+        perturbations: perturbations of a router.
     """
     view = logit_view(layer)
     if view.scores.shape[1] <= layer.facts.k:
@@ -99,22 +100,23 @@ def predicted_flips(
         if same_kind and (kind == "score noise" or product is not None):
             noise = 1.0 if product is None or kind == "score noise" else product.state_noise
             sizes = [float(perturbation.level) for perturbation in same_kind]
-            chances.update(zip(same_kind, chances_by_noise(layer, view, noise, sizes), strict=True))
+            predictions = noise_flip_chances(layer, view, noise, sizes)
+            chances.update(zip(same_kind, predictions, strict=True))
     for perturbation in perturbations:
         if perturbation.kind == "rounding" and product is not None:
             number_format = format_named(str(perturbation.level))
-            chances[perturbation] = _chance_by_rounding(layer, view, product, number_format)
+            chances[perturbation] = _rounding_flip_chance(layer, view, product, number_format)
     return chances
 
 
 class RouterProduct(NamedTuple):
-    """The product of a router's inputs and weights, in float32.
+    """Factors of the matrix product that gives a router's logits, in float32.
 
     Attributes:
         inputs: x (T, D).
         weights: w (E, D).
         spread: (w_id - w̄_d)², w̄ the mean over experts.
-        experts: the expert of each kept rank.
+        experts: expert of each kept rank.
     """
 
     inputs: Float[Tensor, "tokens dim"]
@@ -124,7 +126,7 @@ class RouterProduct(NamedTuple):
 
     @property
     def state_noise(self) -> Float[Tensor, "tokens ranks"]:
-        """σ_i = rms(x) ‖w_i - w̄‖ of each rank: noise of the inputs as large as they are."""
+        """σ_i = rms(x) ‖w_i - w̄‖ of each rank, for noise of the inputs as large as the inputs."""
         size = self.inputs.double().square().mean(dim=1).sqrt()
         return size[:, None] * self.spread.double().sum(dim=1).sqrt()[self.experts]
 
@@ -132,7 +134,7 @@ class RouterProduct(NamedTuple):
 def _router_product(
     layer: LayerTrace, router: nn.Module, inputs: Float[Tensor, "tokens dim"]
 ) -> RouterProduct | None:
-    """The product that makes a router's logits; None if they are not one product."""
+    """Return the product that gives a router's logits; None if they are not one product."""
     matrix = logits_matrix(router)
     if matrix is None or matrix.shape[1] != inputs.shape[1]:
         return None
@@ -141,32 +143,29 @@ def _router_product(
     return RouterProduct(inputs.detach().float().cpu(), w.float(), spread, layer.experts.long())
 
 
-def chances_by_noise(
+def noise_flip_chances(
     layer: LayerTrace,
     view: LogitView,
     noise: Float[Tensor, "tokens ranks"] | float,
     sizes: Sequence[float],
 ) -> list[FlipChance]:
-    """Limits under independent normal noise c σ of the kept logits, for each c of `sizes`."""
+    """Return flip chances under normal noise c σ of the logits, for each c of `sizes`."""
     k = layer.facts.k
     unkept_ranks = max(0, layer.facts.reachable - view.scores.shape[1])
-    is_shared_noise = layer.bias is None or layer.facts.units == "logits"
-    limits = flip_limits_by_size(
-        view.scores, k, noise if is_shared_noise else view.slope * noise, sizes, unkept_ranks
-    )
+    is_equal_noise = layer.bias is None or layer.facts.units == "logits"
+    score_noise = noise if is_equal_noise else view.slope * noise
+    limits = flip_limits_by_size(view.scores, k, score_noise, sizes, unkept_ranks)
     at_threshold = noise[:, k - 1] if isinstance(noise, Tensor) else noise
     return [
-        FlipChance(
-            low, _chance_with_groups(high, layer, size * view.threshold_slope * at_threshold)
-        )
+        FlipChance(low, _add_group_chance(high, layer, size * view.threshold_slope * at_threshold))
         for low, high, size in zip(*limits, sizes, strict=True)
     ]
 
 
-def _chance_by_rounding(
+def _rounding_flip_chance(
     layer: LayerTrace, view: LogitView, product: RouterProduct, number_format: Format
 ) -> FlipChance:
-    """Limits under a product of rounded inputs and weights (Def. 7.5)."""
+    """Return the flip chances under a product of rounded inputs and weights (Def. 7.5)."""
     (x, w, spread, ids), k = product, layer.facts.k
     variance = x.square() @ (number_format.weights(w) - w).square().T
     if number_format.activations is not None:
@@ -179,31 +178,33 @@ def _chance_by_rounding(
             logits = (x.double() @ w.double().T).gather(1, ids)
         step = grid_step(logits, number_format.name)[:, k - 1]
     grid = step * view.slope[:, k - 1]
-    inner = product_flips(view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None)
+    inner = product_flip_probability(
+        view.scores, k, noise * view.slope, grid, same_grid=layer.bias is None
+    )
     inner = inner.clamp(0, 1)
-    of_groups = (noise[:, k - 1].square() + step.square() / 12).sqrt() * view.threshold_slope
-    return FlipChance(inner, _chance_with_groups(inner, layer, of_groups))
+    group_noise = (noise[:, k - 1].square() + step.square() / 12).sqrt() * view.threshold_slope
+    return FlipChance(inner, _add_group_chance(inner, layer, group_noise))
 
 
-def _chance_with_groups(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
-    """The chance with that of two groups changing places, where there are groups."""
+def _add_group_chance(inner: PerToken, layer: LayerTrace, noise: PerToken) -> PerToken:
+    """Add the chance that two groups change places if the layer chooses within groups."""
     if layer.group_gap is None:
         return inner
-    return either_chance(inner, group_flips(layer, noise))
+    return either_probability(inner, layer_group_flip_probability(layer, noise))
 
 
-STEPS, CLOSE = 24, 1e-3
-LARGEST = 1e6
+SOLVER_STEPS, SOLVER_TOLERANCE = 24, 1e-3
+SOLVER_LARGEST = 1e6
 
 
 def sigma_for_flips(
     layers: Mapping[str, Sequence[LayerTrace]], share: float = 0.01
 ) -> SigmaForFlips:
-    """σ at which `share` of tokens flip, in each layer and in the mean over layers.
+    """Return the σ at which a share of tokens flips, for each layer and for the mean over layers.
 
     Args:
         layers: routing of the same tokens by layer, in pieces.
-        share: the share.
+        share: share of tokens that flip.
     """
     views = {
         name: [(piece, logit_view(piece)) for piece in pieces] for name, pieces in layers.items()
@@ -217,7 +218,7 @@ def sigma_for_flips(
         start = sum(sigmas) / len(sigmas) if sigmas else 0.01
 
         def mean_flip_rate(sigma: float) -> float:
-            """Predicted flip rate at σ, averaged over layers."""
+            """Return the predicted flip rate at σ, averaged over layers."""
             return sum(_flip_rate(pieces, sigma) for pieces in views.values()) / len(views)
 
         return SigmaForFlips(share, solve_increasing(mean_flip_rate, share, start), by_layer)
@@ -226,68 +227,68 @@ def sigma_for_flips(
 def solve_increasing(
     rate: Callable[[float], float], target: float, start: float = 0.01
 ) -> float | None:
-    """The x > 0 with rate(x) = target, for an increasing rate; None where none up to 10^6 has.
+    """Solve rate(x) = target for x > 0 and an increasing rate; None if 10^6 is not enough.
 
-    Bracketed by factors of four, then by straight lines between logarithms, on which a rate that
-    grows like a power of x is found at once; every third step halves the bracket instead.
+    Brackets the solution by factors of four, then interpolates linearly between logarithms, which
+    is exact for a power of x; every third step halves the bracket instead.
     """
     low = high = (start, rate(start))
     while high[1] < target:
         low, high = high, (4 * high[0], rate(4 * high[0]))
-        if high[0] > LARGEST:
+        if high[0] > SOLVER_LARGEST:
             return None
     while low[1] >= target:
         low, high = (low[0] / 4, rate(low[0] / 4)), low
-        if low[0] < 1 / LARGEST:
+        if low[0] < 1 / SOLVER_LARGEST:
             return None
     middle = high
-    for step in range(STEPS):
-        share_of_way = (
-            0.5 if step % 3 == 2 or low[1] <= 0 else _share_of_way(low[1], high[1], target)
-        )
-        x = low[0] * (high[0] / low[0]) ** share_of_way
+    for step in range(SOLVER_STEPS):
+        halves = step % 3 == 2 or low[1] <= 0
+        fraction = 0.5 if halves else _log_fraction(low[1], high[1], target)
+        x = low[0] * (high[0] / low[0]) ** fraction
         middle = (x, rate(x))
         low, high = (middle, high) if middle[1] < target else (low, middle)
-        if abs(middle[1] / target - 1) < CLOSE or high[0] / low[0] < 1 + CLOSE:
+        is_close = abs(middle[1] / target - 1) < SOLVER_TOLERANCE
+        if is_close or high[0] / low[0] < 1 + SOLVER_TOLERANCE:
             break
     return middle[0]
 
 
-def _share_of_way(low: float, high: float, target: float) -> float:
-    """Where a straight line between the logarithms meets the target, as a share of the way."""
+def _log_fraction(low: float, high: float, target: float) -> float:
+    """Return log(target / low) / log(high / low), kept within 0.01 to 0.99."""
     if high <= low:
         return 0.5
     return min(0.99, max(0.01, math.log(target / low) / math.log(high / low)))
 
 
 def _flip_rate(pieces: Sequence[tuple[LayerTrace, LogitView]], sigma: float) -> float:
-    """Predicted share of tokens that flip; its upper limit where it is an interval."""
+    """Return the predicted share of tokens that flip, or its upper limit."""
     flips = tokens = 0.0
     for layer, view in pieces:
-        ((_, high),) = chances_by_noise(layer, view, 1.0, (sigma,))
+        ((_, high),) = noise_flip_chances(layer, view, 1.0, (sigma,))
         flips, tokens = flips + high.sum().item(), tokens + len(high)
     return flips / tokens
 
 
-RANKS = 16
-"""Ranks beyond k that predictions see."""
+RANKS_BEYOND_K = 16
+"""Number of ranks beyond k that are kept for predictions."""
 
 MOST_REPEATS = 4000
-"""Draws of noise at most, however rare flips are."""
+"""Largest number of draws of noise, however rare flips are."""
 
 CHUNK = 1 << 20
-"""Scores that are drawn at once."""
+"""Number of noise values that are drawn at once."""
 
-NEVER = 1e-12
+LEAST_CHANCE = 1e-12
 """Predicted chance of a flip below which no noise is drawn for a token."""
 
 SIGMA_TOKENS = 4096
-"""Tokens whose scores are kept for the noise that flips 1 %."""
+"""Number of tokens whose scores are kept to find the noise that flips 1 %."""
 
 
 @dataclass
 class LocalEffect:
-    """What is counted of one perturbation in one layer."""
+    """Counts of one perturbation in one layer."""
 
     flips: SequenceSums = field(default_factory=SequenceSums)
     low: SequenceSums = field(default_factory=SequenceSums)
@@ -297,15 +298,15 @@ class LocalEffect:
     trials: int = 0
 
 
-class _Change(NamedTuple):
-    """Tokens whose experts change under a perturbation, and the experts they get."""
+class _ChangedTokens(NamedTuple):
+    """Tokens whose experts change under a perturbation, and their new experts."""
 
     tokens: Int[Tensor, " changed"]
     choice: Choice
 
 
-class _Swap(NamedTuple):
-    """Tokens of a block to run again with other experts, and where their jumps are counted."""
+class _BlockRerun(NamedTuple):
+    """Tokens of a block to run again with their new experts, and the effect to count jumps in."""
 
     effect: LocalEffect
     block: Block
@@ -315,12 +316,12 @@ class _Swap(NamedTuple):
 
 
 class _CleanPass:
-    """The clean pass of one batch under way."""
+    """State of the clean pass of one batch."""
 
     def __init__(self, batch: int, shape: tuple[int, int]) -> None:
         self.batch, self.shape, self.routers = batch, shape, 0
-        self.changes: dict[str, dict[Perturbation, _Change]] = {}
-        self.swaps: list[_Swap] = []
+        self.changes: dict[str, dict[Perturbation, _ChangedTokens]] = {}
+        self.reruns: list[_BlockRerun] = []
 
     @property
     def tokens(self) -> int:
@@ -332,9 +333,9 @@ class LocalEffects(Observer):
     """Perturbs every router on its own while the clean model runs.
 
     Attributes:
-        effects: what was counted, by perturbation and router.
-        hits: tokens of each expert, by router.
-        kept: routing of some of the tokens, by router, batch by batch.
+        effects: counts by perturbation and router.
+        hits: number of tokens of each expert, by router.
+        samples: routing of some of the tokens, by router, batch by batch.
     """
 
     def __init__(
@@ -344,35 +345,35 @@ class LocalEffects(Observer):
         perturbations: Sequence[Perturbation],
         seed: int,
         flips_per_call: float,
-        keep_every: int,
+        sample_every: int,
     ) -> None:
-        """Watch these routers.
+        """Observe these routers.
 
         Args:
             model: the model, in evaluation mode.
             routers: its routers by name.
-            perturbations: of routers.
-            seed: of the noise.
-            flips_per_call: flips under Gaussian noise that each call of a router shall give.
-            keep_every: of so many tokens the scores of one are kept.
+            perturbations: perturbations of routers.
+            seed: seed of the noise.
+            flips_per_call: flips under Gaussian noise to aim for in each call of a router.
+            sample_every: step between the tokens whose routing is kept in `samples`.
         """
         self._perturbations = tuple(dict.fromkeys(perturbations))
         self._blocks = {name: block_of(model, name) for name in routers}
         self.blocks = {name: block.module for name, block in self._blocks.items()}
-        settings = ObserverSettings(RANKS, (), False, False)
-        self._layers = {name: _observer_of_router(name, r, settings) for name, r in routers.items()}
-        self._seed, self._flips_per_call, self._keep_every = seed, flips_per_call, keep_every
+        settings = ObserverSettings(RANKS_BEYOND_K, (), False, False)
+        self._layers = {name: _layer_observer(name, r, settings) for name, r in routers.items()}
+        self._seed, self._flips_per_call, self._sample_every = seed, flips_per_call, sample_every
         self.effects: dict[tuple[Perturbation, str], LocalEffect] = defaultdict(LocalEffect)
         self.hits: dict[str, Tensor] = {}
-        self.kept: dict[str, list[LayerTrace]] = defaultdict(list)
+        self.samples: dict[str, list[LayerTrace]] = defaultdict(list)
         self._passes: dict[Pass, _CleanPass] = {}
 
     def watches(self, run: Pass) -> bool:
-        """Whether the pass is clean."""
+        """Return whether the pass is clean."""
         return run.condition == CLEAN
 
     def on_start(self, run: Pass, ids: Ids) -> None:
-        """Begin a batch."""
+        """Start the clean pass of a batch."""
         if self.watches(run):
             self._passes[run] = _CleanPass(run.batch, (ids.shape[0], ids.shape[1]))
 
@@ -380,48 +381,48 @@ class LocalEffects(Observer):
         """Call a router again under every perturbation."""
         clean, name, router = self._passes[run], site.name, site.module
         positions = torch.arange(clean.tokens, device="cpu")
-        one_document = torch.zeros_like(positions)  # all that the audit needs
+        one_document = torch.zeros_like(positions)  # the audit needs no documents
         batch = Batch(positions, one_document, positions, None, clean.tokens)
         layer = self._layers[name].observe(router, call, output, batch)
         routed = read_output(site.family, router, call, output)
         chosen = routed_set(routed)
         clean.routers += 1
         self.hits[name] = chosen.sum(dim=0).cpu() + self.hits.get(name, 0)
-        self.kept[name].append(take_tokens(layer, slice(None, None, self._keep_every)))
+        self.samples[name].append(take_tokens(layer, slice(None, None, self._sample_every)))
         clean.changes[name] = {}
-        chances = self._predicted(layer, router, call)
+        chances = self._predict_chances(layer, router, call)
         for number, perturbation in enumerate(self._perturbations):
             generator = noise_generator(self._seed, number, clean.batch, clean.routers)
             with applied(router, Condition(perturbation), generator):
                 perturbed_output = router(*call[0], **call[1])
-                other = read_output(site.family, router, call, perturbed_output)
-            flipped = sets_differ(routed_set(other), chosen)
+                perturbed = read_output(site.family, router, call, perturbed_output)
+            flipped = sets_differ(routed_set(perturbed), chosen)
             rows = flipped.nonzero().squeeze(1)
-            choice = Choice(other.weights[rows], other.ids[rows])
-            clean.changes[name][perturbation] = _Change(rows, choice)
+            choice = Choice(perturbed.weights[rows], perturbed.ids[rows])
+            clean.changes[name][perturbation] = _ChangedTokens(rows, choice)
             effect, chance = self.effects[perturbation, name], chances[perturbation]
             share, repeats = flipped.double().cpu(), 1
             if chance is not None and perturbation.kind == "score noise":
                 draws = self._flips_per_call / max(chance.low.sum().item(), 1e-9)
                 repeats = max(1, min(MOST_REPEATS, math.ceil(draws)))
-                rule, sigma = partial(chosen_mask, router, call=call), float(perturbation.level)
-                possible = chance.high > NEVER
+                rule, sigma = partial(mask_of_chosen, router, call=call), float(perturbation.level)
+                possible = chance.high > LEAST_CHANCE
                 share = _noisy_flip_shares(rule, routed.logits, possible, sigma, repeats, generator)
             _add_flips(effect, share.view(clean.shape), repeats, chance)
 
-    def _predicted(
+    def _predict_chances(
         self, layer: LayerTrace, router: nn.Module, call: Call
     ) -> dict[Perturbation, FlipChance | None]:
-        """Predicted chances of a call's tokens, by perturbation."""
+        """Return the predicted flip chances of a call's tokens, by perturbation."""
         if layer.smoothed:  # its experts change at the ends of its band, not at ties
             return dict.fromkeys(self._perturbations)
         states = call[0][0] if call[0] else call[1]["hidden_states"]
         with one_thread():  # many small operations
             flat = states.reshape(-1, states.shape[-1])
-            return predicted_flips(layer, router, flat, self._perturbations)
+            return predicted_flip_chances(layer, router, flat, self._perturbations)
 
     def on_block(self, run: Pass, site: Site, call: BlockCall, rerun: Rerun | None) -> None:
-        """After a block returned, take the tokens that would change, to be run again."""
+        """Collect the tokens of a block whose experts change, to be run again."""
         clean = self._passes[run]
         changes = clean.changes.pop(site.name, None)
         if changes is None:
@@ -429,17 +430,17 @@ class LocalEffects(Observer):
         block = self._blocks[site.name]
         for perturbation, (tokens, choice) in changes.items():
             effect, rows = self.effects[perturbation, site.name], call.rows(tokens)
-            clean.swaps.append(_Swap(effect, block, tokens, rows, choice))
+            clean.reruns.append(_BlockRerun(effect, block, tokens, rows, choice))
         if rerun is not None:
             _count_jumps(clean, rerun)
 
     def on_unit_done(self, unit: str, rerun: Rerun) -> None:
-        """Count the jumps of a unit while its weights are there."""
+        """Count the jumps of a unit while its weights are loaded."""
         for clean in self._passes.values():
             _count_jumps(clean, rerun)
 
     def join(self, ranks: Ranks) -> None:
-        """Add up what the processes counted of each router."""
+        """Add up the counts of all processes."""
         if not ranks.share_text:
             return
         effects = list(self.effects.values())
@@ -453,28 +454,28 @@ class LocalEffects(Observer):
         joined = ranks.join_counts(counts)
         for effect, (flip_count, trials) in zip(effects, joined["counts"].tolist(), strict=True):
             effect.flip_count, effect.trials = flip_count, trials
-        for name, layers in self.kept.items():
+        for name, layers in self.samples.items():
             self.hits[name] = joined[f"hits.{name}"]
             rows = ranks.join_lists([layer.rows() for layer in layers])
-            self.kept[name] = [replace(layers[0], **row) for row in rows]
+            self.samples[name] = [replace(layers[0], **row) for row in rows]
 
 
 def _count_jumps(clean: _CleanPass, rerun: Rerun) -> None:
-    """Run tokens that would change again with their new experts, and count their jumps."""
-    changed_swaps = [swap for swap in clean.swaps if len(swap.tokens)]
-    outputs = iter(rerun([swap.block.prepared(swap.rows, swap.choice) for swap in changed_swaps]))
-    for swap in clean.swaps:
+    """Run changed tokens again with their new experts, and count their jumps."""
+    block_runs = [x.block.prepared(x.rows, x.choice) for x in clean.reruns if len(x.tokens)]
+    outputs = iter(rerun(block_runs))
+    for pending in clean.reruns:
         jumps = torch.zeros(clean.tokens, dtype=torch.float64, device="cpu")
-        if len(swap.tokens):
-            jumps[swap.tokens.cpu()] = relative_change(swap.rows.output, next(outputs))
-        swap.effect.damage.add(jumps.view(clean.shape))
-    clean.swaps = []
+        if len(pending.tokens):
+            jumps[pending.tokens.cpu()] = relative_change(pending.rows.output, next(outputs))
+        pending.effect.damage.add(jumps.view(clean.shape))
+    clean.reruns = []
 
 
-def chosen_mask(
+def mask_of_chosen(
     router: nn.Module, logits: Float[Tensor, "tokens experts"], call: Call
 ) -> Bool[Tensor, "tokens experts"]:
-    """Return the experts that the router's family chooses by these logits, lower index first."""
+    """Return a mask of the experts that the router chooses by these logits; ties to lower index."""
     family = family_of(router)
     if family is None:
         raise TielineError(f"{type(router).__name__} is no router of a known family")
@@ -493,7 +494,7 @@ def _add_flips(
     repeats: int,
     chance: FlipChance | None,
 ) -> None:
-    """Add the flips of one call, counted and predicted."""
+    """Add the counted and predicted flips of one call to an effect."""
     if chance is not None:
         effect.low.add(chance.low.view(share.shape))
         effect.high.add(chance.high.view(share.shape))
@@ -510,9 +511,9 @@ def _noisy_flip_shares(
     repeats: int,
     source: torch.Generator,
 ) -> Float[Tensor, " tokens"]:
-    """Share of `repeats` draws of noise in which each token's experts change.
+    """Return the share of `repeats` draws of noise in which each token's experts change.
 
-    Noise is drawn for tokens that can change alone; the others count as unchanged.
+    Noise is drawn only for tokens in `possible`; the others count as unchanged.
     """
     flips = torch.zeros(len(logits), dtype=torch.float64, device="cpu")
     rows = possible.nonzero().squeeze(1)
@@ -533,8 +534,8 @@ def _noisy_flip_shares(
     return flips / repeats
 
 
-def _observer_of_router(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
-    """What reads the calls of a router into traces."""
+def _layer_observer(name: str, router: nn.Module, settings: ObserverSettings) -> LayerObserver:
+    """Return the observer that reads the calls of a router into traces."""
     family = family_of(router)
     assert family is not None
     return LayerObserver(name, family, settings)

@@ -1,18 +1,18 @@
-"""Whether the experts that a running server chooses depend on the batch: `tieline serve-check`.
+"""Check whether the experts chosen by a running server depend on the batch: `tieline serve-check`.
 
 The same prompts are sent in five ways. The choice of a token is the set of its k experts in a
-layer; it flips where it differs from that of the same prompt sent alone:
+layer; it flips if it differs from that of the same prompt sent alone:
 
     alone         one prompt at a time, each with a prefix cache of its own: the reference
-    repeated      the same again: a server that is not repeatable flips already here
-    cached        the same with the cache of the first time
+    repeated      alone again: a server that is not repeatable flips already here
+    cached        alone with the prefix cache of the first time
     batched       `batch_size` prompts in one request
-    after_short   the same behind as many prompts of a quarter of the length
+    after_short   batched, behind as many prompts of a quarter of the length
 
-A prompt is computed layer by layer, so that no flip in the first layer with flips follows from
-another: these are the first flips. With the model at hand each is judged by its scores z: it is a
-near-tie if max z(left) - min z(entered) <= 8 u max(1, |z_[k]|), u being the rounding unit of the
-served precision. A first flip that is no near-tie is not explained by rounding.
+A prompt is computed layer by layer, so flips in the first layer with flips do not follow from
+others: these are the first flips. If the model is given, each is judged by its scores z: it is a
+near-tie if max z(left) - min z(entered) <= 8 u max(1, |z_[k]|), u the rounding unit of the served
+precision. Rounding does not explain a first flip that is not a near-tie.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,25 +43,25 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 WAYS = ("repeated", "cached", "batched", "after_short")
 """How prompts are sent besides alone."""
 
-SHORTENED = 4
-"""The prompts before a batch have this share of the length of its prompts."""
+SHORT_DIVISOR = 4
+"""Length of the prompts of a batch over that of the short prompts before it."""
 
 ROUNDING_UNITS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class FirstFlip:
-    """A choice that differs, and that no other difference explains.
+    """A changed choice in the first layer with changes, which no earlier change explains.
 
     Attributes:
         prompt: number of the prompt.
-        token: position in it.
+        token: position in the prompt.
         layer: number of the layer.
-        left: experts that were chosen alone only.
-        entered: experts that were chosen this way only.
-        difference: max z(left) - min z(entered); None without a model, or if it is below the
-            kept ranks.
-        near_tie: whether rounding explains it; None without a model.
+        left: experts chosen only if the prompt is sent alone.
+        entered: experts chosen only if the prompt is sent this way.
+        difference: max z(left) - min z(entered); None without a model, or if an expert is below
+            the kept ranks.
+        near_tie: whether rounding explains the flip; None without a model.
     """
 
     prompt: int
@@ -75,18 +75,18 @@ class FirstFlip:
 
 @dataclass(frozen=True)
 class ServedWay:
-    """How often choices flip where prompts are sent in one way.
+    """Number of flipped choices if prompts are sent in one way.
 
     Attributes:
         way: "repeated", "cached", "batched" or "after_short".
-        tokens: tokens that were compared.
-        flipped: tokens with a flip in some layer.
-        prompts: prompts with a flip.
-        by_layer: flips of each layer.
+        tokens: number of tokens compared.
+        flipped: number of tokens with a flip in some layer.
+        prompts: number of prompts with a flip.
+        by_layer: number of flips in each layer.
         first: the first flip in the lowest layer; None without flips.
-        first_flips: flips in the first layer of a prompt that has any.
-        near_ties: those of them that are near-ties; None without a model.
-        next_tokens: prompts after which another token was generated; None where it is not told.
+        first_flips: number of flips in the first layer with flips of each prompt.
+        near_ties: number of first flips that are near-ties; None without a model.
+        next_tokens: number of prompts after which another token was generated; None if unknown.
     """
 
     way: str
@@ -114,14 +114,14 @@ class ServeCheck(Result):
         url: address of the server.
         engine: "vllm" or "sglang".
         model: name of the model that it serves.
-        engine_version: version of the engine; empty where it does not tell.
+        engine_version: version of the engine; empty if unknown.
         prompts: number of prompts.
-        tokens: their tokens.
-        layers: routed layers of the answers.
+        tokens: number of tokens of all prompts.
+        layers: number of routed layers in the answers.
         k: experts per token.
         batch_size: prompts per batch.
-        precision: served precision that near-ties are judged by.
-        judged_by: the model whose scores judge near-ties; None without one.
+        precision: served precision, which defines near-ties.
+        judged_by: model whose scores define near-ties; None without a model.
         ways: one record for each way of sending.
     """
 
@@ -158,14 +158,14 @@ class ServeCheck(Result):
 
     @property
     def batch_flips(self) -> int:
-        """Tokens that batch invariance would keep: flips in batches beyond those by repetition."""
+        """Number of tokens that flip because of the batch: flips beyond those by repetition."""
         flipped = {way.way: way.flipped for way in self.ways}
         most = max(flipped.get("batched", 0), flipped.get("after_short", 0))
         return max(0, most - flipped.get("repeated", 0))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers: "tokens", "batch_flips", and "flipped@WAY", the share of the tokens."""
+        """Return "tokens", "batch_flips", and "flipped@WAY", the share of flipped tokens."""
         shares = {f"flipped@{way.way}": way.share for way in self.ways}
         return {"tokens": float(self.tokens), "batch_flips": float(self.batch_flips)} | shares
 
@@ -192,10 +192,10 @@ def serve_check(
     documents = server_documents(server, settings, settings.text, sizes)
     prompts = [row.tolist() for row in documents.sequences][: settings.count]
     scores = None if settings.model is None else _model_trace(settings.model, prompts)
-    answers = _answers_by_way(server, prompts, settings.batch_size, progress)
-    alone = answers.pop("alone")
-    judge = _tie_judge(scores, settings.precision)
-    ways = [_served_way(way, prompts, alone, other, judge) for way, other in answers.items()]
+    routes = _routes_by_way(server, prompts, settings.batch_size, progress)
+    alone = routes.pop("alone")
+    judge = _near_tie_judge(scores, settings.precision)
+    ways = [_compare_way(way, prompts, alone, other, judge) for way, other in routes.items()]
     experts = alone[0].experts
     return ServeCheck(
         url=url,
@@ -213,39 +213,39 @@ def serve_check(
     )
 
 
-def _answers_by_way(
+def _routes_by_way(
     server: RouteServer, prompts: list[list[int]], batch_size: int, progress: Progress | None
 ) -> dict[str, list[ServedRoutes]]:
-    """Routes of the prompts by the way in which they were sent, "alone" first."""
-    nonce = np.random.default_rng().integers(1 << 62)  # no other run left prefixes under it
+    """Send the prompts in every way, "alone" first, and return their routes."""
+    nonce = np.random.default_rng().integers(1 << 62)  # no other run has cached prefixes under it
     numbers = [*range(len(prompts))]
     groups = [numbers[first : first + batch_size] for first in numbers[::batch_size]]
     total, done = (len(WAYS) + 1) * len(prompts), 0
-    answers: dict[str, list[ServedRoutes]] = {}
+    routes: dict[str, list[ServedRoutes]] = {}
     for way in ("alone", *WAYS):
         in_batches = way in ("batched", "after_short")
-        answers[way] = []
+        routes[way] = []
         for batch in groups if in_batches else [[number] for number in numbers]:
             salt = f"tieline-{nonce:x}-{'alone' if way == 'cached' else way}-{batch[0]}"
-            sent = [prompts[number] for number in batch]
+            batch_prompts = [prompts[number] for number in batch]
             short: list[list[int]] = []
-            if way == "after_short":  # backwards, so that they share no prefix with the prompts
-                short = [x[: max(2, len(x) // SHORTENED)][::-1] for x in sent]
-            answers[way] += server.route([*short, *sent], salt)[len(short) :]
-            done += len(sent)
+            if way == "after_short":  # reversed, so that they share no prefix with the prompts
+                short = [x[: max(2, len(x) // SHORT_DIVISOR)][::-1] for x in batch_prompts]
+            routes[way] += server.route([*short, *batch_prompts], salt)[len(short) :]
+            done += len(batch_prompts)
             if progress is not None:
                 progress("server", done, total)
-    return answers
+    return routes
 
 
-def _served_way(
+def _compare_way(
     way: str,
     prompts: Sequence[Sequence[int]],
     alone: Sequence[ServedRoutes],
     other: Sequence[ServedRoutes],
     judge: "Callable[[FirstFlip], FirstFlip]",
 ) -> ServedWay:
-    """Compare the routes of all prompts with those of the prompts alone."""
+    """Compare the routes of all prompts sent in one way with those sent alone."""
     masks = [
         _flipped_choices(a.experts, b.experts, len(prompt))
         for a, b, prompt in zip(alone, other, prompts, strict=True)
@@ -272,7 +272,7 @@ def _served_way(
 
 
 def _flipped_choices(alone: np.ndarray, other: np.ndarray, tokens: int) -> np.ndarray:
-    """Whether the sets of experts (tokens, layers, k) of a prompt differ, (tokens, layers)."""
+    """Return where the sets of experts (tokens, layers, k) of a prompt differ, (tokens, layers)."""
     if alone.shape[1:] != other.shape[1:]:
         raise ServerError(
             f"the server returned routes of (layers, k) {alone.shape[1:]} and {other.shape[1:]}"
@@ -284,7 +284,7 @@ def _flipped_choices(alone: np.ndarray, other: np.ndarray, tokens: int) -> np.nd
 def _first_flips(
     prompt: int, mask: np.ndarray, alone: np.ndarray, other: np.ndarray
 ) -> list[FirstFlip]:
-    """The flips of a prompt in its first layer with flips."""
+    """Return the flips of a prompt in its first layer with flips."""
     if not mask.any():
         return []
     layer = int(mask.any(0).argmax())
@@ -301,42 +301,42 @@ def _first_flips(
 
 
 def _model_trace(model: Any, prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
-    """The routing of each prompt, with scores, by the model in float32."""
+    """Return the routing of each prompt, with scores, by the model in float32."""
     opened = Model.open(model, "serve-check takes")
     rows = [torch.tensor(prompt, device="cpu") for prompt in prompts]
     check_token_ids(opened.module, rows)
     return [recorded_routes(opened, Ranks.of(None, [row[None]])) for row in rows]
 
 
-def _tie_judge(
+def _near_tie_judge(
     traces: Sequence[RoutingTrace] | None, precision: str
 ) -> "Callable[[FirstFlip], FirstFlip]":
-    """Return what judges first flips by the scores of a model; without one, it judges none."""
+    """Return a function that judges first flips by the scores of a model; without one, identity."""
     if traces is None:
         return lambda flip: flip
     unit = torch.finfo(ROUNDING_UNITS[precision]).eps
 
     def judge_flip(flip: FirstFlip) -> FirstFlip:
-        """The flip with the difference of its scores and whether it is a near-tie."""
-        layer = _served_layer(traces[flip.prompt], flip.layer)
-        difference, threshold = _exchanged_scores(layer, flip)
-        room = ROUNDINGS * unit * max(1.0, abs(threshold))
-        near = difference is not None and abs(difference) <= room
-        return replace(flip, difference=difference, near_tie=near)
+        """Add the difference of scores to a flip, and whether it is a near-tie."""
+        layer = _layer_numbered(traces[flip.prompt], flip.layer)
+        difference, threshold = _score_difference(layer, flip)
+        tolerance = ROUNDINGS * unit * max(1.0, abs(threshold))
+        near_tie = difference is not None and abs(difference) <= tolerance
+        return replace(flip, difference=difference, near_tie=near_tie)
 
     return judge_flip
 
 
-def _served_layer(trace: RoutingTrace, number: int) -> LayerTrace:
-    """The layer of a trace with this number in its name: servers count dense layers, too."""
+def _layer_numbered(trace: RoutingTrace, number: int) -> LayerTrace:
+    """Return the layer with this number in its name, because servers count dense layers too."""
     for layer in trace.layers:
         if str(number) in layer.name.split("."):
             return layer
     raise TraceError(f"the model has no routed layer {number}: is it the one that is served?")
 
 
-def _exchanged_scores(layer: LayerTrace, flip: FirstFlip) -> tuple[float | None, float]:
-    """Max z(left) - min z(entered), None below the kept ranks, and the threshold z_[k]."""
+def _score_difference(layer: LayerTrace, flip: FirstFlip) -> tuple[float | None, float]:
+    """Return max z(left) - min z(entered), None below the kept ranks, and the threshold z_[k]."""
     assert layer.scores is not None
     experts = layer.experts[flip.token].tolist()
     scores = dict(zip(experts, layer.scores[flip.token].double().tolist(), strict=True))

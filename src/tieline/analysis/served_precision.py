@@ -1,17 +1,17 @@
-r"""What serving a model in a low precision does to it, and what to do about it.
+r"""Effect of serving a model in a low precision, and the recommended action.
 
-`inspect`, `audit`, `smooth` and `diff` all report this quantity and take their advice from
-`recommend`, so that one model gets one number and one advice:
+`inspect`, `audit`, `smooth` and `diff` all report these numbers and take their advice from
+`recommend`, so that one model always gets the same numbers and advice:
 
     changed     share of tokens that change an expert in at least one layer when the whole model is
                 computed in the precision served instead of float32
     kl          KL(P ‖ P') of the predicted next tokens, nats per token
-    replayed    the same KL when tokens that would change keep the experts and weights of float32:
-                what a replay of the routes leaves
+    replayed    KL if tokens that would change keep the experts and weights of float32, as in a
+                replay of the routes
     loss        change of the mean loss, nats per token
 
-Rounding the routers alone is another quantity, usually much smaller: errors of the other layers
-reach the scores too, and changes add up over depth.
+Rounding the routers alone usually has a much smaller effect, because errors of the other layers
+also reach the scores, and changes add up over depth.
 """
 
 import math
@@ -30,53 +30,52 @@ from tieline.run.condition import Perturbation
 from tieline.trace.record import LayerTrace
 
 HARMLESS = 0.001
-"""Nats per token by which a precision may move the predictions or raise the loss and count as
-harmless."""
+"""KL or rise of the loss, in nats per token, below which a precision counts as harmless."""
 
-BY_ROUTING = 0.2
-"""Share of the KL from which repairing the routing is worth its price."""
+LEAST_ROUTING_SHARE = 0.2
+"""Share of the KL by routing from which repairing the routing is recommended."""
 
 LEAST_KL = 1e-14
-"""Nats below which a KL is the rounding of its own sum."""
+"""KL in nats below which it is rounding error of its sum."""
 
 SERVED_METRICS = ("changed", "kl", "loss")
-"""Numbers of the precision served that have a name."""
+"""Fields of `Serving` that are named metrics."""
 
 Tolerance = Literal["yes", "no", "unclear"]
 
 Routers = Literal["sound", "equal scores", "all chosen"]
-"""Whether routers choose at all: "equal scores" if every expert of a layer has the same score for
-every token, "all chosen" if k is the number of experts."""
+"""Whether routers choose between experts: "equal scores" if a layer gives all experts of every
+token the same score, "all chosen" if k is the number of experts."""
 
 Action = Literal[
     "nothing", "repair routing", "finer precision", "unknown cause", "mend router", "no ties"
 ]
-"""What to do.
+"""Recommended action.
 
-nothing             the predictions move by less than `HARMLESS`
-repair routing      they move by more, in part because tokens change experts: replay or smooth
-finer precision     they move by more, hardly because of that: repairing the routing helps little
-unknown cause       they move by more, and what a replay leaves of it was not measured
+nothing             the effect on the predictions is below `HARMLESS`
+repair routing      it is above, in part because tokens change experts: replay or smooth
+finer precision     it is above, but repairing the routing would remove little of it
+unknown cause       it is above, and the remaining effect under replay was not measured
 mend router         all scores of a router are equal: it is untrained or broken
-no ties             every expert is chosen, so that no tie is possible
+no ties             every expert is chosen, so no tie is possible
 """
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What serving a model in a precision does to it.
+    """Effect of serving a model in a precision.
 
     Attributes:
         precision: a name in `SERVED`.
         changed: share of tokens that change an expert in at least one layer.
         kl: KL to the model in float32, nats per token.
-        replayed: the same KL with the experts and weights of float32 replayed.
+        replayed: KL with the experts and weights of float32 replayed.
         loss: change of the loss, nats per token.
-        tokens: tokens that were run.
-        sequences: sequences that they are in, the clusters of the standard errors.
-        layers: routed layers of the model.
+        tokens: number of tokens that were run.
+        sequences: number of sequences, the clusters of the standard errors.
+        layers: number of routed layers of the model.
         replay_bytes: bytes per token that a replay of experts sends.
-        routers: whether the routers choose at all.
+        routers: whether the routers choose between experts.
         equal_layers: names of the routers whose scores are all equal.
         exact_ties: largest share of a layer's tokens whose last chosen score equals the next one.
     """
@@ -96,25 +95,25 @@ class Serving:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers: "changed@model bf16", "kl@model bf16" and "loss@model bf16"."""
+        """Return "changed@model P", "kl@model P" and "loss@model P" for the precision P."""
         name = served_rounding(self.precision).name
         values = {f"{kind}@{name}": getattr(self, kind).value for kind in SERVED_METRICS}
         return {key: value for key, value in values.items() if value is not None}
 
     @property
     def by_routing(self) -> float | None:
-        """Share of the KL that goes away with the changed experts; None where it is unknown."""
-        return share_gone(self.kl, self.replayed)
+        """Share of the KL that a replay of the experts removes; None if unknown."""
+        return removed_share(self.kl, self.replayed)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do, as data; `report.words.served_precision` writes the sentence.
+    """Recommended action as data; `report.words.served_precision` writes the sentence.
 
     Attributes:
-        action: what to do, by the estimates.
-        is_sure: whether their intervals allow no other action.
-        limit: nats per token below which a cost counts as harmless.
+        action: recommended action, by the estimates.
+        is_sure: whether the intervals of the estimates allow no other action.
+        limit: cost in nats per token below which a precision counts as harmless.
     """
 
     action: Action
@@ -128,18 +127,18 @@ def served_rounding(precision: str) -> Perturbation:
 
 
 def replay_bytes(layer: LayerTrace, weights: bool = True) -> int:
-    """Bytes per token that a replay of a layer sends: k numbers of experts, and their weights."""
-    number = 1 if layer.facts.n_experts <= 256 else 2
-    return layer.facts.k * (number + (4 if weights else 0))
+    """Return the bytes per token that a replay of a layer sends: k expert ids and their weights."""
+    id_bytes = 1 if layer.facts.n_experts <= 256 else 2
+    return layer.facts.k * (id_bytes + (4 if weights else 0))
 
 
 def router_state(layers: Iterable[LayerTrace]) -> Routers:
-    """Return whether routers choose at all, by some of their routing."""
+    """Return whether routers choose between experts, judged by routing of some tokens."""
     traces = list(layers)
     if any(has_equal_scores(layer) for layer in traces):
         return "equal scores"
-    chosen = [layer.facts.k == layer.facts.n_experts for layer in traces]
-    return "all chosen" if chosen and all(chosen) else "sound"
+    all_chosen = [layer.facts.k == layer.facts.n_experts for layer in traces]
+    return "all chosen" if all_chosen and all(all_chosen) else "sound"
 
 
 def equal_layers(layers: Iterable[LayerTrace]) -> tuple[str, ...]:
@@ -148,7 +147,7 @@ def equal_layers(layers: Iterable[LayerTrace]) -> tuple[str, ...]:
 
 
 def has_equal_scores(layer: LayerTrace) -> bool:
-    """Whether a layer has a choice and gives all recorded experts of every token one score."""
+    """Return whether a layer gives all recorded experts of every token one score, with k < E."""
     scores, facts = layer.scores, layer.facts
     if scores is None or scores.shape[1] <= facts.k or not len(scores):
         return False
@@ -162,21 +161,21 @@ def exact_ties(layers: Iterable[LayerTrace]) -> float:
 
 
 def tied_share(scores: Float[Tensor, "tokens experts"], k: int) -> float:
-    """Return the share of tokens whose k-th largest score equals the next; 0 without one."""
+    """Return the share of tokens whose k-th largest score equals the next; 0 if there is none."""
     if scores.shape[1] <= k or not len(scores):
         return 0.0
     return (gap(scores, k) == 0).double().mean().item()
 
 
 def advice_on_routers(layers: Iterable[LayerTrace]) -> Recommendation | None:
-    """Return what to do about routers that do not choose; None for those that do."""
+    """Return the action for routers that do not choose between experts; None if they do."""
     actions: dict[Routers, Action] = {"equal scores": "mend router", "all chosen": "no ties"}
     action = actions.get(router_state(layers))
     return None if action is None else Recommendation(action)
 
 
 def recommend(serving: Serving) -> Recommendation:
-    """Decide what to do about a model that is served in a low precision."""
+    """Recommend an action for a model that is served in a low precision."""
     if serving.routers == "equal scores":
         return Recommendation("mend router")
     if serving.routers == "all chosen":
@@ -187,14 +186,15 @@ def recommend(serving: Serving) -> Recommendation:
         return Recommendation("nothing", tolerance == "yes")
     if serving.by_routing is None:
         return Recommendation("unknown cause", is_sure=False)
-    low, high = _limits_by_routing(serving)
-    action: Action = "repair routing" if serving.by_routing >= BY_ROUTING else "finer precision"
-    is_sure = tolerance == "no" and not low < BY_ROUTING <= high
+    low, high = _routing_share_limits(serving)
+    repairs = serving.by_routing >= LEAST_ROUTING_SHARE
+    action: Action = "repair routing" if repairs else "finer precision"
+    is_sure = tolerance == "no" and not low < LEAST_ROUTING_SHARE <= high
     return Recommendation(action, is_sure)
 
 
-def _limits_by_routing(serving: Serving) -> tuple[float, float]:
-    """95 % limits of the share of the KL by changed experts, as if its parts were independent."""
+def _routing_share_limits(serving: Serving) -> tuple[float, float]:
+    """Return 95 % limits of the share of the KL by routing, as if both KLs were independent."""
     share, kl = serving.by_routing, serving.kl
     if share is None or not kl.value:
         return 1.0, 1.0
@@ -204,16 +204,16 @@ def _limits_by_routing(serving: Serving) -> tuple[float, float]:
 
 
 def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
-    """Whether a precision is harmless, as far as intervals can tell.
+    """Return whether a precision is harmless: "yes", "no", or "unclear" from the intervals.
 
-    It is if the KL is below `HARMLESS`, and it is not if the KL or the rise of the loss is above.
-    The loss does not decide that a precision is harmless: its interval is wider by far, and if the
-    model predicts the text as well as itself its mean rise is the KL.
+    "yes" if the KL is below `HARMLESS`, "no" if the KL or the rise of the loss is above. A small
+    change of the loss is not required for "yes": its interval is much wider, and if the model
+    predicts the text as well as its own output, the mean rise of the loss is the KL.
 
     Args:
         kl: KL to the clean run, clustered by sequence.
-        loss: change of the loss, likewise.
-        sequences: clusters of their standard errors.
+        loss: change of the loss, clustered by sequence.
+        sequences: number of clusters of the standard errors.
     """
     low, high = mean_limits(kl, sequences, positive=True)
     if low >= HARMLESS or mean_limits(loss, sequences)[0] >= HARMLESS:
@@ -221,8 +221,8 @@ def tolerated(kl: Estimate, loss: Estimate, sequences: int) -> Tolerance:
     return "yes" if high < HARMLESS else "unclear"
 
 
-def share_gone(kl: Estimate, remaining: Estimate) -> float | None:
-    """Return 1 - left / KL; None where one is missing or the KL is rounding."""
+def removed_share(kl: Estimate, remaining: Estimate) -> float | None:
+    """Return 1 - remaining / kl; None if one is missing or the KL is rounding error."""
     if kl.value is None or remaining.value is None or kl.value < LEAST_KL:
         return None
     return 1 - remaining.value / kl.value

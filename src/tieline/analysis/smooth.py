@@ -1,20 +1,20 @@
-r"""Smoothing a model: routing without jumps at ties, what that repairs and what it costs.
+r"""Smoothing a model: routing without jumps at ties, with its benefits and costs.
 
     repair = smooth("org/model", budget=8.5)
     repair.metrics["factor@router bf16"]
     repair.smoothed.save_pretrained("smoothed")
 
-ε is chosen on the first tokens of the text; both forms run on the same weights, on the tokens that
-follow. Time is measured last, because the emulation of low precision only sees the products of
-transformers' own experts.
+ε is chosen on the first tokens of the text; the original and the smoothed model are compared on the
+tokens that follow, with the same weights. Time is measured last, because the emulation of low
+precision only applies to the products of transformers' own experts.
 
     moved       KL of the smoothed model to the original, both in float32
     factor      flip part of the KL before / after, flip part = KL - the original's floor with
                 clean routes
 
-Widths are ε_l = c σ_l, σ_l the noise of layer l's gap under the precision that is to be repaired.
-A factor or a largest KL is met by the c at which it holds on the calibration text; with
-`near_original` every layer has the ε of `nearest_ramp`, by the noise that was measured.
+Widths are ε_l = c σ_l, σ_l the noise of layer l's gap under the precision to repair. The c of a
+requested factor or KL is searched on the calibration text; with `near_original` every layer gets
+the ε of `nearest_ramp` for its measured noise.
 """
 
 import copy
@@ -64,19 +64,19 @@ from tieline.run.ranks import Ranks
 from tieline.run.runner import Progress, Runner, halves_batches
 
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""c = ε/σ that a settings is sought among."""
+"""Ratios c = ε/σ among which a requested factor or KL is searched."""
 
-NOISE = "router bf16"
-"""The precision that is repaired unless another is named."""
+DEFAULT_NOISE = "router bf16"
+"""The precision that is repaired by default."""
 
 LATENCY_TOKENS = 512
-"""Most tokens of a pass that is timed."""
+"""Largest number of tokens of a timed pass."""
 
 Widths = Mapping[str, float]
 
 
 class SmoothingCalibration:
-    """What is known of a model from its calibration text: scores and noise, layer by layer.
+    """Scores and noise of a model's layers on a calibration text, and the widths they imply.
 
     Args:
         model: the original, in float32.
@@ -102,16 +102,16 @@ class SmoothingCalibration:
         noise: str,
         progress: Progress | None = None,
     ) -> "SmoothingCalibration":
-        """Run these tokens, clean and under the noise."""
+        """Measure scores and noise by running these batches clean and under the noise."""
         measured = measure_scores(Runner(Model(model)), batches, noise, progress)
         return cls(model, measured, noise)
 
     def by_noise(self, scale: float) -> dict[str, float]:
-        """ε_l = c σ_l."""
+        """Return the widths ε_l = c σ_l by layer name."""
         return {name: scale * sigma for name, sigma in self.sigmas.items()}
 
     def experts(self, widths: Widths, gate: GateName) -> float:
-        """Mean experts per token and layer at these widths, on the calibration text."""
+        """Return the mean number of experts per token and layer at these widths."""
         counts = []
         for plan in self.plans:
             measured, width = self.clean[plan.name], widths[plan.name]
@@ -126,7 +126,7 @@ class SmoothingCalibration:
         return sum(counts) / len(counts)
 
     def by_budget(self, budget: float, gate: GateName) -> dict[str, float]:
-        """The ε of each layer that gives it this mean number of experts."""
+        """Return the widths that give each layer this mean number of experts, by layer name."""
         widths = {}
         for plan in self.plans:
             measured = self.clean[plan.name]
@@ -136,22 +136,22 @@ class SmoothingCalibration:
 
 
 def _mean_used(share: Tensor) -> float:
-    """Mean number of experts with a share."""
+    """Return the mean number of experts with a positive share."""
     return (share > 0).double().sum(dim=-1).mean().item()
 
 
 def chosen_scale(
     points: Mapping[float, RepairTable], *, factor: float | None, max_moved: float | None
 ) -> float:
-    """The c with this factor, or with this KL to the original, on a line between logarithms.
+    """Return the c with this factor or this KL to the original, interpolated between logarithms.
 
-    The KL of a text is heavy-tailed, so the factor is that of the law, times the median over all
-    points of what was measured over it.
+    The KL of a text is heavy-tailed, so the factor at c is predicted by `flip_reduction`, times the
+    median over all points of the ratio of measured to predicted factor.
 
     Args:
-        points: tables of the calibration text by c, with one row, that of the noise.
-        factor: how many times lower the flip part of the KL shall be.
-        max_moved: KL to the original, nats per token.
+        points: tables of the calibration text by c, each with one row, that of the noise.
+        factor: target ratio of the flip part of the KL before and after.
+        max_moved: target KL to the original, nats per token.
     """
     if max_moved is not None:
         moved = {c: table.moved.value or 0.0 for c, table in points.items()}
@@ -162,35 +162,34 @@ def chosen_scale(
     require_setting(
         bool(ratios), "no flips are left to be seen at any width: give {max_moved} instead"
     )
-    middle = ratios[len(ratios) // 2]
-    return _scale_reaching(
-        {c: middle * flip_reduction(c) for c in factors}, factor, "factor", "factor"
-    )
+    median_ratio = ratios[len(ratios) // 2]
+    predicted = {c: median_ratio * flip_reduction(c) for c in factors}
+    return _scale_reaching(predicted, factor, "factor", "factor")
 
 
 def _scale_reaching(
     values: Mapping[float, float], target: float, setting: str, quantity: str
 ) -> float:
-    """Where increasing values first reach the target that a setting gives."""
+    """Return the c at which increasing `values` by c first reach the target of a setting."""
     name = f"{{{setting}}}"
     require_setting(
         0 < target < math.inf, name + " must be positive and finite, got {target:g}", target=target
     )
     scales = sorted(values)
-    first, best = values[scales[0]], max(values.values())
-    if target < first or target > best:
-        side, end = ("least", first) if target < first else ("largest", best)
+    first, largest = values[scales[0]], max(values.values())
+    if target < first or target > largest:
+        side, limit = ("least", first) if target < first else ("largest", largest)
         raise SettingError(
             f"no ε between {scales[0]:g} and {scales[-1]:g} times the noise reaches {name} "
-            f"{target:g}: the {side} {quantity} is {end:.3g}"
+            f"{target:g}: the {side} {quantity} is {limit:.3g}"
         )
     for low, high in itertools.pairwise(scales):
         below, above = values[low], values[high]
         if below <= target <= above:
             if not (0 < below < above < math.inf):
                 return high
-            share = math.log(target / below) / math.log(above / below)
-            return low * (high / low) ** share
+            fraction = math.log(target / below) / math.log(above / below)
+            return low * (high / low) ** fraction
     return scales[0]
 
 
@@ -205,16 +204,16 @@ def smooth(
 ) -> Repair:
     """Make a copy of a model whose routing is continuous at ties, and compare it with the original.
 
-    Weights that are streamed are read once to choose ε and once to measure what it repairs, and
-    once more for `factor` or `max_moved`. Time is then not measured, and the smoothed model is
-    saved without a copy of the weights.
+    Streamed weights are read once to choose ε, once to measure what it repairs, and once more for
+    `factor` or `max_moved`. Time is then not measured, and the smoothed model is saved without a
+    copy of the weights.
 
     Args:
         source: a hub id, a folder, "demo" for the model in the box, or `(model, tokenizer)`.
         settings: the options; keyword arguments change single ones. `text` may also be the text
-            itself. A named model is loaded in float32. With `parallel`, which is "data" alone, all
-            processes must call, and all get the result.
-        progress: called with stage, done and total while the work goes on.
+            itself. A named model is loaded in float32. With `parallel`, which must be "data", all
+            processes must call it, and all get the result.
+        progress: called with stage, done and total during the work.
     """
     settings = SmoothSettings.of(settings, options)
     check_parallel(settings.parallel)
@@ -230,11 +229,11 @@ def smooth(
         _check_experts(model.module, settings.experts_impl)
     ranks = Ranks.of(settings.parallel, corpus.stacked(split.measured))
     runner = Runner(model, ranks=ranks, memory=settings.memory)
-    return _Smooth(runner, corpus, split, settings, progress).repair()
+    return _SmoothingJob(runner, corpus, split, settings, progress).run()
 
 
-class _Smooth(NamedTuple):
-    """A model that is being smoothed, and its text."""
+class _SmoothingJob(NamedTuple):
+    """Smooths a model and measures it on a text."""
 
     runner: Runner
     corpus: Corpus
@@ -244,24 +243,24 @@ class _Smooth(NamedTuple):
 
     @property
     def model(self) -> Model:
-        """The original."""
+        """The original model."""
         return self.runner.models[0]
 
-    def repair(self) -> Repair:
+    def run(self) -> Repair:
         """Choose ε, measure what the smoothed model repairs, and smooth it."""
         settings = self.settings
         exact_ties = self.check_routers()
-        announce_total(self.model, self.runner.ranks.batches, self.work(), self.progress)
-        by_noise = settings.by_law or settings.near_original
-        noise = settings.noise or NOISE
+        announce_total(self.model, self.runner.ranks.batches, self.total_work(), self.progress)
+        noise = settings.noise or DEFAULT_NOISE
         calibration = None
-        if by_noise:
-            calibration = SmoothingCalibration(self.model.module, self.measured(noise), noise)
-        record = self.smoothing(calibration)
-        table = self.table(record, calibration)
+        if settings.searches_scale or settings.near_original:
+            measured = self.measure_calibration(noise)
+            calibration = SmoothingCalibration(self.model.module, measured, noise)
+        record = self.choose_smoothing(calibration)
+        table = self.measure_table(record, calibration)
         layers = len(find_routers(self.model.module))
         serving = original_serving(settings.serve, table, layers, exact_ties)
-        smoothed, latency = self.smoothed(record, settings.rounds, settings.experts_impl)
+        smoothed, latency = self.smooth_model(record, settings.rounds, settings.experts_impl)
         corpus, ranks = self.corpus, self.runner.ranks
         sizes = {"seed": corpus.seed, "batch_size": corpus.batch_size}
         return Repair(
@@ -276,29 +275,28 @@ class _Smooth(NamedTuple):
             tokenizer=self.model.tokenizer,
         )
 
-    def work(self) -> float:
-        """Work of smoothing the model, in tokens of a clean pass (`run.plan`)."""
-        settings, repaired = self.settings, noise_perturbation(self.settings.noise or NOISE)
+    def total_work(self) -> float:
+        """Return the work of smoothing the model, in tokens of a clean pass (`run.plan`)."""
+        settings, repaired = self.settings, noise_perturbation(self.settings.noise or DEFAULT_NOISE)
         calibration = sum(map(len, self.split.calibration))
         noisy, smoothed = pass_cost(Condition(repaired)), COSTS["smoothed"]
-        precisions = {*_precisions_compared(settings.serve, None)}
+        precisions = {*_compared_precisions(settings.serve, None)}
         work = calibration * (1 + noisy) + 4 * (settings.rounds + 2) * LATENCY_TOKENS
         if settings.near_original:
             precisions.add(repaired)
-        if settings.by_law:
+        if settings.searches_scale:
             precisions.add(repaired)
             work += calibration * (1 + len(SCALES) * (1 + 2 * noisy + 3 * smoothed))
         tokens = sum(ids.numel() for ids in self.runner.ranks.batches)
-        for form, runs in ((0.0, 2.0), (smoothed, 1.5)):  # free and forced, of its form half
-            costs = [pass_cost(Condition(precision)) + form for precision in precisions]
-            perturbed = [runs * cost for cost in costs]
-            work += tokens * (1 + form + sum(perturbed))
+        for extra_cost, runs in ((0.0, 2.0), (smoothed, 1.5)):  # forced on half when smoothed
+            costs = [pass_cost(Condition(precision)) + extra_cost for precision in precisions]
+            work += tokens * (1 + extra_cost + sum(runs * cost for cost in costs))
         return work
 
     def check_routers(self) -> float:
-        """Refuse routers that choose all experts, or by scores that are all equal.
+        """Refuse routers that choose all experts or have equal scores; return the share of ties.
 
-        Returns the largest share of a layer's tokens that tie exactly at the threshold, in a batch
+        This is the largest share of a layer's tokens that tie exactly at the threshold, in a batch
         of the calibration text; 0 for a streamed model.
         """
         plans, _ = plan_layers(self.model.module, None)
@@ -308,60 +306,59 @@ class _Smooth(NamedTuple):
             "all experts are chosen: no tie is possible, and there is nothing to smooth",
             UnsupportedModelError,
         )
-        if self.model.stream is not None:  # a read of all weights: its scores are looked at later
+        if self.model.stream is not None:  # reading all weights; scores are checked later instead
             return 0.0
         batch = self.corpus.stacked(self.split.calibration)[:1]
         clean = measure_scores(self.runner, batch, None).clean
         refuse_equal_scores(clean)
         return max((tied_share(clean[x.name].scores, x.k) for x in choosing), default=0.0)
 
-    def measured(self, noise: str | None) -> Measured:
-        """Scores and noise of the calibration text, which every process runs."""
+    def measure_calibration(self, noise: str | None) -> Measured:
+        """Measure scores and noise on the calibration text, which every process runs."""
         batches = self.corpus.stacked(self.split.calibration)
         measured = measure_scores(self.runner, batches, noise, self.progress)
         refuse_equal_scores(measured.clean)
         return measured
 
-    def smoothing(self, calibration: SmoothingCalibration | None) -> Smoothing:
-        """Choose ε as the settings say."""
+    def choose_smoothing(self, calibration: SmoothingCalibration | None) -> Smoothing:
+        """Choose ε as the settings ask for."""
         settings = self.settings
-        if calibration is not None and settings.by_law:
-            scale = self._scale(calibration)
-            chosen = (
+        if calibration is not None and settings.searches_scale:
+            scale = self._search_scale(calibration)
+            target = (
                 f"factor {settings.factor:g}" if settings.factor else f"KL {settings.max_moved:g}"
             )
-            how = f"{chosen} under {calibration.noise.name}: ε = {scale:.3g} times its noise"
+            how = f"{target} under {calibration.noise.name}: ε = {scale:.3g} times its noise"
             return self._record(epsilon=calibration.by_noise(scale), how=how)
         if calibration is not None:
             return self._nearest_smoothing(calibration)
         if settings.epsilon is not None:
             return self._record(epsilon=settings.epsilon)
-        measured = self.measured(settings.noise)
+        measured = self.measure_calibration(settings.noise)
         return self._record(budget=settings.budget, noise=settings.noise, calibration=measured)
 
     def _nearest_smoothing(self, calibration: SmoothingCalibration) -> Smoothing:
-        """The widths at which the noisy smoothed model is nearest to the original."""
+        """Choose the widths at which the noisy smoothed model is nearest to the original."""
         noisy = {n: noise for n, noise in calibration.margin_noise.items() if noise.abs().any()}
         ramps = {name: nearest_ramp(noise) for name, noise in noisy.items()}
         widths = {plan.name: 0.0 for plan in calibration.plans}
         widths |= {name: ramp.epsilon for name, ramp in ramps.items()}
         scales = sorted(r.epsilon / calibration.sigmas[n] for n, r in ramps.items())
-        gains, most = (
-            [1 - getattr(ramp, field) for ramp in ramps.values()] for field in ("share", "least")
-        )
+        gains = _percent_range([1 - ramp.share for ramp in ramps.values()])
+        possible_gains = _percent_range([1 - ramp.least for ramp in ramps.values()])
         how = (
             f"nearest to the original under {calibration.noise.name}: ε = "
-            f"{scales[len(scales) // 2]:.3g} times its noise; gains {_percents(gains)} of what "
-            f"flips cost, of at most {_percents(most)} by any gate"
+            f"{scales[len(scales) // 2]:.3g} times its noise; gains {gains} of what "
+            f"flips cost, of at most {possible_gains} by any gate"
         )
         return self._record(epsilon=widths, how=how)
 
     def _record(self, **widths: Any) -> Smoothing:
-        """How the model is smoothed with these widths."""
-        return smoothing_record(self.model.module, **widths, **self.settings.form)
+        """Return the record of smoothing the model with these widths and the settings' gate."""
+        return smoothing_record(self.model.module, **widths, **self.settings.gate_options)
 
-    def _scale(self, calibration: SmoothingCalibration) -> float:
-        """The c = ε/σ that the settings ask for, by the calibration text."""
+    def _search_scale(self, calibration: SmoothingCalibration) -> float:
+        """Search the c = ε/σ with the requested factor or KL on the calibration text."""
         settings = self.settings
         record = self._record(epsilon=calibration.by_noise(1.0))
         sequences = [sequence for sequence in self.split.calibration if len(sequence) > 1]
@@ -372,17 +369,19 @@ class _Smooth(NamedTuple):
         points = dict(zip(SCALES, tables, strict=True))
         return chosen_scale(points, factor=settings.factor, max_moved=settings.max_moved)
 
-    def table(self, record: Smoothing, calibration: SmoothingCalibration | None) -> RepairTable:
-        """What the smoothed model repairs, on held-out text."""
+    def measure_table(
+        self, record: Smoothing, calibration: SmoothingCalibration | None
+    ) -> RepairTable:
+        """Measure what the smoothed model repairs on held-out text."""
         forms, seed = [ModelForm(record)], self.corpus.seed
-        precisions = _precisions_compared(self.settings.serve, calibration)
+        precisions = _compared_precisions(self.settings.serve, calibration)
         (table,) = measure_repair(self.runner, forms, precisions, seed, self.progress)
         return table
 
-    def smoothed(
+    def smooth_model(
         self, record: Smoothing, rounds: int, experts_impl: str | None
     ) -> tuple[Any, tuple[Latency, ...]]:
-        """The smoothed model, and its time over that of the original where it is in memory."""
+        """Return the smoothed model, and its relative time if the model is in memory."""
         module, stream = self.model.module, self.model.stream
         if stream is not None:
             apply_smoothing(module, record)
@@ -394,18 +393,18 @@ class _Smooth(NamedTuple):
         return smoothed, _smoothing_latencies(module, smoothed, ids, rounds, experts_impl)
 
 
-def _percents(shares: Sequence[float]) -> str:
-    """The range of some shares in whole percent."""
-    low, high = (round(100 * end(shares)) for end in (min, max))
+def _percent_range(shares: Sequence[float]) -> str:
+    """Return the range of some shares in whole percent."""
+    low, high = round(100 * min(shares)), round(100 * max(shares))
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
-def _precisions_compared(
+def _compared_precisions(
     serve: str, calibration: SmoothingCalibration | None
 ) -> list[Perturbation]:
-    """Routers and model in the precision served, the next coarser one, and what is repaired."""
-    order = list(SERVED)
-    coarser = order[min(order.index(serve) + 1, len(order) - 1)]
+    """Return the precision served in routers and model, the next coarser one and the repaired."""
+    precisions = list(SERVED)
+    coarser = precisions[min(precisions.index(serve) + 1, len(precisions) - 1)]
     repaired = [] if calibration is None else [calibration.noise]
     routers = Perturbation("rounding", SERVED[serve])
     served = [routers, served_rounding(serve), served_rounding(coarser)]
@@ -413,14 +412,14 @@ def _precisions_compared(
 
 
 def _check_experts(model: nn.Module, experts_impl: str | None) -> None:
-    """Refuse an implementation that cannot be set, before any work."""
+    """Raise for an implementation of experts that cannot be set, before any work."""
     before = getattr(model.config, "_experts_implementation", None)
     use_experts(model, experts_impl)
     use_experts(model, before if experts_impl else None)
 
 
 class TextSplit(NamedTuple):
-    """Sequences of a text to choose ε on, and those to measure on."""
+    """Sequences of a text to choose ε on, and others to measure on."""
 
     calibration: list[Tensor]
     measured: list[Tensor]
@@ -432,7 +431,7 @@ def split_text(corpus: Corpus, model: Model, calibration: int) -> TextSplit:
     Args:
         corpus: the text, with the number of tokens to measure on.
         model: the model that it is for.
-        calibration: tokens before those, rounded up to whole sequences.
+        calibration: number of tokens before these, rounded up to whole sequences.
     """
     first, later = corpus.split(model.tokenizer, model.module, calibration)
     return TextSplit(first, [sequence for sequence in later if len(sequence) > 1])
@@ -441,7 +440,7 @@ def split_text(corpus: Corpus, model: Model, calibration: int) -> TextSplit:
 def _smoothing_latencies(
     plain: Any, smoothed: Any, ids: Tensor, rounds: int, experts_impl: str | None
 ) -> tuple[Latency, ...]:
-    """Time over the original's: with the experts asked for, or as they are and by our kernel."""
+    """Measure the relative time with the requested experts, or with default ones and our kernel."""
     for model in (plain, smoothed):
         use_experts(model, experts_impl)
     latencies = [smoothing_latency(plain, smoothed, ids, rounds)]

@@ -1,16 +1,16 @@
-"""What smoothing repairs and costs: low precision and time, before and after.
+"""Benefit and cost of smoothing: effects of low precision and time, before and after.
 
     KL          KL(P ‖ P'), P the model's own predictions in float32, P' the same model perturbed
-    floor       the same with the clean choice forced on tokens whose experts change: what flips
-                cannot explain
+    floor       KL with the clean choice forced on tokens whose experts change: the part that flips
+                do not explain
     factor      KL before / KL after
-    moved       KL(P_0 ‖ P_1), P_0 the original and P_1 the smoothed model, both in float32: what
-                smoothing itself changes, beside the change of the loss
+    moved       KL(P_0 ‖ P_1), P_0 the original and P_1 the smoothed model, both in float32: the
+                change by smoothing itself, in addition to the change of the loss
     latency     CPU time of the smoothed model over that of the original; both run in turns
 
-Each model is compared with itself, because the noise of a precision is what smoothing lowers. The
-KL of the perturbed smoothed model to the unperturbed *original* is given too; it contains "moved".
-Standard errors are clustered by sequence; those of factors follow the ratio of paired sums.
+Each model is compared with itself, because smoothing lowers the noise of a precision. The KL of the
+perturbed smoothed model to the unperturbed *original* is given too; it includes "moved". Standard
+errors are clustered by sequence; those of factors follow the ratio of paired sums.
 """
 
 import time
@@ -57,20 +57,20 @@ REPAIR_PERTURBATIONS = (
 
 @dataclass(frozen=True)
 class RepairRow:
-    """What one perturbation does before and after.
+    """Effect of one perturbation before and after smoothing.
 
     Attributes:
-        name: such as "router bf16".
+        name: name of the perturbation, such as "router bf16".
         before: KL of the original to itself in float32, nats per token.
-        before_floor: the same with clean routes forced.
+        before_floor: KL of the original with clean routes forced.
         after: KL of the smoothed model to itself in float32.
-        after_floor: the same with clean choices forced, on every other batch.
+        after_floor: KL of the smoothed model with clean choices forced, on every other batch.
         factor: before / after.
         after_to_original: KL of the perturbed smoothed model to the original in float32.
-        flips_before: share of tokens whose experts change in some layer.
-        flips_after: the same, experts with any weight counting.
+        flips_before: share of tokens of the original whose experts change in some layer.
+        flips_after: the same share of the smoothed model, counting experts with any weight.
         loss_before: change of the original's loss by the perturbation.
-        loss_after: change of the smoothed model's loss by it.
+        loss_after: change of the smoothed model's loss by the perturbation.
     """
 
     name: str
@@ -87,18 +87,19 @@ class RepairRow:
 
     @property
     def by_flips(self) -> float:
-        """KL of the original that goes away with the flips: KL minus its floor, at least 0."""
+        """Part of the original's KL due to flips: KL minus its floor, at least 0."""
         return max(0.0, (self.before.value or 0.0) - (self.before_floor.value or 0.0))
 
     @property
     def flip_factor(self) -> float | None:
-        """How many times lower that part is after; None where nothing of it can be seen.
+        """Ratio of the KL due to flips before and after; None if none is measurable after.
 
         (before - floor) / (after - floor), both with the floor of the original: forcing the clean
-        choice on a smoothed model would not take back what the ramp lets through without a flip.
+        choice on a smoothed model does not remove changes that pass through the ramp without a
+        flip.
         """
-        rest = (self.after.value or 0.0) - (self.before_floor.value or 0.0)
-        return self.by_flips / rest if rest > 0 else None
+        remaining = (self.after.value or 0.0) - (self.before_floor.value or 0.0)
+        return self.by_flips / remaining if remaining > 0 else None
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,14 @@ class RepairTable:
 
     Attributes:
         rows: one per perturbation.
-        experts_before: experts with weight per token and layer, of the original.
-        experts_after: the same of the smoothed model.
-        experts_by_layer: of the smoothed model, by router name.
+        experts_before: experts with weight per token and layer in the original.
+        experts_after: experts with weight per token and layer in the smoothed model.
+        experts_by_layer: experts with weight per token in the smoothed model, by router name.
         loss: mean loss of the original, nats per token.
         loss_change: loss of the smoothed model minus that of the original, both in float32.
         moved: KL of the smoothed model to the original, both in float32.
-        tokens: tokens that were run.
-        sequences: sequences that they are in, the clusters of the standard errors.
+        tokens: number of tokens that were run.
+        sequences: number of sequences, the clusters of the standard errors.
     """
 
     rows: tuple[RepairRow, ...]
@@ -128,17 +129,17 @@ class RepairTable:
     sequences: int
 
     def row(self, name: str) -> RepairRow:
-        """The row of that name."""
+        """Return the row with this name."""
         return entry_named(self.rows, name)
 
     def pays(self, row: RepairRow) -> bool:
-        """Whether the model comes nearer to itself, and moves by less than the precision costs."""
+        """Return whether smoothing lowers the KL and moves the model by less than the KL before."""
         moved, cost = self.moved.value, row.before.value
         is_nearer = (row.factor.value or 0.0) > 1
         return is_nearer and moved is not None and cost is not None and moved < cost
 
     def tolerances(self, row: RepairRow) -> tuple[Tolerance, Tolerance]:
-        """Whether a perturbation is harmless before and after, as far as its intervals tell."""
+        """Return whether a perturbation is harmless before and after, judged by its intervals."""
         before = tolerated(row.before, row.loss_before, self.sequences)
         return before, tolerated(row.after, row.loss_after, self.sequences)
 
@@ -148,13 +149,13 @@ class Latency:
     """Time of a smoothed model over that of the original.
 
     Attributes:
-        ratio: of the medians over all rounds.
-        low: lower end of its 95 % interval, from resampling rounds.
-        high: upper end.
-        rounds: how often both ran.
-        tokens: tokens per run.
-        original: which implementation of the experts the original ran with.
-        implementation: which one the smoothed model ran with.
+        ratio: ratio of the median times over all rounds.
+        low: lower end of the 95 % interval of the ratio, from resampled rounds.
+        high: upper end of the interval.
+        rounds: number of timed runs of each model.
+        tokens: number of tokens per run.
+        original: implementation of the experts that the original ran with.
+        implementation: implementation of the experts that the smoothed model ran with.
     """
 
     ratio: float
@@ -168,15 +169,15 @@ class Latency:
 
 @dataclass(frozen=True, repr=False)
 class Repair(Result):
-    """A smoothed model: how it was smoothed, what that repairs and what it costs.
+    """A smoothed model with its smoothing record, its benefit and its cost.
 
     Attributes:
         model: name of the model.
         smoothing: the width of each layer's band.
         repair: the model and its smoothed form under low precision.
         latency: time of the smoothed model over that of the original, by experts' implementation.
-        serving: what the precision served does to the original.
-        recommendation: what to do about that.
+        serving: effect of the precision served on the original.
+        recommendation: recommended action for the precision served.
         provenance: text, seed and batch size.
         smoothed: the smoothed model itself; not part of the JSON.
         tokenizer: its tokenizer; not part of the JSON.
@@ -202,17 +203,18 @@ class Repair(Result):
         """Save the smoothed model, its tokenizer and this result in a new folder.
 
         Args:
-            folder: the folder to make.
-            overwrite: whether a model that is there may be replaced.
+            folder: the folder to create.
+            overwrite: whether an existing model may be replaced.
         """
         texts = {"tieline_smooth": self.to_json()}
         save_model(folder, self.smoothed, self.tokenizer, overwrite=overwrite, **texts)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Named numbers: "factor@P", "changed@P", "kl@P", "kl_after@P" for each perturbation P, ...
+        """Return "factor@P", "changed@P", "kl@P" and "kl_after@P" of each perturbation P, and more.
 
-        "changed" and "kl" are of the original, as `inspect` and `audit` have them.
+        "changed" and "kl" describe the original, as in `inspect` and `audit`. The others are
+        "experts", "moved", "loss" and "time@IMPLEMENTATION".
         """
         table = self.repair
         estimates = {
@@ -229,23 +231,23 @@ class Repair(Result):
 
 
 class ModelForm(NamedTuple):
-    """A form of the model: smoothed as a record says, or another model of the runner."""
+    """A form of the model: smoothed by a record, or another model of the runner."""
 
     smoothing: Smoothing | None = None
     model: int = 0
 
     def clean(self, batch: int) -> Pass:
-        """The unperturbed pass of a batch, compared with that of the original."""
+        """Return the unperturbed pass of a batch, compared with that of the original."""
         original = Pass(batch)
         if self.smoothing is None and self.model == 0:
             return original
         return Pass(batch, Condition(smoothing=self.smoothing), None, (original,), self.model)
 
     def perturbed(self, condition: Condition, batch: int) -> tuple[Pass, ...]:
-        """The free pass of a batch under a perturbation, and the forced one.
+        """Return the free and the forced pass of a batch under a perturbation.
 
-        The floor of the original decides what a form repairs. That of the form is told beside it:
-        it takes every other batch, and its error is that of them.
+        Factors use the floor of the original. The floor of the form itself is only reported, so
+        its forced pass runs on every other batch.
         """
         smoothed, clean = replace(condition, smoothing=self.smoothing), self.clean(batch)
         is_original = clean == Pass(batch)
@@ -259,12 +261,12 @@ ORIGINAL = ModelForm()
 
 
 class RepairCounts(FullEffects):
-    """Counts what perturbations do to one form of the model, and its distance from the original.
+    """Counts the effects of perturbations on one form of the model, and its KL to the original.
 
     Attributes:
         experts: experts with weight, by router.
         moved: KL to the original, both clean.
-        change: loss beyond that of the original; `loss` is the original's.
+        loss_change: loss minus that of the original; `loss` is the original's.
     """
 
     def __init__(
@@ -275,10 +277,10 @@ class RepairCounts(FullEffects):
         self.form = form
         self._key = Condition(smoothing=form.smoothing).smoothing_key
         self.experts = {name: SequenceSums() for name in routers}
-        self.moved, self.change = SequenceSums(), SequenceSums()
+        self.moved, self.loss_change = SequenceSums(), SequenceSums()
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Count a pass of this form; of the clean original keep the losses."""
+        """Count a pass of this form, and store the losses of the clean original."""
         if run == Pass(run.batch):
             assert outcome.logits is not None
             self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
@@ -286,7 +288,7 @@ class RepairCounts(FullEffects):
             super().on_pass_done(run, outcome)
 
     def _count_clean(self, run: Pass, outcome: Outcome) -> None:
-        """Count experts in use, and what the form itself changes."""
+        """Count experts in use, and the change of loss and predictions by the form itself."""
         assert outcome.logits is not None
         for name, choice in outcome.choices.items():
             used = (choice.weights > 0).double().sum(dim=1).view(tuple(outcome.ids.shape))
@@ -296,22 +298,22 @@ class RepairCounts(FullEffects):
             before = self._losses.pop(original)
             self.moved.add(outcome.divergence(original))
             self.loss.add(before)
-            self.change.add(self._losses[run] - before)
+            self.loss_change.add(self._losses[run] - before)
 
     def join(self, ranks: Ranks) -> None:
-        """Put together what the processes counted."""
+        """Add up the counts of all processes."""
         super().join(ranks)
-        ranks.join_sums([*self.experts.values(), self.moved, self.change])
+        ranks.join_sums([*self.experts.values(), self.moved, self.loss_change])
 
     def table(self, original: "RepairCounts", size: tuple[int, int]) -> RepairTable:
-        """The table of this form, of so many tokens and sequences."""
+        """Return the table of this form; `size` is its number of tokens and of sequences."""
         return RepairTable(
             tuple(_repair_row(p, original.effects[p], self.effects[p]) for p in self.effects),
             _mean_over_layers(original.experts),
             _mean_over_layers(self.experts),
             {name: sums.mean().value or 0.0 for name, sums in self.experts.items()},
             self.loss.mean(),
-            self.change.mean(),
+            self.loss_change.mean(),
             self.moved.mean(),
             *size,
         )
@@ -325,13 +327,13 @@ def repair_phase(
 ) -> Phase:
     """Plan the original and its forms, each clean and under every perturbation, free and forced.
 
-    The first form goes side by side with the original, so that rounded weights serve both.
+    The first form runs side by side with the original, so that both use the same rounded weights.
 
     Args:
         batches: token ids by number.
         forms: smoothed forms of the model, or other models.
-        perturbations: what to do to all of them.
-        seed: of all noise.
+        perturbations: perturbations of the original and all forms.
+        seed: seed of all noise.
     """
     conditions = [Condition(p, seed=(seed, number)) for number, p in enumerate(perturbations)]
     passes: list[Pass] = []
@@ -347,12 +349,12 @@ def repair_phase(
 def original_serving(
     precision: str, table: RepairTable, layers: int, exact_ties: float = 0.0
 ) -> Serving:
-    """What a precision does to the original, which is one row of the table.
+    """Return the effect of a precision on the original, from its row of the table.
 
     Args:
         precision: a name in `SERVED`.
         table: the model and its smoothed form under low precision.
-        layers: routed layers of the model.
+        layers: number of routed layers of the model.
         exact_ties: largest share of a layer's tokens that tie exactly at the threshold.
     """
     row = table.row(served_rounding(precision).name)
@@ -380,8 +382,8 @@ def measure_repair(
 
     Args:
         runner: runs the original, model 0, and other models, on the batches of its ranks.
-        forms: what the original is compared with.
-        perturbations: what to do.
+        forms: forms that the original is compared with.
+        perturbations: perturbations of all models.
         seed: seed of all noise.
         on_progress: called with stage, done and total.
     """
@@ -418,15 +420,15 @@ def repair_tables(
     parallel: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[RepairTable, ...]:
-    """Make the tables of a model smoothed with several widths, with one run of the original.
+    """Measure a model smoothed with several widths, with one run of the original.
 
     Args:
         model: a Mixture-of-Experts language model of transformers in float32.
-        smoothed: the same after `smooth_`, or any other model to compare with (a control with more
+        smoothed: the model after `smooth_`, or any other model to compare with (a control with more
             experts, one that was trained smooth).
         sequences: token ids of each sequence; at least two tokens in each.
-        widths: ε by router name, for each table; empty for those that `smoothed` has.
-        perturbations: what to do.
+        widths: ε by router name, for each table; empty for the widths of `smoothed`.
+        perturbations: perturbations of both models.
         batch_size: sequences per forward pass.
         seed: seed of all noise.
         parallel: how processes share the batches: None or "data".
@@ -445,10 +447,11 @@ def repair_tables(
 
 
 def _repair_row(perturbation: Perturbation, before: FullEffect, after: FullEffect) -> RepairRow:
-    """The row of a perturbation, from the counts of both forms."""
-    top, bottom = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
-    nothing = Estimate(None, None, "no KL after")
-    factor = clustered_ratio(top, bottom) if bool(bottom.sum() > 0) else nothing
+    """Return the row of a perturbation from the counts of the original and of a form."""
+    kl_before, kl_after = torch.cat(before.kl.sums), torch.cat(after.kl.sums)
+    factor = Estimate(None, None, "no KL after")
+    if bool(kl_after.sum() > 0):
+        factor = clustered_ratio(kl_before, kl_after)
     return RepairRow(
         perturbation.name,
         before.kl.mean(),
@@ -465,12 +468,13 @@ def _repair_row(perturbation: Perturbation, before: FullEffect, after: FullEffec
 
 
 def _mean_over_layers(sums: dict[str, SequenceSums]) -> Estimate:
-    """Mean of all layers together."""
-    first, *later_sums = sums.values()
-    return first.joined(*later_sums).mean()
+    """Return the mean of all layers together."""
+    first, *others = sums.values()
+    return first.joined(*others).mean()
 
 
 RESAMPLES = 1000
+"""Number of resamples of the rounds for the interval of a time ratio."""
 
 
 def smoothing_latency(
@@ -485,9 +489,9 @@ def smoothing_latency(
     Args:
         model: the original.
         smoothed: the same, smoothed.
-        ids: tokens of a pass.
-        rounds: how often to run both.
-        warmup: rounds before that.
+        ids: token ids of a pass.
+        rounds: number of timed rounds.
+        warmup: number of rounds before these.
     """
     require(rounds >= 2 and warmup >= 0, f"need two rounds at least, got {rounds=}, {warmup=}")
     times = torch.zeros(2, warmup + rounds, dtype=torch.float64, device="cpu")
@@ -503,25 +507,20 @@ def smoothing_latency(
 
 
 def _median_ratio(times: Float[Tensor, "2 rounds"]) -> tuple[float, float, float]:
-    """Second row over first, of the medians, with the ends of its 95 % interval."""
+    """Return the ratio of the medians, second row over first, and its 95 % interval."""
     generator = torch.Generator().manual_seed(0)
     rounds = times.shape[1]
     resamples = torch.randint(
         rounds, (RESAMPLES, rounds), generator=generator, device=generator.device
     )
-    before, after = (
-        times[0][resamples].median(dim=1).values,
-        times[1][resamples].median(dim=1).values,
-    )
-    spread = (after / before.clamp(min=1e-9)).quantile(
-        torch.tensor([0.025, 0.975], device="cpu").double()
-    )
+    before, after = (row[resamples].median(dim=1).values for row in times)
+    levels = torch.tensor([0.025, 0.975], device="cpu").double()
+    low, high = (after / before.clamp(min=1e-9)).quantile(levels).tolist()
     ratio = (times[1].median() / times[0].median().clamp(min=1e-9)).item()
-    low, high = spread.tolist()
     return ratio, low, high
 
 
 def _experts_implementation(model: nn.Module) -> str:
-    """Name of the model's implementation of experts."""
+    """Return the name of the model's implementation of experts."""
     config = getattr(model, "config", None)
     return str(getattr(config, "_experts_implementation", None) or "eager")

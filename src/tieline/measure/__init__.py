@@ -1,1 +1,1 @@
-"""What the instrument measures on a trace: gaps, boundary mass, flips, rounding, load."""
+"""Measures of a routing trace: gaps, boundary mass, flips, rounding, load."""

@@ -1,21 +1,20 @@
-"""How the tokens spread over the experts, and how many tokens each expert needs.
+"""Load of the experts, and the number of calibration tokens they need.
 
 expert_load        tokens per expert, their entropy, dead and cold experts     Def. 8.1, 8.2
 coalitions         distinct chosen sets                                        Def. 8.3
-calibration_need   tokens of a text until every expert has seen enough to be calibrated
+calibration_need   length of a text in which every expert gets enough calibration tokens
 
-An expert that no calibration token reaches gets scales from nothing (NaN in some libraries). With p
-the share of tokens that choose an expert, N tokens give it about Poisson(N p) of them, so that it
-has n or more with probability 1 - δ once
+An expert that no calibration token reaches has no data for its scales (NaN in some libraries). With
+p the share of tokens that choose an expert, about Poisson(N p) of N tokens choose it. It gets n or
+more with probability 1 - δ once
 
     N = λ / p,    P(Poisson(λ) >= n) = 1 - δ,    λ = the (1 - δ)-quantile of Gamma(n).
 
-The expert of the smallest share decides; δ = (1 - confidence) / E covers all experts of a layer.
-The interval is that of the smallest share, from exact limits of a Poisson count. The expert with
-the fewest tokens was chosen because it had few, so the upper limit of its share, and with it the
-lower end of N, holds for all E experts at once. An expert that the measured text never reached
-gives a lower end alone. Tokens of one document are taken for independent, which makes N too small
-where documents differ much.
+The expert with the smallest share decides; δ = (1 - confidence) / E covers all experts of a layer.
+The interval follows from exact Poisson limits of that share. Because the expert was selected as the
+one with the fewest tokens, the upper limit of its share, and so the lower end of N, is corrected to
+hold for all E experts at once. If no measured token reached the expert, there is a lower end only.
+Tokens of one document are treated as independent, which makes N too small if documents differ much.
 """
 
 import math
@@ -36,17 +35,17 @@ Chosen = Int[Tensor, "tokens k"]
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Use of the experts by T tokens of k choices each.
+    """Load of the experts by T tokens with k choices each.
 
     Attributes:
         counts: number of tokens that chose each expert.
-        share: counts / (T k); 1 / E each where the load is even.
+        share: counts / (T k); 1 / E each if the load is even.
         entropy: -Σ share log share, in nats.
         evenness: entropy / log E, 1 for an even load and 0 for a single expert.
         busiest: largest share times E, 1 for an even load.
         dead: experts that no token chose.
-        cold: experts that were chosen, but less than `cold_below` times an even load.
-        cold_below: that fraction.
+        cold: experts with a load above zero, but below `cold_below` times an even load.
+        cold_below: fraction of an even load below which an expert is cold.
     """
 
     counts: tuple[int, ...]
@@ -64,11 +63,11 @@ class Coalitions:
     """Distinct chosen sets among T tokens.
 
     Attributes:
-        seen: number of sets, possibly estimated.
-        once: how many of them were seen once; None if not counted. once / T estimates the
-            probability that the next token has a new one (Good and Turing).
-        log10_possible: log10 of C(E, k), the number of sets there could be.
-        tokens: T.
+        seen: number of distinct sets, possibly estimated.
+        once: number of sets that exactly one token chose; None if not counted. once / T estimates
+            the probability that the next token has a new set (Good and Turing).
+        log10_possible: log10 of C(E, k), the number of possible sets.
+        tokens: number of tokens T.
     """
 
     seen: int
@@ -78,19 +77,19 @@ class Coalitions:
 
 
 def expert_load(chosen: Chosen, n_experts: int, cold_below: float = 0.1) -> ExpertLoad:
-    """Load of each expert, its entropy, dead and cold experts (Def. 8.1, 8.2).
+    """Compute the load of each expert, its entropy, dead and cold experts (Def. 8.1, 8.2).
 
     Args:
-        chosen: experts of the first k ranks.
+        chosen: (T, k) experts of the first k ranks.
         n_experts: number of experts E.
         cold_below: fraction of an even load T k / E below which an expert is cold.
     """
-    ids = _checked_ids(chosen, n_experts).flatten()
+    ids = _validated_ids(chosen, n_experts).flatten()
     return load_from_counts(torch.bincount(ids, minlength=n_experts), cold_below)
 
 
 def load_from_counts(counts: Int[Tensor, " experts"], cold_below: float = 0.1) -> ExpertLoad:
-    """The same from the number of tokens per expert, such as that of a streaming summary."""
+    """Compute `expert_load` from the number of tokens per expert, as streaming summaries count."""
     total, experts = int(counts.sum()), len(counts)
     require(total > 0, "a load needs at least one token, got none", ShapeError)
     share = counts.double() / total
@@ -109,26 +108,26 @@ def load_from_counts(counts: Int[Tensor, " experts"], cold_below: float = 0.1) -
 
 
 def coalitions(chosen: Chosen, n_experts: int) -> Coalitions:
-    """Number of distinct chosen sets (Def. 8.3); the order of the ranks does not matter."""
+    """Count the distinct chosen sets (Def. 8.3), regardless of the order of the ranks."""
     tokens, k = chosen.shape
-    members = _checked_ids(chosen, n_experts).sort(dim=1).values
-    packed = _packed_members(members, n_experts)
+    members = _validated_ids(chosen, n_experts).sort(dim=1).values
+    packed = _pack_members(members, n_experts)
     sets = packed[:, 0]
-    for word in packed.T[1:]:  # numbers of distinct sets instead of rows, which sort more slowly
-        before, here = (column.unique(return_inverse=True)[1] for column in (sets, word))
-        sets = before * tokens + here
+    for word in packed.T[1:]:  # one integer per distinct set sorts faster than rows of words
+        set_numbers, word_numbers = (x.unique(return_inverse=True)[1] for x in (sets, word))
+        sets = set_numbers * tokens + word_numbers
     counts = sets.sort().values.unique_consecutive(return_counts=True)[1]
     return Coalitions(len(counts), int((counts == 1).sum()), log10_possible(n_experts, k), tokens)
 
 
 def log10_possible(n_experts: int, k: int) -> float:
-    """Decimal logarithm of C(E, k), the number of sets that could be chosen."""
+    """Return log10 of C(E, k), the number of possible chosen sets."""
     log_binomial = math.lgamma(n_experts + 1) - math.lgamma(k + 1) - math.lgamma(n_experts - k + 1)
     return log_binomial / math.log(10)
 
 
-def _packed_members(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
-    """Pack members into as few 62-bit words as possible: fewer columns sort faster."""
+def _pack_members(members: Chosen, n_experts: int) -> Int[Tensor, "tokens words"]:
+    """Pack the experts of each set into few 62-bit words, because fewer columns sort faster."""
     bits = max(1, (n_experts - 1).bit_length())
     packed = []
     for group in members.split(62 // bits, dim=1):
@@ -139,8 +138,8 @@ def _packed_members(members: Chosen, n_experts: int) -> Int[Tensor, "tokens word
     return torch.stack(packed, dim=1)
 
 
-def _checked_ids(chosen: Chosen, n_experts: int) -> Chosen:
-    """Expert ids as int64; raises if there are none or one is out of range."""
+def _validated_ids(chosen: Chosen, n_experts: int) -> Chosen:
+    """Return expert ids as int64; raises if there are none or one is out of range."""
     require(chosen.numel() > 0, "a load needs at least one token, got none", ShapeError)
     ids = chosen.long()
     low, high = int(ids.min()), int(ids.max())
@@ -152,23 +151,23 @@ def _checked_ids(chosen: Chosen, n_experts: int) -> Chosen:
     return ids
 
 
-COVERAGE = 0.95
-"""Confidence of the interval of the smallest share."""
+INTERVAL_CONFIDENCE = 0.95
+"""Confidence level of the interval of the smallest share."""
 
 
 @dataclass(frozen=True)
 class CalibrationNeed:
-    """Tokens that one layer needs.
+    """Number of calibration tokens that one layer needs.
 
     Attributes:
-        name: the layer.
-        expert: the expert of the smallest load.
-        load: tokens that it had.
-        tokens: tokens that were measured.
-        least: tokens that each expert shall have.
-        needed: tokens until every expert has them; None if one had none.
+        name: name of the layer.
+        expert: the expert with the smallest load.
+        load: measured tokens of that expert.
+        tokens: number of measured tokens.
+        least: required tokens per expert.
+        needed: tokens after which every expert has `least`; None if an expert had no tokens.
         low: lower end of the 95 % interval of `needed`.
-        high: its upper end; None if there is none.
+        high: upper end of the interval; None if an expert had no tokens.
     """
 
     name: str
@@ -189,9 +188,9 @@ def tokens_needed(
     Args:
         name: name of the layer.
         load: (E,) tokens of each expert in the measured text.
-        tokens: tokens of that text.
-        least: tokens that each expert shall have.
-        confidence: probability that all experts have them.
+        tokens: number of tokens of that text.
+        least: required tokens per expert.
+        confidence: probability that all experts get them.
     """
     counts = np.asarray(load)
     require(least >= 1, f"an expert shall have at least one token, got {least}")
@@ -200,7 +199,7 @@ def tokens_needed(
     expert = int(counts.argmin())
     count = int(counts[expert])
     rate = float(gammaincinv(least, 1 - (1 - confidence) / len(counts)))
-    tail = (1 - COVERAGE) / 2
+    tail = (1 - INTERVAL_CONFIDENCE) / 2
     highest = float(gammaincinv(count + 1, 1 - tail / len(counts))) / tokens
     lowest = float(gammaincinv(count, tail)) / tokens if count else 0.0
     return CalibrationNeed(
@@ -218,18 +217,18 @@ def tokens_needed(
 def calibration_need(
     routing: Any, least: int, confidence: float = 0.95
 ) -> tuple[CalibrationNeed, ...]:
-    """Return the need of every layer of a trace, the most demanding first.
+    """Return the calibration need of every layer of a trace, the most demanding first.
 
     Args:
-        routing: a `RoutingTrace`, or a summary with `layers` of `load` and `tokens`.
-        least: tokens that each expert shall have.
-        confidence: probability that all experts of a layer have them.
+        routing: a `RoutingTrace`, or a summary whose layers have `load` and `tokens`.
+        least: required tokens per expert.
+        confidence: probability that all experts of a layer get them.
     """
     return neediest_first(_layer_need(layer, least, confidence) for layer in routing.layers)
 
 
 def _layer_need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
-    """The need of a layer of a trace or of a summary."""
+    """Return the calibration need of a layer of a trace or of a summary."""
     if hasattr(layer, "experts"):
         ids = layer.experts[:, : layer.facts.k].numpy().ravel()
         load, tokens = np.bincount(ids, minlength=layer.facts.n_experts), len(layer.experts)
@@ -239,8 +238,7 @@ def _layer_need(layer: Any, least: int, confidence: float) -> CalibrationNeed:
 
 
 def neediest_first(needs: Iterable[CalibrationNeed]) -> tuple[CalibrationNeed, ...]:
-    """The needs of layers, the most demanding first."""
-    infinite = math.inf
+    """Sort the needs of layers, the most demanding first."""
     return tuple(
-        sorted(needs, key=lambda x: (-(infinite if x.needed is None else x.needed), -x.low))
+        sorted(needs, key=lambda x: (-(math.inf if x.needed is None else x.needed), -x.low))
     )

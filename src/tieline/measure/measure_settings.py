@@ -1,7 +1,7 @@
-"""The settings of the measures of a trace, and the form of a section.
+"""Settings of the measures of a trace, and `Measurement`, which holds one of them.
 
-Each section is a `Measurement`: the record, or None with the reason why the trace does not contain
-it. Standard errors assume independent tokens.
+A `Measurement` is a record, or None with the reason why the trace cannot answer. Standard errors
+assume independent tokens.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class MeasureSettings:
     Attributes:
         probabilities: levels of the gap and distance quantiles.
         widths: grid of BM_top, in units of the selection score.
-        epsilons: grid of K(ε) for traces that carry none of their own.
+        epsilons: grid of K(ε) for traces without their own grid.
         sigmas: standard deviations of the noise, in units of the logits.
         precisions: formats that the logits are rounded to.
         product_precision: format of the low-precision matrix product.
-        confidence: of bands and intervals.
+        confidence: confidence level of bands and intervals.
         cold_below: fraction of an even load below which an expert is cold.
         most_orders: tie orders from this one on are counted together.
     """
@@ -41,7 +41,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class Measurement(Generic[Value]):
-    """A section of the results; `status` is "ok" or "not answerable: ..." with the reason."""
+    """One measure: a value, or None with `status` "not answerable: ..." instead of "ok"."""
 
     value: Value | None
     status: str = "ok"

@@ -1,18 +1,18 @@
 """All measures of a trace or of a summary: one record per layer, one for the model.
 
-    measure_layer      a layer of a trace
-    measure_layers     every layer of a trace, on all cores
-    measure            every layer of a trace, and the model
-    joined_measures    the model, of layers that were measured one by one
-    measure_summary    every layer and the model, from the streaming summary of a long run
+    measure_layer         a layer of a trace
+    measure_layers        every layer of a trace, on all cores
+    measure               every layer of a trace, and the model
+    join_layer_measures   the model, from layers that were measured one by one
+    measure_summary       every layer and the model, from the streaming summary of a long run
 
-The status of a section says why a trace cannot answer it (ids only, no inputs, no weight). Jumps
+The status of a measure says why a trace cannot answer it (ids only, no inputs, no weight). Jumps
 need the experts themselves and are measured in `tieline.analysis`.
 
 A summary counts load, gaps, distances, K(ε) and orders of ties over all tokens; noise, rounding,
 margin tail and smallest gap are measured on its sample, which is drawn by hash and thus random.
-Quantiles of counts are known to one bin of the grid, 1/32 of their value, and their intervals
-include that. The boundary mass is given at grid points, where counts are exact.
+Quantiles of counts are known to one bin of the grid, 1/32 of their value; their intervals include
+this error. The boundary mass is given at grid points, where counts are exact.
 """
 
 import dataclasses
@@ -47,15 +47,15 @@ from tieline.measure.boundary import (
     NearMeasures,
     density_from_masses,
     epsilon_reaching_count,
-    gap_section,
     mass_profile,
-    near_section,
+    measure_gaps,
+    measure_near_experts,
 )
 from tieline.measure.distance import (
     AngularSpread,
     DistanceMeasures,
-    angular_section,
-    distance_section,
+    measure_angular_spread,
+    measure_distances,
 )
 from tieline.measure.expert_load import (
     Coalitions,
@@ -66,12 +66,12 @@ from tieline.measure.expert_load import (
     log10_possible,
 )
 from tieline.measure.measure_settings import Measurement, MeasureSettings
-from tieline.measure.noise_flips import NoiseFlips, logit_view, noise_densities, noise_flips
+from tieline.measure.noise_flips import NoiseFlips, logit_view, noise_flips, noisy_gap_density
 from tieline.measure.rounding_flips import (
     PrecisionFlips,
     ProductFlips,
+    measure_product_flips,
     precision_flips,
-    product_section,
 )
 from tieline.trace.counts import LogHistogram, grid_points
 from tieline.trace.record import LayerTrace, RoutingTrace, check_finite_scores
@@ -79,19 +79,20 @@ from tieline.trace.summary import LayerSummary, RoutingSummary
 
 PerToken = Float[Tensor, " tokens"]
 
-
-SOFTMAX_SIZES = "not answerable: softmax scores do not tell the size of the logits that are rounded"
+UNKNOWN_LOGIT_SIZE = (
+    "not answerable: softmax scores do not tell the size of the logits that are rounded"
+)
 
 
 @dataclass(frozen=True)
 class LayerMeasures:
     """All measures of one layer.
 
-    Those of a smoothed router, which has no wall where top-k has one, say how far its tokens are
-    from the tie at which top-k would exchange two experts.
+    For a smoothed router, which has no walls, they describe the ties at which top-k would exchange
+    two experts.
 
     Attributes:
-        used: mean number of experts in use per token, of a smoothed router; None for top-k, which
+        used: mean number of experts in use per token for a smoothed router; None for top-k, which
             uses k.
     """
 
@@ -116,17 +117,17 @@ class LayerMeasures:
 
 @dataclass(frozen=True)
 class ModelRate:
-    """A flip rate over the layers that can be measured.
+    """Flip rate of the model under one perturbation, over the layers that can be measured.
 
     Attributes:
-        name: the noise, "0.01" for σ or "bf16" for a format.
+        name: the perturbation, "0.01" for noise of σ or "bf16" for rounding to a format.
         mean: mean over layers.
         any_layer: share of tokens that flip in at least one layer, each layer with clean inputs.
         worst_layer: name of the layer with the highest rate.
-        worst: the rate of that layer.
-        layers: number of these layers.
+        worst: rate of that layer.
+        layers: number of measured layers.
         any_share: `any_layer` with its interval, clustered by document.
-        worst_share: `worst`, likewise; that it is the largest of many is not in the interval.
+        worst_share: `worst` with its interval, not corrected for selecting the largest rate.
     """
 
     name: str
@@ -148,9 +149,9 @@ class ModelMeasures:
         smallest_gap: quantiles of each token's smallest gap over the layers.
         noise: flips under noise of each σ.
         precision: flips by rounding to each format, emulated.
-        dead: number of dead experts over all layers.
-        cold: number of cold experts over all layers.
-        evenness: mean evenness of the load.
+        dead: number of dead experts in all layers.
+        cold: number of cold experts in all layers.
+        evenness: evenness of the load, mean over layers.
     """
 
     gap: Measurement[GapMeasures]
@@ -181,15 +182,15 @@ def measure_layer(
     epsilons: tuple[float, ...] = (),
     weight: Float[Tensor, "experts dim"] | None = None,
 ) -> LayerMeasures:
-    """All measures of one layer; the status of a section says why it is missing.
+    """Compute all measures of one layer; the status of a measure says why it is missing.
 
     Args:
         layer: the layer's trace.
         settings: grids and formats; `MeasureSettings()` by default.
         epsilons: the ε grid of `layer.near` (`RoutingTrace.epsilons`).
-        weight: weight of a linear router, for the row of the low-precision matrix product.
+        weight: weight of a linear router, for flips by a low-precision matrix product.
     """
-    return measured_layer(layer, settings or MeasureSettings(), epsilons, weight).record
+    return measure_layer_per_token(layer, settings or MeasureSettings(), epsilons, weight).record
 
 
 def measure(
@@ -197,60 +198,60 @@ def measure(
     settings: MeasureSettings | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> RoutingMeasures:
-    """All measures of every layer and of the model.
+    """Compute all measures of every layer and of the model.
 
     Args:
         trace: the trace.
         settings: grids and formats; `MeasureSettings()` by default.
         weights: (E, D) weight of each linear router by the name of its layer.
     """
-    chosen = settings or MeasureSettings()
-    layers = measure_layers(trace, chosen, weights or {})
-    return joined_measures(layers, chosen, trace)
+    settings = settings or MeasureSettings()
+    layers = measure_layers(trace, settings, weights or {})
+    return join_layer_measures(layers, settings, trace)
 
 
 def measure_layers(
     trace: RoutingTrace, settings: MeasureSettings, weights: Mapping[str, Tensor]
 ) -> list["MeasuredLayer"]:
-    """Measure every layer on a thread of its own, as many at once as torch uses threads.
+    """Measure each layer on its own thread, as many at once as torch uses threads.
 
-    A layer is many small operations, on which threads wait for each other longer than they gain.
-    Arguments as for `measure`.
+    A layer consists of many small operations, for which several threads per layer are slower than
+    one. Arguments as for `measure`.
     """
     threads = torch.get_num_threads()
 
-    def measured(layer: LayerTrace) -> MeasuredLayer:
-        """Measure one layer on this thread alone."""
+    def measure_on_one_thread(layer: LayerTrace) -> MeasuredLayer:
+        """Measure one layer with single-threaded operations."""
         with one_thread():
-            return measured_layer(layer, settings, trace.epsilons, weights.get(layer.name))
+            return measure_layer_per_token(layer, settings, trace.epsilons, weights.get(layer.name))
 
     if threads == 1 or len(trace.layers) == 1:
-        return [measured(layer) for layer in trace.layers]
+        return [measure_on_one_thread(layer) for layer in trace.layers]
     try:
         with ThreadPoolExecutor(min(threads, len(trace.layers))) as pool:
-            return list(pool.map(measured, trace.layers))
+            return list(pool.map(measure_on_one_thread, trace.layers))
     finally:
-        torch.set_num_threads(threads)  # a thread that ends leaves its own number behind
+        torch.set_num_threads(threads)  # worker threads change the number for the process
 
 
-def joined_measures(
-    done: Sequence["MeasuredLayer"], settings: MeasureSettings, trace: RoutingTrace
+def join_layer_measures(
+    layers: Sequence["MeasuredLayer"], settings: MeasureSettings, trace: RoutingTrace
 ) -> RoutingMeasures:
     """Compute the measures of the model from the measured layers.
 
     Args:
-        done: every layer of the trace, in order.
+        layers: every layer of the trace, in order.
         settings: grids and formats.
         trace: the trace, for its documents and provenance.
     """
     with one_thread():
-        model = _model_measures(list(done), settings, trace.documents.long())
-    return RoutingMeasures(tuple(layer.record for layer in done), model, dict(trace.provenance))
+        model = _model_measures(list(layers), settings, trace.documents.long())
+    return RoutingMeasures(tuple(layer.record for layer in layers), model, dict(trace.provenance))
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A layer's record with the values per token from which the model's is made."""
+    """A layer's record with the values per token that the model's record is computed from."""
 
     record: LayerMeasures
     gaps: PerToken | None
@@ -260,15 +261,15 @@ class MeasuredLayer:
     __repr__ = short_repr
 
 
-def measured_layer(
+def measure_layer_per_token(
     layer: LayerTrace,
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
 ) -> MeasuredLayer:
-    """Measure one layer, and keep what the measures of the model are made of."""
+    """Measure one layer and return its record with the values per token."""
     check_finite_scores(layer)
-    facts, chosen, unknown = layer.facts, layer.experts[:, : layer.facts.k], gap_status(layer)
+    facts, chosen, status = layer.facts, layer.experts[:, : layer.facts.k], gap_status(layer)
     used = None if layer.used is None else layer.used.double().mean().item()
     record = LayerMeasures(
         name=layer.name,
@@ -278,43 +279,42 @@ def measured_layer(
         units=facts.units,
         load=expert_load(chosen, facts.n_experts, settings.cold_below),
         coalitions=coalitions(chosen, facts.n_experts),
-        gap=Measurement(None, unknown),
-        near=Measurement(None, unknown),
-        distance=distance_section(layer, settings),
-        noise=Measurement(None, unknown),
-        precision=Measurement(None, unknown),
-        product=Measurement(None, unknown),
-        angular=angular_section(layer),
+        gap=Measurement(None, status),
+        near=Measurement(None, status),
+        distance=measure_distances(layer, settings),
+        noise=Measurement(None, status),
+        precision=Measurement(None, status),
+        product=Measurement(None, status),
+        angular=measure_angular_spread(layer),
         used=used,
     )
-    return (
-        MeasuredLayer(record, None)
-        if unknown != "ok"
-        else _with_score_sections(layer, record, settings, epsilons, weight)
-    )
+    if status != "ok":
+        return MeasuredLayer(record, None)
+    return _add_score_measures(layer, record, settings, epsilons, weight)
 
 
-def _with_score_sections(
+def _add_score_measures(
     layer: LayerTrace,
     record: LayerMeasures,
     settings: MeasureSettings,
     epsilons: tuple[float, ...],
     weight: Tensor | None,
 ) -> MeasuredLayer:
-    """Add the sections that need scores on both sides of the threshold."""
+    """Add the measures that need scores on both sides of the threshold."""
     view = logit_view(layer)
-    density = noise_densities(layer, view)
+    density = noisy_gap_density(layer, view)
     noise = noise_flips(layer, view, settings.sigmas, density)
     precisions = settings.precisions if view.logits is not None else ()
     rounded = [precision_flips(layer, view, name) for name in precisions]
     rows = tuple(row for row, _ in rounded)
+    precision_status = "ok" if view.logits is not None else UNKNOWN_LOGIT_SIZE
     record = dataclasses.replace(
         record,
-        gap=Measurement(gap_section(layer.gap, settings)),
-        near=Measurement(near_section(layer, settings, epsilons)),
+        gap=Measurement(measure_gaps(layer.gap, settings)),
+        near=Measurement(measure_near_experts(layer, settings, epsilons)),
         noise=Measurement(tuple(row for row, _ in noise)),
-        precision=Measurement(None, SOFTMAX_SIZES) if view.logits is None else Measurement(rows),
-        product=product_section(layer, view, weight, settings.product_precision),
+        precision=Measurement(rows if view.logits is not None else None, precision_status),
+        product=measure_product_flips(layer, view, weight, settings.product_precision),
     )
     return MeasuredLayer(
         record,
@@ -325,31 +325,32 @@ def _with_score_sections(
 
 
 def _model_measures(
-    done: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
+    layers: list[MeasuredLayer], settings: MeasureSettings, documents: Int[Tensor, " tokens"]
 ) -> ModelMeasures:
-    """Measures of the model as a whole."""
-    gaps = [layer.gaps for layer in done if layer.gaps is not None]
-    units = {layer.record.units for layer in done if layer.gaps is not None}
+    """Compute the measures of the model as a whole."""
+    gaps = [layer.gaps for layer in layers if layer.gaps is not None]
+    units = {layer.record.units for layer in layers if layer.gaps is not None}
     status = f"not answerable: {len(units)} kinds of score"
     gap, smallest = Measurement(None, status), Measurement(None, status)
     if len(units) == 1:
-        gap = Measurement(gap_section(torch.cat(gaps), settings))
+        gap = Measurement(measure_gaps(torch.cat(gaps), settings))
+        smallest_gaps = torch.stack(gaps).amin(dim=0)
         smallest = Measurement(
-            quantile_record(
-                torch.stack(gaps).amin(dim=0), settings.probabilities, settings.confidence
-            )
+            quantile_record(smallest_gaps, settings.probabilities, settings.confidence)
         )
+    noise = [(layer.record.name, layer.noise) for layer in layers]
+    precision = [(layer.record.name, layer.precision) for layer in layers]
     return ModelMeasures(
         gap=gap,
         smallest_gap=smallest,
-        noise=_model_rates([(layer.record.name, layer.noise) for layer in done], documents),
-        precision=_model_rates([(layer.record.name, layer.precision) for layer in done], documents),
-        **load_totals([layer.record for layer in done]),
+        noise=_model_rates(noise, documents),
+        precision=_model_rates(precision, documents),
+        **load_totals([layer.record for layer in layers]),
     )
 
 
 def load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
-    """The load of the model from that of its layers."""
+    """Return the load fields of `ModelMeasures` from the loads of the layers."""
     loads = [layer.load for layer in layers]
     return {
         "dead": sum(len(load.dead) for load in loads),
@@ -361,7 +362,7 @@ def load_totals(layers: Sequence[LayerMeasures]) -> dict[str, Any]:
 def _model_rates(
     layers: list[tuple[str, dict[str, PerToken]]], documents: Int[Tensor, " tokens"]
 ) -> tuple[ModelRate, ...]:
-    """One rate per perturbation, over the layers that have it."""
+    """Return the flip rate of each perturbation, over the layers that were measured under it."""
     names = list(dict.fromkeys(name for _, chances in layers for name in chances))
     return tuple(
         _model_rate(
@@ -376,24 +377,24 @@ def _model_rates(
 def _model_rate(
     name: str, layers: list[tuple[str, PerToken]], documents: Int[Tensor, " tokens"]
 ) -> ModelRate:
-    """The rate of one perturbation over layers, with intervals clustered by document."""
+    """Return the flip rate of one perturbation, with intervals clustered by document."""
     chances = torch.stack([chance for _, chance in layers])
     means = chances.mean(dim=1)
-    worst, somewhere = int(means.argmax()), 1 - (1 - chances).prod(dim=0)
+    worst, any_chance = int(means.argmax()), 1 - (1 - chances).prod(dim=0)
     return ModelRate(
         name=name,
         mean=_clustered_mean(chances.mean(dim=0), documents),
-        any_layer=_clustered_mean(somewhere, documents),
+        any_layer=_clustered_mean(any_chance, documents),
         worst_layer=layers[worst][0],
         worst=means[worst].item(),
         layers=len(layers),
-        any_share=clustered_share(somewhere, documents),
+        any_share=clustered_share(any_chance, documents),
         worst_share=clustered_share(chances[worst], documents),
     )
 
 
 def _clustered_mean(values: PerToken, documents: Int[Tensor, " tokens"]) -> Estimate:
-    """Mean with its standard error by documents; by tokens if there is one document."""
+    """Mean with its standard error clustered by document, or by token if there is one document."""
     unclustered = mean_estimate(values)
     error = clustered_error(values, documents)
     return unclustered if error is None else Estimate(unclustered.value, error)
@@ -411,14 +412,14 @@ def gap_status(layer: LayerTrace) -> str:
     return "ok"
 
 
-OCTAVE = 32
-"""Grid points from w to 2w."""
+POINTS_PER_OCTAVE = 32
+"""Number of grid points of a `LogHistogram` from w to 2w."""
 
 
 def measure_summary(
     summary: RoutingSummary, settings: MeasureSettings | None = None
 ) -> RoutingMeasures:
-    """All measures of every layer and of the model, from a streaming summary.
+    """Compute all measures of every layer and of the model from a streaming summary.
 
     Arguments as for `measure`; noise and rounding are measured on the sample.
     """
@@ -429,76 +430,76 @@ def measure_summary(
             f"NaN or infinite, first at {layer.first_nonfinite}",
             TraceError,
         )
-    chosen = settings or MeasureSettings()
-    sampled = measure(summary.sample, chosen)
+    settings = settings or MeasureSettings()
+    sampled = measure(summary.sample, settings)
     layers = tuple(
-        _counted_layer(counted, sampled_layer, summary.epsilons, chosen)
-        for counted, sampled_layer in zip(summary.layers, sampled.layers, strict=True)
+        _layer_from_summary(layer, sampled_layer, summary.epsilons, settings)
+        for layer, sampled_layer in zip(summary.layers, sampled.layers, strict=True)
     )
     histograms = [layer.gaps for layer in summary.layers if layer.gaps is not None]
     pooled = functools.reduce(operator.add, histograms) if histograms else None
-    model = dataclasses.replace(
-        sampled.model, gap=_counted_gap(pooled, sampled.model.gap, chosen), **load_totals(layers)
-    )
+    gap = _gap_from_histogram(pooled, sampled.model.gap, settings)
+    model = dataclasses.replace(sampled.model, gap=gap, **load_totals(layers))
     return RoutingMeasures(layers, model, {"sources": list(summary.sources)})
 
 
 def histogram_quantiles(histogram: LogHistogram, settings: MeasureSettings) -> Quantiles:
-    """Quantiles of counts: the middle of their bin, limits by rank and by bin (Def. 2.4)."""
-    n, half = histogram.total, normal_quantile(settings.confidence)
+    """Return quantiles of a histogram: the middle of their bin, with intervals (Def. 2.4).
+
+    Intervals include the sampling error of the rank and the width of the bin.
+    """
+    n, z = histogram.total, normal_quantile(settings.confidence)
     rows = []
     for p in settings.probabilities:
-        reach = half * math.sqrt(p * (1 - p) / n)
+        margin = z * math.sqrt(p * (1 - p) / n)
         low, high = histogram.quantile(max(p, 1 / n))
-        first, _ = histogram.quantile(max(p - reach, 1 / n))
-        _, last = histogram.quantile(min(max(p + reach, 1 / n), 1.0))
-        rows.append(((low + high) / 2, first, last))
+        lower_limit, _ = histogram.quantile(max(p - margin, 1 / n))
+        _, upper_limit = histogram.quantile(min(max(p + margin, 1 / n), 1.0))
+        rows.append(((low + high) / 2, lower_limit, upper_limit))
     return Quantiles(settings.probabilities, *zip(*rows, strict=True))
 
 
 def histogram_density(histogram: LogHistogram) -> Estimate:
-    """Density at zero, w the largest grid point with F(2w) <= 0.2 (Def. 3.2)."""
+    """Return the density at zero, with w the largest grid point where F(2w) <= 0.2 (Def. 3.2)."""
     n, mass = histogram.total, 0.2
-    middle = (histogram.below() + histogram.at_most()).double() / (2 * n)
-    doubled = middle[OCTAVE:]
-    fitting = int((doubled <= mass).sum())
-    if fitting == 0 or fitting == len(doubled):
-        where = "exactly zero" if fitting == 0 else "beyond the grid"
+    f_w = (histogram.below() + histogram.at_most()).double() / (2 * n)
+    f_2w = f_w[POINTS_PER_OCTAVE:]
+    count = int((f_2w <= mass).sum())
+    if count == 0 or count == len(f_2w):
+        where = "exactly zero" if count == 0 else "beyond the grid"
         return Estimate(None, None, f"not answerable: the {mass:g}-quantile is {where}")
-    width = grid_points()[fitting - 1].item()
-    return density_from_masses(middle[fitting - 1].item(), doubled[fitting - 1].item(), width, n)
+    width = grid_points()[count - 1].item()
+    return density_from_masses(f_w[count - 1].item(), f_2w[count - 1].item(), width, n)
 
 
-def _counted_layer(
+def _layer_from_summary(
     summary: LayerSummary,
     sampled: LayerMeasures,
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
 ) -> LayerMeasures:
-    """The sample's record with the sections that were counted over all tokens."""
-    counted = summary.coalitions.count()
+    """Return the sample's record with the measures that were counted over all tokens replaced."""
+    n_sets = summary.coalitions.count()
     possible = log10_possible(summary.facts.n_experts, summary.facts.k)
     distance = sampled.distance
     if summary.distances is not None:
-        quantiles_of_distance = histogram_quantiles(summary.distances, settings)
-        distance = Measurement(
-            DistanceMeasures(quantiles_of_distance, histogram_density(summary.distances))
-        )
+        quantiles = histogram_quantiles(summary.distances, settings)
+        distance = Measurement(DistanceMeasures(quantiles, histogram_density(summary.distances)))
     return dataclasses.replace(
         sampled,
         tokens=summary.tokens,
         load=load_from_counts(summary.load, settings.cold_below),
-        coalitions=Coalitions(round(counted.value), None, possible, summary.tokens),
-        gap=_counted_gap(summary.gaps, sampled.gap, settings),
-        near=_counted_near(summary, sampled.near, epsilons, settings),
+        coalitions=Coalitions(round(n_sets.value), None, possible, summary.tokens),
+        gap=_gap_from_histogram(summary.gaps, sampled.gap, settings),
+        near=_near_from_summary(summary, sampled.near, epsilons, settings),
         distance=distance,
     )
 
 
-def _counted_gap(
+def _gap_from_histogram(
     histogram: LogHistogram | None, sampled: Measurement[GapMeasures], settings: MeasureSettings
 ) -> Measurement[GapMeasures]:
-    """Gaps of all tokens by their histogram, with the sample's margin tail."""
+    """Measure the gaps of all tokens from their histogram, with the margin tail of the sample."""
     if histogram is None or sampled.value is None:
         return sampled
     points = grid_points()
@@ -517,16 +518,16 @@ def _counted_gap(
     )
 
 
-def _counted_near(
+def _near_from_summary(
     summary: LayerSummary,
     sampled: Measurement[NearMeasures],
     epsilons: tuple[float, ...],
     settings: MeasureSettings,
 ) -> Measurement[NearMeasures]:
-    """Experts near the threshold, counted over all tokens."""
+    """Measure the experts near the threshold from counts over all tokens."""
     if summary.near is None or summary.orders is None or sampled.value is None:
         return sampled
-    experts = tuple(_mean_count(row) for row in summary.near)
+    experts = tuple(_mean_from_counts(row) for row in summary.near)
     most = settings.most_orders
     orders = torch.nn.functional.pad(summary.orders, (0, most)).double() / summary.measured
     tails = orders[:, most:].sum(dim=1, keepdim=True)
@@ -544,8 +545,8 @@ def _counted_near(
     )
 
 
-def _mean_count(counts: Int[Tensor, " values"]) -> Estimate:
-    """Mean of a number that was v in `counts[v]` cases."""
+def _mean_from_counts(counts: Int[Tensor, " values"]) -> Estimate:
+    """Mean of an integer variable that took the value v in `counts[v]` cases."""
     n = int(counts.sum())
     values = torch.arange(len(counts), dtype=torch.float64, device=counts.device)
     share = counts.double() / n

@@ -1,20 +1,21 @@
-"""How often noise of the logits changes the chosen experts.
+"""Flips caused by noise of the logits: how often the chosen experts change.
 
     flip_probability         P(S changes) of each token under independent normal noise   Def. 6.2
-    flip_limits              the same where only the first ranks are known               Def. 6.2
+    flip_limits              limits of it if only the first ranks are known              Def. 6.2
     noisy_gap                gap in units of its own noise                               Def. 6.3
     population_flips         f_gap(0) σ / √π to first order; √2 times it for two runs    Def. 6.3
     group_flip_probability   probability that two groups of experts change places        Def. 6.4
     logit_view               scores in the units where noise of the logits is simplest   Def. 6.1
     noise_flips              all of these for a layer of a trace
     flip_reduction           how many times cheaper flips are after smoothing
+    nearest_ramp             the ε at which a smoothed model is nearest to the original
 
 `flip_probability` is exact for the given tokens, `population_flips` estimates the rate of the
 population they were drawn from.
 
 A router ranks u_i = s(l_i) + b_i: l the logit, s the score function, b a correction bias. Without
-a bias ranking u is ranking l, since s is increasing, so flips are studied on the logits themselves.
-With one, noise of the logits is passed on with the slope s′(l_i) (`logit_view`):
+a bias, u and l have the same ranks because s is increasing, so flips are computed on the logits.
+With a bias, noise of the logits reaches the scores with the slope s′(l_i) (`logit_view`):
 
     units           without bias             with bias
     logits          l, slope 1               u, slope 1
@@ -22,9 +23,9 @@ With one, noise of the logits is passed on with the slope s′(l_i) (`logit_view
     sqrtsoftplus    log(e^(u²) - 1), slope 1 u, slope (1 - e^(-s²)) / 2s
     softmax         log u, slope 1           u, slope p
 
-Softmax probabilities fix the logits up to a shift common to all experts of a token, which changes
-no choice. Their slope is p and not p (1 - p): the rest of the derivative moves all experts near the
-threshold together.
+Softmax probabilities determine the logits up to a shift common to all experts of a token, which
+changes no choice. Their slope is p and not p (1 - p), because the rest of the derivative moves all
+experts near the threshold together.
 """
 
 import math
@@ -48,7 +49,6 @@ from tieline.trace.record import LayerTrace
 Ranks = Float[Tensor, "tokens ranks"]
 PerToken = Float[Tensor, " tokens"]
 
-
 ALMOST_ONE = 1 - 2.0**-24
 """Largest float32 below 1: a saturated sigmoid has a logit of at least about 16.6."""
 
@@ -58,10 +58,10 @@ class LogitView:
     """Scores of the kept ranks in the units where noise of the logits is simplest.
 
     Attributes:
-        scores: what is ranked, descending, in float64.
-        slope: derivative of each of them by its logit.
-        logits: the logits themselves; None for softmax scores, which fix them up to a shift only.
-        threshold_slope: derivative of the selection score at rank k by its logit.
+        scores: the ranked values, descending, in float64.
+        slope: derivative of each value with respect to its logit.
+        logits: the logits; None for softmax scores, which determine them up to a shift only.
+        threshold_slope: derivative of the selection score at rank k with respect to its logit.
     """
 
     scores: Ranks
@@ -85,10 +85,10 @@ def logit_view(layer: LayerTrace) -> LogitView:
     return LogitView(selection, slope, exact, slope[:, k - 1])
 
 
-def from_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
-    """Selection scores of (perturbed) logits of the layer's kept ranks.
+def scores_of_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
+    """Return the selection scores of (perturbed) logits of the layer's kept ranks.
 
-    Without a bias returns the logits: the order is the same and nothing saturates.
+    Without a bias returns the logits, which have the same order and do not saturate.
     """
     if layer.bias is None:
         return logits
@@ -100,14 +100,14 @@ def from_logits(logits: Ranks, layer: LayerTrace) -> Ranks:
 
 
 def _logits_of_sigmoid(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of sigmoid scores, and the slope s (1 - s)."""
+    """Return the logits of sigmoid scores and the slope s (1 - s)."""
     inside = score.clamp(torch.finfo(torch.float32).tiny, ALMOST_ONE)
     logits = torch.where(score.isneginf(), score, inside.logit())
     return logits, inside * (1 - inside)
 
 
 def _logits_of_sqrtsoftplus(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of sqrtsoftplus scores, and the slope (1 - e^(-s²)) / 2s."""
+    """Return the logits of sqrtsoftplus scores and the slope (1 - e^(-s²)) / 2s."""
     inside = score.clamp(min=torch.finfo(torch.float32).tiny)
     slope = -torch.expm1(-(inside**2))  # the sigmoid of the logit
     logits = torch.where(score.isneginf(), score, inside**2 + slope.log())
@@ -115,7 +115,7 @@ def _logits_of_sqrtsoftplus(score: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logits_of_softmax(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms of softmax scores, and the slope p."""
+    """Return the logarithms of softmax scores and the slope p."""
     inside = score.clamp(torch.finfo(torch.float32).tiny, 1.0)
     return torch.where(score.isneginf(), score, inside.log()), inside
 
@@ -128,40 +128,40 @@ _INVERSES = {
 
 
 def _bias_of_ranks(layer: LayerTrace) -> Tensor | float:
-    """The correction bias of each rank's expert, or 0."""
+    """Return the correction bias of the expert at each rank, or 0."""
     return 0.0 if layer.bias is None else layer.bias.double()[layer.experts.long()]
 
 
-FARTHEST = 8.5
+LARGEST_RATIO = 8.5
 """Pairs further apart than this many deviations of their noise (probability 1e-17) never swap."""
 
-IGNORED = 36.0
-"""What is e^(-36/2) times as likely as the swap of the nearest pair is ignored."""
+IGNORED_SQUARE = 36.0
+"""Pairs with r² > r_0² + 36 are ignored: they swap e^(-36/2) times as often as the nearest pair."""
 
 LOG2_E = math.log2(math.e)
 
 RAMP_REACH = 8.0
-"""Standard deviations at which integrals over the noise of a ramp end."""
+"""Number of standard deviations at which integrals over the noise of a ramp end."""
 
 MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
 """E|n| of standard normal noise."""
 
 STEPS, PER_HIDDEN, MOST_STEPS = 2.0, 0.2, 4096
-"""Quadrature steps per deviation of the least noisy expert that matters; more of them where hidden
-experts at one score make the integrand steep, for each unit of log(1 + their number); and at most
-in all."""
+"""Quadrature steps per deviation of the least noisy relevant expert; additional steps per unit of
+log(1 + number of unkept experts), which all at one score make the integrand steep; largest number
+of steps."""
 
 SINGLE_STEPS = 64
-"""Steps up to which arguments are so small that float32 keeps seven digits of them."""
+"""Largest number of steps for float32: its arguments are then small enough for seven digits."""
 
 CHUNK = 1 << 15
-"""Entries of a temporary, so that it stays in the processor's cache."""
+"""Number of entries of a temporary tensor, so that it stays in the processor's cache."""
 
 TOKENS_AT_ONCE = 1 << 13
-"""Tokens that are looked at together, with all sizes of the noise."""
+"""Number of tokens that are processed together, with all sizes of the noise."""
 
 FIRST_ORDER_LIMIT = 0.2
-"""Largest rate that a first-order prediction is trusted for."""
+"""Largest rate at which a first-order prediction is trusted."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class NoiseFlips:
         sigma: σ, in units of the logits.
         flip: mean over these tokens of the exact probability; its standard error is that of a
             sample of tokens (Def. 6.2).
-        upper: upper limit for these tokens, with all experts past the last kept rank at that rank.
+        upper: upper limit for these tokens, as if all unkept experts had the last kept score.
         population: first-order rate of the population (Def. 6.3).
-        two_runs: the same between two noisy runs.
+        two_runs: first-order rate between two noisy runs.
     """
 
     sigma: float
@@ -190,21 +190,21 @@ TINY = 1e-300
 
 
 def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tensor, " tokens"]:
-    """P(S changes) when rank r gets independent N(0, σ_r²) noise (Def. 6.2).
+    """Return P(S changes) when rank r gets independent N(0, σ_r²) noise (Def. 6.2).
 
     1 - ∫ Π_{j ∉ S} Φ((t - z_j)/σ_j) dF(t), F the law of the smallest noisy score of S, with
-    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). With the ratios r = (z_i - z_j) / √(σ_i² + σ_j²) of pairs
-    i ∈ S, j ∉ S and the least of them r_0, those of r² > r_0² + 36 are 1e-8 times as likely to
-    change places. There are three cases:
+    1 - F(t) = Π_{i ∈ S} Φ((z_i - t)/σ_i). Let r = (z_i - z_j) / √(σ_i² + σ_j²) for pairs i ∈ S,
+    j ∉ S, and r_0 the smallest of these ratios. Pairs with r² > r_0² + 36 are 1e-8 times as likely
+    to change places and are ignored. There are three cases:
 
-        r_0 > 8.5                                       0
-        ranks k and k + 1 are the only pair left        Φ(-r_0)
+        r_0 > 8.5                                         0
+        only the pair of ranks k and k + 1 remains        Φ(-r_0)
         else    the integral of the complement, the probability that an expert outside S exceeds t,
                 which keeps the digits of small probabilities
 
-    The trapezoidal rule on the interval outside which the integrand vanishes has an error like
-    exp(-2π²σ²/h²), h <= σ/2. Differences are taken in float64 and the integrand, where few steps
-    are needed, in float32: errors are below 1e-6 of probabilities above 1e-4, and below 1e-5 of
+    The trapezoidal rule, on the interval outside which the integrand vanishes, has an error like
+    exp(-2π²σ²/h²), h <= σ/2. Differences are taken in float64, the integrand in float32 if few
+    steps are needed: relative errors are below 1e-6 for probabilities above 1e-4 and below 1e-5 for
     smaller ones. Noise thousands of times smaller than that of other ranks is raised to 1/2048 of
     the interval.
 
@@ -218,9 +218,9 @@ def flip_probability(ranked: Ranks, k: int, noise: Ranks | float) -> Float[Tenso
 
 
 def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Band:
-    """Limits of P(S changes) where only the first C ranks are known (Def. 6.2).
+    """Return limits of P(S changes) if only the first C ranks are known (Def. 6.2).
 
-    The lower limit ignores the `beyond` = E - C other experts, the upper one puts them all at the
+    The lower limit ignores the `beyond` = E - C other experts, the upper limit puts them all at the
     score of rank C, the largest possible. Arguments as for `flip_probability`.
     """
     low, high = flip_limits_by_size(ranked, k, noise, (1.0,), beyond)
@@ -230,10 +230,10 @@ def flip_limits(ranked: Ranks, k: int, noise: Ranks | float, beyond: int) -> Ban
 def flip_limits_by_size(
     ranked: Ranks, k: int, noise: Ranks | float, sizes: Sequence[float], beyond: int
 ) -> Band:
-    """`flip_limits` under c σ for each c of `sizes`, a row each; all in one quadrature.
+    """Return `flip_limits` under noise c σ for each c of `sizes`, one row each, in one quadrature.
 
-    The probability depends on the ratio of scores and noise alone, so that scores over c under
-    noise σ stand for it.
+    The probability depends on the ratio of scores and noise only, so scores divided by c under
+    noise σ give the same result.
     """
     ranks = ranked.shape[1]
     require(1 <= k <= ranks, f"need 1 <= k <= kept ranks, got {k=}, {ranks=}", ShapeError)
@@ -243,7 +243,7 @@ def flip_limits_by_size(
         bool((sigma >= 0).all()) and min(sizes, default=0) >= 0, "noise must be >= 0 and not NaN"
     )
     near = slice(max(0, k - 2), k + 2) if sigma.ndim == 0 else slice(None)
-    # float32 shall hold the steps of noise near its largest number
+    # rescaled so that float32 does not overflow for noise near its largest number
     unit = sigma.amax().clamp(min=1.0) if sigma.numel() else 1.0
     z, sigma = z / unit, (sigma / unit).expand_as(z)
     limits = torch.zeros(2, len(sizes), len(z), dtype=torch.float64, device=z.device)
@@ -260,7 +260,7 @@ def flip_limits_by_size(
 
 
 def _pair_ratios(z: Ranks, sigma: Ranks, k: int) -> tuple[PerToken, PerToken]:
-    """(z_i - z_j) / √(σ_i² + σ_j²) of ranks k and k + 1, and its minimum over other pairs."""
+    """Return (z_i - z_j) / √(σ_i² + σ_j²) of ranks k and k + 1, and the minimum of other pairs."""
     square = sigma.square()
     spread = (square[:, :k, None] + square[:, None, k:]).sqrt_()
     ratios = (z[:, :k, None] - z[:, None, k:]).div_(spread).masked_fill_(spread == 0, torch.inf)
@@ -278,56 +278,56 @@ def _fill_limits(
     sizes: Sequence[float],
     beyond: int,
 ) -> None:
-    """Write both limits: those of pairs in closed form, the others by quadrature."""
+    """Write both limits into `limits`: in closed form for single pairs, else by quadrature."""
     pair, others = ratios
-    hidden = beyond > 0 and z.shape[1] == k + 1  # further experts may stand at rank k + 1
+    may_tie = beyond > 0 and z.shape[1] == k + 1  # unkept experts with the score of rank k + 1
     nearest = torch.minimum(pair, others)
-    excess = nearest.new_zeros(()) if hidden else others.square() - nearest.square()
-    crowds = []
-    for size, filled in zip(sizes, limits.unbind(dim=1), strict=True):
+    excess = nearest.new_zeros(()) if may_tie else others.square() - nearest.square()
+    integrands = []
+    for size, size_limits in zip(sizes, limits.unbind(dim=1), strict=True):
         if size == 0:
             continue
-        near = nearest <= FARTHEST * size
-        rows = (near & (excess <= IGNORED * size**2)).nonzero().squeeze(1)
-        filled[:] = torch.where(near, _upper_tail(pair / size), 0.0)
-        crowds.append((filled, rows, z[rows] / size, nearest[rows] / size))
-    if not crowds:
+        near = nearest <= LARGEST_RATIO * size
+        rows = (near & (excess <= IGNORED_SQUARE * size**2)).nonzero().squeeze(1)
+        size_limits[:] = torch.where(near, _upper_tail(pair / size), 0.0)
+        integrands.append((size_limits, rows, z[rows] / size, nearest[rows] / size))
+    if not integrands:
         return
-    counts = [len(rows) for _, rows, *_ in crowds]
-    every = sigma[torch.cat([rows for _, rows, *_ in crowds])]
-    scores, least = (torch.cat(column) for column in list(zip(*crowds, strict=True))[2:])
-    integrals = _flip_integrals(scores, every, k, least, beyond)
-    for (filled, rows, *_), values in zip(crowds, integrals.split(counts, dim=1), strict=True):
-        filled[:, rows] = values
+    counts = [len(rows) for _, rows, *_ in integrands]
+    noise = sigma[torch.cat([rows for _, rows, *_ in integrands])]
+    scores, least = (torch.cat(column) for column in list(zip(*integrands, strict=True))[2:])
+    integrals = _flip_integrals(scores, noise, k, least, beyond).split(counts, dim=1)
+    for (size_limits, rows, *_), values in zip(integrands, integrals, strict=True):
+        size_limits[:, rows] = values
 
 
 def _flip_integrals(
     z: Ranks, sigma: Ranks, k: int, nearest: PerToken, beyond: int
 ) -> Float[Tensor, "2 tokens"]:
-    """Both limits by quadrature, in chunks of tokens with like intervals and like ranks.
+    """Compute both limits by quadrature, in chunks of tokens with similar intervals and ranks.
 
     `nearest` is the ratio r_0 of `flip_probability`.
     """
     limits = torch.zeros(2, len(z), dtype=torch.float64, device=z.device)
-    # from the middle of ranks k and k + 1, where the integrand is largest, to keep its digits
+    # relative to the middle of ranks k and k + 1, where the integrand is largest: keeps digits
     exact = z - (z[:, k - 1 : k] + z[:, k : k + 1]) / 2, sigma
     offsets, spread = (column.float() for column in exact)
-    reach = (nearest.square() + IGNORED).sqrt_().float()[:, None]
+    reach = (nearest.square() + IGNORED_SQUARE).sqrt_().float()[:, None]
     low, high = _flip_interval(offsets, spread, k, reach)
     span = reach * spread
-    matters = (offsets + span > low[:, None]) & (offsets - span < high[:, None])
-    least = torch.where(matters, spread, torch.inf).amin(dim=1)
-    finer = torch.where(matters[:, -1], STEPS + PER_HIDDEN * math.log1p(beyond), STEPS)
-    steps = _rounded_steps(finer * (high - low) / least)
-    inner, outer = matters[:, :k].sum(dim=1), matters[:, k:].sum(dim=1)
+    relevant = (offsets + span > low[:, None]) & (offsets - span < high[:, None])
+    least = torch.where(relevant, spread, torch.inf).amin(dim=1)
+    density = torch.where(relevant[:, -1], STEPS + PER_HIDDEN * math.log1p(beyond), STEPS)
+    steps = _rounded_steps(density * (high - low) / least)
+    inner, outer = relevant[:, :k].sum(dim=1), relevant[:, k:].sum(dim=1)
     order = (steps * (k + 1) + inner).mul_(z.shape[1] + 1).add_(outer).argsort()
-    alive = order[(high > low)[order]]
-    counts = steps[alive].unique_consecutive(return_counts=True)
-    for count, group in zip(*(column.tolist() for column in counts), strict=True):
-        some, alive = alive[:group], alive[group:]
+    tokens = order[(high > low)[order]]
+    counts = steps[tokens].unique_consecutive(return_counts=True)
+    for count, size in zip(*(column.tolist() for column in counts), strict=True):
+        group, tokens = tokens[:size], tokens[size:]
         scores = (offsets, spread) if count <= SINGLE_STEPS else exact
-        for rows in some.split(max(1, CHUNK // count)):
-            columns = matters[rows].any(dim=0).nonzero().squeeze(1)
+        for rows in group.split(max(1, CHUNK // count)):
+            columns = relevant[rows].any(dim=0).nonzero().squeeze(1)
             ranks = slice(min(int(columns[0]), k - 1), max(int(columns[-1]), k) + 1)
             hidden = beyond if ranks.stop == z.shape[1] else 0
             near, noise = scores[0][rows, ranks], scores[1][rows, ranks]
@@ -337,16 +337,17 @@ def _flip_integrals(
 
 
 def _rounded_steps(steps: Float[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """Numbers of steps, up to the next multiple of an eighth of their power of two."""
+    """Round numbers of steps up to the next multiple of an eighth of their power of two."""
     steps = steps.clamp(16, MOST_STEPS)
     unit = steps.log2().floor().sub_(3).exp2()
     return (steps / unit).ceil().mul_(unit).clamp_(max=MOST_STEPS).long()
 
 
 def _flip_interval(z: Ranks, sigma: Ranks, k: int, reach: Tensor) -> tuple[Tensor, Tensor]:
-    """Range of the smallest noisy score of S in which an outsider can exceed it.
+    """Return the range of the smallest noisy score of S in which an outsider can exceed it.
 
-    Ends `reach` deviations off, and where both are reach/√2 off: the product of densities vanishes.
+    The range ends `reach` deviations from the scores, or where both sides are reach/√2 deviations
+    away, because the product of the densities vanishes there.
     """
     inside, outside, spread = z[:, :k], z[:, k:], reach * sigma
     inside_reach, outside_reach = spread[:, :k], spread[:, k:]
@@ -360,7 +361,7 @@ def _flip_interval(z: Ranks, sigma: Ranks, k: int, reach: Tensor) -> tuple[Tenso
 def _flip_integral(
     z: Ranks, sigma: Ranks, k: int, ends: tuple[Tensor, Tensor], steps: int, beyond: int
 ) -> Float[Tensor, "2 tokens"]:
-    """∫ P(an outsider exceeds t) dF(t) over [low, high], without and with experts past rank C.
+    """Return ∫ P(an outsider exceeds t) dF(t) over `ends`, without and with experts past rank C.
 
     The integrand vanishes at both ends, so the trapezoidal rule is a plain sum.
     """
@@ -369,7 +370,7 @@ def _flip_integral(
     step, unit = width / steps, math.sqrt(2) * sigma
     grid = low / step + torch.arange(1, steps, device=z.device)[:, None]
     rate, start = (step / unit)[:, None], (-z.T.contiguous() / unit).clamp_(max=1e4)[:, None]
-    # x / √2 of each rank; past eleven deviations all vanishes, and no tail may underflow
+    # x / √2 of each rank; the integrand vanishes past eleven deviations, and no tail may underflow
     x = torch.addcmul(start, rate, grid).clamp_(-8.0, 8.0)
     tail = torch.special.erfc(x)  # twice the upper tail
     hazard = x[:k].square_().mul_(-LOG2_E).exp2_().div_(tail[:k]).mul_(rate[:k]).sum(dim=0)
@@ -379,25 +380,25 @@ def _flip_integral(
         exceed.addcmul_(other, 1 - exceed, value=0.5)
     lower = upper = (weight * exceed).sum(dim=0).double()
     if beyond:
-        more = torch.expm1(tail[-1].div_(-2).log1p_().mul_(beyond)).neg_()
-        exceed.addcmul_(more, 1 - exceed)
+        hidden_exceed = torch.expm1(tail[-1].div_(-2).log1p_().mul_(beyond)).neg_()
+        exceed.addcmul_(hidden_exceed, 1 - exceed)
         upper = (weight * exceed).sum(dim=0).double()
     return torch.stack([lower, upper]) * (2.0 ** (1 - k) / math.sqrt(math.pi))
 
 
 def _upper_tail(x: Tensor) -> Tensor:
-    """1 - Φ(x), accurate for large x."""
+    """Return 1 - Φ(x), accurate for large x."""
     return torch.special.erfc(x * math.sqrt(0.5)).mul_(0.5)
 
 
 def group_flip_probability(
     group_gap: Float[Tensor, " tokens"], noise: Float[Tensor, " tokens"], scores_per_group: int
 ) -> Float[Tensor, " tokens"]:
-    """Φ(-Δ_group / √(2 n) σ): probability that noise swaps the last chosen group and the next.
+    """Return Φ(-Δ_group / √(2 n) σ), the probability that the last chosen and next group swap.
 
     A group's score is a sum of n scores (1, or 2 for the sum of the two largest), each with noise
-    σ. An upper limit of the flips it causes: the groups may swap without an expert of either being
-    chosen (Def. 6.4).
+    σ. This is an upper limit of the flips it causes, because groups may swap without an expert of
+    either being chosen (Def. 6.4).
     """
     spread = math.sqrt(2 * scores_per_group) * noise
     ratio = torch.where(spread > 0, group_gap.double() / spread, torch.inf)
@@ -405,9 +406,9 @@ def group_flip_probability(
 
 
 def noisy_gap(ranked: Ranks, k: int, slope: Ranks) -> Float[Tensor, " tokens"]:
-    """Δ / √((s_k² + s_{k+1}²) / 2): the gap in units of the noise caused by unit logit noise.
+    """Return Δ / √((s_k² + s_{k+1}²) / 2), the gap in units of the noise by unit logit noise.
 
-    Its density at zero is what `population_flips` needs (Def. 6.3).
+    `population_flips` takes its density at zero (Def. 6.3).
     """
     require(k < ranked.shape[1], f"a gap needs k < kept ranks, got {k=}, {ranked.shape[1]}")
     rise = ranked[:, k - 1].double() - ranked[:, k].double()
@@ -415,43 +416,43 @@ def noisy_gap(ranked: Ranks, k: int, slope: Ranks) -> Float[Tensor, " tokens"]:
 
 
 def population_flips(density: Estimate, sigma: float, runs: int = 1) -> Estimate:
-    """f_gap(0) σ / √π, times √2 between two noisy runs: flip rate to first order (Def. 6.3).
+    """Return the flip rate to first order, f_gap(0) σ / √π, times √2 for two runs (Def. 6.3).
 
     Args:
-        density: density of the gap at zero (`density.gap_density`), in units where the noise of
+        density: density of the gap at zero (`boundary.gap_density`), in units where the noise of
             every score has standard deviation σ.
         sigma: standard deviation of the noise.
-        runs: 1 for a noisy run against the exact one, 2 for two noisy runs against each other.
+        runs: 1 for a noisy run against the exact run, 2 for two noisy runs against each other.
     """
     require(runs in (1, 2), f"flips are between one or two noisy runs, got {runs=}")
-    return first_order(density.times(sigma * math.sqrt(runs / math.pi)))
+    return mark_first_order(density.times(sigma * math.sqrt(runs / math.pi)))
 
 
-def first_order(rate: Estimate) -> Estimate:
-    """Mark a rate that is too large for a first-order prediction."""
+def mark_first_order(rate: Estimate) -> Estimate:
+    """Add a note to a rate that is too large for a first-order prediction."""
     if rate.value is None or rate.value <= FIRST_ORDER_LIMIT:
         return rate
     note = f"first order only: beyond {FIRST_ORDER_LIMIT:g} it overstates"
     return Estimate(rate.value, rate.standard_error, note)
 
 
-def noise_densities(layer: LayerTrace, view: LogitView) -> Estimate:
-    """f_gap(0) in units of the noise caused by unit noise of the logits (Def. 6.3, 6.4).
+def noisy_gap_density(layer: LayerTrace, view: LogitView) -> Estimate:
+    """Return f_gap(0) in units of the noise caused by unit noise of the logits (Def. 6.3, 6.4).
 
-    Group-limited routers add the density of the gap between groups.
+    For group-limited routers the density of the gap between groups is added.
     """
     inner = gap_density(noisy_gap(view.scores, layer.facts.k, view.slope))
     if layer.group_gap is None:
         return inner
-    return inner.plus(group_density(layer, view.threshold_slope))
+    return inner.plus(group_gap_density(layer, view.threshold_slope))
 
 
 def noise_flips(
     layer: LayerTrace, view: LogitView, sigmas: Sequence[float], density: Estimate
 ) -> list[tuple[NoiseFlips, PerToken]]:
-    """Flips under N(0, σ²) noise of the logits for each σ, and the probability of each token.
+    """Return flips under N(0, σ²) noise of the logits for each σ, with each token's probability.
 
-    `view` is the `logit_view` of the layer, `density` its `noise_densities` (Def. 6.2 - 6.4).
+    `view` is the `logit_view` of the layer, `density` its `noisy_gap_density` (Def. 6.2 - 6.4).
     """
     beyond = max(0, layer.facts.reachable - view.scores.shape[1])
     equal_noise = layer.bias is None or layer.facts.units == "logits"
@@ -459,12 +460,12 @@ def noise_flips(
     limits = flip_limits_by_size(view.scores, layer.facts.k, noise, sigmas, beyond)
     rows = []
     for sigma, low, high in zip(sigmas, *limits, strict=True):
-        groups = group_flips(layer, view.threshold_slope * sigma)
-        chance = either_chance(low, groups)
+        groups = layer_group_flip_probability(layer, view.threshold_slope * sigma)
+        chance = either_probability(low, groups)
         record = NoiseFlips(
             sigma=sigma,
             flip=mean_estimate(chance),
-            upper=either_chance(high, groups).mean().item(),
+            upper=either_probability(high, groups).mean().item(),
             population=population_flips(density, sigma),
             two_runs=population_flips(density, sigma, runs=2),
         )
@@ -472,30 +473,30 @@ def noise_flips(
     return rows
 
 
-def group_density(layer: LayerTrace, noise: PerToken) -> Estimate:
-    """Density at zero of the gap between groups, in units of their noise."""
+def group_gap_density(layer: LayerTrace, noise: PerToken) -> Estimate:
+    """Return the density at zero of the gap between groups, in units of their noise."""
     assert layer.group_gap is not None
     unit = math.sqrt(SCORES_PER_GROUP[layer.facts.group_score]) * noise
     return gap_density(layer.group_gap.double() / unit.clamp(min=TINY))
 
 
-def group_flips(layer: LayerTrace, noise: PerToken) -> PerToken:
-    """Probability that two groups change places, zero without groups (Def. 6.4)."""
+def layer_group_flip_probability(layer: LayerTrace, noise: PerToken) -> PerToken:
+    """Return the probability that two groups of a layer swap; zero without groups (Def. 6.4)."""
     if layer.group_gap is None:
         return torch.zeros_like(noise)
     per_group = SCORES_PER_GROUP[layer.facts.group_score]
     return group_flip_probability(layer.group_gap, noise, per_group)
 
 
-def either_chance(first: PerToken, second: PerToken) -> PerToken:
-    """Probability of at least one of two independent events."""
+def either_probability(first: PerToken, second: PerToken) -> PerToken:
+    """Return the probability of at least one of two independent events."""
     return first + second - first * second
 
 
-def straight_change(noise: float, width: float) -> float:
-    """∫ (r(s + n) - r(s))² ds of the straight ramp r from 0 to 1 over |s| <= w/2, n > 0.
+def squared_ramp_change(noise: float, width: float) -> float:
+    """Return ∫ (r(s + n) - r(s))² ds for the straight ramp r from 0 to 1 over |s| <= w/2, n > 0.
 
-    n² (w - n/3) / w² for n <= w, n - w/3 beyond; s is the signed margin of two experts. A step has
+    n² (w - n/3) / w² for n <= w, else n - w/3; s is the signed margin of two experts. A step has
     w = 0. `tieline.lab.limits.continuity_cost` has the law for every ramp.
     """
     if noise <= width:
@@ -504,19 +505,19 @@ def straight_change(noise: float, width: float) -> float:
 
 
 def flip_reduction(scale: float) -> float:
-    """S_hard / S: how many times cheaper flips are by projected top-k with ε = c σ.
+    """Return S_hard / S: how many times cheaper flips are with projected top-k of ε = c σ.
 
     Args:
         scale: c, the width of the band over the standard deviation of the margin's noise.
     """
     width = 2 * scale
 
-    def weighted(x: float) -> float:
-        return straight_change(x, width) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
+    def integrand(x: float) -> float:
+        return squared_ramp_change(x, width) * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(RAMP_REACH, width)
-    halves = ((0, knee), (knee, RAMP_REACH))
-    return MEAN_ABSOLUTE / sum(quad(weighted, *ends)[0] for ends in halves)
+    intervals = ((0, knee), (knee, RAMP_REACH))
+    return MEAN_ABSOLUTE / sum(quad(integrand, *ends)[0] for ends in intervals)
 
 
 class NearestRamp(NamedTuple):
@@ -524,8 +525,8 @@ class NearestRamp(NamedTuple):
 
     Attributes:
         epsilon: ε of `ProjectedTopK`; the ramp is straight over ±ε.
-        share: its mean square distance over what flips cost.
-        least: the least share of any gate, E|n - n'| / (2 E|n|).
+        share: mean square distance to the original as a share of the cost of flips.
+        least: smallest share that any gate can have, E|n - n'| / (2 E|n|).
     """
 
     epsilon: float
@@ -534,17 +535,17 @@ class NearestRamp(NamedTuple):
 
 
 def nearest_ramp(noise: Float[Tensor, " tokens"]) -> NearestRamp:
-    """Choose ε by the noise of the margin itself, so that least of the original is lost.
+    """Choose the ε whose noisy output is nearest to top-k without noise, in mean square.
 
     E‖y_r(s + n) - y_top-k(s)‖² = f J² E g(n), with t = (n + ε)/(2ε) and
 
         g(n) = ⅔ε (t³ + (1 - t)³) for |n| <= ε,   |n| - ε/3 beyond;   |n| for top-k itself.
 
-    No gate has less than ½ f J² E|n - n'| (docs/continuity.md): 1/√2 of what flips cost for normal
-    noise, reached within 1 % by ε = 1.5 σ.
+    The lower bound for every gate is ½ f J² E|n - n'| (docs/continuity.md). For normal noise this
+    is 1/√2 of the cost of flips, and ε = 1.5 σ comes within 1 % of it.
 
     Args:
-        noise: changes of the margin, for example of the tokens of a calibration text.
+        noise: changes of the margin by noise, for example of the tokens of a calibration text.
     """
     values = noise.detach().double().flatten().cpu().numpy()
     size = float(abs(values).mean()) if len(values) else 0.0

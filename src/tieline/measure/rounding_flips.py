@@ -1,23 +1,23 @@
-"""What low precision does to the choice: rounding the logits, and computing them in low precision.
+"""Flips by low precision: logits rounded to a format, or computed by a low-precision product.
 
-    shared_cell        P(tie) = (1 - Δ/q)+                                            Def. 7.2
-    shared_cell_flips  P(flip) by ties on one grid, half of the former for fine grids Def. 7.3
-    emulated_choice    ties and flips of the given scores                             Def. 7.4
-    product_effect     noise and error of a low-precision matrix product              Def. 7.5
-    product_flips      P(flip) per token: noise, then rounding of the result          Def. 7.5
-    precision_flips    all of these for a layer of a trace
-    product_section    flips of a layer by a low-precision product
-    certified_choices  tokens whose choice no order of summation can change
+    shared_cell_probability        P(tie) = (1 - Δ/q)+                                 Def. 7.2
+    shared_cell_flip_probability   P(flip) by ties on one grid; P(tie) / 2 if fine     Def. 7.3
+    emulated_choice                ties and flips of rounded scores                    Def. 7.4
+    product_effect                 noise and error of a low-precision matrix product   Def. 7.5
+    product_flip_probability       P(flip) by noise, then rounding of the result       Def. 7.5
+    precision_flips                flips of a layer of a trace by rounding its logits
+    measure_product_flips          flips of a layer of a trace by a low-precision product
+    certified_choices              tokens whose choice no order of summation can change
 
 The formats are those of `core.numerics`. Rounding to one grid never reverses two scores, it can
-only make them equal; a tie then goes to the lower index, the wrong one in half of the cases. Where
+only make them equal; the tie then goes to the lower index, which is wrong in half of the cases. If
 a bias or a nonlinearity follows the logits, the scores round on different grids: ties are rare, and
 rounding acts as noise of variance q²/12 (Def. 7.3).
 
 A matrix unit rounds inputs and weights, sums products in float32 and rounds the sum. The error of
-a logit is e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i, with known sizes |δx_d|, |δw_id|, signs taken as
+a logit is e_i = Σ_d (w_id δx_d + x_d δw_id) + ρ_i, with known sizes |δx_d|, |δw_id|, signs assumed
 random, and ρ_i the rounding of the sum. An error common to all experts changes no choice, so w_id
-counts as its distance from the mean over experts.
+is replaced by its distance from the mean over experts.
 
 A forward error bound certifies choices. With bitwise equal router input x and stored weights w_e,
 exact scores z_e = Σ_i x_i w_ei and
@@ -26,12 +26,12 @@ exact scores z_e = Σ_i x_i w_ei and
 
 every evaluation whose operations satisfy fl(a ∘ b) = (a ∘ b)(1 + δ), |δ| <= u, in any order, and
 whose result is rounded once with |δ| <= u_out, is within B_e of z_e. So if z_i - z_j > B_i + B_j
-for every chosen i and every other j, all of them choose the same experts (Higham, Accuracy and
-Stability of Numerical Algorithms, sec. 3.1). The share of tokens that are not certified is an upper
-bound on the share that another kernel of the router's product alone can change. Not covered: TF32,
-fp8 and truncating tensor-core adds (other constants), selection on computed softmax or sigmoid
-values, selection biases and groups (their roundings come on top), and whatever differs before the
-router.
+for every chosen i and every other j, all these evaluations choose the same experts (Higham,
+Accuracy and Stability of Numerical Algorithms, sec. 3.1). The share of uncertified tokens is an
+upper bound on the share that another kernel of the router's product alone can change. Not covered:
+TF32, fp8 and truncating tensor-core adds (other constants), selection on computed softmax or
+sigmoid values, selection biases and groups (they add roundings of their own), and differences
+before the router.
 """
 
 import math
@@ -51,13 +51,13 @@ from tieline.measure.measure_settings import Measurement
 from tieline.measure.noise_flips import (
     TINY,
     LogitView,
-    either_chance,
-    first_order,
+    either_probability,
     flip_probability,
-    from_logits,
-    group_density,
-    group_flips,
+    group_gap_density,
+    layer_group_flip_probability,
+    mark_first_order,
     noisy_gap,
+    scores_of_logits,
 )
 from tieline.trace.record import LayerTrace
 
@@ -65,22 +65,22 @@ Scores = Float[Tensor, "tokens experts"]
 
 PerToken = Float[Tensor, " tokens"]
 
-OFFSETS = 32
-"""Positions of a cell's edge over which the flips of a coarse grid are averaged."""
+CELL_OFFSETS = 32
+"""Number of positions of a cell's edge over which the flips of a coarse grid are averaged."""
 
 CHUNK = 1 << 15
-"""Entries of a temporary, so that it stays in the processor's cache."""
+"""Number of entries of a temporary tensor, so that it stays in the processor's cache."""
 
 LAST_ID = (1 << 31) - 1
-"""Larger than every index of an expert."""
+"""An integer above every expert's index."""
 
 INPUT_CHUNK = 1 << 18
-"""Entries of router inputs that are rounded at once."""
+"""Number of entries of router inputs that are rounded at once."""
 
 
 @dataclass(frozen=True)
 class PrecisionFlips:
-    """Ties and flips when the logits are rounded to a format.
+    """Ties and flips by rounding the logits to a format.
 
     Attributes:
         precision: name of the format.
@@ -91,7 +91,7 @@ class PrecisionFlips:
         flip_population: f_gap(0) q / 4, or its equivalent on two grids.
         tie_emulated: share of these tokens that tie when rounded (Def. 7.4).
         flip_emulated: share of these tokens that flip when rounded, within the chosen groups.
-        status: "ok", or what the numbers leave out.
+        status: "ok", or a note on what the numbers do not include.
     """
 
     precision: str
@@ -107,7 +107,7 @@ class PrecisionFlips:
 
 @dataclass(frozen=True)
 class ProductFlips:
-    """Flips when the logits are computed by a low-precision matrix product (Def. 7.5).
+    """Flips by computing the logits with a low-precision matrix product (Def. 7.5).
 
     Attributes:
         precision: name of the format.
@@ -125,18 +125,18 @@ class ProductFlips:
     uncertified: Estimate
 
 
-def shared_cell(gaps: PerToken, step: PerToken) -> PerToken:
-    """(1 - Δ/q)+: probability that two scores Δ apart round to the same number (Def. 7.2).
+def shared_cell_probability(gaps: PerToken, step: PerToken) -> PerToken:
+    """Return (1 - Δ/q)+, the probability that two scores Δ apart round alike (Def. 7.2).
 
-    For a uniform offset of the grid. Its mean over tokens is the tie rate, f_gap(0) q / 2 to first
+    The offset of the grid is uniform. The mean over tokens is the tie rate, f_gap(0) q / 2 to first
     order.
     """
     same = torch.where(gaps == 0, 1.0, 1 - gaps.double() / step)
     return same.clamp(min=0).nan_to_num(neginf=0.0)
 
 
-def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
-    """P(flip) by ties on one grid: mean of 1 - 1/C(a + b, a) over grid offsets (Def. 7.3).
+def shared_cell_flip_probability(ranked: Scores, k: int, step: PerToken) -> PerToken:
+    """Return P(flip) by ties on one grid, the mean of 1 - 1/C(a + b, a) over offsets (Def. 7.3).
 
     A cell across the threshold contains a chosen experts and b others; the a lowest indices are
     kept. Fine grids have a = b = 1: half of the ties flip and the rate is f_gap(0) q / 4.
@@ -147,7 +147,7 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
         step: q at the threshold, in units of score.
     """
     z, q = ranked.double(), step.double()
-    tie = shared_cell(z[:, k - 1] - z[:, k], step)
+    tie = shared_cell_probability(z[:, k - 1] - z[:, k], step)
     flips = tie / 2
     binomials = _binomial_coefficients(z.shape[1]).to(z.device)
     with one_thread():
@@ -160,31 +160,33 @@ def shared_cell_flips(ranked: Scores, k: int, step: PerToken) -> PerToken:
         rows = (crowded & (tie > 0)).nonzero().squeeze(1)
         crowd = z[rows]
         crowd = (crowd > crowd[:, k - 1 : k] - q[rows, None]).sum(dim=1)
-        for chunk in rows[crowd.argsort()].split(max(1, CHUNK // OFFSETS)):
+        for chunk in rows[crowd.argsort()].split(max(1, CHUNK // CELL_OFFSETS)):
             flips[chunk] = tie[chunk] * _mean_over_offsets(z[chunk], k, q[chunk], binomials)
     return flips
 
 
 def _mean_over_offsets(z: Scores, k: int, q: PerToken, binomials: Tensor) -> PerToken:
-    """Mean of 1 - 1/C(a + b, a) over equally spaced cells across the threshold."""
-    offsets = (torch.arange(OFFSETS, dtype=torch.float64, device=z.device) + 0.5) / OFFSETS
+    """Return the mean of 1 - 1/C(a + b, a) over equally spaced cells across the threshold."""
+    offsets = (
+        torch.arange(CELL_OFFSETS, dtype=torch.float64, device=z.device) + 0.5
+    ) / CELL_OFFSETS
     floor, top = z[:, k - 1] - q, z[:, k]
     edge = floor + (top - floor) * offsets[:, None]
     ceiling = edge + q
-    held, chosen = torch.zeros(2, *edge.shape, dtype=torch.int16, device=z.device)
+    members, chosen = torch.zeros(2, *edge.shape, dtype=torch.int16, device=z.device)
     possible = ((z > floor[:, None]) & (z < (top + q)[:, None])).any(dim=0).tolist()
     for rank, score in enumerate(z.T):
         if possible[rank]:
             inside = (score >= edge) & (score < ceiling)
-            held += inside
+            members += inside
             if rank < k:
                 chosen += inside
-    cell = held.long() * len(binomials) + chosen
+    cell = members.long() * len(binomials) + chosen
     return (1 - 1 / binomials.flatten()[cell]).mean(dim=0)
 
 
 def _binomial_coefficients(most: int) -> Float[Tensor, "n n"]:
-    """Binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
+    """Return binomial coefficients C(n, a) for n, a <= most; 1 for a > n, which does not occur."""
     n = torch.arange(most + 1, dtype=torch.float64, device="cpu")
     logs = torch.lgamma(n + 1)
     inside = (logs[:, None] - logs - torch.lgamma((n[:, None] - n).clamp(min=0) + 1)).exp()
@@ -192,7 +194,7 @@ def _binomial_coefficients(most: int) -> Float[Tensor, "n n"]:
 
 
 class EmulatedChoice(NamedTuple):
-    """For each token, whether its threshold is tied and whether its chosen set changed."""
+    """Whether each token's threshold is tied, and whether its chosen set changed."""
 
     tied: Bool[Tensor, " tokens"]
     flipped: Bool[Tensor, " tokens"]
@@ -201,14 +203,14 @@ class EmulatedChoice(NamedTuple):
 def emulated_choice(
     rounded: Float[Tensor, "tokens ranks"], k: int, experts: Int[Tensor, "tokens ranks"]
 ) -> EmulatedChoice:
-    """Ties at the threshold and changes of the chosen set for the given scores (Def. 7.4).
+    """Return ties at the threshold and changes of the chosen set for rounded scores (Def. 7.4).
 
-    Considers the kept ranks only: where all of them past k tie, further experts might enter.
+    Considers the kept ranks only: if all kept ranks past k tie, further experts might enter.
 
     Args:
         rounded: perturbed scores of the kept ranks, in the order of the ranks before rounding.
         k: number of experts chosen.
-        experts: the expert of each rank, which decides ties; the first k are the choice before.
+        experts: expert of each rank, which decides ties; the first k are chosen before rounding.
     """
     inside, outside = rounded[:, :k], rounded[:, k:]
     if outside.shape[1] == 0:
@@ -220,7 +222,7 @@ def emulated_choice(
     first = ids[:, k:].masked_fill(outside != highest[:, None], LAST_ID).amin(dim=1)
     tied, flipped = highest == lowest, highest > lowest
     rows = flipped.nonzero().squeeze(1)
-    if len(rows):  # another expert may stand at the threshold now
+    if len(rows):  # another expert may be at the threshold now
         tied[rows] = gap(rounded[rows], k) == 0
     return EmulatedChoice(tied, flipped | ((highest == lowest) & (first < last)))
 
@@ -229,8 +231,8 @@ class ProductEffect(NamedTuple):
     """Effect of a low-precision product on each logit, before the result is rounded.
 
     Attributes:
-        noise: σ_i = √(Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²), the error with random signs.
-        error: Σ_d x̃_d w̃_id - x_d w_id of the rounded x̃ and w̃, the error of the given numbers.
+        noise: σ_i = √(Σ_d (w_id - w̄_d)² δx_d² + x_d² δw_id²), for rounding errors of random sign.
+        error: Σ_d x̃_d w̃_id - x_d w_id with x̃ and w̃ rounded, the error of the given numbers.
     """
 
     noise: Float[Tensor, "tokens experts"]
@@ -242,47 +244,47 @@ def product_effect(
     weight: Float[Tensor, "experts dim"],
     precision: str = "bf16",
 ) -> ProductEffect:
-    """Noise and error of logits computed by a low-precision matrix product (Def. 7.5).
+    """Return noise and error of logits computed by a low-precision matrix product (Def. 7.5).
 
-    δ is the actual rounding error of each number: a checkpoint stored in the format adds nothing.
-    The error is Σ_d δx_d w̃_id + x_d δw_id, sums of small terms, so that float32 keeps its digits.
+    δ is the actual rounding error of each number: weights stored in the format have none. The error
+    is summed as Σ_d δx_d w̃_id + x_d δw_id, whose terms are small, so that float32 keeps its digits.
 
     Args:
         inputs: the router's inputs in the precision of the exact run.
-        weight: the exact weight of the router.
+        weight: exact weight of the router.
         precision: a floating-point format of `PRECISIONS`.
     """
     require(inputs.shape[1] == weight.shape[1], "inputs and weight differ in dimension", ShapeError)
-    kind = torch.promote_types(torch.promote_types(inputs.dtype, weight.dtype), torch.float32)
-    w = weight.detach().to(kind)
+    dtype = torch.promote_types(torch.promote_types(inputs.dtype, weight.dtype), torch.float32)
+    w = weight.detach().to(dtype)
     w_rounded = _rounded_to(w, precision)
-    dw, spread = (w_rounded - w).T, (w - w.mean(dim=0, dtype=torch.float64)).square().to(kind).T
+    dw, spread = (w_rounded - w).T, (w - w.mean(dim=0, dtype=torch.float64)).square().to(dtype).T
     effects = []
     for rows in inputs.split(max(1, INPUT_CHUNK // inputs.shape[1])):
-        x = rows.to(kind)
+        x = rows.to(dtype)
         dx = _rounded_to(x, precision) - x
         error, noise = dx @ w_rounded.T, dx.square() @ spread
-        if bool(dw.any()):  # not a checkpoint stored in the format
+        if bool(dw.any()):  # false for a checkpoint stored in the format
             error, noise = error + x @ dw, noise + x.square() @ dw.square()
         effects.append(ProductEffect(noise.sqrt().double(), error.double()))
     return ProductEffect(*(torch.cat(column) for column in zip(*effects, strict=True)))
 
 
 def _rounded_to(values: Float[Tensor, "rows dim"], precision: str) -> Float[Tensor, "rows dim"]:
-    """Numbers rounded to a format, in their own dtype."""
+    """Round numbers to a format and return them in their own dtype."""
     if precision == "bf16" and values.dtype == torch.float32:
         return values.bfloat16().float()
     return round_to(values.double(), precision).to(values.dtype)
 
 
-def product_flips(
+def product_flip_probability(
     ranked: Float[Tensor, "tokens ranks"],
     k: int,
     noise: Float[Tensor, "tokens ranks"],
     step: Float[Tensor, " tokens"],
     same_grid: bool = True,
 ) -> Float[Tensor, " tokens"]:
-    """P(flip) of each token: noise of the sum, then rounding of the result (Def. 7.5).
+    """Return P(flip) of each token by noise of the sum, then rounding of the result (Def. 7.5).
 
     The quadrature of Def. 6.2 for the noise, plus the effect of rounding on the pair at the
     threshold: with u ~ N(Δ, σ_k² + σ_{k+1}²) the noisy gap, a pair at |u| < q falls into one cell
@@ -292,22 +294,22 @@ def product_flips(
         ranked: exact scores of the first ranks, descending.
         k: number of experts chosen.
         noise: `product_effect` of these ranks, times the slope of the scores.
-        step: q, grid of the result at the threshold, in units of score; 0 for none.
-        same_grid: whether the pair rounds on one grid; otherwise the rounding is more noise.
+        step: q, grid step of the result at the threshold, in units of score; 0 for no rounding.
+        same_grid: whether the pair rounds on one grid; if not, rounding is added to the noise.
     """
     if not same_grid:
         return flip_probability(ranked, k, (noise.square() + step[:, None].square() / 12).sqrt())
     rise = ranked[:, k - 1].double() - ranked[:, k].double()
     spread = (noise[:, k - 1].square() + noise[:, k].square()).sqrt()
-    return flip_probability(ranked, k, noise) + _tie_flips(rise, spread, step)
+    return flip_probability(ranked, k, noise) + _flips_added_by_rounding(rise, spread, step)
 
 
-def _tie_flips(rise: Tensor, spread: Tensor, step: Tensor) -> Tensor:
-    """½ E[(1 - |u|/q)+ sign u], u ~ N(rise, spread²)."""
+def _flips_added_by_rounding(rise: Tensor, spread: Tensor, step: Tensor) -> Tensor:
+    """Return ½ E[(1 - |u|/q)+ sign u] with u ~ N(rise, spread²)."""
     tiny = torch.finfo(torch.float64).tiny
     s, q, rise = spread.clamp(min=tiny), step.clamp(min=tiny), rise.clamp(max=1e30)
-    marks = torch.stack([-q, torch.zeros_like(q), q])
-    x = (marks - rise) / s
+    edges = torch.stack([-q, torch.zeros_like(q), q])
+    x = (edges - rise) / s
     below = torch.special.ndtr(x)
     density = (-x.square() / 2).exp() / math.sqrt(2 * math.pi)
     inside = (below[2] - below[1]) - (below[1] - below[0])
@@ -318,7 +320,7 @@ def _tie_flips(rise: Tensor, spread: Tensor, step: Tensor) -> Tensor:
 def precision_flips(
     layer: LayerTrace, view: LogitView, precision: str
 ) -> tuple[PrecisionFlips, PerToken]:
-    """Ties and flips by rounding the logits, and which tokens flip (Def. 7.2 - 7.4).
+    """Return ties and flips by rounding the logits, and which tokens flip (Def. 7.2 - 7.4).
 
     `view` is the `logit_view` of the layer, with logits; `precision` a name in `PRECISIONS`.
     """
@@ -332,8 +334,8 @@ def precision_flips(
         step=_step_at_threshold(step, k).mean().item(),
         tie=mean_estimate(tie),
         flip=mean_estimate(flip),
-        tie_population=first_order(tie_rate),
-        flip_population=first_order(flip_rate),
+        tie_population=mark_first_order(tie_rate),
+        flip_population=mark_first_order(flip_rate),
         tie_emulated=mean_estimate(choice.tied.double()),
         flip_emulated=mean_estimate(choice.flipped.double()),
         status=_emulation_notes(layer, view, precision),
@@ -344,7 +346,7 @@ def precision_flips(
 def _threshold_steps(
     layer: LayerTrace, logits: Float[Tensor, "tokens ranks"], precision: str
 ) -> Float[Tensor, "tokens steps"]:
-    """Steps of the grid at ranks k and k + 1, which decide without a bias, else at all ranks."""
+    """Return grid steps at ranks k and k + 1, or at all ranks if a bias can reorder them."""
     k = layer.facts.k
     if layer.bias is None and not isinstance(PRECISIONS[precision], IntegerGrid):
         return grid_step(logits[:, k - 1 : k + 1], precision)
@@ -353,7 +355,7 @@ def _threshold_steps(
 
 
 def _step_at_threshold(step: Float[Tensor, "tokens steps"], k: int) -> PerToken:
-    """Step at rank k, of those at ranks k and k + 1 or at all ranks."""
+    """Return the step at rank k from steps at ranks k and k + 1 or at all ranks."""
     return step[:, 0] if step.shape[1] == 2 else step[:, k - 1]
 
 
@@ -363,14 +365,14 @@ def _rounded_choice(
     step: Float[Tensor, "tokens steps"],
     precision: str,
 ) -> EmulatedChoice:
-    """Ties and flips of the logits rounded to a format.
+    """Return ties and flips of the logits rounded to a format.
 
-    Without a bias rounding keeps the order, so that only tokens whose ranks k and k + 1 are at most
-    a step apart, or past the largest number of the format, can tie.
+    Without a bias rounding keeps the order, so only tokens whose ranks k and k + 1 are at most one
+    step apart, or past the largest number of the format, can tie.
     """
     k, experts = layer.facts.k, layer.experts
     if layer.bias is not None:
-        return emulated_choice(from_logits(round_to(logits, precision), layer), k, experts)
+        return emulated_choice(scores_of_logits(round_to(logits, precision), layer), k, experts)
     grid = PRECISIONS[precision]
     pair = logits[:, k - 1 : k + 1]
     near = pair[:, 0] - pair[:, 1] <= step.amax(dim=1)
@@ -384,37 +386,40 @@ def _rounded_choice(
     return EmulatedChoice(*columns)
 
 
-def product_section(
+def measure_product_flips(
     layer: LayerTrace, view: LogitView, weight: Tensor | None, precision: str
 ) -> Measurement[ProductFlips]:
-    """Flips by a low-precision matrix product (Def. 7.5).
+    """Measure flips by a low-precision matrix product (Def. 7.5).
 
-    `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating format.
+    `weight` (E, D) maps the inputs of the layer to its logits; `precision` is a floating-point
+    format.
     """
     if layer.inputs is None or weight is None:
-        lacking = "router inputs were not kept" if layer.inputs is None else "no weight was given"
-        return Measurement(None, f"not answerable: {lacking}")
+        reason = "router inputs were not kept" if layer.inputs is None else "no weight was given"
+        return Measurement(None, f"not answerable: {reason}")
     k, ids = layer.facts.k, layer.experts.long()
     effect = product_effect(layer.inputs, weight, precision)
     noise, error = effect.noise.gather(1, ids), effect.error.gather(1, ids)
     logits = view.logits
-    if logits is None:  # softmax scores fix them up to a shift only
+    if logits is None:  # softmax scores determine logits up to a shift only
         logits = (layer.inputs.double() @ weight.detach().double().T).gather(1, ids)
     step = grid_step(logits, precision)[:, k - 1] * view.slope[:, k - 1]
-    chance = product_flips(view.scores, k, noise * view.slope, step, same_grid=layer.bias is None)
+    chance = product_flip_probability(
+        view.scores, k, noise * view.slope, step, same_grid=layer.bias is None
+    )
     return Measurement(
         ProductFlips(
             precision=precision,
             noise=noise[:, k - 1].mean().item(),
             flip=mean_estimate(chance.clamp(0, 1)),
-            flip_emulated=_emulated_flips(layer, round_to(logits + error, precision)),
+            flip_emulated=_emulated_flip_share(layer, round_to(logits + error, precision)),
             uncertified=_uncertified_share(layer, weight),
         )
     )
 
 
 def _uncertified_share(layer: LayerTrace, weight: Tensor) -> Estimate:
-    """Share of tokens whose choice by logits is not certified against orders of summation."""
+    """Return the share of tokens whose choice another order of summation may change."""
     if layer.bias is not None or layer.group_gap is not None:
         return Estimate(None, None, "not answerable: the roundings of a bias or of groups add")
     assert layer.inputs is not None
@@ -423,23 +428,26 @@ def _uncertified_share(layer: LayerTrace, weight: Tensor) -> Estimate:
     return mean_estimate((~certified).double())
 
 
-def _emulated_flips(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
-    """Share of tokens that are routed differently by other logits of the kept ranks."""
+def _emulated_flip_share(layer: LayerTrace, logits: Float[Tensor, "tokens ranks"]) -> Estimate:
+    """Return the share of tokens that perturbed logits of the kept ranks route differently."""
     if layer.facts.units == "softmax" and layer.bias is not None:
         return Estimate(None, None, "not answerable: a bias beside a softmax over all experts")
-    choice = emulated_choice(from_logits(logits, layer), layer.facts.k, layer.experts)
+    choice = emulated_choice(scores_of_logits(logits, layer), layer.facts.k, layer.experts)
     return mean_estimate(choice.flipped.double())
 
 
 def _expected_rates(
     layer: LayerTrace, view: LogitView, step: Float[Tensor, "tokens steps"]
 ) -> tuple[PerToken, PerToken, Estimate, Estimate]:
-    """Probabilities of a tie and of a flip per token, and their first-order rates."""
+    """Return the probabilities of a tie and of a flip per token, and their first-order rates."""
     k = layer.facts.k
     at_threshold = _step_at_threshold(step, k)
     if layer.bias is None:
         gaps, q = view.scores[:, k - 1] - view.scores[:, k], at_threshold.clamp(min=TINY)
-        tie, flip = shared_cell(gaps, q), shared_cell_flips(view.scores, k, q)
+        tie, flip = (
+            shared_cell_probability(gaps, q),
+            shared_cell_flip_probability(view.scores, k, q),
+        )
         density = gap_density(gaps / q)
         tie_rate, flip_rate = density.times(0.5), density.times(0.25)
     else:
@@ -451,17 +459,17 @@ def _expected_rates(
     if layer.group_gap is None:
         return tie, flip, tie_rate, flip_rate
     group_noise = at_threshold * view.threshold_slope / math.sqrt(12)
-    groups = group_density(layer, group_noise).times(1 / math.sqrt(math.pi))
+    groups = group_gap_density(layer, group_noise).times(1 / math.sqrt(math.pi))
     return (
         tie,
-        either_chance(flip, group_flips(layer, group_noise)),
+        either_probability(flip, layer_group_flip_probability(layer, group_noise)),
         tie_rate,
         flip_rate.plus(groups),
     )
 
 
 def _emulation_notes(layer: LayerTrace, view: LogitView, precision: str) -> str:
-    """Note what an emulation on the kept ranks leaves out."""
+    """Return notes on what an emulation on the kept ranks leaves out, or "ok"."""
     ranks, experts = view.scores.shape[1], layer.facts.n_experts
     notes = []
     if isinstance(PRECISIONS[precision], IntegerGrid) and ranks < experts:
@@ -472,7 +480,7 @@ def _emulation_notes(layer: LayerTrace, view: LogitView, precision: str) -> str:
 
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""u of formats that round to nearest."""
+"""Unit roundoff u of formats that round to nearest."""
 
 
 def score_error_bound(
@@ -483,15 +491,17 @@ def score_error_bound(
     output_unit: float = 0.0,
     exact_products: bool = False,
 ) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, "tokens experts"]]:
-    """Return exact scores in float64 and B_e, which bounds the error of any evaluation.
+    """Return scores in float64 and the bound B_e on the error of any evaluation of them.
+
+    B is infinite if d u >= 1.
 
     Args:
-        inputs: router inputs as they are stored.
-        weight: router rows as they are stored.
+        inputs: router inputs as stored.
+        weight: router rows as stored.
         unit: u of the products and sums.
-        output_unit: u of the format in which scores are stored; 0 if it is that of the sums.
-        exact_products: products have no rounding, as those of two bf16 numbers in float32: d - 1
-            roundings in place of d. Where d u >= 1 nothing is bounded, and B is infinite.
+        output_unit: u of the format in which scores are stored; 0 for the format of the sums.
+        exact_products: whether products have no rounding error, such as products of two bf16
+            numbers in float32; d - 1 roundings are then counted instead of d.
     """
     x, w = inputs.double(), weight.double()
     require(0 < unit < 1 and 0 <= output_unit < 1, f"need 0 < u < 1, got {unit=}, {output_unit=}")
@@ -499,7 +509,7 @@ def score_error_bound(
     exact, total = x @ w.T, x.abs() @ w.abs().T
     if steps * unit >= 1:
         return exact, torch.full_like(exact, torch.inf)
-    # the float64 scores here are themselves off by this much at most
+    # bound on the error of the float64 scores computed here
     float64_error = x.shape[-1] * 2.0**-53 * total
     inner = steps * unit / (1 - steps * unit) * total
     return exact, float64_error + inner + output_unit * (exact.abs() + inner + float64_error)
@@ -514,12 +524,13 @@ def certified_choices(
     output_unit: float = 0.0,
     exact_products: bool = False,
 ) -> Bool[Tensor, " tokens"]:
-    """Return the tokens whose k experts every evaluation within the bound chooses.
+    """Return whether every evaluation within the error bound chooses the same k experts.
 
-    min over the chosen of z - B exceeds the max over the others of z + B; arguments as for
-    `score_error_bound`. Tokens whose gap is so wide that float32 shows it are not computed twice.
+    The condition is that the minimum of z - B over chosen experts exceeds the maximum of z + B over
+    the others; arguments as for `score_error_bound`. Tokens that a cheaper bound in float32
+    certifies are not computed again in float64.
     """
-    certified = _widely_certified(inputs, weight, k, unit, output_unit)
+    certified = _certified_by_norm_bound(inputs, weight, k, unit, output_unit)
     rows = (~certified).nonzero().squeeze(1)
     scores, bound = score_error_bound(
         inputs[rows], weight, unit=unit, output_unit=output_unit, exact_products=exact_products
@@ -531,26 +542,26 @@ def certified_choices(
     return certified
 
 
-def _widely_certified(
+def _certified_by_norm_bound(
     inputs: Float[Tensor, "tokens dim"],
     weight: Float[Tensor, "experts dim"],
     k: int,
     unit: float,
     output_unit: float,
 ) -> Bool[Tensor, " tokens"]:
-    """Tokens that `certified_choices` certifies whatever the digits past float32; none if unsure.
+    """Return the tokens that a bound by norms certifies in float32; none if it does not apply.
 
-    Σ_i |x_i w_ei| <= ‖x‖ ‖w_e‖, so that B_e <= (γ_d(u) + u_out (1 + γ_d(u))) ‖x‖ max_e ‖w_e‖, and
-    scores in float32 are off by γ_d(2⁻²⁴) ‖x‖ ‖w_e‖ at most. A gap of ranks k and k + 1 above twice
-    the sum of both suffices; one percent is added for the rounding of this comparison.
+    Σ_i |x_i w_ei| <= ‖x‖ ‖w_e‖, so B_e <= (γ_d(u) + u_out (1 + γ_d(u))) ‖x‖ max_e ‖w_e‖, and the
+    error of scores in float32 is at most γ_d(2⁻²⁴) ‖x‖ ‖w_e‖. A gap of ranks k and k + 1 above
+    twice the sum of both suffices; one percent is added for the rounding of this comparison.
     """
     dim, single = inputs.shape[1], UNIT_ROUNDOFF["float32"]
-    kinds = {inputs.dtype, weight.dtype}
-    exact = kinds <= {torch.float32, torch.bfloat16, torch.float16}
-    fast = torch.get_float32_matmul_precision() != "highest"
-    if not exact or fast or k >= len(weight) or dim * max(unit, 1e3 * single) >= 1:
+    dtypes = {inputs.dtype, weight.dtype}
+    fits_float32 = dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    is_reduced = torch.get_float32_matmul_precision() != "highest"
+    if not fits_float32 or is_reduced or k >= len(weight) or dim * max(unit, 1e3 * single) >= 1:
         return torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
     x, w = inputs.float(), weight.float()
     gamma, single_gamma = (dim * u / (1 - dim * u) for u in (unit, single))
-    reach = 2.02 * (gamma + output_unit * (1 + gamma) + single_gamma) * w.norm(dim=1).amax()
-    return gap(x @ w.T, k) > (x.norm(dim=1) * reach).double()
+    factor = 2.02 * (gamma + output_unit * (1 + gamma) + single_gamma) * w.norm(dim=1).amax()
+    return gap(x @ w.T, k) > (x.norm(dim=1) * factor).double()

@@ -7,9 +7,9 @@ import torch
 
 from tests.report.zoo import make_trace
 from tieline.analysis.inspect_observations import (
+    headline_flip_rate,
     inspection_metrics,
     judge_routing,
-    leading_rate,
     routing_observations,
 )
 from tieline.analysis.inspect_records import (
@@ -127,7 +127,7 @@ def test_the_judgement_without_jumps_or_scores(measures):
     assert judge_routing(measures, ()).jump is None
     bare = measure(make_trace(ids_only=True), SETTINGS)
     assert judge_routing(bare, ()).kind == "no scores"
-    assert leading_rate(bare) is None
+    assert headline_flip_rate(bare) is None
 
 
 def softmax_trace():
@@ -141,7 +141,7 @@ def softmax_trace():
 
 def test_unknown_logits_are_judged_by_noise():
     found = measure(softmax_trace(), SETTINGS)
-    assert leading_rate(found).name == "0.01"
+    assert headline_flip_rate(found).name == "0.01"
     flips = by_kind(routing_observations(found, ()), "flips")
     assert [fact.source for fact in flips] == ["0.01", "0.1"]
 

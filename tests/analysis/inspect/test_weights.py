@@ -5,7 +5,7 @@ import torch
 
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import inspect as weights
-from tieline.analysis.inspect import inputs_fit, linear_weights
+from tieline.analysis.inspect import linear_weights, router_inputs_fit
 from tieline.models import capture, find_routers
 
 
@@ -42,9 +42,9 @@ def test_without_inputs_or_matrix_there_is_nothing():
 def test_inputs_are_kept_while_they_are_small(monkeypatch):
     model = tiny_model("olmoe")
     names = list(find_routers(model))
-    assert inputs_fit(model, names, 1024)
+    assert router_inputs_fit(model, names, 1024)
     monkeypatch.setattr(weights, "MOST_BYTES", 2 * 4 * 32 * 10)
-    assert inputs_fit(model, names, 10)
-    assert not inputs_fit(model, names, 11)
+    assert router_inputs_fit(model, names, 10)
+    assert not router_inputs_fit(model, names, 11)
     dbrx = tiny_model("dbrx")
-    assert not inputs_fit(dbrx, list(find_routers(dbrx)), 1)
+    assert not router_inputs_fit(dbrx, list(find_routers(dbrx)), 1)

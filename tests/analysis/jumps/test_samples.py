@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.walls import sampled, watched
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.jumps import BlockSampler, _Pool
+from tieline.analysis.jumps import BlockSampler, _TokenPool
 from tieline.models.routed_block import BlockCall, Rows, block_of
 from tieline.run.observers import RouteRecorder, observing, sites_of
 from tieline.run.plan import Pass
@@ -16,7 +16,7 @@ from tieline.run.plan import Pass
 
 def offered(keys, lots, cuts, size):
     """A pool that was offered tokens in the pieces between the cuts."""
-    pool, states = _Pool(size), torch.arange(len(keys)).double()[:, None]
+    pool, states = _TokenPool(size), torch.arange(len(keys)).double()[:, None]
     edges = [0, *sorted(cuts), len(keys)]
     for low, high in itertools.pairwise(edges):
         part = slice(low, high)
@@ -36,7 +36,7 @@ def test_a_pool_holds_the_smallest_keys_however_the_stream_is_cut(values, cuts, 
     ranked = sorted(range(len(values)), key=lambda i: (values[i], lots[i].item()))
     expected = [place for place in ranked if values[place] < torch.inf][:size]
     assert pool.tokens.tolist() == expected
-    left = pool.without(torch.tensor(expected[:1], dtype=torch.int64), most=2)
+    left = pool.excluding(torch.tensor(expected[:1], dtype=torch.int64), most=2)
     assert (left is None) == (len(expected) < 2)
     if left is not None:
         assert left.tokens.tolist() == expected[1:3]

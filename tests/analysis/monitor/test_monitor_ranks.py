@@ -5,7 +5,7 @@ import torch
 from torch import multiprocessing
 
 from tests.models.tiny import batch, lively, tiny_model
-from tieline.analysis.monitor import RoutingMonitor, joined_scalars, layer_scalars
+from tieline.analysis.monitor import RoutingMonitor, join_scalars, layer_scalars
 from tieline.models.router_calls import watch_routing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,7 +28,7 @@ def test_statistics_join_as_those_of_all_tokens():
             model(input_ids=row[None])
     own = [call for call in calls if call.trace.name == calls[0].trace.name]
     pieces = [layer_scalars(own[:2]), layer_scalars(own[2:])]
-    joined, expected = joined_scalars(pieces), layer_scalars(own)
+    joined, expected = join_scalars(pieces), layer_scalars(own)
     assert joined.tokens == expected.tokens == ROWS * 9
     assert joined.load == expected.load
     assert torch.equal(joined.gaps, expected.gaps)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieline.analysis.remedies import extra_bytes, keep_list
+from tieline.analysis.remedies import float32_extra_bytes, keep_list
 from tieline.core.errors import ParameterError
 
 damages = st.lists(st.integers(0, 20), min_size=1, max_size=6)
@@ -36,9 +36,9 @@ def test_cheap_layers_come_before_dear_ones_of_the_same_damage():
 
 def test_bytes_are_what_float32_takes_beyond_the_format():
     router = torch.nn.Linear(10, 4)
-    assert extra_bytes(router, "bf16") == 44 * 2
-    assert extra_bytes(router, "int8") == 44 * 3
-    assert extra_bytes(router, "int4") == 44 * 7 // 2
+    assert float32_extra_bytes(router, "bf16") == 44 * 2
+    assert float32_extra_bytes(router, "int8") == 44 * 3
+    assert float32_extra_bytes(router, "int4") == 44 * 7 // 2
 
 
 @pytest.mark.parametrize("wanted", [0.0, 1.5, -1.0])

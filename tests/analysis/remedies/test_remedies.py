@@ -11,7 +11,7 @@ from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis import remedies
 from tieline.analysis.audit import audit
 from tieline.analysis.audit_records import PrecisionAudit
-from tieline.analysis.remedies import chosen_perturbations
+from tieline.analysis.remedies import perturbations_to_repair
 from tieline.core.errors import ParameterError, UnsupportedModelError
 from tieline.models import find_routers, smooth_
 from tieline.models.experts import KERNEL
@@ -139,13 +139,13 @@ def test_the_table_is_part_of_the_json(result):
 
 def test_the_usual_perturbations_or_those_named():
     usual = [Perturbation("rounding", "bf16", "model"), ROUTER, NOISE]
-    assert chosen_perturbations(usual, None) == usual[:1]
-    assert chosen_perturbations(RUN, None) == [ROUTER, MODEL]
-    assert chosen_perturbations(RUN, ["all"]) == list(RUN)
-    assert chosen_perturbations(RUN, []) == []
-    assert chosen_perturbations(RUN, [NOISE.name]) == [NOISE]
+    assert perturbations_to_repair(usual, None) == usual[:1]
+    assert perturbations_to_repair(RUN, None) == [ROUTER, MODEL]
+    assert perturbations_to_repair(RUN, ["all"]) == list(RUN)
+    assert perturbations_to_repair(RUN, []) == []
+    assert perturbations_to_repair(RUN, [NOISE.name]) == [NOISE]
     with pytest.raises(ParameterError, match="router bf16 is none of router int4"):
-        chosen_perturbations(RUN, ["router bf16"])
+        perturbations_to_repair(RUN, ["router bf16"])
 
 
 def test_what_a_model_does_not_allow_is_named():

@@ -6,10 +6,10 @@ import torch
 from tests.analysis.zoo import FAMILIES
 from tests.models.tiny import batch, lively, tiny_model
 from tieline.analysis.router_effects import (
-    NEVER,
+    LEAST_CHANCE,
     LocalEffects,
     _noisy_flip_shares,
-    chosen_mask,
+    mask_of_chosen,
 )
 from tieline.core.ranking import topk_mask
 from tieline.measure.noise_flips import flip_limits
@@ -29,7 +29,7 @@ def test_the_rule_of_the_family_finds_what_the_router_chooses(family):
     router = next(iter(modular_routers(lively(tiny_model(family))).values()))
     x = torch.randn(200, 32)
     found = read_output(family_of(router), router, ((x,), {}), router(x))
-    assert torch.equal(chosen_mask(router, found.logits, ((x,), {})), routed_set(found))
+    assert torch.equal(mask_of_chosen(router, found.logits, ((x,), {})), routed_set(found))
 
 
 def watched(model, runs, ids, number=0):
@@ -95,7 +95,7 @@ def test_tokens_for_which_no_noise_is_drawn_never_flip():
     rule = lambda scores: topk_mask(scores, 2)  # noqa: E731
     ranked = logits.double().sort(dim=1, descending=True).values.cpu()
     chance = flip_limits(ranked, 2, 0.05, 0).high
-    possible, everyone = chance > NEVER, torch.ones_like(chance, dtype=torch.bool)
+    possible, everyone = chance > LEAST_CHANCE, torch.ones_like(chance, dtype=torch.bool)
     assert 20 < int(possible.sum()) < 180
     drawn = [
         _noisy_flip_shares(rule, logits, some, 0.05, 4000, torch.Generator().manual_seed(1))

@@ -13,9 +13,9 @@ from tieline.measure.boundary import (
     censored_share,
     epsilon_for_extra,
     near_counts,
-    order_from_counts,
     order_shares,
     tie_order,
+    tie_order_from_counts,
 )
 
 EPSILONS = (0.125, 0.25, 0.5, 3.0)
@@ -44,7 +44,9 @@ def test_order_of_all_experts_follows_from_the_first_ranks_and_the_count(seed, k
     scores = dyadic_scores(seed)
     near = near_counts(scores, k, [epsilon])[:, 0]
     short = ranked_scores(scores, k + 1)
-    assert torch.equal(order_from_counts(short, k, epsilon, near), tie_order(scores, k, epsilon))
+    assert torch.equal(
+        tie_order_from_counts(short, k, epsilon, near), tie_order(scores, k, epsilon)
+    )
 
 
 @given(seeds, st.integers(1, 6))

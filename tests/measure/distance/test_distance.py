@@ -87,9 +87,11 @@ def test_a_step_of_that_length_reaches_the_tie_and_no_shorter_one_does(experts, 
 def test_even_routers_need_no_search_over_all_pairs(monkeypatch):
     _, weight, logits = linear_router(tokens=500, experts=64, dim=256)
     searched = []
-    full = distance._among_all
+    full = distance._nearest_among_all_pairs
     monkeypatch.setattr(
-        distance, "_among_all", lambda s, *rest: searched.append(len(s)) or full(s, *rest)
+        distance,
+        "_nearest_among_all_pairs",
+        lambda s, *rest: searched.append(len(s)) or full(s, *rest),
     )
     found = nearest_tie(logits, 8, expert_distances(weight))
     assert sum(searched) < 50

@@ -5,7 +5,7 @@ import torch
 
 from tests.measure.problems import SCORES, chosen_sets, layer_of, linear_router
 from tieline.core.errors import TraceError
-from tieline.measure.noise_flips import flip_probability, from_logits, logit_view
+from tieline.measure.noise_flips import flip_probability, logit_view, scores_of_logits
 from tieline.trace.record import LayerFacts, LayerTrace
 
 UNITS = ("logits", "sigmoid", "sqrtsoftplus", "softmax")
@@ -39,9 +39,11 @@ def test_the_order_of_the_view_is_the_order_of_the_choice(units, biased):
 def test_slope_is_the_derivative_of_what_is_ranked(units, biased):
     _, layer = problem(units, biased)
     view, step = logit_view(layer), 1e-4
-    moved = from_logits(view.logits + step, layer) - from_logits(view.logits - step, layer)
+    moved = scores_of_logits(view.logits + step, layer) - scores_of_logits(
+        view.logits - step, layer
+    )
     assert torch.allclose(moved / (2 * step), view.slope, rtol=1e-4)
-    assert torch.allclose(from_logits(view.logits, layer), view.scores, atol=1e-6)
+    assert torch.allclose(scores_of_logits(view.logits, layer), view.scores, atol=1e-6)
 
 
 @pytest.mark.parametrize("units", ["sigmoid", "softmax"])

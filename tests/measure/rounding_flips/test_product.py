@@ -14,8 +14,8 @@ from tieline.measure import rounding_flips as product
 from tieline.measure.rounding_flips import (
     emulated_choice,
     product_effect,
-    product_flips,
-    shared_cell,
+    product_flip_probability,
+    shared_cell_probability,
 )
 
 
@@ -67,7 +67,7 @@ def test_flips_are_those_of_the_product(shift):
     effect = product_effect(inputs, weight)
     noise = effect.noise.gather(1, ranked.indices)
     step = grid_step(ranked.values, "bf16")[:, k - 1]
-    chance = product_flips(ranked.values, k, noise, step)
+    chance = product_flip_probability(ranked.values, k, noise, step)
     rounded = round_to(ranked.values + effect.error.gather(1, ranked.indices), "bf16")
     flipped = emulated_choice(rounded, k, ranked.indices).flipped
     error = math.sqrt(flipped.sum().item()) / tokens
@@ -84,7 +84,7 @@ def test_rounding_after_noise_is_its_integral(gap_in_steps, noise_in_steps):
     exact = (flips * weight).sum() / weight.sum()
     ranked = torch.tensor([[gap_in_steps, 0.0]], dtype=torch.float64)
     noise = torch.full((1, 2), noise_in_steps, dtype=torch.float64)
-    found = product_flips(ranked, 1, noise, torch.ones(1, dtype=torch.float64))
+    found = product_flip_probability(ranked, 1, noise, torch.ones(1, dtype=torch.float64))
     assert found.item() == pytest.approx(exact.item(), abs=2e-3)
 
 
@@ -92,16 +92,18 @@ def test_without_noise_only_ties_flip_and_without_rounding_only_noise_does():
     ranked = torch.tensor([[0.3, 0.0], [torch.inf, 0.0]], dtype=torch.float64)
     none, one = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     finite = ranked.clamp(max=50.0)
-    flips = product_flips(finite, 1, none, one)
-    assert flips.tolist() == pytest.approx((shared_cell(finite[:, 0], one) / 2).tolist())
-    noisy = product_flips(finite, 1, none + 0.2, 0 * one)
+    flips = product_flip_probability(finite, 1, none, one)
+    assert flips.tolist() == pytest.approx(
+        (shared_cell_probability(finite[:, 0], one) / 2).tolist()
+    )
+    noisy = product_flip_probability(finite, 1, none + 0.2, 0 * one)
     assert noisy[0].item() == pytest.approx(0.5 * math.erfc(0.3 / 0.2 / 2), rel=1e-6)
 
 
 def test_grids_of_their_own_make_rounding_more_noise():
     ranked = torch.tensor([[0.3, 0.0]], dtype=torch.float64)
     noise, step = torch.full((1, 2), 0.1, dtype=torch.float64), torch.full((1,), 0.5).double()
-    found = product_flips(ranked, 1, noise, step, same_grid=False).item()
+    found = product_flip_probability(ranked, 1, noise, step, same_grid=False).item()
     spread = math.sqrt(2 * (0.01 + 0.25 / 12))
     assert found == pytest.approx(0.5 * math.erfc(0.3 / spread / math.sqrt(2)), rel=1e-6)
 

@@ -16,8 +16,8 @@ from tieline.measure.noise_flips import logit_view
 from tieline.measure.rounding_flips import (
     emulated_choice,
     precision_flips,
-    shared_cell,
-    shared_cell_flips,
+    shared_cell_flip_probability,
+    shared_cell_probability,
 )
 
 NATIVE = {
@@ -81,13 +81,18 @@ def test_the_step_is_that_of_neighbours(precision):
 def test_a_cell_is_shared_as_often_as_its_place_allows(gap_in_steps):
     places = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     low, high = (places - 0.5).floor(), (places + gap_in_steps - 0.5).floor()
-    chance = shared_cell(torch.tensor([gap_in_steps]), torch.ones(1))
+    chance = shared_cell_probability(torch.tensor([gap_in_steps]), torch.ones(1))
     assert chance.item() == pytest.approx((low == high).double().mean().item(), abs=2e-3)
 
 
 def test_equal_scores_always_share_and_no_step_never_does():
     gaps = torch.tensor([0.0, 0.0, 1.0, torch.inf])
-    assert shared_cell(gaps, torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist() == [1, 1, 0, 0]
+    assert shared_cell_probability(gaps, torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist() == [
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_e4m3", "int8"])
@@ -98,7 +103,10 @@ def test_rates_are_those_of_rounded_scores(precision):
     step = grid_step(scores, precision).gather(1, ranked.indices)[:, 1]
     seen = emulated_choice(rounded, 2, ranked.indices)
     gaps = gap(scores, 2)
-    tie, flip = shared_cell(gaps, step), shared_cell_flips(ranked.values, 2, step)
+    tie, flip = (
+        shared_cell_probability(gaps, step),
+        shared_cell_flip_probability(ranked.values, 2, step),
+    )
     for chance, event in ((tie, seen.tied), (flip, seen.flipped)):
         error = math.sqrt(event.sum().item() + 1) / 60_000
         # coarse grids are not placed at random: the int8 and fp8 grids hold zero
@@ -113,15 +121,20 @@ def test_rates_are_those_of_rounded_scores(precision):
 def test_fine_grids_flip_half_of_their_ties():
     scores = ranked_scores(normal_scores(2000, 16), 8)
     step = torch.full((2000,), 1e-3, dtype=torch.float64)
-    tie, flip = shared_cell(scores[:, 1] - scores[:, 2], step), shared_cell_flips(scores, 2, step)
+    tie, flip = (
+        shared_cell_probability(scores[:, 1] - scores[:, 2], step),
+        shared_cell_flip_probability(scores, 2, step),
+    )
     assert flip.sum().item() == pytest.approx(tie.sum().item() / 2, rel=0.02)
     assert (flip >= tie / 2 - 1e-12).all()
 
 
 def test_ties_of_many_flip_unless_the_index_picks_the_same_set():
     scores = torch.zeros(1, 5, dtype=torch.float64)
-    assert shared_cell_flips(scores, 2, torch.ones(1)).item() == pytest.approx(1 - 1 / 10)
-    assert shared_cell_flips(scores - torch.arange(5) * 9, 2, torch.ones(1)).item() == 0
+    assert shared_cell_flip_probability(scores, 2, torch.ones(1)).item() == pytest.approx(
+        1 - 1 / 10
+    )
+    assert shared_cell_flip_probability(scores - torch.arange(5) * 9, 2, torch.ones(1)).item() == 0
 
 
 @given(seeds, st.integers(1, 7))

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tieline.core.errors import ShapeError, require
 from tieline.core.ranking import top_values
-from tieline.measure.noise_flips import MEAN_ABSOLUTE, RAMP_REACH, straight_change
+from tieline.measure.noise_flips import MEAN_ABSOLUTE, RAMP_REACH, squared_ramp_change
 from tieline.routing.gates import ChoiceOptions, Scores, Share
 from tieline.routing.smooth_gates import BandGate
 
@@ -108,7 +108,7 @@ def projected_cost(
 
     def weighted_change(x: float) -> float:
         noise = sigma * x
-        change = straight_change(noise, width) + slope * _straight_moment(noise, width)
+        change = squared_ramp_change(noise, width) + slope * _straight_moment(noise, width)
         return change * MEAN_ABSOLUTE * math.exp(-x * x / 2)
 
     knee = min(RAMP_REACH, width / sigma) if sigma > 0 else 0.0

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 import torch
 
-from tieline.analysis.inspect import linear_choice, linear_weights, router_offset
+from tieline.analysis.inspect import linear_choice_status, linear_router_bias, linear_weights
 from tieline.core.errors import require
 from tieline.core.setting_fields import takes_settings
 from tieline.lab.command_settings import DEFAULT_MODEL_WIDTH, DesignOptions, DesignSettings
@@ -123,13 +123,13 @@ def _measured_router(
     model: Any, trace: RoutingTrace, layer: LayerTrace, weights: dict[str, Any], seed: int
 ) -> RouterMeasurement:
     """Return the measured ties and switches of one router, or the reason for none."""
-    status = linear_choice(layer, weights)
+    status = linear_choice_status(layer, weights)
     if status == "ok" and not layer.facts.affine:
         status = "not answerable: its scores are not affine in its input"
     if status != "ok":
         return RouterMeasurement(layer.name, status)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
-    bias = bias + router_offset(model.get_submodule(layer.name), len(bias))
+    bias = bias + linear_router_bias(model.get_submodule(layer.name), len(bias))
     bias = bias + (0.0 if layer.bias is None else layer.bias)
     selection_bias = bias if bool(bias.any()) else None
     return measured_layer(trace, layer, weights[layer.name], selection_bias, seed)

@@ -15,7 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tieline.analysis.inspect import inputs_fit, linear_choice, linear_weights, router_offset
+from tieline.analysis.inspect import (
+    linear_choice_status,
+    linear_router_bias,
+    linear_weights,
+    router_inputs_fit,
+)
 from tieline.analysis.inspect_records import NoiseReport
 from tieline.analysis.model_effects import own_noise
 from tieline.core.errors import TraceError, UnsupportedModelError, require
@@ -142,7 +147,7 @@ def slice_model(
     choice = SliceChoice(settings.layer, tokens)
     subject = open_subject(source, settings, "slice takes")
     model, routers, count = subject.model, subject.routers, subject.text.tokens
-    choice.check(routers, count, inputs_fit(model, routers, count))
+    choice.check(routers, count, router_inputs_fit(model, routers, count))
     trace = _slice_trace(subject, settings.batch_size, progress)
     noise = own_noise(model, routers, subject.text, settings.batch_size)
     return chosen_slice(subject, trace, choice, noise, settings.seed)
@@ -163,7 +168,7 @@ def chosen_slice(
     weights = linear_weights(subject.model, trace)
     name = choice.layer
     if name is None:
-        flat = [x.name for x in trace.layers if linear_choice(x, weights) == "ok"]
+        flat = [x.name for x in trace.layers if linear_choice_status(x, weights) == "ok"]
         name = flat[0] if flat else trace.layers[0].name
     name = trace.layers[name].name if isinstance(name, int) else name
     layer_noise, units = noise.of(name), trace.layer(name).facts.units
@@ -210,14 +215,16 @@ def _layer_slice(
         seed: of tokens and points.
     """
     layer = trace.layer(name)
-    status = linear_choice(layer, weights)
+    status = linear_choice_status(layer, weights)
     require(status == "ok", f"layer {name!r} has no slice: {status}", UnsupportedModelError)
     assert layer.inputs is not None
     token_triple = tuple(tokens) if tokens is not None else slice_tokens(trace, layer, seed)
     _check_slice_tokens(token_triple, trace.n_tokens)
     router = subject.model.get_submodule(name)
     bias = torch.zeros(layer.facts.n_experts, dtype=torch.float64)
-    bias = bias + router_offset(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
+    bias = (
+        bias + linear_router_bias(router, len(bias)) + (0.0 if layer.bias is None else layer.bias)
+    )
     points, k = layer.inputs[list(token_triple)], layer.facts.k
     cut = slice_router(points, weights[name], bias, k, epsilon=band[0])
     agreed, undecided = _slice_agreement(

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tieline.analysis.inspect import linear_choice, linear_weights
+from tieline.analysis.inspect import linear_choice_status, linear_weights
 from tieline.analysis.model_effects import PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
@@ -148,7 +148,7 @@ def layer_walk(
         weights: matrices of linear routers by name (`linear_weights`).
         seed: of the paths.
     """
-    status = linear_choice(clean, weights)
+    status = linear_choice_status(clean, weights)
     if status != "ok":
         return Measurement(None, status)
     factor = score_noise_factor(clean, rounded, weights[clean.name])

@@ -9,7 +9,7 @@ from statistics import fmean, geometric_mean
 import torch
 from torch import Tensor
 
-from tieline.analysis.smooth import NOISE, SmoothingCalibration
+from tieline.analysis.smooth import DEFAULT_NOISE, SmoothingCalibration
 from tieline.core.ranking import gap
 from tieline.lab.claims.claim import ClaimRun, claim
 from tieline.lab.claims.evidence import Check, Evidence, at_least, at_most, chart, line, near
@@ -215,7 +215,7 @@ def measured_laws(run: ClaimRun) -> tuple[LayerLaw, ...]:
     others = [sequence for number, sequence in enumerate(sequences) if (number - run.seed) % TURNS]
     with only_running(model):
         halves = [list(stacked_batches(some, 8)) for some in (first, others)]
-        calibration = SmoothingCalibration.on_batches(model, halves[0], NOISE)
+        calibration = SmoothingCalibration.on_batches(model, halves[0], DEFAULT_NOISE)
         return layer_laws(model, calibration, *halves, scales=SCALES, seed=run.seed)
 
 
