@@ -1,21 +1,22 @@
-r"""What perturbations do to the whole model: runs beside the clean one, where effects add up.
+r"""Effects of perturbations on the whole model, counted in runs compared with the clean run.
 
-`FullEffects` counts, by perturbation,
+`FullEffects` counts for each perturbation
 
     flips       share of tokens whose experts differ from those of the clean pass, by layer
     moved       Σ_{e ∈ S \ S'} w_e / Σ_{e ∈ S} w_e: clean weight of the experts that a token lost
     loss        -log P(next token)
     KL          Σ_v P(v) log(P(v) / P'(v)), P of the clean pass, P' of the perturbed one
 
-The floor of the KL is that of a pass in which flipping tokens get the experts and weights of the
-clean one: what would remain if no token ever flipped. `measure_serving` runs a precision served.
+The floor of the KL is measured in a pass in which flipping tokens get the experts and weights of
+the clean pass: the KL that would remain if no token flipped. `measure_serving` measures a precision
+served.
 
-`own_noise` gives the size of the noise of a gap, layer by layer, by a clean and a rounded run:
+`own_noise` measures the size of the noise of the gap in each layer, by a clean and a rounded run:
 
     ε      median |δ| / 0.6745, δ the change of c_[k] - c_[k+1]
 
-At tolerance ε the orders of ties say how many experts the noise can mix (Paper 1, Def. 3.2).
-`tieline.lab.on_model.walks` asks when a token first changes its experts under such noise.
+At tolerance ε the orders of ties say how many experts the noise can exchange (Paper 1, Def. 3.2).
+`tieline.lab.on_model.walks` measures when a token first changes its experts under such noise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,9 +65,9 @@ from tieline.trace.record import LayerTrace, RoutingTrace
 
 @dataclass
 class FullEffect:
-    """What is counted of one perturbation over all layers.
+    """Counts of one perturbation over all layers.
 
-    `to_original` is the KL to the clean original of a form of the model other than the original.
+    `to_original` is the KL to the clean original if the perturbed model is another form of it.
     """
 
     flips: dict[str, SequenceSums] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class FullEffect:
 
     @property
     def sums(self) -> list[SequenceSums]:
-        """Everything that is counted per sequence."""
+        """All sums per sequence, in a fixed order."""
         divergences = (self.kl, self.floor, self.to_original)
         return [*self.flips.values(), self.any_layer, self.moved, self.loss, *divergences]
 
@@ -106,21 +107,21 @@ class FullEffect:
 
 
 class FullEffects(Observer):
-    """Counts what perturbed passes, free and forced, differ by from the clean one.
+    """Counts the differences of perturbed passes, free and forced, from the clean pass.
 
     Attributes:
-        effects: by perturbation.
-        loss: of the clean passes.
+        effects: counts by perturbation.
+        loss: loss of the clean passes.
     """
 
     def __init__(self, perturbations: Sequence[Perturbation]) -> None:
-        """Count these perturbations."""
+        """Count passes under these perturbations."""
         self.effects = {perturbation: FullEffect() for perturbation in perturbations}
         self.loss = SequenceSums()
         self._losses: dict[Pass, Tensor] = {}
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Count a pass."""
+        """Count a clean, a forced or a free pass."""
         if run.reference is None:
             self._count_clean(run, outcome)
             return
@@ -132,14 +133,14 @@ class FullEffects(Observer):
             effect.add_pass(run, outcome, self._losses.get(run.reference))
 
     def _count_clean(self, run: Pass, outcome: Outcome) -> None:
-        """Count the loss of an unperturbed pass."""
+        """Count the loss of a clean pass."""
         assert outcome.logits is not None
         if outcome.ids.shape[1] > 1:
             self._losses[run] = next_token_losses(outcome.logits, outcome.ids)
             self.loss.add(self._losses[run])
 
     def join(self, ranks: Ranks) -> None:
-        """Put together what the processes counted."""
+        """Add up the counts of all processes."""
         effects = list(self.effects.values())
         ranks.join_sums([self.loss, *(sums for effect in effects for sums in effect.sums)])
         lost = {
@@ -150,14 +151,14 @@ class FullEffects(Observer):
 
 
 def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTrace]) -> Serving:
-    """Assemble what was counted of the model in a precision.
+    """Assemble the effect of a precision served from its counts.
 
     Args:
         precision: a name in `SERVED`.
-        effect: what was counted.
-        layers: some routing of each layer.
+        effect: counts of rounding the model to the precision.
+        layers: routing of some tokens in each layer.
     """
-    counts = [int(count) for part in effect.kl.counts for count in part]
+    counts = [int(count) for batch_counts in effect.kl.counts for count in batch_counts]
     return Serving(
         precision=precision,
         changed=effect.any_layer.mean(),
@@ -175,7 +176,7 @@ def serving_effect(precision: str, effect: FullEffect, layers: Sequence[LayerTra
 
 
 def audit_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
-    """Plan clean passes, and under each condition a free and a forced one."""
+    """Plan a clean pass of each batch, and a free and a forced pass under each condition."""
     passes = [Pass(number) for number in batches]
     passes += [
         Pass(number, chosen, Pass(number))
@@ -187,14 +188,14 @@ def audit_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Cond
 
 
 def compared_phase(name: str, batches: Mapping[int, Ids], conditions: Sequence[Condition]) -> Phase:
-    """Plan clean passes, and under each condition one that is compared with them."""
+    """Plan a clean pass of each batch, and one under each condition that is compared with it."""
     passes = [Pass(number) for number in batches]
     passes += [Pass(n, condition, Pass(n)) for condition in conditions for n in batches]
     return Phase(name, batches, tuple(passes))
 
 
 class Divergences(Observer):
-    """The KL of passes to their reference, by condition.
+    """Sums the KL of passes to their reference, by condition.
 
     Attributes:
         kl: sums by condition.
@@ -205,32 +206,32 @@ class Divergences(Observer):
         self.kl = {condition: SequenceSums() for condition in conditions}
 
     def on_pass_done(self, run: Pass, outcome: Outcome) -> None:
-        """Count a pass."""
+        """Add the KL of a pass to its reference."""
         if run.reference is not None and outcome.logits is not None:
             self.kl[run.condition].add(outcome.divergence(run.reference))
 
     def join(self, ranks: Ranks) -> None:
-        """Put together what the processes counted."""
+        """Add up the sums of all processes."""
         ranks.join_sums(list(self.kl.values()))
 
 
-PRECISION = "bf16"
-"""The format whose noise is measured."""
-ROUNDED = Condition(Perturbation("rounding", PRECISION, "model"))
-EVERYTHING = ObserverSettings(None, (), True, False)
-"""What is recorded: the scores of all experts, and the inputs of the routers."""
-TOKENS = 2048
-"""Most tokens that run twice for it."""
+NOISE_PRECISION = "bf16"
+"""Format whose rounding noise `own_noise` measures."""
+ROUNDED = Condition(Perturbation("rounding", NOISE_PRECISION, "model"))
+SCORES_AND_INPUTS = ObserverSettings(None, (), True, False)
+"""Records the scores of all experts and the inputs of the routers."""
+NOISE_TOKENS = 2048
+"""Largest number of tokens of `rounded_runs`."""
 MOST_BYTES = 1 << 28
-"""Largest size of the router inputs that one of the two runs keeps."""
+"""Largest size of the router inputs that each of the two runs keeps."""
 MOST_WEIGHTS = 8 << 30
-"""Largest size of the weights, of which the rounded run holds a second copy."""
+"""Largest size of the weights, because the rounded run holds a second copy."""
 SERVED_TOKENS = 4096
-"""Most tokens that `measure_serving` runs."""
+"""Largest number of tokens that `measure_serving` runs."""
 MOST_SCORES = 1 << 29
 """Largest size of the scores that the clean and the rounded run keep."""
 SCORES = ObserverSettings(None, (), False, False)
-"""What is recorded of a precision served: the scores of all experts."""
+"""Records the scores of all experts."""
 MOST_ORDER = 6
 """Tie orders from this one on are counted together."""
 
@@ -239,9 +240,9 @@ class RoundedRuns(NamedTuple):
     """The routing of one text, clean and with every number of the model rounded.
 
     Attributes:
-        clean: traces with the scores of all experts and the routers' inputs.
-        rounded: the same of the rounded run; None if it cannot be had.
-        status: "ok", or why not.
+        clean: trace with the scores of all experts and the routers' inputs; None if not run.
+        rounded: trace of the rounded run; None if not run.
+        status: "ok", or why the model cannot be rounded.
     """
 
     clean: RoutingTrace | None
@@ -252,12 +253,12 @@ class RoundedRuns(NamedTuple):
 def rounded_runs(
     model: nn.Module, names: Sequence[str], text: TokenisedText, batch_size: int
 ) -> RoundedRuns:
-    """Run a piece of the text clean and rounded.
+    """Run the beginning of a text clean and with every number of the model rounded.
 
     Args:
         model: the model, in float32.
-        names: its routers to look at.
-        text: the text; its first sequences are run, `TOKENS` tokens at most.
+        names: names of the routers to record.
+        text: the text; its first sequences are run, at most `NOISE_TOKENS` tokens.
         batch_size: sequences per forward pass.
     """
     status = rounding_status(model, names)
@@ -265,10 +266,10 @@ def rounded_runs(
         return RoundedRuns(None, None, status)
     dim = getattr(text_config(model), "hidden_size", None)
     width = dim if isinstance(dim, int) else 8192
-    sequences = first_sequences(text, min(TOKENS, max(1, MOST_BYTES // (4 * len(names) * width))))
-    numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
+    most = min(NOISE_TOKENS, max(1, MOST_BYTES // (4 * len(names) * width)))
+    numbered = dict(enumerate(stacked_batches(first_sequences(text, most), batch_size)))
     passes = [Pass(n, condition) for condition in (CLEAN, ROUNDED) for n in numbered]
-    recorders = _recorders(model, names, EVERYTHING, (CLEAN, ROUNDED))
+    recorders = _recorders(model, names, SCORES_AND_INPUTS, (CLEAN, ROUNDED))
     plan = Plan((Phase("noise", numbered, tuple(passes), logits="none"),))
     Runner(Model(model)).run(plan, recorders)
     clean, rounded = (recorder.trace() for recorder in recorders)
@@ -281,7 +282,7 @@ def _recorders(
     settings: ObserverSettings,
     conditions: Sequence[Condition],
 ) -> list[RouteRecorder]:
-    """One recorder of these routers for the passes under each condition."""
+    """Return a recorder of these routers for each condition."""
     return [
         RouteRecorder(model, settings, names, lambda run, c=condition: run.condition == c)
         for condition in conditions
@@ -291,14 +292,14 @@ def _recorders(
 def own_noise(
     model: nn.Module, names: Sequence[str], text: TokenisedText, batch_size: int
 ) -> NoiseReport:
-    """Run a piece of the text clean and rounded, and compare the routers.
+    """Measure the noise of each router by a clean and a rounded run of the beginning of a text.
 
     Arguments as for `rounded_runs`.
     """
     clean, rounded, status = rounded_runs(model, names, text, batch_size)
     if clean is None or rounded is None:
         return NoiseReport((), status)
-    return noise_report(clean, rounded, PRECISION)
+    return noise_report(clean, rounded, NOISE_PRECISION)
 
 
 def measure_serving(
@@ -309,15 +310,15 @@ def measure_serving(
     precision: str,
     progress: Progress | None = None,
 ) -> tuple[Serving | None, NoiseReport]:
-    """Run a piece of the text clean, in the precision served, and there with the clean routes.
+    """Measure a precision served on the beginning of a text, also with clean routes forced.
 
-    Returns what the precision does to the model, None if it cannot be measured, and what it does
-    to the scores of each layer. A model without logits shows the noise of its scores alone.
+    Returns the effect of the precision on the model, None if it cannot be measured, and its effect
+    on the scores of each layer. For a model without logits only the noise of scores is measured.
 
     Args:
-        model: the model; weights in half precision are float32 meanwhile, the reference.
-        names: routers whose noise is reported; experts that change are counted in all of them.
-        text: the text; its first sequences are run, `SERVED_TOKENS` tokens at most.
+        model: the model; weights in half precision are converted to float32 during the runs.
+        names: routers whose noise is reported; changed experts are counted in all routers.
+        text: the text; its first sequences are run, at most `SERVED_TOKENS` tokens.
         batch_size: sequences per forward pass.
         precision: a name in `SERVED`.
         progress: called with stage, done and total.
@@ -337,7 +338,7 @@ def _served_effects(
     precision: str,
     progress: Progress | None,
 ) -> tuple[Serving | None, NoiseReport]:
-    """Measure a precision served, as `measure_serving` says, of a model in float32."""
+    """Return the results of `measure_serving` for a model in float32."""
     sequences = first_sequences(text, _affordable_scores(model))
     numbered = dict(enumerate(stacked_batches(sequences, batch_size)))
     rounding = served_rounding(precision)
@@ -354,7 +355,7 @@ def _served_effects(
 
 
 def _affordable_scores(model: Model) -> int:
-    """Number of tokens whose scores fit the memory limit, twice."""
+    """Return the number of tokens whose clean and rounded scores fit the memory limit."""
     experts = 0
     for router in find_routers(model.module).values():
         weights = [weight for weight in router.parameters() if weight.ndim == 2]
@@ -363,7 +364,7 @@ def _affordable_scores(model: Model) -> int:
 
 
 def noise_report(clean: RoutingTrace, rounded: RoutingTrace, precision: str) -> NoiseReport:
-    """Compare the routers of a clean run and of one in a precision."""
+    """Measure the noise of each router from a clean run and a run in a precision."""
     documents = clean.documents.long()
     with one_thread():  # many small operations
         layers = [
@@ -375,20 +376,20 @@ def noise_report(clean: RoutingTrace, rounded: RoutingTrace, precision: str) -> 
 
 
 def rounding_status(model: nn.Module, names: Sequence[str], streamed: bool = False) -> str:
-    """Return "ok" if rounding shows the noise of this model, else why not.
+    """Return "ok" if rounding the model measures its noise, else the reason.
 
     Args:
         model: the model.
-        names: its routers to look at.
-        streamed: whether a runner reads the weights when they are needed.
+        names: names of the routers to measure.
+        streamed: whether the runner streams the weights from disk.
     """
     parameters = list(model.parameters())
     if not streamed and any(parameter.is_meta for parameter in parameters):
         return "not measured: weights that are not in memory cannot be rounded"
-    kinds = {p.dtype for p in parameters if p.is_floating_point()} - {torch.float32, torch.float64}
-    if kinds:
-        kind = str(next(iter(kinds))).removeprefix("torch.")
-        return f"not measured: the model runs in {kind}, whose noise shows against float32 only"
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()} - {torch.float32, torch.float64}
+    if dtypes:
+        dtype = str(next(iter(dtypes))).removeprefix("torch.")
+        return f"not measured: the model runs in {dtype}, whose noise shows against float32 only"
     size = sum(p.numel() * p.element_size() for p in parameters)
     if not streamed and size > MOST_WEIGHTS:
         return f"not measured: a second copy of the weights exceeds {MOST_WEIGHTS >> 30} GiB"
@@ -399,7 +400,7 @@ def rounding_status(model: nn.Module, names: Sequence[str], streamed: bool = Fal
 
 
 def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
-    """The first sequences with at most so many tokens; the beginning of one if it has more."""
+    """Return the first sequences with at most `most` tokens, or the beginning of the first one."""
     sequences, n_tokens = [], 0
     for sequence in text.sequences:
         if n_tokens + len(sequence) > most:
@@ -412,12 +413,12 @@ def first_sequences(text: TokenisedText, most: int) -> list[Tensor]:
 def _layer_noise(
     clean: LayerTrace, rounded: LayerTrace, documents: Tensor, precision: str
 ) -> OwnNoise:
-    """Size of the noise of one layer, its flips and the orders of ties at it."""
+    """Measure the size of one layer's noise, its flips and the tie orders at that size."""
     k = clean.facts.k
     clean_scores, rounded_scores = (scores_by_expert(layer) for layer in (clean, rounded))
-    change = (rounded_scores - clean_scores).gather(1, clean.experts[:, k - 1 : k + 1].long())
-    change = change[change.isfinite().all(dim=1)]
-    delta = (change[:, 0] - change[:, 1]).abs()
+    changes = (rounded_scores - clean_scores).gather(1, clean.experts[:, k - 1 : k + 1].long())
+    changes = changes[changes.isfinite().all(dim=1)]
+    delta = (changes[:, 0] - changes[:, 1]).abs()
     epsilon = delta.median().item() / NORMAL_MEDIAN if len(delta) else 0.0
     sets = [layer.experts[:, :k].long().sort(dim=1).values for layer in (clean, rounded)]
     flipped = (sets[0] != sets[1]).any(dim=1).double()
@@ -440,7 +441,7 @@ def _layer_noise(
 
 
 def scores_by_expert(layer: LayerTrace) -> Float[Tensor, "tokens experts"]:
-    """Selection scores of all experts in float64; minus infinity where a group is left out."""
+    """Return the selection scores of all experts in float64; -inf for excluded groups."""
     assert layer.scores is not None
     scores = torch.full(
         (len(layer.scores), layer.facts.n_experts), -torch.inf, dtype=torch.float64, device="cpu"

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tieline.analysis.inspect import linear_choice_status, linear_weights
-from tieline.analysis.model_effects import PRECISION, rounded_runs
+from tieline.analysis.model_effects import NOISE_PRECISION, rounded_runs
 from tieline.core.numerics import one_thread
 from tieline.core.ranking import stable_topk
 from tieline.core.records import Result
@@ -134,7 +134,7 @@ def walks(
                 if progress is not None:
                     progress("walks", len(layers), len(runs.clean.layers))
     provenance = subject.provenance
-    return FlipWalks(subject.name, PRECISION, tuple(layers), runs.status, provenance)
+    return FlipWalks(subject.name, NOISE_PRECISION, tuple(layers), runs.status, provenance)
 
 
 def layer_walk(
